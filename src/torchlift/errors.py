@@ -1,0 +1,116 @@
+"""The exceptions torchlift raises for a bad file, a bad match or a bad placement.
+
+Every message answers five questions in one sentence each, in this order: which file, which entry,
+what was expected, what was found, and what to do. The pieces are also attributes, so a program can
+react to them without parsing text.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class CheckpointError(Exception):
+    """Base of every error torchlift raises about a checkpoint.
+
+    Attributes:
+        reason: what is wrong, in a short phrase.
+        file: the file concerned, or None.
+        entry: the key, record or module name concerned, or None.
+        expected: what would have been right, or None.
+        found: what was there instead, or None.
+        hint: the way out, or None.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        entry: str | None = None,
+        expected: object = None,
+        found: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.reason = reason
+        self.file = None if file is None else os.fspath(file)
+        self.entry = entry
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.file is not None:
+            parts.append(f"{self.file}: ")
+        if self.entry is not None:
+            parts.append(f"{clip(self.entry)!r}: ")
+        parts.append(self.reason)
+        if self.expected is not None:
+            parts.append(f"; expected {clip(str(self.expected))}")
+        if self.found is not None:
+            parts.append(f"; found {clip(str(self.found))}")
+        if self.hint is not None:
+            parts.append(f". {self.hint}")
+        return "".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions travel between processes (ranks, data loader workers) by pickle; the default
+        # would call __init__ with the message alone and lose the attributes.
+        return (type(self), (self.reason,), self.__dict__)
+
+
+class FormatError(CheckpointError):
+    """The file is malformed, truncated, or not a checkpoint that torchlift reads."""
+
+
+class UnsafeError(CheckpointError):
+    """Refused: using the file would run code or read outside its directory."""
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint and the model do not fit together.
+
+    Attributes:
+        missing_keys: names the model has and the checkpoint lacks.
+        unexpected_keys: names the checkpoint has and the model lacks.
+        mismatched: name -> (shape in the model, shape in the checkpoint).
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        missing_keys: list[str] | None = None,
+        unexpected_keys: list[str] | None = None,
+        mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+        file: str | os.PathLike[str] | None = None,
+        entry: str | None = None,
+        expected: object = None,
+        found: object = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(
+            reason, file=file, entry=entry, expected=expected, found=found, hint=hint
+        )
+        self.missing_keys = list(missing_keys or ())
+        self.unexpected_keys = list(unexpected_keys or ())
+        self.mismatched = dict(mismatched or {})
+
+
+class PlacementError(CheckpointError):
+    """A tensor cannot be put where it was asked to go (device, mode, live module)."""
+
+
+class IntegrityError(CheckpointError):
+    """Bytes are not what a checksum, or the file as it was opened, says they should be."""
+
+
+def clip(text: str, limit: int = 300) -> str:
+    """Shorten hostile or merely huge text so that a message stays readable."""
+    return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(text)} characters)"

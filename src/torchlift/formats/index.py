@@ -1,0 +1,160 @@
+"""The one data structure every format is read into: names -> dtype, shape, strides, byte range.
+
+Standard library only. Nothing here knows torch, so a file nobody trusts can be looked at by a
+process that could not run its code if it wanted to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+#: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
+ITEMSIZE: dict[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4,
+    "uint64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "complex32": 4, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of bytes in one file that holds one box of a tensor.
+
+    Attributes:
+        file: absolute path of the file.
+        offset: first byte, counted from the start of the file.
+        nbytes: length in bytes.
+        start: index of the box's first element in the tensor; all zeros for a whole tensor.
+        shape: extent of the box; the tensor's shape for a whole tensor.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a checkpoint, described without reading it.
+
+    Attributes:
+        key: its name, containers joined by dots.
+        dtype: torch's name of the element type, such as ``"float32"``.
+        shape: sizes in elements.
+        stride: strides in elements.
+        nbytes: ``numel * itemsize``: what a dense copy takes, in bytes. A view of a larger storage
+            counts only its own elements, a broadcast one (stride 0) every repetition.
+        location: the device tag it was saved with, such as ``"cuda:1"``. Information, never obeyed.
+        storage: identity of the bytes; two entries with an equal ``storage`` share memory.
+        chunks: where the bytes are. One chunk covers the span from the first to the last element
+            of a strided tensor; an empty tensor has none.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+    location: str
+    storage: str
+    chunks: tuple[Chunk, ...]
+    requires_grad: bool = False
+    is_parameter: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps, as torch defines it."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1:
+                if stride != expected:
+                    return self.numel == 0
+                expected *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A run of bytes that one or more entries look into.
+
+    Attributes:
+        file: absolute path of the file.
+        offset: first byte in the file.
+        nbytes: length in bytes.
+        location: device tag.
+        crc32: checksum the format recorded, or None where it recorded none.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    location: str
+    crc32: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What identifies a file's content at the time it was indexed: size, mtime, device and inode."""
+
+    size: int
+    mtime_ns: int
+    device: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Everything a checkpoint says about itself, without its weights.
+
+    Attributes:
+        path: the file or directory that was opened, absolute.
+        format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``.
+        entries: key -> entry, in file order.
+        storages: storage identity -> where its bytes are.
+        files: every data file involved -> its stamp at the time of reading.
+        objects: key -> leaf that is not a tensor.
+        metadata: what the format itself records, as text.
+        blocked: dotted names of globals that only an unpickler could rebuild; never imported.
+        module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
+        blocked_keys: key -> the name of the global that its value would have needed.
+    """
+
+    path: str
+    format: str
+    entries: Mapping[str, TensorEntry]
+    storages: Mapping[str, Storage]
+    files: Mapping[str, FileStamp]
+    objects: Mapping[str, object] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    blocked: tuple[str, ...] = ()
+    module_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    blocked_keys: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of unique storage."""
+        return sum(storage.nbytes for storage in self.storages.values())
+
+    @property
+    def aliases(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of keys that share a storage, in file order."""
+        groups: dict[str, list[str]] = {}
+        for entry in self.entries.values():
+            if entry.chunks:
+                groups.setdefault(entry.storage, []).append(entry.key)
+        return tuple(tuple(keys) for keys in groups.values() if len(keys) > 1)
