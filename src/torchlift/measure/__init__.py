@@ -1,0 +1,18 @@
+"""Memory and time, measured the way the claims in these docs are: owned and mapped apart."""
+
+from __future__ import annotations
+
+from torchlift.measure.child import ChildError, ChildResult, in_child
+from torchlift.measure.meter import Mark, MemoryUse, memory, snapshot
+from torchlift.measure.sampling import Sample
+
+__all__ = [
+    "ChildError",
+    "ChildResult",
+    "Mark",
+    "MemoryUse",
+    "Sample",
+    "in_child",
+    "memory",
+    "snapshot",
+]

@@ -1,0 +1,315 @@
+"""`memory`: what a block of code does to the memory of this process, over time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torchlift.measure import sampling
+from torchlift.measure.sampling import Reader, Sample, Timeline
+
+
+class Mark(NamedTuple):
+    """A labelled moment of a timeline.
+
+    Attributes:
+        seconds: since the start of the block.
+        label: what happened then.
+        anonymous: bytes of RAM the process owned.
+        file_backed: bytes of page cache it mapped.
+    """
+
+    seconds: float
+    label: str
+    anonymous: float
+    file_backed: float
+
+
+class _Sampler(Protocol):
+    def start(self) -> None: ...
+    def collect(self) -> Timeline: ...
+    def stop(self) -> Timeline: ...
+
+
+class _ThreadSampler:
+    """A daemon thread of this process.
+
+    It runs only when it gets the interpreter lock: 1.6 s of ``bytearray(1 << 30)`` was one gap,
+    while `torch.load` and tensor copies release the lock and were sampled every 1 to 9 ms.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._reader = Reader()
+        self._timeline = Timeline()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchlift-memory", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval):
+            self.collect()
+
+    def collect(self) -> Timeline:
+        with self._lock:
+            self._timeline.add(*self._reader.read())
+        return self._timeline
+
+    def stop(self) -> Timeline:
+        self._ended.set()
+        self._thread.join()
+        timeline = self.collect()
+        self._reader.close()
+        return timeline
+
+
+class _ProcessSampler:
+    """A helper process that reads this process's counters, whatever holds the interpreter lock."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        # -I -S: neither the user's environment nor site-packages may change or slow down the
+        # helper; it starts in 15 ms.
+        self._helper = subprocess.Popen(
+            [sys.executable, "-I", "-S", sampling.__file__, str(os.getpid()), str(self._interval)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self.collect()
+
+    def collect(self) -> Timeline:
+        requests, answers = self._helper.stdin, self._helper.stdout
+        assert requests is not None
+        assert answers is not None
+        with self._lock:
+            os.write(requests.fileno(), b"?")
+            return Timeline.read(answers.fileno())
+
+    def stop(self) -> Timeline:
+        try:
+            return self.collect()
+        finally:
+            self._helper.communicate()
+
+
+class MemoryUse:
+    """The memory of a process during a block; `memory` makes it. All sizes are in bytes.
+
+    Readable during the block and after it. A number is nan where the operating system does not tell
+    owned from mapped memory (see `snapshot`).
+
+    Attributes:
+        baseline: the sample taken as the block began, at 0 seconds.
+        marks: what `mark` recorded, in order.
+    """
+
+    def __init__(self, sampler: _Sampler) -> None:
+        self.baseline = Sample(0.0, 0, 0, 0)
+        self.marks: list[Mark] = []
+        self._sampler: _Sampler | None = sampler
+        self._taken: list[Sample] = []  # baseline, marks, end: what the block itself sampled
+        self._start = 0.0
+        self._final = Timeline()
+
+    def __enter__(self) -> MemoryUse:
+        if self._taken or self._sampler is None:
+            raise RuntimeError("a memory() block can be entered once; make a new one")
+        self._sampler.start()
+        first = snapshot()
+        self._start = first.seconds
+        self.baseline = self._take(first)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._sampler is not None
+        try:
+            self._final = self._sampler.stop()
+        except (EOFError, OSError):  # somebody killed the helper
+            if kind is None:  # the block's own exception matters more
+                raise
+        finally:
+            self._sampler = None
+            self._take(snapshot())
+
+    def _take(self, sample: Sample) -> Sample:
+        sample = sample._replace(seconds=sample.seconds - self._start)
+        self._taken.append(sample)
+        return sample
+
+    def mark(self, label: str) -> Mark:
+        """Record this moment under a name, with a sample of its own.
+
+        Args:
+            label: text for a figure's annotation.
+
+        Returns:
+            the mark.
+
+        Example:
+            >>> with memory() as use:
+            ...     mark = use.mark("nothing happened yet")
+            >>> use.marks == [mark]
+            True
+        """
+        now = self._take(snapshot())
+        mark = Mark(now.seconds, label, now.anonymous, now.file_backed)
+        self.marks.append(mark)
+        return mark
+
+    def _timeline(self) -> Timeline:
+        return self._final if self._sampler is None else self._sampler.collect()
+
+    @property
+    def timeline(self) -> list[Sample]:
+        """Samples in order of time from the baseline on, marks included; about 4000 at most."""
+        start, taken = self._start, self._taken
+        seen = [s._replace(seconds=s.seconds - start) for s in self._timeline().samples()]
+        return sorted({*taken, *(s for s in seen if s.seconds > 0)})
+
+    def _peak(self, field: int) -> float:
+        return max(self._timeline().peaks[field], *(sample[field] for sample in self._taken))
+
+    @property
+    def peak_anonymous(self) -> float:
+        """The most anonymous memory (RAM the process owns) there was."""
+        return self._peak(1)
+
+    @property
+    def peak_file_backed(self) -> float:
+        """The most file-backed memory (page cache the process maps) there was."""
+        return self._peak(2)
+
+    @property
+    def added_anonymous(self) -> float:
+        """How far anonymous memory rose above the baseline at its peak."""
+        return self.peak_anonymous - self.baseline.anonymous
+
+    @property
+    def added_file_backed(self) -> float:
+        """How far file-backed memory rose above the baseline at its peak."""
+        return self.peak_file_backed - self.baseline.file_backed
+
+    @property
+    def unseen(self) -> float:
+        """How much higher a peak between two samples can have been, at most.
+
+        The kernel remembers the largest resident size of a process's life. Where that is above the
+        highest sample, the difference is either a spike that no sample caught or a peak from before
+        the block. 0 proves that nothing was missed.
+        """
+        highest = max(self._timeline().peaks[0], *(sample.resident for sample in self._taken))
+        return max(0.0, self._timeline().high - highest)
+
+    @property
+    def seconds(self) -> float:
+        """How long the block took, or has taken so far."""
+        now = snapshot().seconds - self._start
+        return now if self._sampler is not None else self._taken[-1].seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain lists and numbers, for JSON; `from_dict` turns it back."""
+        timeline = self._timeline()
+        return {
+            "taken": [list(sample) for sample in self._taken],
+            "marks": [list(mark) for mark in self.marks],
+            "timeline": [list(sample) for sample in self.timeline],
+            "peaks": timeline.peaks,
+            "high": timeline.high,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> MemoryUse:
+        """A finished measurement from what `to_dict` returned."""
+        use = cls.__new__(cls)
+        use._sampler, use._start = None, 0.0
+        use._taken = [Sample(*row) for row in data["taken"]]
+        use.baseline = use._taken[0]
+        use.marks = [Mark(*row) for row in data["marks"]]
+        use._final = Timeline()
+        for row in data["timeline"]:
+            use._final.add(Sample(*row))
+        use._final.peaks, use._final.high = list(data["peaks"]), data["high"]
+        return use
+
+    def __repr__(self) -> str:
+        if not self._taken:
+            return "MemoryUse(not started)"
+        return (
+            f"MemoryUse(anonymous +{self.added_anonymous / 2**20:.1f} MiB, "
+            f"file-backed +{self.added_file_backed / 2**20:.1f} MiB, {self.seconds:.3f} s)"
+        )
+
+
+def memory(
+    *, interval: float = 0.002, sampler: Literal["thread", "process"] = "thread"
+) -> MemoryUse:
+    """Measure the memory of this process while a block runs.
+
+    Cheap enough to leave on: entering and leaving takes 0.15 ms, and a pure Python loop beside the
+    thread ran 1 % slower. Blocks can be nested and can run in several threads; each sees the whole
+    process. Memory that the allocator keeps after a ``free`` still counts: the process still has
+    it.
+
+    Args:
+        interval: pause between two samples, in seconds.
+        sampler: ``"thread"`` samples from a thread of this process, which has to wait while C code
+            holds the interpreter lock; `MemoryUse.unseen` says how much that can have hidden.
+            ``"process"`` samples from a helper process, which waits for nothing and takes 15 ms to
+            start: for a peak that will be quoted and for figures.
+
+    Returns:
+        a context manager that gives a `MemoryUse`.
+
+    Raises:
+        ValueError: the interval is not positive, or there is no such sampler.
+
+    Example:
+        >>> with memory(sampler="process") as use:
+        ...     block = bytearray(b"x" * 2**24)
+        >>> 16 <= use.added_anonymous / 2**20 < 40
+        True
+    """
+    if not interval > 0:
+        raise ValueError(f"interval must be positive seconds, not {interval!r}")
+    if sampler == "thread":
+        return MemoryUse(_ThreadSampler(interval))
+    if sampler == "process":
+        return MemoryUse(_ProcessSampler(interval))
+    raise ValueError(f'sampler must be "thread" or "process", not {sampler!r}')
+
+
+def snapshot() -> Sample:
+    """The memory of this process now, in bytes.
+
+    Returns:
+        anonymous, file-backed and shared bytes. Where there is no ``/proc`` (macOS, Windows) every
+        number is nan: nothing there tells owned from mapped memory, so arithmetic goes on, figures
+        stay empty and no comparison passes by accident.
+
+    Example:
+        >>> now = snapshot()
+        >>> now.resident == now.anonymous + now.file_backed + now.shared
+        True
+    """
+    reader = Reader()
+    try:
+        return reader.read()[0]
+    finally:
+        reader.close()

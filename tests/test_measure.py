@@ -1,0 +1,296 @@
+"""Memory measurement: what it must see, what it must not blame, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from torchlift import measure
+from torchlift.measure import sampling
+
+MIB = 2**20
+
+pytestmark = pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="owned and mapped are told apart by /proc"
+)
+
+
+def added_mib(child: measure.ChildResult) -> tuple[float, float]:
+    """What a child added, anonymous and file-backed, in MiB."""
+    return child.memory.added_anonymous / MIB, child.memory.added_file_backed / MIB
+
+
+def test_touched_memory_is_counted_as_anonymous_to_within_2_mib() -> None:
+    """100 MiB written in a fresh process raise its anonymous peak by 100 MiB, nothing else."""
+    anonymous, mapped = added_mib(measure.in_child("block = bytearray(100 << 20)"))
+    assert anonymous == pytest.approx(100, abs=2)
+    assert mapped < 2
+
+
+def test_memory_that_is_only_reserved_is_not_counted() -> None:
+    """An anonymous mapping costs nothing until it is touched."""
+    anonymous, _ = added_mib(measure.in_child("m = mmap.mmap(-1, 1 << 30)", setup="import mmap"))
+    assert anonymous < 2
+
+
+def test_a_mapped_file_is_counted_as_file_backed_to_within_2_mib(tmp_path) -> None:
+    """Touching a mapped file raises file-backed memory by its size and anonymous by nothing."""
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(64 * MIB))
+    code = """
+with open(args[0], "rb") as file:
+    m = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+result = sum(m[i] for i in range(0, len(m), 4096))
+"""
+    anonymous, mapped = added_mib(measure.in_child(code, str(path), setup="import mmap"))
+    assert mapped == pytest.approx(64, abs=2)
+    assert anonymous < 2
+
+
+def test_a_spike_of_20_ms_is_caught() -> None:
+    """Memory that is gone again after 20 ms is in the peak, though not in the end value."""
+    code = "block = bytearray(80 << 20); time.sleep(0.02); del block"
+    use = measure.in_child(code, setup="import time").memory
+    assert use.added_anonymous / MIB == pytest.approx(80, abs=2)
+    assert use.timeline[-1].anonymous - use.baseline.anonymous < 2 * MIB
+
+
+def test_a_spike_inside_c_code_that_holds_the_lock_is_caught_by_the_helper_process() -> None:
+    """A helper process sees what happens while no thread of this process can run."""
+    # hash() of a temporary bytes object: made, read for some 100 ms, and freed under the lock.
+    code = "result = hash(b'x' * (300 << 20))"
+    anonymous, _ = added_mib(measure.in_child(code))
+    assert anonymous == pytest.approx(300, abs=4)
+
+
+def test_what_the_thread_cannot_have_seen_is_bounded() -> None:
+    """A spike between two samples of a slow thread shows up in `unseen` as its size."""
+    code = """
+import torchlift.measure
+with torchlift.measure.memory(interval=3600.0) as inner:
+    hash(b'x' * (200 << 20))
+result = [inner.added_anonymous, inner.unseen]
+"""
+    added, unseen = measure.in_child(code).value
+    assert added < 2 * MIB
+    assert unseen / MIB == pytest.approx(200, abs=4)
+
+
+def test_the_thread_and_the_helper_agree() -> None:
+    """Both samplers measure the same block alike, nested in each other."""
+    with measure.memory(sampler="process") as outer, measure.memory() as inner:
+        block = bytearray(64 * MIB)
+        block[::4096] = b"x" * len(block[::4096])
+        time.sleep(0.02)
+        del block
+    assert outer.added_anonymous == pytest.approx(inner.added_anonymous, abs=2 * MIB)
+
+
+@pytest.mark.parametrize("sampler", ["thread", "process"])
+def test_numbers_can_be_read_during_the_block_and_stay_after_it(sampler) -> None:
+    """Peaks grow while the block runs and do not change once it has ended."""
+    with measure.memory(sampler=sampler) as use:
+        before = use.peak_anonymous
+        block = bytearray(b"x" * (32 * MIB))
+        during = use.peak_anonymous
+    after = use.peak_anonymous
+    assert before + 30 * MIB < during <= after
+    time.sleep(0.01)
+    assert use.peak_anonymous == after
+    assert len(block) == 32 * MIB
+
+
+def test_a_timeline_runs_from_zero_to_the_end_and_contains_the_marks() -> None:
+    """Samples are in order, the first is the baseline at 0 s, every mark is one of them."""
+    with measure.memory() as use:
+        time.sleep(0.01)
+        use.mark("first")
+        use.mark("second")
+    seconds = [sample.seconds for sample in use.timeline]
+    assert seconds == sorted(seconds)
+    assert use.timeline[0] == use.baseline
+    assert seconds[0] == 0.0
+    assert seconds[-1] == use.seconds
+    assert [mark.label for mark in use.marks] == ["first", "second"]
+    assert {mark.seconds for mark in use.marks} <= set(seconds)
+
+
+def test_a_measurement_survives_json() -> None:
+    """`from_dict` gives back the peaks, the marks and the timeline."""
+    with measure.memory() as use:
+        use.mark("here")
+    copy = measure.MemoryUse.from_dict(json.loads(json.dumps(use.to_dict())))
+    assert copy.timeline == use.timeline
+    assert copy.marks == use.marks
+    assert copy.peak_anonymous == use.peak_anonymous
+    assert copy.peak_file_backed == use.peak_file_backed
+    assert copy.unseen == use.unseen
+    assert copy.seconds == use.seconds
+
+
+@pytest.mark.parametrize("sampler", ["thread", "process"])
+def test_an_exception_passes_through_and_nothing_is_left_running(sampler) -> None:
+    """The block's own exception arrives; thread, helper and descriptors are gone."""
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyError, match="mine"), measure.memory(sampler=sampler):
+        raise KeyError("mine")
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_killed_helper_does_not_hide_the_exception_of_the_block() -> None:
+    """Whoever kills the helper, the error that the user sees is the user's."""
+
+    def block() -> None:
+        with measure.memory(sampler="process") as use:
+            use._sampler._helper.kill()
+            use._sampler._helper.wait()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        block()
+
+
+def test_blocks_in_several_threads_do_not_disturb_each_other() -> None:
+    """Eight threads measure at the same time and each gets a complete measurement."""
+    uses: list[measure.MemoryUse] = []
+
+    def run() -> None:
+        with measure.memory(interval=0.001) as use:
+            time.sleep(0.02)
+        uses.append(use)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(uses) == 8
+    assert all(use.seconds >= 0.02 for use in uses)
+    assert not [t for t in threading.enumerate() if t.name == "torchlift-memory"]
+
+
+def test_a_block_can_be_entered_only_once() -> None:
+    """Entering a second time would mix two measurements; it says so."""
+    use = measure.memory()
+    with use:
+        pass
+    with pytest.raises(RuntimeError, match="entered once"), use:
+        pass
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    """A wrong interval or sampler is named in the message."""
+    with pytest.raises(ValueError, match="positive seconds, not 0"):
+        measure.memory(interval=0)
+    with pytest.raises(ValueError, match="not 'magic'"):
+        measure.memory(sampler="magic")  # type: ignore[arg-type]
+
+
+def test_a_timeline_stays_small_and_keeps_its_peaks() -> None:
+    """Very many samples are kept as a few, and a single high one among them is the peak."""
+    timeline = sampling.Timeline(limit=256)
+    for i in range(100_000):
+        timeline.add(sampling.Sample(i, 5_000 if i == 77_777 else i % 50, i % 7, 0))
+    kept = timeline.samples()
+    assert len(kept) <= 256
+    assert timeline.peaks[1] == 5_000
+    assert max(sample.anonymous for sample in kept) == 5_000
+    assert [s.seconds for s in kept] == sorted(s.seconds for s in kept)
+
+
+def test_a_flat_line_is_two_samples() -> None:
+    """Equal samples in a row are stored as the two ends of the run."""
+    timeline = sampling.Timeline()
+    for i in range(1_000):
+        timeline.add(sampling.Sample(i, 10, 20, 30))
+    assert [s.seconds for s in timeline.samples()] == [0, 999]
+
+
+def test_where_nothing_can_be_known_every_number_is_nan(monkeypatch) -> None:
+    """Without /proc the numbers are nan, which no comparison passes, and nothing raises."""
+
+    def missing(*_: object) -> int:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(sampling.os, "open", missing)
+    monkeypatch.setattr(sampling.os.path, "exists", lambda _: False)
+    with measure.memory() as use:
+        use.mark("still works")
+    numbers = (use.peak_anonymous, use.added_anonymous, use.peak_file_backed, use.unseen)
+    assert all(math.isnan(number) for number in numbers[:3])
+    assert not use.added_anonymous < 10 * MIB
+    assert "nan" in repr(use)
+
+
+def test_a_child_returns_its_value_output_and_time() -> None:
+    """Value, printed text and seconds come back; print does not disturb the answer."""
+    code = "print('out'); print('err', file=sys.stderr); result = {'sum': sum(args)}"
+    child = measure.in_child(code, 1, 2, 3, setup="import sys")
+    assert child.value == {"sum": 6}
+    assert (child.stdout, child.stderr) == ("out\n", "err\n")
+    assert 0 < child.seconds < 60
+
+
+def test_a_child_can_call_an_importable_function() -> None:
+    """`module:function` is imported in the child and called with the arguments."""
+    assert measure.in_child("os.path:join", "a", "b").value == os.path.join("a", "b")
+
+
+def test_a_child_finds_the_modules_that_its_parent_finds(tmp_path, monkeypatch) -> None:
+    """A folder that the parent put on sys.path is on the child's too."""
+    (tmp_path / "my_recipe_helpers.py").write_text("def answer():\n    return 42\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert measure.in_child("my_recipe_helpers:answer").value == 42
+
+
+def test_setup_is_not_part_of_the_measurement() -> None:
+    """What setup allocates is in the baseline, not in the added memory."""
+    child = measure.in_child("result = len(block)", setup="block = bytearray(b'x' * (64 << 20))")
+    assert child.value == 64 * MIB
+    assert child.memory.added_anonymous < 2 * MIB
+    assert child.memory.baseline.anonymous > 64 * MIB
+
+
+def test_a_child_can_mark_its_timeline() -> None:
+    """`use.mark` in the child's code comes back as a mark with its memory."""
+    code = "use.mark('before'); block = bytearray(b'x' * (64 << 20)); use.mark('after')"
+    before, after = measure.in_child(code).memory.marks
+    assert (before.label, after.label) == ("before", "after")
+    assert after.anonymous - before.anonymous > 62 * MIB
+
+
+def test_a_failing_child_raises_with_its_traceback() -> None:
+    """The error carries the exit status and everything the child said."""
+    with pytest.raises(measure.ChildError, match="ZeroDivisionError") as caught:
+        measure.in_child("print('before'); 1 / 0")
+    assert caught.value.returncode == 1
+    assert caught.value.stdout == "before\n"
+    assert "exited with status 1" in str(caught.value)
+
+
+def test_a_killed_child_raises_with_the_signal() -> None:
+    """A child that the kernel kills (out of memory, say) is reported as such."""
+    with pytest.raises(measure.ChildError, match="killed by signal 9"):
+        measure.in_child("os.kill(os.getpid(), 9)", setup="import os")
+
+
+def test_a_child_that_hangs_is_killed() -> None:
+    """After the timeout the child is gone and the error says how long it had."""
+    with pytest.raises(measure.ChildError, match=r"still running after 0\.5 s") as caught:
+        measure.in_child("time.sleep(60)", setup="import time", timeout=0.5)
+    assert caught.value.returncode is None
+
+
+def test_what_is_not_json_is_refused_on_both_sides() -> None:
+    """Arguments and values cross the process border as JSON, and nothing else does."""
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        measure.in_child("pass", object())
+    with pytest.raises(measure.ChildError, match="not JSON serializable"):
+        measure.in_child("result = object()")
