@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 #: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
 ITEMSIZE: dict[str, int] = {
@@ -109,7 +109,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What identifies a file's content at the time it was indexed: size, mtime, device and inode."""
+    """What identifies a file's content when it was indexed: size, mtime, device and inode."""
 
     size: int
     mtime_ns: int
@@ -158,3 +158,35 @@ class Index:
             if entry.chunks:
                 groups.setdefault(entry.storage, []).append(entry.key)
         return tuple(tuple(keys) for keys in groups.values() if len(keys) > 1)
+
+
+def under(index: Index, root: str) -> Index | None:
+    """What `index` holds below the container `root`, with that prefix stripped; None if nothing.
+
+    Storages that only other parts of the file use are left out, so sizes are those of the part.
+    """
+    prefix = root + "."
+    cut = len(prefix)
+    entries = {
+        key[cut:]: replace(entry, key=key[cut:])
+        for key, entry in index.entries.items()
+        if key.startswith(prefix)
+    }
+    objects = {k[cut:]: v for k, v in index.objects.items() if k.startswith(prefix)}
+    blocked = {k[cut:]: v for k, v in index.blocked_keys.items() if k.startswith(prefix)}
+    if not (entries or objects or blocked):
+        return None
+    used = {entry.storage for entry in entries.values()}
+    return replace(
+        index,
+        entries=entries,
+        objects=objects,
+        blocked_keys=blocked,
+        blocked=tuple(dict.fromkeys(blocked.values())),
+        storages={name: s for name, s in index.storages.items() if name in used},
+        module_versions={
+            k[cut:] if k != root else "": v
+            for k, v in index.module_versions.items()
+            if k == root or k.startswith(prefix)
+        },
+    )

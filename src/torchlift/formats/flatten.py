@@ -1,0 +1,197 @@
+"""Nested containers -> dotted keys.
+
+Dicts are always flattened, and an empty one stays as the object ``{}``. Lists and tuples are
+flattened by position when a tensor is anywhere inside; otherwise the whole list is one object, so
+that an optimizer's ``param_groups`` stay what they are. A file that holds a bare tensor has the key
+``tensor``; one that holds a bare object, ``object``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchlift.errors import FormatError
+from torchlift.formats.torch_globals import (
+    Blocked,
+    Global,
+    NumpyDtype,
+    OrderedRecord,
+    StorageRef,
+    TensorRef,
+)
+
+#: The keys of a file whose top-level object is not a container.
+ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
+
+_MAX_DEPTH = 100
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+@dataclass(slots=True)
+class Flat:
+    """What a checkpoint's object tree holds, by dotted key, in file order."""
+
+    tensors: dict[str, TensorRef] = field(default_factory=dict)
+    objects: dict[str, object] = field(default_factory=dict)
+    blocked: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, dict[str, object]] = field(default_factory=dict)
+
+
+class _NotPlain(Exception):
+    """A value that cannot be rebuilt without running code; the argument names what it needs."""
+
+
+def flatten(root: object, source_bytes: int) -> Flat:
+    """Flatten an object tree.
+
+    Args:
+        root: what a `Machine` returned.
+        source_bytes: length of the pickle it came from. Containers that share their parts can have
+            more paths than there are atoms; the work is limited to a multiple of this.
+
+    Raises:
+        FormatError: two paths give one key, the tree nests too deep, contains itself, or unfolds
+            to far more than was stored.
+    """
+    return _Flattener(64 * source_bytes + (1 << 20)).run(root)
+
+
+class _Flattener:
+    def __init__(self, budget: int) -> None:
+        self.flat = Flat()
+        self.budget = budget
+        self._tensors_inside: dict[int, bool] = {}
+
+    def run(self, root: object) -> Flat:
+        if isinstance(root, dict):
+            self._children(root.items(), "", 0)
+            self._versions(root, "")
+        elif isinstance(root, (list, tuple)) and self._has_tensor(root, 0):
+            self._children(enumerate(root), "", 0)
+        else:
+            self._visit(ROOT_TENSOR if isinstance(root, TensorRef) else ROOT_OBJECT, root, 0)
+        return self.flat
+
+    def _children(self, items: Any, prefix: str, depth: int) -> None:
+        """Visit (name, value) pairs below a key."""
+        if depth > _MAX_DEPTH:
+            raise FormatError(
+                "containers nest too deep, or contain themselves",
+                entry=prefix,
+                expected=f"at most {_MAX_DEPTH} levels",
+            )
+        tensors, blocked, objects = self.flat.tensors, self.flat.blocked, self.flat.objects
+        for name, value in items:
+            key = prefix + (name if type(name) is str else _key_text(name, prefix))
+            self._spend(len(key) + 8, key)
+            if key in tensors or key in objects or key in blocked:
+                raise FormatError(
+                    "two tensors or objects have this key once containers are joined by dots",
+                    entry=key,
+                    hint="Rename one of them in the program that saved the file.",
+                )
+            if type(value) is TensorRef:
+                tensors[key] = value
+            else:
+                self._visit(key, value, depth)
+
+    def _visit(self, key: str, value: object, depth: int) -> None:
+        """File one value under its key, or descend into it."""
+        if isinstance(value, TensorRef):
+            self.flat.tensors[key] = value
+        elif isinstance(value, dict) and value:
+            self._children(value.items(), key + ".", depth + 1)
+            self._versions(value, key)
+        elif isinstance(value, (list, tuple)) and self._has_tensor(value, depth):
+            self._children(enumerate(value), key + ".", depth + 1)
+        else:
+            try:
+                self.flat.objects[key] = self._plain(value, key, depth)
+            except _NotPlain as error:
+                self.flat.blocked[key] = str(error)
+
+    def _has_tensor(self, value: object, depth: int) -> bool:
+        """Whether a tensor is anywhere inside; each container is looked at once."""
+        if not isinstance(value, (dict, list, tuple)):
+            return isinstance(value, TensorRef)
+        known = self._tensors_inside.get(id(value))
+        if known is not None:
+            return known
+        if depth > _MAX_DEPTH:
+            raise FormatError("containers nest too deep", expected=f"at most {_MAX_DEPTH} levels")
+        # Assume no until known: a container that contains itself must not be followed for ever.
+        self._tensors_inside[id(value)] = False
+        parts = value.values() if isinstance(value, dict) else value
+        found = any(self._has_tensor(part, depth + 1) for part in parts)
+        self._tensors_inside[id(value)] = found
+        return found
+
+    def _plain(self, value: object, key: str, depth: int) -> object:
+        """A copy of a value made of plain Python objects only."""
+        self._spend(8, key)
+        if value is None or type(value) in (bool, int, float, str, bytes, bytearray, complex):
+            return value
+        if isinstance(value, Global):
+            return value.name
+        if isinstance(value, Blocked):
+            raise _NotPlain(value.name)
+        if isinstance(value, NumpyDtype):
+            return f"numpy.dtype({value.code})"
+        if not isinstance(value, _CONTAINERS):
+            what = "torch.Tensor" if isinstance(value, TensorRef) else "torch.UntypedStorage"
+            raise _NotPlain(what)
+        if depth > _MAX_DEPTH:
+            raise FormatError(
+                "containers nest too deep, or contain themselves",
+                entry=key,
+                expected=f"at most {_MAX_DEPTH} levels",
+            )
+        if isinstance(value, dict):
+            return {
+                self._plain(k, key, depth + 1): self._plain(v, key, depth + 1)
+                for k, v in value.items()
+            }
+        kind = next(kind for kind in _CONTAINERS[1:] if isinstance(value, kind))
+        return kind([self._plain(part, key, depth + 1) for part in value])
+
+    def _versions(self, container: object, prefix: str) -> None:
+        """Collect the per-module metadata of a state dict."""
+        if not isinstance(container, OrderedRecord) or not isinstance(container.metadata, dict):
+            return
+        for name, local in container.metadata.items():
+            if type(name) is str and isinstance(local, dict):
+                path = f"{prefix}.{name}" if prefix and name else prefix or name
+                try:
+                    plain = {str(k): self._plain(v, path, 1) for k, v in local.items()}
+                except _NotPlain:
+                    continue
+                self._spend(len(path) + 8, path)
+                self.flat.versions[path] = plain
+
+    def _spend(self, amount: int, key: str) -> None:
+        self.budget -= amount
+        if self.budget < 0:
+            raise FormatError(
+                "containers share their parts so often that the file unfolds to far more than "
+                "it stores",
+                entry=key,
+            )
+
+
+def _key_text(name: object, prefix: str) -> str:
+    """The text of a dictionary key that is not a string."""
+    if name is None or isinstance(name, (int, float)):
+        return str(name)
+    if isinstance(name, Global):
+        return name.name
+    if isinstance(name, (bytes, tuple)) and len(name) < 1000:
+        return repr(name)
+    if isinstance(name, Blocked):
+        return name.name
+    raise FormatError(
+        "a dictionary key that cannot be part of a name",
+        entry=prefix.removesuffix("."),
+        expected="a string or a number",
+        found=f"a {'storage' if isinstance(name, StorageRef) else type(name).__name__}",
+    )

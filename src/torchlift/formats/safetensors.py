@@ -1,0 +1,206 @@
+"""safetensors: a header length (u64), a JSON header, then all data without gaps.
+
+Format: huggingface/safetensors, README "Format". The checks are those its validator makes, plus the
+ones JSON needs in Python, where ``true`` is an integer and 1e400 parses.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import struct
+from typing import Any
+
+from torchlift.errors import FormatError
+from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
+from torchlift.formats.source import Source
+
+#: The format's own limit on the JSON header, in bytes.
+MAX_HEADER = 100_000_000
+
+DTYPES: dict[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
+    "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
+    "F32": "float32", "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+def read_safetensors(path: str) -> Index:
+    """Read the index of a safetensors file.
+
+    Args:
+        path: absolute path of the file.
+
+    Raises:
+        FormatError: not such a file, damaged, or inconsistent.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with Source(path) as source:
+            header, start = _read_header(source)
+            metadata = _metadata(header.pop("__metadata__", {}))
+            entries = _entries(header, path, start)
+            _check_cover(entries, start, source.size)
+    finally:
+        if collecting:
+            gc.enable()
+    storages = {
+        entry.storage: Storage(path, chunk.offset, chunk.nbytes, "cpu")
+        for entry in entries.values()
+        for chunk in entry.chunks
+    }
+    return Index(
+        path=path,
+        format="safetensors",
+        entries=entries,
+        storages=storages,
+        files={path: source.stamp},
+        metadata=metadata,
+    )
+
+
+def _read_header(source: Source) -> tuple[dict[str, Any], int]:
+    """The JSON header and the first byte behind it."""
+    if source.size < 8:
+        raise FormatError(
+            "too short for a safetensors file",
+            expected="at least 8 bytes",
+            found=f"{source.size} bytes",
+            hint="The file is truncated.",
+        )
+    (length,) = struct.unpack("<Q", source.read(0, 8))
+    if length > MAX_HEADER or length > source.size - 8:
+        raise FormatError(
+            "the header's length is impossible",
+            expected=f"at most {min(MAX_HEADER, source.size - 8)} bytes",
+            found=f"{length} bytes",
+            hint="The file is truncated, or is not a safetensors file.",
+        )
+    try:
+        header = json.loads(
+            source.read(8, length).decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+        )
+    except (ValueError, RecursionError) as error:
+        raise FormatError("the header is not valid JSON", found=str(error)) from error
+    if not isinstance(header, dict):
+        raise FormatError("the header is not a JSON object", found=type(header).__name__)
+    return header, 8 + length
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in result if names.count(name) > 1)
+        raise FormatError("a name occurs twice in the header", entry=twice)
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _metadata(found: object) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(type(v) is str for v in found.values()):
+        raise FormatError(
+            "the metadata is not a map from text to text",
+            entry="__metadata__",
+            found=type(found).__name__,
+        )
+    return found
+
+
+def _entries(header: dict[str, Any], path: str, start: int) -> dict[str, TensorEntry]:
+    """Checked entries, in the order of their data: the order of the header is arbitrary."""
+    found = []
+    for key, value in header.items():
+        if type(value) is not dict or value.keys() != _FIELDS:
+            raise FormatError(
+                "a tensor is not described as it should be",
+                entry=key,
+                expected="dtype, shape, data_offsets",
+                found=", ".join(value) if isinstance(value, dict) else type(value).__name__,
+            )
+        dtype = DTYPES.get(value["dtype"]) if type(value["dtype"]) is str else None
+        if dtype is None:
+            raise FormatError(
+                "a dtype that torchlift does not know", entry=key, found=repr(value["dtype"])
+            )
+        shape = _numbers(value["shape"], key, "shape")
+        offsets = _numbers(value["data_offsets"], key, "data_offsets")
+        if len(offsets) != 2:
+            raise FormatError("a tensor does not have two data offsets", entry=key)
+        numel = 1
+        for extent in shape:
+            numel *= extent
+        begin, end = offsets
+        nbytes = numel * ITEMSIZE[dtype]
+        if end - begin != nbytes:
+            raise FormatError(
+                "a tensor's bytes are not what its shape and dtype need",
+                entry=key,
+                expected=f"{nbytes} bytes for {dtype} {shape}",
+                found=f"{end - begin} bytes",
+            )
+        found.append((begin, end, key, dtype, shape))
+    found.sort()
+    return {
+        key: _entry(key, dtype, shape, path, start + begin, end - begin)
+        for begin, end, key, dtype, shape in found
+    }
+
+
+def _entry(
+    key: str, dtype: str, shape: tuple[int, ...], path: str, offset: int, nbytes: int
+) -> TensorEntry:
+    stride: tuple[int, ...] = ()
+    step = 1
+    for extent in reversed(shape):
+        stride = (step, *stride)
+        step *= max(extent, 1)
+    chunks = (Chunk(path, offset, nbytes, (0,) * len(shape), shape),) if nbytes else ()
+    return TensorEntry(key, dtype, shape, stride, nbytes, "cpu", key, chunks)
+
+
+def _check_cover(entries: dict[str, TensorEntry], start: int, size: int) -> None:
+    """All data, in order, must fill the file from `start` to `size` without hole or overlap."""
+    position = start
+    for entry in entries.values():
+        for chunk in entry.chunks:
+            if chunk.offset != position:
+                raise FormatError(
+                    "two tensors overlap" if chunk.offset < position else "a hole before a tensor",
+                    entry=entry.key,
+                    expected=f"data at byte {position}",
+                    found=f"byte {chunk.offset}",
+                )
+            position += chunk.nbytes
+    if position != size:
+        raise FormatError(
+            "the file is truncated" if size < position else "bytes that belong to no tensor",
+            expected=f"{position} bytes",
+            found=f"{size} bytes",
+            hint="Fetch or write the file again.",
+        )
+
+
+def _numbers(values: object, key: str, what: str) -> tuple[int, ...]:
+    """Check a list of sizes or offsets: whole, not negative, not booleans, below 2**63."""
+    if type(values) is not list or len(values) > 64:
+        raise FormatError(f"a tensor's {what} is not a list of at most 64 numbers", entry=key)
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise FormatError(
+                f"a tensor has an impossible {what}",
+                entry=key,
+                expected="whole numbers from 0 to 2**63",
+                found=repr(value) if isinstance(value, (bool, float)) else type(value).__name__,
+            )
+    return tuple(values)

@@ -1,0 +1,61 @@
+"""A file opened for looking: positional reads that are either complete or an error."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+from torchlift.errors import FormatError
+from torchlift.formats.index import FileStamp
+
+
+class Source:
+    """One open file with its size and stamp, both taken from the descriptor that is read.
+
+    A stamp taken from the path could describe another file, moved into place in between.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close() / __exit__
+        status = os.fstat(self._file.fileno())
+        self.size = status.st_size
+        self.stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
+
+    def read(self, offset: int, nbytes: int, entry: str | None = None) -> bytes:
+        """Read exactly `nbytes` bytes at `offset`.
+
+        Raises:
+            FormatError: the range is not inside the file, or the file shrank while it was read.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise FormatError(
+                "a byte range lies outside the file",
+                entry=entry,
+                expected=f"at most {self.size} bytes",
+                found=f"bytes {offset} to {offset + nbytes}",
+                hint="The file is truncated or its header is damaged.",
+            )
+        self._file.seek(offset)
+        data = self._file.read(nbytes)
+        while len(data) < nbytes:  # a raw read may stop early: on signals, pipes, network mounts
+            more = self._file.read(nbytes - len(data))
+            if not more:
+                raise FormatError("the file shrank while it was read", entry=entry)
+            data += more
+        return data
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        self._file.close()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

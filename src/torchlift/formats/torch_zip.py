@@ -1,0 +1,262 @@
+"""Files of ``torch.save`` since torch 1.6: a zip of ``data.pkl`` and one record per storage.
+
+The pickle is read by an interpreter that cannot run code (see `pickle_machine`), and everything it
+says about bytes is checked against the archive before anybody allocates a tensor from it.
+"""
+
+from __future__ import annotations
+
+import gc
+
+from torchlift.errors import FormatError
+from torchlift.formats.flatten import Flat, flatten
+from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
+from torchlift.formats.pickle_machine import Machine
+from torchlift.formats.source import Source
+from torchlift.formats.torch_globals import Blocked, StorageRef, TensorRef, TorchWorld
+from torchlift.formats.zip_directory import STORED, Record, read_directory, read_record
+
+#: Most bytes of a pickle: stored ones are bounded by the file anyhow, compressed ones are not.
+_MAX_PICKLE, _MAX_INFLATED, _MAX_NOTE = 1 << 30, 1 << 26, 1 << 10
+
+#: A broadcast view may show this many times what its storage holds, or this many bytes; beyond,
+#: a dense copy is a denial of service, not a tensor.
+_MAX_REPEAT, _MAX_REPEATED = 1 << 16, 1 << 32
+
+
+def read_torch_zip(path: str) -> Index:
+    """Read the index of a torch zip archive.
+
+    Args:
+        path: absolute path of the file.
+
+    Raises:
+        FormatError: not such an archive, damaged, or inconsistent.
+    """
+    # A hundred thousand records make the collector walk everything a dozen times for nothing.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with Source(path) as source:
+            return _read(source)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _read(source: Source) -> Index:
+    records = read_directory(source)
+    top = _top_directory(records)
+    notes = _read_notes(source, records, top)
+    pickled = records[top + "data.pkl"]
+    limit = _MAX_PICKLE if pickled.method == STORED else _MAX_INFLATED
+    data = read_record(source, pickled, limit)
+    world = TorchWorld()
+    root = Machine(data, world).run()
+    _refuse_module(root)
+    flat = flatten(root, len(data))
+    entries, storages = _Resolver(source.path, records, top).resolve(flat)
+    return Index(
+        path=source.path,
+        format="torch-zip",
+        entries=entries,
+        storages=storages,
+        files={source.path: source.stamp},
+        objects=flat.objects,
+        metadata=notes,
+        blocked=tuple(world.blocked),
+        module_versions=flat.versions,
+        blocked_keys=flat.blocked,
+    )
+
+
+def _top_directory(records: dict[str, Record]) -> str:
+    """The directory all records are in, with its slash."""
+    first = next(iter(records), "")
+    top = first[: first.find("/") + 1]
+    for name in records:
+        if not top or not name.startswith(top):
+            if any(other.endswith(".npy") for other in records):
+                raise FormatError(
+                    "a numpy .npz archive, not a checkpoint", hint="Read it with numpy.load."
+                )
+            raise FormatError(
+                "a zip archive that torch.save did not write",
+                entry=name,
+                expected="every record under one top directory",
+                hint="Save it with torch.save or as safetensors.",
+            )
+    if top + "constants.pkl" in records:
+        raise FormatError(
+            "a TorchScript archive: a program together with its weights",
+            entry=top + "constants.pkl",
+            hint="Load it with torch.jit.load and save its state_dict() with torch.save.",
+        )
+    if top + "data.pkl" not in records:
+        raise FormatError(
+            "a zip archive that torch.save did not write",
+            expected=f"a record {top}data.pkl",
+            found=f"{len(records)} other records",
+            hint="Save it with torch.save or as safetensors.",
+        )
+    return top
+
+
+def _read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
+    """The small text records beside the pickle; they may be missing but not absurd."""
+    notes = {}
+    for name in (".format_version", ".storage_alignment", "byteorder", "version"):
+        record = records.get(top + name)
+        if record is None:
+            continue
+        text = read_record(source, record, _MAX_NOTE).decode("ascii", "replace").strip()
+        notes[name.lstrip(".")] = text
+        if name == "byteorder":
+            if text == "big":
+                raise FormatError(
+                    "numbers are stored big-endian, which torchlift does not read yet",
+                    entry=record.name,
+                    expected="little",
+                    found=text,
+                    hint="Load it with torch.load and save it again on a little-endian machine.",
+                )
+            valid, expected = text == "little", "little"
+        else:
+            # 19 digits: a longer number is absurd anyhow and could be slow to convert.
+            valid = text.isdigit() and len(text) < 19 and int(text) > 0
+            expected = "a positive whole number"
+        if not valid:
+            raise FormatError(
+                "a record of the archive makes no sense",
+                entry=record.name,
+                expected=expected,
+                found=text,
+            )
+    return notes
+
+
+def _refuse_module(root: object) -> None:
+    """Say what a whole pickled module is, instead of listing one blocked name."""
+    if isinstance(root, Blocked) and root.state is not None and "_modules" in root.state:
+        raise FormatError(
+            "a whole pickled module: loading it would import and run its class",
+            entry=root.name,
+            expected="tensors in dicts and lists",
+            hint="Where you trust the file, load it with torch.load(weights_only=False) and save "
+            "module.state_dict() instead.",
+        )
+
+
+class _Resolver:
+    """Tensor records + zip records -> entries, with every claim about bytes checked."""
+
+    def __init__(self, path: str, records: dict[str, Record], top: str) -> None:
+        self.path = path
+        self.records = records
+        self.top = top
+        self.entries: dict[str, TensorEntry] = {}
+        self.storages: dict[str, Storage] = {}
+
+    def resolve(self, flat: Flat) -> tuple[dict[str, TensorEntry], dict[str, Storage]]:
+        """Check all tensors; returns entries by key and storages by name."""
+        for key, ref in flat.tensors.items():
+            self.entries[key] = self._entry(key, ref)
+        return self.entries, self.storages
+
+    def _storage(self, key: str, ref: StorageRef) -> tuple[str, Storage]:
+        """The storage behind a tensor, whose record must have exactly the declared size."""
+        name = f"data/{ref.key}"
+        record = self.records.get(self.top + name)
+        if record is None:
+            raise FormatError("a tensor's storage is missing", entry=key, expected=f"record {name}")
+        if record.method != STORED:
+            raise FormatError(
+                "a storage is compressed, so its bytes are not its numbers",
+                entry=record.name,
+                hint="Unpack the archive and pack it again without compression, or load and save "
+                "it with torch.",
+            )
+        nbytes = ref.numel * ITEMSIZE[ref.dtype or "uint8"]
+        if nbytes != record.nbytes:
+            raise FormatError(
+                f"a storage does not have the size the tensor {key!r} says",
+                entry=record.name,
+                expected=f"{ref.numel} elements, {nbytes} bytes",
+                found=f"{record.nbytes} bytes",
+            )
+        storage = self.storages.get(name)
+        if storage is None:
+            crc = record.crc32 or None
+            storage = Storage(self.path, record.offset, record.nbytes, ref.location, crc)
+            self.storages[name] = storage
+        return name, storage
+
+    def _entry(self, key: str, ref: TensorRef) -> TensorEntry:
+        """One checked entry."""
+        assert isinstance(ref.storage, StorageRef)
+        assert ref.dtype is not None
+        name, storage = self._storage(key, ref.storage)
+        itemsize = ITEMSIZE[ref.dtype]
+        shape, stride = _numbers(ref.size, key, "size"), _numbers(ref.stride, key, "stride")
+        (offset,) = _numbers((ref.offset,), key, "storage offset")
+        if len(shape) != len(stride):
+            raise FormatError(
+                "a tensor has not one stride per dimension",
+                entry=key,
+                expected=f"{len(shape)} strides",
+                found=f"{len(stride)}",
+            )
+        numel, last = 1, offset
+        for extent, step in zip(shape, stride):  # noqa: B905 - lengths are equal, and this is hot
+            numel *= extent
+            last += (extent - 1) * step
+        chunks: tuple[Chunk, ...] = ()
+        if numel:
+            if (last + 1) * itemsize > storage.nbytes:
+                raise FormatError(
+                    "a tensor reaches outside its storage",
+                    entry=key,
+                    expected=f"at most {storage.nbytes} bytes in {name}",
+                    found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
+                )
+            start = storage.offset + offset * itemsize
+            span = (last - offset + 1) * itemsize
+            chunks = (Chunk(self.path, start, span, (0,) * len(shape), shape),)
+        nbytes = numel * itemsize
+        if nbytes > storage.nbytes and nbytes > max(_MAX_REPEATED, _MAX_REPEAT * storage.nbytes):
+            raise FormatError(
+                "a broadcast view is absurdly larger than its storage",
+                entry=key,
+                found=f"shape {shape}, {nbytes} bytes over {storage.nbytes} stored ones",
+            )
+        return TensorEntry(
+            key,
+            ref.dtype,
+            shape,
+            stride,
+            nbytes,
+            ref.storage.location,
+            name,
+            chunks,
+            ref.requires_grad is True,
+            ref.is_parameter,
+        )
+
+
+def _numbers(values: object, key: str, what: str) -> tuple[int, ...]:
+    """Check a tuple of sizes, strides or offsets: whole, not negative, not too large for torch."""
+    if not isinstance(values, (tuple, list)) or len(values) > 64:
+        raise FormatError(
+            f"a tensor's {what} is not a tuple of at most 64 numbers",
+            entry=key,
+            found=f"a {type(values).__name__}",
+        )
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise FormatError(
+                f"a tensor has an impossible {what}",
+                entry=key,
+                expected="whole numbers from 0 to 2**63",
+                found=value if isinstance(value, (int, float)) else f"a {type(value).__name__}",
+            )
+    return tuple(values)
