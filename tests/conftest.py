@@ -1,0 +1,17 @@
+"""What every test file shares."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked ``gpu`` on a machine that has no accelerator."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.accelerator.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))

@@ -1,0 +1,128 @@
+"""Derive the notebooks in recipes/notebooks from the recipe scripts, and execute them.
+
+The split into cells and the translation to Markdown are sphinx-gallery's own, so a committed
+notebook, the one that a rendered page offers for download and the page itself say the same.
+
+    python tools/notebooks.py             every recipe
+    python tools/notebooks.py plot_a.py   the named scripts only
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "recipes"
+NOTEBOOKS = RECIPES / "notebooks"
+
+#: The first cell of every notebook: a downloaded one runs by itself; where torchlift is installed
+#: the cell does nothing and needs no network.
+FIRST_CELL = """\
+# Installs what this notebook needs, unless it is there already.
+try:
+    import torchlift
+except ImportError:
+    %pip install --quiet "torchlift[recipes]"
+"""
+
+#: Only what a reader's own Jupyter needs to choose a kernel: patch versions of the machine that
+#: executed the notebook would change with every regeneration.
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"file_extension": ".py", "mimetype": "text/x-python", "name": "python"},
+}
+
+
+def scripts() -> list[Path]:
+    """Every recipe, in the order of the gallery."""
+    return sorted(RECIPES.glob("[0-9]*/plot_*.py"))
+
+
+def path_of(script: Path) -> Path:
+    """Where the notebook of a recipe is committed."""
+    return NOTEBOOKS / script.parent.name / f"{script.stem}.ipynb"
+
+
+def derive(script: Path) -> nbformat.NotebookNode:
+    """The notebook of a recipe, not executed."""
+    from sphinx_gallery.gen_gallery import DEFAULT_GALLERY_CONF
+    from sphinx_gallery.notebook import jupyter_notebook
+    from sphinx_gallery.py_source_parser import (
+        remove_config_comments,
+        remove_ignore_blocks,
+        split_code_and_text_blocks,
+    )
+
+    conf: dict[str, Any] = copy.deepcopy(DEFAULT_GALLERY_CONF)
+    conf["first_notebook_cell"] = FIRST_CELL
+    _, blocks = split_code_and_text_blocks(script)
+    blocks = [
+        block._replace(content=remove_config_comments(remove_ignore_blocks(block.content)))
+        for block in blocks
+    ]
+    # A cell that held nothing but settings is empty now. Jupyter would not count it as executed.
+    blocks = [block for block in blocks if block.content.strip()]
+    cells = []
+    for number, cell in enumerate(jupyter_notebook(blocks, conf, script.parent)["cells"]):
+        make = new_code_cell if cell["cell_type"] == "code" else new_markdown_cell
+        # Random ids, the default, would make every regeneration a difference.
+        cells.append(make("".join(cell["source"]).strip("\n"), id=f"cell-{number:02d}"))
+    return new_notebook(cells=cells, metadata=copy.deepcopy(METADATA))
+
+
+def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
+    """Run every cell in a fresh kernel, as a reader would."""
+    from nbclient import NotebookClient
+    from traitlets.config import Config
+
+    client = NotebookClient(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        record_timing=False,
+        # Sockets in the file system: no port of the machine is opened.
+        config=Config(KernelManager={"transport": "ipc"}),
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute()
+    notebook.metadata = nbformat.from_dict(copy.deepcopy(METADATA))
+    for cell in notebook.cells:
+        cell.metadata = nbformat.NotebookNode()
+        for output in cell.get("outputs", ()):
+            if "metadata" in output:
+                output.metadata = nbformat.NotebookNode()
+    return notebook
+
+
+def main(arguments: list[str]) -> int:
+    """Write the notebooks of the named scripts, or of all."""
+    chosen = [Path(argument).resolve() for argument in arguments] or scripts()
+    for script in chosen:
+        target = path_of(script)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        notebook = execute(derive(script), target.parent)
+        nbformat.validate(notebook)
+        target.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+        print(target.relative_to(ROOT))
+    if not arguments:
+        _remove_orphans()
+    return 0
+
+
+def _remove_orphans() -> None:
+    kept = {path_of(script) for script in scripts()}
+    for notebook in sorted(NOTEBOOKS.glob("*/*.ipynb")):
+        if notebook not in kept:
+            notebook.unlink()
+            print(f"{notebook.relative_to(ROOT)}: removed, its recipe is gone")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
