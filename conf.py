@@ -1,0 +1,125 @@
+"""Sphinx configuration: pages in docs/, recipes in recipes/, built from the repository's root."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "tools")]
+
+import inventories  # noqa: E402
+import notebooks  # noqa: E402
+
+project = "torchlift"
+author = "the torchlift maintainers"
+copyright = "the torchlift maintainers"
+release = version = importlib.metadata.version("torchlift")
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+    "public_names",
+]
+
+# ---- names and links: every single-backtick name is a link, and one that leads nowhere is an error
+default_role = "py:obj"
+nitpicky = True
+# Absolute, because autosummary looks below the pages and Sphinx below this file.
+templates_path = [str(ROOT / "docs" / "_templates")]
+exclude_patterns = [
+    "_build",
+    "_ext",
+    "_includes",
+    "_inventories",
+    "_static",
+    "_templates",
+    "api/generated/backreferences",
+]
+INVENTORIES = ROOT / "docs" / "_inventories"
+intersphinx_mapping = {
+    name: (url, inventories.pack(INVENTORIES / f"{name}.txt", ROOT / "docs/_build/inventories"))
+    for name, url in {
+        "python": "https://docs.python.org/3/",
+        "torch": "https://docs.pytorch.org/docs/stable/",
+    }.items()
+}
+
+# ---- API pages
+autosummary_generate = True
+autosummary_ignore_module_all = False
+autosummary_imported_members = True
+autodoc_default_options = {"member-order": "bysource"}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_class_signature = "mixed"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+python_display_short_literal_types = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+add_module_names = True
+
+# ---- recipes
+# A clone may lie below a folder with a blank in its name; that recipes have none, a test checks.
+suppress_warnings = ["sphinx_gallery.space_in_filename"]
+
+sphinx_gallery_conf = {
+    "examples_dirs": ["../recipes"],
+    "gallery_dirs": ["auto_recipes"],
+    "filename_pattern": r"[\\/]plot_",
+    "ignore_pattern": r"[\\/](?!plot_)[^\\/]*\.py$",
+    "within_subsection_order": "FileNameSortKey",
+    "backreferences_dir": "api/generated/backreferences",
+    "doc_module": ("torchlift",),
+    "first_notebook_cell": notebooks.FIRST_CELL,
+    "remove_config_comments": True,
+    "reset_modules": ("matplotlib", "gallery_reset.reset"),
+    "reset_modules_order": "both",
+    "capture_repr": ("_repr_html_", "__repr__"),
+    "image_srcset": ["2x"],
+    "thumbnail_size": (640, 400),
+    "plot_gallery": True,
+    "download_all_examples": False,
+    "show_signature": False,
+    "write_computation_times": False,
+    "min_reported_time": 1e9,
+}
+
+# ---- the site
+html_theme = "pydata_sphinx_theme"
+html_title = "torchlift"
+html_static_path = ["docs/_static"]
+html_css_files = ["torchlift.css"]
+html_favicon = "docs/_static/mark.svg"
+html_copy_source = False
+html_show_sourcelink = False
+html_context = {"default_mode": "auto"}
+html_sidebars = {"index": [], "installation": []}
+html_theme_options = {
+    "logo": {
+        "text": "torchlift",
+        "image_light": "_static/mark.svg",
+        "image_dark": "_static/mark.svg",
+    },
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "navbar_persistent": ["search-button"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+    "pygments_light_style": "a11y-light",
+    "pygments_dark_style": "a11y-dark",
+    "show_toc_level": 2,
+    "back_to_top_button": False,
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
