@@ -1,0 +1,187 @@
+"""What holds the repository together: packaging, public names, the recipes that show them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import warnings
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import torchlift
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted((ROOT / "recipes").glob("[0-9]*/plot_*.py"))
+
+#: Public names that no recipe needs to show, each with the reason.
+NOT_IN_A_RECIPE: dict[str, str] = {
+    "CheckpointError": "the base class: recipes catch what is raised",
+    "TensorEntry": "shown by what it prints, through Checkpoint.entries",
+    "LoadPlan": "shown by what it prints, returned by plan",
+    "LoadReport": "shown by what it prints, returned by load",
+    "Checkpoint": "shown by what it prints, returned by open",
+    "FormatError": "the recipe on damaged files belongs to a later chapter",
+    "UnsafeError": "the recipe on untrusted files belongs to a later chapter",
+    "IntegrityError": "the recipe on checksums belongs to a later chapter",
+    "PlacementError": "the recipe on devices belongs to a later chapter",
+}
+
+each_recipe = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+
+
+# ---- the package
+
+
+@pytest.mark.skipif("TORCHLIFT_SITE" not in os.environ, reason="not run by make unit")
+def test_tests_run_against_the_built_wheel() -> None:
+    """A file that the wheel lacks must fail here, not on a user's machine."""
+    site = Path(os.environ["TORCHLIFT_SITE"]).resolve()
+    assert Path(torchlift.__file__).resolve().is_relative_to(site)
+    assert site.joinpath("torchlift", "py.typed").exists()
+    assert {path.name for path in site.iterdir()} <= {
+        "torchlift",
+        "bin",
+        f"torchlift-{metadata.version('torchlift')}.dist-info",
+    }
+
+
+def test_version_is_the_distribution_s() -> None:
+    """One fact in one place: pyproject.toml."""
+    assert torchlift.__version__ == metadata.version("torchlift")
+
+
+def test_import_is_cheap() -> None:
+    """A name loads what it needs when it is first used; the import alone loads no torch."""
+    code = "import sys, torchlift; dir(torchlift); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_public_names_resolve_and_are_listed_once() -> None:
+    """``__all__`` and ``dir()`` name the same things, and each can be had."""
+    assert len(set(torchlift.__all__)) == len(torchlift.__all__)
+    assert set(torchlift.__all__) <= set(dir(torchlift))
+    for name in torchlift.__all__:
+        assert getattr(torchlift, name) is not None
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    """A lazy package fails like any other, so that ``hasattr`` and ``from`` work."""
+    assert not hasattr(torchlift, "no_such_name")
+
+
+def test_public_names_survive_the_import_of_every_submodule() -> None:
+    """Importing ``torchlift.load`` the module must not replace ``torchlift.load`` the function."""
+    before = {name: type(getattr(torchlift, name)) for name in torchlift.__all__}
+    for module in pkgutil.walk_packages(torchlift.__path__, "torchlift."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    after = {name: type(getattr(torchlift, name)) for name in torchlift.__all__}
+    assert after == before
+
+
+def test_submodule_imported_first_does_not_hide_a_public_name() -> None:
+    """The order in which a program imports things does not change what a name means."""
+    code = (
+        "import importlib, pkgutil, sys, types, torchlift\n"
+        "names = [m.name for m in pkgutil.iter_modules(torchlift.__path__)]\n"
+        "for name in set(names) & set(torchlift.__all__):\n"
+        "    importlib.import_module('torchlift.' + name)\n"
+        "    print(name, type(getattr(torchlift, name)).__name__)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    kinds = dict(line.split() for line in run.stdout.splitlines())
+    assert kinds == {name: type(getattr(torchlift, name)).__name__ for name in kinds}
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    """Its first line is what the API index shows."""
+    for name in torchlift.__all__:
+        if not name.startswith("_"):
+            assert (getattr(torchlift, name).__doc__ or "").strip(), name
+
+
+# ---- the site
+
+
+def test_api_index_lists_every_public_name() -> None:
+    """A name without a page would be found by nobody."""
+    index = ROOT.joinpath("docs/api/index.rst").read_text(encoding="utf-8")
+    blocks = re.findall(r"\.\. autosummary::\n(?:   :.*\n)+\n((?:   \S+\n)+)", index)
+    listed = [name for block in blocks for name in block.split()]
+    assert sorted(listed) == sorted(n for n in torchlift.__all__ if not n.startswith("_"))
+
+
+@each_recipe
+def test_recipe_has_a_chapter_and_a_title(script: Path) -> None:
+    """The gallery takes both from the files."""
+    assert re.fullmatch(r"plot_\w+\.py", script.name)
+    assert script.parent.joinpath("GALLERY_HEADER.rst").exists()
+    title, line = (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").split(
+        "\n"
+    )[:2]
+    assert title
+    assert len(line) >= len(title)
+    assert len(set(line)) == 1
+
+
+@pytest.mark.skipif(not SCRIPTS, reason="no recipe yet")
+def test_every_public_name_is_shown_in_a_recipe() -> None:
+    """Or is listed above with the reason why not; and the list holds nothing that is shown."""
+    text = "\n".join(script.read_text(encoding="utf-8") for script in SCRIPTS)
+    shown = {name for name in torchlift.__all__ if re.search(rf"\btorchlift\.{name}\b", text)}
+    public = {name for name in torchlift.__all__ if not name.startswith("_")}
+    assert public - shown <= NOT_IN_A_RECIPE.keys()
+    assert NOT_IN_A_RECIPE.keys() <= public, "the list names something that does not exist"
+
+
+@each_recipe
+def test_recipe_uses_the_public_api_only(script: Path) -> None:
+    """A reader can copy every line."""
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "torchlift":
+                assert node.attr in torchlift.__all__, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchlift"):
+            assert node.module in PUBLIC_MODULES, node.module
+
+
+PUBLIC_MODULES = {"torchlift", "torchlift.distributed", "torchlift.errors"}
+
+
+# ---- the files around the code
+
+
+def test_warnings_are_errors() -> None:
+    """A warning that nobody reads becomes a failure that somebody does."""
+    with pytest.raises(UserWarning, match="loud"):
+        warnings.warn("loud", UserWarning, stacklevel=1)
+
+
+def test_pins_are_exact_and_name_no_place() -> None:
+    """The same versions everywhere, from wherever pip is told to look."""
+    for path in sorted((ROOT / "requirements").glob("*.txt")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert line.startswith("#") or re.fullmatch(r"[\w.-]+==[\w.]+", line), line
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    """What is checked before a change is accepted is what a reader can run."""
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text(encoding="utf-8")
+    assert "make test" in ROOT.joinpath("README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_relative_links_lead_somewhere(name: str) -> None:
+    """A renamed file takes its links with it."""
+    text = ROOT.joinpath(name).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
+        assert ROOT.joinpath(target).exists(), target
