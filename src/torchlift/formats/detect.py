@@ -1,22 +1,23 @@
 """Which reader a path needs, found from its content.
 
-A new format is one file with a reader and one line in `_READERS`.
+A new format is one file with a reader and one line in `_DATA_READERS`.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Callable
 
 from torchlift.errors import CheckpointError, FormatError
+from torchlift.formats.directory import read_directory_of_files
 from torchlift.formats.index import Index
-from torchlift.formats.safetensors import MAX_HEADER, read_safetensors
+from torchlift.formats.safetensors import read_safetensors
+from torchlift.formats.sharded import read_sharded
+from torchlift.formats.sniff import HEAD, foreign, is_json, is_safetensors, is_zip
 from torchlift.formats.torch_zip import read_torch_zip
-
-#: Bytes at the start of a file that the detectors see.
-_HEAD = 512
 
 
 def read_index(path: str | os.PathLike[str]) -> Index:
@@ -76,31 +77,41 @@ def read_index(path: str | os.PathLike[str]) -> Index:
 
 
 def _read(path: str) -> Index:
+    """Read a directory, or a file of any format."""
     if os.path.isdir(path):
-        raise FormatError("a directory, which torchlift does not read yet")
+        return read_directory_of_files(path, _read_data_file)
+    return _read_file(path, _READERS)
+
+
+def _read_data_file(path: str) -> Index:
+    """Read a file that holds tensors itself: a shard cannot be an index of further shards."""
+    return _read_file(path, _DATA_READERS)
+
+
+def _read_file(path: str, readers: tuple[tuple[_Detector, _Reader], ...]) -> Index:
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        # Opening a named pipe would wait for somebody to write into it.
+        raise FormatError("not a regular file", file=path)
     with open(path, "rb") as file:
-        head = file.read(_HEAD)
+        head = file.read(HEAD)
         size = os.fstat(file.fileno()).st_size
-    for detect, read in _READERS:
+    for detect, read in readers:
         if detect(head, size):
             return read(path)
-    raise FormatError("not a checkpoint that torchlift reads")
+    error = foreign(head, size)
+    error.file = path
+    raise error
 
 
-def _is_zip(head: bytes, size: int) -> bool:
-    return head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
-
-
-def _is_safetensors(head: bytes, size: int) -> bool:
-    if size < 9 or head[8:9] != b"{":
-        return False
-    return head[5:8] == b"\0\0\0" or int.from_bytes(head[:8], "little") <= MAX_HEADER
+def _read_json(path: str) -> Index:
+    return read_sharded(path, _read_data_file)
 
 
 _Detector = Callable[[bytes, int], bool]
 _Reader = Callable[[str], Index]
 
-_READERS: tuple[tuple[_Detector, _Reader], ...] = (
-    (_is_zip, read_torch_zip),
-    (_is_safetensors, read_safetensors),
+_DATA_READERS: tuple[tuple[_Detector, _Reader], ...] = (
+    (is_zip, read_torch_zip),
+    (is_safetensors, read_safetensors),
 )
+_READERS = (*_DATA_READERS, (is_json, _read_json))

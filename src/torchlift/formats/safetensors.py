@@ -7,12 +7,12 @@ ones JSON needs in Python, where ``true`` is an integer and 1e400 parses.
 from __future__ import annotations
 
 import gc
-import json
 import struct
 from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
+from torchlift.formats.json_text import parse_json
 from torchlift.formats.source import Source
 
 #: The format's own limit on the JSON header, in bytes.
@@ -81,30 +81,7 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
             found=f"{length} bytes",
             hint="The file is truncated, or is not a safetensors file.",
         )
-    try:
-        header = json.loads(
-            source.read(8, length).decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=_no_constant,
-        )
-    except (ValueError, RecursionError) as error:
-        raise FormatError("the header is not valid JSON", found=str(error)) from error
-    if not isinstance(header, dict):
-        raise FormatError("the header is not a JSON object", found=type(header).__name__)
-    return header, 8 + length
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in result if names.count(name) > 1)
-        raise FormatError("a name occurs twice in the header", entry=twice)
-    return result
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+    return parse_json(source.read(8, length), "the header"), 8 + length
 
 
 def _metadata(found: object) -> dict[str, str]:
