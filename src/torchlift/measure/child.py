@@ -73,6 +73,7 @@ def in_child(
     code: str,
     *args: object,
     setup: str = "",
+    finish: str = "",
     timeout: float = 600.0,
     interval: float = 0.001,
     env: Mapping[str, str] | None = None,
@@ -86,6 +87,8 @@ def in_child(
         *args: plain JSON data (a path as `str`).
         setup: Python source to run first, neither timed nor measured: imports, mostly. The code
             sees its names.
+        finish: Python source to run last, again outside the measurement: it can look at what the
+            code made and leave a summary of it in ``result``.
         timeout: seconds until the child is killed.
         interval: pause between memory samples, in seconds.
         env: environment variables to add.
@@ -104,7 +107,8 @@ def in_child(
         (16777216, True)
     """
     request = {
-        "code": code, "setup": setup, "args": args, "interval": interval, "path": sys.path,
+        "code": code, "setup": setup, "finish": finish, "args": args,
+        "interval": interval, "path": sys.path,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="torchlift-") as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
@@ -155,6 +159,10 @@ def _serve(request: dict[str, Any], answer: str) -> None:
         start = time.perf_counter()
         value = call(*request["args"])
         seconds = time.perf_counter() - start
+    if request["finish"]:
+        namespace["result"] = value
+        exec(compile(request["finish"], "<finish>", "exec"), namespace)
+        value = namespace["result"]
     with open(answer, "w", encoding="utf-8") as file:
         json.dump({"value": value, "seconds": seconds, "memory": use.to_dict()}, file)
 

@@ -1,0 +1,102 @@
+"""The ``torchlift`` command; each subcommand is a module with ``configure`` and ``run``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from torchlift.cli.output import printable
+from torchlift.errors import CheckpointError
+
+#: name -> (what it does, module). The module is imported only when its command is the one to run,
+#: so that `inspect` neither pays for nor runs anything that belongs to another command.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "inspect": ("say what is in a checkpoint, without loading it", "torchlift.cli.inspect"),
+    "bench": ("compare the ways to load a checkpoint, on this machine", "torchlift.cli.bench"),
+}
+
+
+class UsageError(Exception):
+    """Arguments that parse but make no sense together; reported like a parser error."""
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version  # 20 ms that only --version should pay
+
+        print(f"torchlift {version('torchlift')}")
+        parser.exit()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None takes them from ``sys.argv``.
+
+    Returns:
+        the exit status: 0 for success, 1 for a file that is bad or missing, 2 for wrong usage, 130
+        when interrupted, 141 when the reader of a pipe went away.
+
+    Example:
+        >>> main(["inspect", "/nowhere/model.pt"])
+        1
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(words)
+    try:
+        args = parser.parse_args(words)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    # A key that the terminal's encoding lacks must not turn into a traceback.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    return _run(parser, args)
+
+
+def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    try:
+        status = importlib.import_module(COMMANDS[args.command][1]).run(args)
+        sys.stdout.flush()
+        return int(status)
+    except UsageError as error:
+        print(f"{parser.prog} {args.command}: {printable(str(error))}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # Python flushes stdout once more as it exits; without this that prints a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (CheckpointError, OSError) as error:
+        print(f"{parser.prog}: {printable(_describe(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchlift", description="Look at, compare and measure PyTorch checkpoints."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (summary, module) in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name in words:
+            importlib.import_module(module).configure(command)
+    return parser
