@@ -7,7 +7,9 @@ react to them without parsing text.
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable
 
 
 class CheckpointError(Exception):
@@ -114,3 +116,9 @@ class IntegrityError(CheckpointError):
 def clip(text: str, limit: int = 300) -> str:
     """Shorten hostile or merely huge text so that a message stays readable."""
     return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(text)} characters)"
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """A sentence that offers the nearest of `words`, or an empty string."""
+    near = difflib.get_close_matches(word, list(words), n=3)
+    return f"Did you mean {', '.join(map(repr, near))}?" if near else ""

@@ -1,0 +1,179 @@
+"""`load`: plan, transfer, placement; all of it or nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+import torch
+from torch import nn
+
+from torchlift.checkpoint import Checkpoint, MappedViews
+from torchlift.errors import IntegrityError
+from torchlift.match import Rename
+from torchlift.place import Commit
+from torchlift.plan import (
+    AnyMode,
+    AnySource,
+    DeviceRule,
+    DtypeRule,
+    LoadPlan,
+    Making,
+    Options,
+    Step,
+    make_plan,
+    resolve,
+)
+from torchlift.prepare import Transform, prepare
+from torchlift.report import LoadReport
+from torchlift.skeleton import make
+from torchlift.slots import Group
+from torchlift.verify import verify_index
+
+
+def load(
+    model: nn.Module,
+    ckpt: Checkpoint | str | os.PathLike[str],
+    *,
+    root: str | None = None,
+    rename: Rename | None = None,
+    device: DeviceRule = None,
+    dtype: DtypeRule = None,
+    strict: bool = True,
+    ignore_mismatched: bool = False,
+    mode: AnyMode = "auto",
+    source: AnySource = "auto",
+    transform: Transform | None = None,
+    verify: bool = False,
+    progress: bool = False,
+) -> LoadReport:
+    """Load a checkpoint into a module, live or on meta, in the memory of one copy.
+
+    Every tensor is prepared before the first one is placed, so an error leaves the module exactly
+    as it was. Location tags in the file are ignored: see `device`.
+
+    Args:
+        model: the module to load into.
+        ckpt: a checkpoint, or a path that `torchlift.open` reads.
+        root: keep only what is under this container of the checkpoint.
+        rename: callable from a name in the checkpoint to a name in the model, or to None to drop it.
+        device: None, a device, or a callable from `TensorEntry` (its ``key`` is the model's name)
+            to a device. None leaves a live tensor where it is and puts a meta one on the CPU.
+        dtype: None, a floating-point dtype, or a callable from `TensorEntry` to a dtype or None. It
+            casts floating-point parameters and persistent buffers, nothing else. None keeps a live
+            tensor's dtype and gives a meta one the checkpoint's.
+        strict: raise when keys are missing or unexpected. With False, a missing key keeps its live
+            value, or is replayed from the skeleton's construction.
+        ignore_mismatched: treat a key whose shape differs as missing instead of raising.
+        mode: ``"assign"`` puts a new tensor in the slot; ``"copy"`` writes in place; ``"swap"``
+            gives the same Python object new content, so that an optimizer keeps seeing it;
+            ``"auto"`` takes, per tensor, what preserves references and needs the least memory.
+        source: ``"mmap"`` leaves the weights file-backed; ``"read"`` reads them into memory the
+            process owns; ``"auto"`` maps on a local file system and reads on a network one, and
+            wherever new memory must be filled anyway because of a cast or a move.
+        transform: callable from (name in the model, tensor as the checkpoint holds it) to a tensor.
+            It gets one tensor at a time, and its result is cast, moved and placed.
+        verify: recompute the checksums that the file has, before anything else.
+        progress: show a bar of bytes on stderr.
+
+    Returns:
+        What was done, key by key.
+
+    Raises:
+        MismatchError: the names or shapes do not fit; one error that lists all of them.
+        UnsafeError: a value could only be had by running code.
+        PlacementError: a tensor cannot go where it was asked to go, or cannot be made.
+        IntegrityError: a checksum is wrong, or the file changed or could not be read.
+
+    Example:
+        >>> import torch, torchlift, tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save(torch.nn.Linear(3, 2).state_dict(), path)
+        >>> model = torchlift.skeleton(torch.nn.Linear, 3, 2)
+        >>> report = torchlift.load(model, path)
+        >>> model.weight.is_meta, report.source["weight"], report.bytes_read
+        (False, 'mmap', 0)
+    """
+    start = time.perf_counter()
+    options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
+    opened, owned = resolve(ckpt, root)
+    try:
+        if verify:
+            _verify(opened)
+        made = make_plan(model, opened, options, check_shapes=transform is None)
+        views = MappedViews(opened.index)
+        try:
+            with _bar(progress, made.bytes_to_read) as advance:
+                tensors = list(prepare(made.steps, views, transform, advance))
+        finally:
+            views.close()
+        _commit(tensors, _make(made.makings))
+    finally:
+        if owned:
+            opened.close()
+    return _report(made, time.perf_counter() - start)
+
+
+def _commit(
+    tensors: list[tuple[Step, torch.Tensor]], made: list[tuple[Group, torch.Tensor]]
+) -> None:
+    with Commit() as commit:
+        for group, tensor in made:
+            commit.put(group, tensor)
+        for step, tensor in tensors:
+            if step.mode == "assign":
+                commit.assign(step.group, tensor)
+            elif not step.in_place:
+                commit.swap(step.group, tensor)
+        # Last, because what was written over cannot be taken back: everything that can refuse,
+        # here and in the checks of the plan, has had its chance.
+        for step, tensor in tensors:
+            if step.in_place:
+                commit.copy(step.group, tensor.view(step.group.tensor.shape))
+
+
+def _make(makings: tuple[Making, ...]) -> list[tuple[Group, torch.Tensor]]:
+    """Replay what is on meta; move what is live and belongs elsewhere."""
+    replayed = [item for item in makings if item.group.tensor.is_meta]
+    tensors = make([item.group for item in replayed], [item.device for item in replayed])
+    result = [
+        (item.group, tensor.to(item.dtype)) for item, tensor in zip(replayed, tensors, strict=True)
+    ]
+    moved = [item for item in makings if not item.group.tensor.is_meta]
+    return result + [
+        (item.group, item.group.tensor.detach().to(item.device, item.dtype)) for item in moved
+    ]
+
+
+def _verify(ckpt: Checkpoint) -> None:
+    report = verify_index(ckpt.index)
+    if not report.ok:
+        first = report.failed[0]
+        raise IntegrityError(
+            f"checksums are wrong in {len(report.failed)} of {len(report.checked)} storages",
+            file=ckpt.path,
+            entry=first.name,
+            expected=f"crc32 {first.expected:08x}",
+            found=f"crc32 {first.found:08x}",
+            hint="The file is damaged: fetch it again, or restore it from a copy.",
+        )
+
+
+@contextmanager
+def _bar(wanted: bool, total: int) -> Iterator[Callable[[int], object]]:
+    if not wanted:
+        yield lambda _: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="load") as bar:
+        yield bar.update
+
+
+def _report(made: LoadPlan, seconds: float) -> LoadReport:
+    shared = {item.name: getattr(made, item.name) for item in fields(LoadReport)}
+    shared.update(seconds=seconds, bytes_read=made.bytes_to_read)
+    return LoadReport(**shared)

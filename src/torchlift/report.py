@@ -1,0 +1,152 @@
+"""What a load will do or has done, key by key: the results of `plan` and `load`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Mode = Literal["assign", "copy", "swap"]
+Source = Literal["mmap", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport:
+    """How one tensor of the model is loaded.
+
+    Attributes:
+        key: its name in the model.
+        entry: its name in the checkpoint.
+        nbytes: bytes of the tensor in the checkpoint.
+        mode: ``"assign"``, ``"copy"`` or ``"swap"``.
+        source: ``"mmap"`` where the weights stay file-backed or are copied out of the map,
+            ``"read"`` where they are read into memory that the process owns.
+        device: where it ends up.
+        dtype: what it ends up as.
+        cast_from: its dtype in the checkpoint where that differs, else None.
+        note: why it is done this way, where that is not what was asked for, else None.
+    """
+
+    key: str
+    entry: str
+    nbytes: int
+    mode: Mode
+    source: Source
+    device: str
+    dtype: str
+    cast_from: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A key whose shape in the checkpoint is not its shape in the model."""
+
+    key: str
+    expected: tuple[int, ...]
+    found: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.key}: model {list(self.expected)}, checkpoint {list(self.found)}"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did.
+
+    Attributes:
+        path: the checkpoint.
+        loaded: name in the model -> `KeyReport`, one for every name that received a value.
+        missing_keys: names of the model that the checkpoint lacks.
+        unexpected_keys: names of the checkpoint that the model lacks.
+        mismatched: name -> `Mismatch`, where ``ignore_mismatched=True`` let it pass.
+        tied: groups of names that are one tensor in the model.
+        replayed: names whose value came from replaying their construction.
+        renamed: name in the checkpoint -> name in the model, where they differ.
+        seconds: wall time of the load.
+        bytes_read: bytes copied out of the files; what stays mapped counts nothing.
+    """
+
+    path: str
+    loaded: Mapping[str, KeyReport]
+    missing_keys: list[str] = field(default_factory=list)
+    unexpected_keys: list[str] = field(default_factory=list)
+    mismatched: Mapping[str, Mismatch] = field(default_factory=dict)
+    tied: tuple[tuple[str, ...], ...] = ()
+    replayed: list[str] = field(default_factory=list)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    bytes_read: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all loaded tensors in the checkpoint, ties counted once."""
+        seen = {id(item): item.nbytes for item in self.loaded.values()}
+        return sum(seen.values())
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Name -> bytes in the checkpoint."""
+        return {key: item.nbytes for key, item in self.loaded.items()}
+
+    @property
+    def mode(self) -> dict[str, Mode]:
+        """Name -> ``"assign"``, ``"copy"`` or ``"swap"``."""
+        return {key: item.mode for key, item in self.loaded.items()}
+
+    @property
+    def source(self) -> dict[str, Source]:
+        """Name -> ``"mmap"`` or ``"read"``."""
+        return {key: item.source for key, item in self.loaded.items()}
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"loaded {_tensors(len(self.loaded))}, {human(self.nbytes)}, from {self.path}",
+                f"  in {self.seconds:.3f} s, {human(self.bytes_read)} read",
+                *summarise(self),
+            ]
+        )
+
+
+def summarise(report: LoadReport) -> list[str]:
+    """The lines that a plan and a report have in common."""
+    lines = []
+    ways = Counter((item.mode, item.source) for item in report.loaded.values())
+    lines += [f"  {mode} from {source}: {n}" for (mode, source), n in sorted(ways.items())]
+    casts = Counter(
+        f"{item.cast_from} to {item.dtype}" for item in report.loaded.values() if item.cast_from
+    )
+    lines += [f"  cast {what}: {n}" for what, n in sorted(casts.items())]
+    lines += _listed("missing", report.missing_keys)
+    lines += _listed("unexpected", report.unexpected_keys)
+    lines += _listed("mismatched", [str(item) for item in report.mismatched.values()])
+    lines += _listed("replayed", report.replayed)
+    lines += _listed("tied", [" = ".join(names) for names in report.tied])
+    lines += _listed("renamed", [f"{old} -> {new}" for old, new in report.renamed.items()])
+    notes = Counter(item.note for item in report.loaded.values() if item.note)
+    lines += [f"  note: {note} ({_tensors(n)})" for note, n in notes.items()]
+    return lines
+
+
+def _listed(title: str, items: list[str], limit: int = 5) -> list[str]:
+    if not items:
+        return []
+    more = f", and {len(items) - limit} more" if len(items) > limit else ""
+    return [f"  {title} ({len(items)}): {', '.join(items[:limit])}{more}"]
+
+
+def _tensors(count: int) -> str:
+    return f"{count} tensor" + ("" if count == 1 else "s")
+
+
+def human(nbytes: float) -> str:
+    """A number of bytes for people: ``human(2**21)`` is ``"2.0 MiB"``."""
+    if nbytes < 1024:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        nbytes /= 1024
+        if nbytes < 1024 or unit == "TiB":
+            break
+    return f"{nbytes:.1f} {unit}"

@@ -1,0 +1,265 @@
+"""`skeleton` and `materialize`: a module without storage that can still make itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from torchlift.errors import PlacementError, did_you_mean
+from torchlift.place import RECIPE, Commit, successor_of
+from torchlift.replay import replay_all
+from torchlift.slots import Group, Slot, collect, walk
+from torchlift.tape import Ref, Tape
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Recipe:
+    """How one tensor of a skeleton is made: a place on a tape. Copies of a module share it."""
+
+    __slots__ = ("ref", "tape")
+
+    def __init__(self, tape: Tape, ref: Ref) -> None:
+        self.tape = tape
+        self.ref = ref
+
+    def __deepcopy__(self, memo: object) -> Recipe:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A pickled skeleton is a plain module on meta: calls cannot be written to a file.
+        return (_forgotten, ())
+
+
+def _forgotten() -> None:
+    return None
+
+
+def skeleton(factory: Callable[..., M], *args: Any, **kwargs: Any) -> M:
+    """Build a module on the meta device that remembers how each of its tensors is made.
+
+    Construction is recorded instead of executed, so it takes no memory for weights and no time for
+    initialising them. What a checkpoint does not hold (non-persistent buffers, a new head) can be
+    made later by `materialize`, or by `load`, with the values that normal construction gives.
+
+    Args:
+        factory: a module class, or a callable that returns a module.
+        args: passed to `factory`.
+        kwargs: passed to `factory`.
+
+    Returns:
+        The module, with every parameter and buffer on meta.
+
+    Raises:
+        TypeError: `factory` did not return a module.
+
+    Example:
+        >>> import torch, torchlift
+        >>> model = torchlift.skeleton(torch.nn.Linear, 20_000, 20_000)  # 1.6 GB, not allocated
+        >>> model.weight.device
+        device(type='meta')
+    """
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise TypeError(
+            f"skeleton() takes a class or a function that makes a module, not {type(factory)!r}: "
+            "write skeleton(Model, config) instead of skeleton(Model(config))"
+        )
+    tape = Tape(torch.get_default_device())
+    with _recordable_initialisers(), tape:
+        model = factory(*args, **kwargs)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")
+    for group in [*collect(model), *strays(model)]:
+        _remember(tape, group)
+    return model
+
+
+def materialize(
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    names: Iterable[str] | None = None,
+) -> list[str]:
+    """Replay construction for what is still on meta, directly on its device.
+
+    Deterministic tensors get the values of normal construction. Random ones get the same
+    distribution, and with the same seed and nothing left out the same values too.
+
+    Args:
+        model: a skeleton, or a module that contains one.
+        device: where to make the tensors; None means the CPU.
+        names: fully qualified names of tensors, or of submodules for all of theirs; None means all.
+
+    Returns:
+        The names of the tensors that were made, in the order of `state_dict`.
+
+    Raises:
+        PlacementError: a tensor on meta was not made by `skeleton`, or a name is not one of the
+            module's. Nothing has changed then.
+
+    Example:
+        >>> import torch, torchlift
+        >>> model = torchlift.skeleton(torch.nn.Linear, 3, 2)
+        >>> torchlift.materialize(model)
+        ['weight', 'bias']
+    """
+    groups = unmade(model)
+    if names is not None:
+        groups = _named(groups, list(names), model)
+    where = torch.device("cpu" if device is None else device)
+    made = make(groups, [where] * len(groups))
+    with Commit() as commit:
+        for group, tensor in zip(groups, made, strict=True):
+            commit.put(group, tensor)
+    return [name for group in groups for name in group.names]
+
+
+def unmade(model: nn.Module) -> list[Group]:
+    """Everything in the module that is on meta: parameters, buffers and plain attributes."""
+    return [group for group in [*collect(model), *strays(model)] if group.tensor.is_meta]
+
+
+def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """Replay the groups' construction, each on its device.
+
+    Raises:
+        PlacementError: a tensor was not made by `skeleton`.
+    """
+    require_recipes(groups)
+    made: dict[int, torch.Tensor] = {}
+    batches: dict[tuple[int, torch.device], list[int]] = {}
+    for position, (group, device) in enumerate(zip(groups, devices, strict=True)):
+        tape = recipe_of(group.tensor).tape
+        batches.setdefault((id(tape), device), []).append(position)
+    for (_, device), positions in batches.items():
+        recipes = [recipe_of(groups[position].tensor) for position in positions]
+        refs = [recipe.ref for recipe in recipes]
+        for at, tensor in replay_all(recipes[0].tape, refs, device):
+            made[positions[at]] = tensor
+    return [made[position] for position in range(len(groups))]
+
+
+def require_recipes(groups: Iterable[Group]) -> None:
+    """Refuse tensors on meta that nothing knows how to make.
+
+    Raises:
+        PlacementError: names all of them.
+    """
+    lost = [name for group in groups if not has_recipe(group.tensor) for name in group.names]
+    if lost:
+        raise PlacementError(
+            f"{len(lost)} tensors are on meta and nothing says how to make them: {', '.join(lost)}",
+            entry=lost[0],
+            expected="a value in the checkpoint, or a module built by torchlift.skeleton",
+            hint="Build the model with torchlift.skeleton(Model, ...) instead of on meta.",
+        )
+
+
+def has_recipe(tensor: torch.Tensor) -> bool:
+    """Whether a skeleton recorded how this tensor is made."""
+    return isinstance(tensor.__dict__.get(RECIPE), Recipe)
+
+
+def recipe_of(tensor: torch.Tensor) -> Recipe:
+    """The recorded construction of a tensor that has one."""
+    recipe = tensor.__dict__[RECIPE]
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def strays(model: nn.Module) -> list[Group]:
+    """Tensors on meta that modules hold as plain attributes or in lists, tuples and dicts."""
+    known = {id(group.tensor) for group in collect(model)}
+    found: list[Group] = []
+    for prefix, module in walk(model):
+        for name, value in vars(module).items():
+            if name in _REGISTRIES or isinstance(value, (bool, int, float, str, type(None))):
+                continue
+            for tensor in _meta_tensors(value, 0):
+                if id(tensor) not in known:
+                    known.add(id(tensor))
+                    found.append(Group(tensor, (Slot(prefix + name, module, name, False),)))
+    return found
+
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _meta_tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            yield value
+    elif depth < 4 and isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _meta_tensors(item, depth + 1)
+
+
+def _remember(tape: Tape, group: Group) -> None:
+    tensor = group.tensor
+    ref = tape.ref(tensor)
+    if not tensor.is_meta:
+        if len(group.slots) == 0:
+            return
+        # Made by a call that bypasses the torch API (`torch.Tensor(3, 4)`): the tape keeps it.
+        stand_in = tape.adopt(tensor)
+        ref = tape.ref(stand_in)
+        torch.utils.swap_tensors(tensor, successor_of(tensor, stand_in))
+    if ref is not None:
+        tensor.__dict__[RECIPE] = Recipe(tape, ref)
+
+
+def _named(groups: list[Group], names: list[str], model: nn.Module) -> list[Group]:
+    known = [name for group in [*collect(model), *strays(model)] for name in group.names]
+    for name in names:
+        if not any(full == name or full.startswith(name + ".") for full in known):
+            raise PlacementError(
+                "the module has no such tensor", entry=name, hint=did_you_mean(name, known) or None
+            )
+    return [
+        group
+        for group in groups
+        if any(full == name or full.startswith(name + ".") for full in group.names for name in names)
+    ]
+
+
+_patching = threading.Lock()
+_patched = 0
+
+
+@contextmanager
+def _recordable_initialisers() -> Iterator[None]:
+    """Let `trunc_normal_` be recorded like the other initialisers, which are overridable.
+
+    It samples until no value lies outside the bounds. Recorded call by call that is a question
+    about data in a loop; recorded as one call it is one call.
+    """
+    global _patched
+    name = "_no_grad_trunc_normal_"
+    with _patching:
+        if _patched == 0:
+            setattr(nn.init, name, _overridable(getattr(nn.init, name)))
+        _patched += 1
+    try:
+        yield
+    finally:
+        with _patching:
+            _patched -= 1
+            if _patched == 0:
+                setattr(nn.init, name, getattr(nn.init, name).__wrapped__)
+
+
+def _overridable(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if has_torch_function_unary(tensor):
+            return handle_torch_function(initialise, (tensor,), tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        return function(tensor, *args, **kwargs)
+
+    initialise.__module__ = nn.init.__name__
+    initialise.__wrapped__ = function  # type: ignore[attr-defined]
+    return initialise

@@ -1,0 +1,82 @@
+"""The places in a module where a tensor can go, and which of them are one tensor.
+
+Reads modules only; nothing here changes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One name in a module tree under which a parameter or buffer is registered.
+
+    Attributes:
+        fqn: fully qualified name from the root, as in `state_dict`.
+        module: the submodule that owns it.
+        name: its attribute name there.
+        persistent: whether `state_dict` contains it; False for non-persistent buffers.
+    """
+
+    fqn: str
+    module: nn.Module
+    name: str
+    persistent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One tensor and every slot that holds it: more than one slot is a tie."""
+
+    tensor: torch.Tensor
+    slots: tuple[Slot, ...]
+
+    @property
+    def fqn(self) -> str:
+        """The first name, which stands for the group."""
+        return self.slots[0].fqn
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order of `state_dict`."""
+        return tuple(slot.fqn for slot in self.slots)
+
+    @property
+    def persistent(self) -> bool:
+        """Whether `state_dict` contains it under any name."""
+        return any(slot.persistent for slot in self.slots)
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter rather than a buffer."""
+        return isinstance(self.tensor, nn.Parameter)
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(prefix, module) for every path to every submodule; a prefix ends in a dot unless empty.
+
+    A module registered at two paths comes twice, as its tensors have two names each.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        yield (f"{path}." if path else ""), module
+
+
+def collect(model: nn.Module) -> list[Group]:
+    """Group every parameter and buffer of `model` by identity, in the order of `state_dict`."""
+    tensors: dict[int, tuple[torch.Tensor, list[Slot]]] = {}
+    for prefix, module in walk(model):
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                slot = Slot(prefix + name, module, name, True)
+                tensors.setdefault(id(tensor), (tensor, []))[1].append(slot)
+        hidden = module._non_persistent_buffers_set
+        for name, tensor in module._buffers.items():
+            if tensor is not None:
+                slot = Slot(prefix + name, module, name, name not in hidden)
+                tensors.setdefault(id(tensor), (tensor, []))[1].append(slot)
+    return [Group(tensor, tuple(slots)) for tensor, slots in tensors.values()]

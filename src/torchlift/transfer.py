@@ -1,0 +1,361 @@
+"""Moves byte ranges of files into tensors: mapped in place, or read by several threads.
+
+This is the one seam between the plan and the bytes. It knows files, ranges, dtypes and tensors,
+never models or formats, so that direct I/O, pinned staging or a remote store can replace its inside
+without a caller noticing.
+
+Measured on 2 cores, 2.1 GB in the page cache: one thread of `read()` into fresh memory 0.9-1.4 s,
+two or more threads of `preadv` into memory backed by huge pages 0.2-0.4 s. The page faults are the
+cost: one fault per 2 MiB instead of one per 4 KiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+
+from torchlift.errors import IntegrityError
+from torchlift.formats import FileStamp
+
+#: Anonymous memory, in bytes, that a transfer may use beyond the destinations themselves.
+BUDGET = 64 << 20
+#: Bytes per read. Larger gains nothing on a warm cache; smaller costs calls.
+PIECE = 8 << 20
+_STAGES = 4  # staging buffers of PIECE bytes each: half the budget, the rest is slack
+_HUGE_PAGE = 2 << 20
+_MAX_GAP = 4096  # padding between two small tensors that is cheaper to read than to skip
+_MAX_BUFFERS = 512  # below the kernel's limit of 1024 buffers in one preadv
+_THREADS = max(2, min(8, os.cpu_count() or 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One byte range of a file and the tensor that receives it.
+
+    Attributes:
+        file: absolute path.
+        offset: first byte in the file.
+        nbytes: bytes to read; a multiple of `dtype`'s item size.
+        destination: one-dimensional contiguous tensor of ``nbytes / itemsize`` elements, on any
+            device. A dtype that differs from `dtype` asks for a cast on the way.
+        dtype: what the bytes in the file are.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    destination: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def direct(self) -> bool:
+        """Whether the file's bytes can land in the destination's memory as they are."""
+        return self.destination.dtype == self.dtype and self.destination.device.type == "cpu"
+
+
+def stage_bytes(requests: int) -> int:
+    """Anonymous memory, in bytes, that `read` takes for staging this many cast or moved requests."""
+    return min(requests, _STAGES) * PIECE
+
+
+class Files:
+    """The data files of one checkpoint, opened once and checked against their stamps.
+
+    A file that is not the one that was indexed (truncated, replaced, written over) is refused here,
+    because its offsets mean nothing any more, and a map past its end would be a SIGBUS.
+    """
+
+    def __init__(self, stamps: Mapping[str, FileStamp]) -> None:
+        self._stamps = stamps
+        self._descriptors: dict[str, int] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def descriptor(self, file: str) -> int:
+        """An open file descriptor for `file`.
+
+        Raises:
+            IntegrityError: the file is gone or is not the one that was indexed.
+        """
+        with self._lock:
+            found = self._descriptors.get(file)
+            if found is None:
+                found = self._descriptors[file] = _open(file)
+            self._check(file, found)
+            return found
+
+    def mapped(self, file: str, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes of `file` as a uint8 tensor over a private, writable, lazily read map.
+
+        The tensor has a storage of its own, so that saving it does not save the whole file.
+        Writing to it changes the process's memory, one page at a time, and never the file. The
+        pages are file-backed until then: they cost no anonymous memory and can be evicted.
+
+        Raises:
+            IntegrityError: the file is gone or is not the one that was indexed.
+        """
+        area = self._maps.get(file)
+        if area is None:
+            descriptor = self.descriptor(file)
+            with self._lock:
+                area = self._maps.setdefault(file, _map(descriptor, self._stamps[file].size))
+        return torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def close(self) -> None:
+        """Close the descriptors and forget the maps; tensors made from a map stay valid."""
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+            self._maps.clear()
+
+    def _check(self, file: str, descriptor: int) -> None:
+        now, then = os.fstat(descriptor), self._stamps[file]
+        found = FileStamp(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
+        if found != then:
+            raise IntegrityError(
+                "the file changed after it was opened",
+                file=file,
+                expected=f"{then.size} bytes, modified at {then.mtime_ns} ns, inode {then.inode}",
+                found=f"{found.size} bytes, modified at {found.mtime_ns} ns, inode {found.inode}",
+                hint="Open the checkpoint again once nobody writes to it.",
+            )
+
+
+def _open(file: str) -> int:
+    try:
+        return os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise IntegrityError(
+            f"cannot be opened any more ({error.strerror})",
+            file=file,
+            hint="The checkpoint's files must stay in place until it is loaded.",
+        ) from error
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    if os.name != "posix":
+        return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM + swap,
+    # although nothing is ever written to most of it. The constant is missing before Python 3.13.
+    flags = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
+    return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A one-dimensional uninitialised tensor of `numel` elements; on the CPU, in huge pages.
+
+    Only whole 2 MiB pages inside the tensor ask for huge pages, so that the rounding never costs
+    memory: the resident size is the tensor's own.
+    """
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(numel, dtype=dtype, device=device)
+    try:
+        # Linux aligns an anonymous map of this size to 2 MiB since 6.7; the extra page of address
+        # space, never touched, makes the alignment sure on older kernels.
+        area = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError):
+        # vm.max_map_count is reached after some 65,000 maps; malloc still finds memory then.
+        return torch.empty(numel, dtype=dtype, device=device)
+    raw = torch.frombuffer(area, dtype=torch.uint8)
+    start = -raw.data_ptr() % _HUGE_PAGE
+    area.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE_PAGE * _HUGE_PAGE)
+    return torch.frombuffer(area, dtype=dtype, count=numel, offset=start)
+
+
+def read(
+    requests: Iterable[Request],
+    files: Files,
+    *,
+    advance: Callable[[int], object] | None = None,
+) -> int:
+    """Execute the requests with parallel positional reads; return the bytes asked for.
+
+    Peak anonymous memory is the destinations plus at most `BUDGET` bytes.
+
+    Args:
+        requests: what to read; small neighbours in a file are read together.
+        files: the checkpoint's open files.
+        advance: called with a number of bytes as they arrive, from the calling thread.
+
+    Raises:
+        IntegrityError: a read failed, came back short, or the file has changed. Destinations then
+            hold undefined bytes.
+    """
+    todo = sorted(requests, key=lambda request: (request.file, request.offset))
+    jobs = [*_jobs([r for r in todo if r.direct]), *_jobs([r for r in todo if not r.direct])]
+    descriptors = {file: files.descriptor(file) for file in {request.file for request in todo}}
+    report = advance or (lambda _: None)
+    if len(jobs) <= 1:
+        stage = torch.empty(PIECE, dtype=torch.uint8) if jobs and jobs[0].staged else None
+        for job in jobs:
+            _fetch(job, descriptors[job.file], stage)
+            report(_finish(job, stage))
+    else:
+        _read_parallel(jobs, descriptors, report)
+    return sum(request.nbytes for request in todo)
+
+
+@dataclass(slots=True)
+class _Job:
+    """One contiguous range of a file and the slices of requests that it serves."""
+
+    file: str
+    offset: int
+    staged: bool
+    end: int
+    #: (start in the file, end in the file, request)
+    parts: list[tuple[int, int, Request]] = field(default_factory=list)
+
+
+def _jobs(requests: Sequence[Request]) -> Iterator[_Job]:
+    job: _Job | None = None
+    for request in requests:
+        if not request.nbytes:
+            continue
+        stop = request.offset + request.nbytes
+        if job is not None and not _joins(job, request):
+            yield job
+            job = None
+        if job is None and request.nbytes > PIECE:
+            for start in range(request.offset, stop, PIECE):
+                end = min(start + PIECE, stop)
+                yield _Job(request.file, start, not request.direct, end, [(start, end, request)])
+            continue
+        if job is None:
+            job = _Job(request.file, request.offset, not request.direct, request.offset)
+        job.parts.append((request.offset, stop, request))
+        job.end = stop
+    if job is not None:
+        yield job
+
+
+def _joins(job: _Job, request: Request) -> bool:
+    return (
+        request.file == job.file
+        and 0 <= request.offset - job.end <= _MAX_GAP
+        and request.offset + request.nbytes - job.offset <= PIECE
+        and len(job.parts) < _MAX_BUFFERS
+        # A staged slice is viewed as its dtype, which needs its place in the buffer aligned.
+        and (request.direct or (request.offset - job.offset) % request.dtype.itemsize == 0)
+    )
+
+
+def _read_parallel(
+    jobs: Sequence[_Job], descriptors: Mapping[str, int], report: Callable[[int], object]
+) -> None:
+    staged = sum(job.staged for job in jobs)
+    free = [torch.empty(PIECE, dtype=torch.uint8) for _ in range(min(staged, _STAGES))]
+    running: dict[Future[None], tuple[_Job, torch.Tensor | None]] = {}
+    waiting = iter(jobs)
+    held: _Job | None = next(waiting, None)
+    with ThreadPoolExecutor(min(_THREADS, len(jobs)), "torchlift-read") as pool:
+        try:
+            while held is not None or running:
+                # Threads only read. Casting and copying to a device happen here, in the caller's
+                # thread: torch's own worker threads would otherwise be started once per reader.
+                while held is not None and len(running) < 4 * _THREADS:
+                    if held.staged and not free:
+                        break
+                    stage = free.pop() if held.staged else None
+                    future = pool.submit(_fetch, held, descriptors[held.file], stage)
+                    running[future] = (held, stage)
+                    held = next(waiting, None)
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    job, stage = running.pop(future)
+                    future.result()
+                    report(_finish(job, stage))
+                    if stage is not None:
+                        free.append(stage)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _fetch(job: _Job, descriptor: int, stage: torch.Tensor | None) -> None:
+    """Fill the job's buffers; runs on a reader thread."""
+    length = job.end - job.offset
+    if stage is not None:
+        buffers = [_buffer(stage, 0, length)]
+    else:
+        buffers, at = [], job.offset
+        for start, end, request in job.parts:
+            if start > at:
+                buffers.append(memoryview(bytearray(start - at)))
+            buffers.append(_buffer(request.destination, start - request.offset, end - start))
+            at = end
+    done = 0
+    while done < length:
+        try:
+            got = _preadv(descriptor, buffers, job.offset + done)
+        except OSError as error:
+            raise _failed(job, f"reading failed ({error.strerror})") from error
+        if got == 0:
+            raise _failed(job, "the file ends early", found=f"end at byte {job.offset + done}")
+        done += got
+        while buffers and got >= len(buffers[0]):
+            got -= len(buffers.pop(0))
+        if got:
+            buffers[0] = buffers[0][got:]
+
+
+def _finish(job: _Job, stage: torch.Tensor | None) -> int:
+    """Cast and copy what was staged; return the bytes of the job that were asked for."""
+    total = 0
+    for start, end, request in job.parts:
+        total += end - start
+        if stage is not None:
+            size = request.dtype.itemsize
+            source = stage[start - job.offset : end - job.offset].view(request.dtype)
+            first = (start - request.offset) // size
+            request.destination[first : first + source.numel()].copy_(source)
+    return total
+
+
+def _failed(job: _Job, reason: str, found: str | None = None) -> IntegrityError:
+    return IntegrityError(
+        reason,
+        file=job.file,
+        expected=f"bytes {job.offset} to {job.end}",
+        found=found,
+        hint="Check the disk and that nobody writes to the file, then load again.",
+    )
+
+
+def _buffer(tensor: torch.Tensor, start: int, length: int) -> memoryview:
+    # The buffer protocol over a tensor without NumPy. The caller keeps the tensor alive.
+    return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr() + start)).cast("B")
+
+
+def _preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, buffers, offset)
+    with _SEEK_LOCK:  # plain fallback where positional reads do not exist
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        data = os.read(descriptor, len(buffers[0]))
+        buffers[0][: len(data)] = data
+        return len(data)
+
+
+_SEEK_LOCK = threading.Lock()
