@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.torch_globals import (
+from torchlift.formats.stand_ins import (
     Blocked,
     Global,
     NumpyDtype,

@@ -1,4 +1,4 @@
-"""What the globals of a torch pickle stand for: an allow-list of names, each answered by a record.
+"""What the globals of a torch pickle stand for: names from an allow-list, answered by records.
 
 Nothing here imports or calls what a name means. A name that is not listed becomes a `Blocked`
 record, so that the rest of the file can still be looked at.
@@ -6,99 +6,25 @@ record, so that the rest of the file can still be looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import ITEMSIZE
-from torchlift.formats.pickle_machine import check_key
-
-STORAGE_DTYPES: dict[str, str] = {
-    "torch.FloatStorage": "float32", "torch.DoubleStorage": "float64",
-    "torch.HalfStorage": "float16", "torch.BFloat16Storage": "bfloat16",
-    "torch.LongStorage": "int64", "torch.IntStorage": "int32", "torch.ShortStorage": "int16",
-    "torch.CharStorage": "int8", "torch.ByteStorage": "uint8", "torch.BoolStorage": "bool",
-    "torch.ComplexFloatStorage": "complex64", "torch.ComplexDoubleStorage": "complex128",
-}  # fmt: skip
-
-#: Storages that say nothing about their elements; their length is in bytes.
-UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
-
-#: Types whose instances are plain tensors, whatever attributes were set on them.
-_PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+from torchlift.formats.stand_ins import (
+    STORAGE_DTYPES,
+    UNTYPED,
+    Blocked,
+    Global,
+    NumpyDtype,
+    OrderedRecord,
+    StorageRef,
+    TensorRef,
+)
+from torchlift.formats.torch_calls import CALLS, VALUES
 
 #: Python 2 names of modules, which pickle protocols up to 2 write to this day.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 _MAX_BLOCKED = 10_000
-
-
-class Global:
-    """A name from the allow-list."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class Blocked:
-    """A name that only an unpickler could use, or what it would have made of it.
-
-    Attributes:
-        name: dotted name.
-        called: whether this is the result of a call rather than the name itself.
-        state: what ``__setstate__`` would have received, if it was a dict.
-    """
-
-    __slots__ = ("called", "name", "state")
-
-    def __init__(self, name: str, called: bool = False) -> None:
-        self.name = name
-        self.called = called
-        self.state: dict[Any, Any] | None = None
-
-
-class OrderedRecord(dict[Any, Any]):
-    """An ``OrderedDict``, with the ``_metadata`` that torch attaches to state dicts."""
-
-    __slots__ = ("metadata",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metadata: object = None
-
-
-@dataclass(slots=True, eq=False)
-class StorageRef:
-    """A persistent id: the storage that holds a tensor's bytes."""
-
-    dtype: str | None
-    key: str
-    location: str
-    numel: int
-
-
-@dataclass(slots=True, eq=False)
-class TensorRef:
-    """The arguments of a rebuilder, unchecked: whoever knows the tensor's key checks them."""
-
-    storage: object
-    dtype: str | None
-    offset: object
-    size: object
-    stride: object
-    requires_grad: object = False
-    is_parameter: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class NumpyDtype:
-    """A numpy dtype: its code, such as ``"f8"``, and byte order."""
-
-    code: str
-    order: str = field(default="<")
 
 
 class TorchWorld:
@@ -117,7 +43,7 @@ class TorchWorld:
         dotted = f"{_RENAMED.get(module, module)}.{name}"
         found = self._globals.get(dotted)
         if found is None:
-            known = dotted in _CALLS or dotted in _VALUES
+            known = dotted in CALLS or dotted in VALUES
             found = Global(dotted) if known else self.block(dotted)
             self._globals[dotted] = found
         return found
@@ -137,9 +63,9 @@ class TorchWorld:
             return Blocked(function.name, called=True)
         if not isinstance(function, Global):
             raise FormatError("the pickle calls something that is not a global")
-        handler = _CALLS.get(function.name)
+        handler = CALLS.get(function.name)
         if handler is None:
-            return self._refuse(function.name)
+            return self.refuse(function.name)
         try:
             return handler(self, *arguments)
         except (TypeError, ValueError, UnicodeError, OverflowError) as error:
@@ -147,7 +73,8 @@ class TorchWorld:
                 "a global is called with arguments it does not take", entry=function.name
             ) from error
 
-    def _refuse(self, name: str) -> Blocked:
+    def refuse(self, name: str) -> Blocked:
+        """Note a name as blocked, and stand for what calling it would have made."""
         self.block(name)
         return Blocked(name, called=True)
 
@@ -203,206 +130,3 @@ class TorchWorld:
                 "the pickle puts items into something that takes none",
                 found=f"a {type(target).__name__}",
             )
-
-
-# -- the allow-list --------------------------------------------------------------------------------
-
-
-def _tensor_v1(
-    world: TorchWorld, storage: object, offset: object, size: object, stride: object
-) -> object:
-    return _tensor_v2(world, storage, offset, size, stride, False, None)
-
-
-def _tensor_v2(
-    world: TorchWorld,
-    storage: object,
-    offset: object,
-    size: object,
-    stride: object,
-    requires_grad: object,
-    hooks: object,
-    metadata: object = None,
-) -> object:
-    if isinstance(storage, Blocked):
-        return storage
-    if not isinstance(storage, StorageRef):
-        raise TypeError("not a storage")
-    # Conjugate and negative views store other numbers than they show.
-    if isinstance(metadata, dict) and any(metadata.values()):
-        return world._refuse("torch._utils._rebuild_tensor_v2 of a conjugate or negative view")
-    dtype = storage.dtype or "uint8"
-    return TensorRef(storage, dtype, offset, size, stride, requires_grad)
-
-
-def _tensor_v3(
-    world: TorchWorld,
-    storage: object,
-    offset: object,
-    size: object,
-    stride: object,
-    requires_grad: object,
-    hooks: object,
-    dtype: object,
-    metadata: object = None,
-) -> object:
-    if isinstance(dtype, Blocked):
-        return Blocked(dtype.name, called=True)
-    if not isinstance(dtype, Global) or dtype.name.removeprefix("torch.") not in ITEMSIZE:
-        raise TypeError("not a dtype")
-    made = _tensor_v2(world, storage, offset, size, stride, requires_grad, hooks, metadata)
-    if isinstance(made, TensorRef):
-        made.dtype = dtype.name.removeprefix("torch.")
-    return made
-
-
-def _parameter(
-    world: TorchWorld, data: object, requires_grad: object, hooks: object, state: object = None
-) -> object:
-    if isinstance(data, Blocked):
-        return data
-    if not isinstance(data, TensorRef):
-        raise TypeError("not a tensor")
-    return TensorRef(
-        data.storage, data.dtype, data.offset, data.size, data.stride, requires_grad, True
-    )
-
-
-def _from_type(
-    world: TorchWorld, function: object, new_type: object, arguments: object, state: object
-) -> object:
-    made = world.call(function, arguments)
-    if isinstance(new_type, Global) and new_type.name in _PLAIN_TYPES:
-        return made
-    return Blocked(new_type.name, called=True) if isinstance(new_type, Blocked) else made
-
-
-def _ordered_dict(world: TorchWorld, items: object = ()) -> OrderedRecord:
-    record = OrderedRecord()
-    for pair in _plain(items, (list, tuple)):
-        key, value = _plain(pair, (list, tuple))
-        check_key(key)
-        record[key] = value
-    return record
-
-
-def _counter(world: TorchWorld, items: object = None) -> object:
-    return {} if items is None else _plain(items, (dict,))
-
-
-def _defaultdict(world: TorchWorld, factory: object = None, items: object = None) -> object:
-    return _counter(world, items)
-
-
-def _set(world: TorchWorld, items: object = ()) -> set[Any]:
-    values = list(_plain(items, (list, tuple, set, frozenset)))
-    for value in values:
-        check_key(value)
-    return set(values)
-
-
-def _frozenset(world: TorchWorld, items: object = ()) -> frozenset[Any]:
-    return frozenset(_set(world, items))
-
-
-def _size(world: TorchWorld, items: object = ()) -> tuple[Any, ...]:
-    return tuple(_plain(items, (list, tuple)))
-
-
-def _device(world: TorchWorld, kind: object, index: object = None) -> str:
-    name = str(_plain(kind, (str,)))
-    return name if index is None else f"{name}:{int(_plain(index, (int,)))}"
-
-
-def _layout(world: TorchWorld, name: object) -> str:
-    return str(_plain(name, (str,)))
-
-
-def _complex(world: TorchWorld, real: object = 0, imaginary: object = 0) -> complex:
-    return complex(_plain(real, (int, float)), _plain(imaginary, (int, float)))
-
-
-def _slice(world: TorchWorld, *arguments: object) -> str:
-    return f"slice({', '.join(str(_plain(a, (int, type(None)))) for a in arguments)})"
-
-
-def _encode(world: TorchWorld, text: object, encoding: object = "utf-8") -> bytes:
-    if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
-        raise ValueError("not a text encoding that pickles use")
-    return bytes(_plain(text, (str,)).encode(encoding))
-
-
-def _bytearray(world: TorchWorld, data: object = b"", encoding: object = None) -> bytearray:
-    # A number here would ask for that many bytes of memory.
-    if encoding is not None:
-        data = _encode(world, data, encoding)
-    return bytearray(_plain(data, (bytes, bytearray)))
-
-
-def _bytes(world: TorchWorld, data: object = b"", encoding: object = None) -> bytes:
-    return bytes(_bytearray(world, data, encoding))
-
-
-def _numpy_dtype(world: TorchWorld, code: object, *options: object) -> NumpyDtype:
-    return NumpyDtype(str(_plain(code, (str,))))
-
-
-def _numpy_scalar(world: TorchWorld, dtype: object, data: object = b"") -> object:
-    import struct
-
-    code = dtype.code.lstrip("<>|=") if isinstance(dtype, NumpyDtype) else ""
-    letter = _NUMPY_LETTERS.get(code)
-    if letter is None or not isinstance(dtype, NumpyDtype) or type(data) is not bytes:
-        return world._refuse("numpy.core.multiarray.scalar")
-    order = ">" if ">" in (dtype.order, dtype.code[:1]) else "<"
-    try:
-        return struct.unpack(order + letter, data)[0]
-    except struct.error as error:
-        raise ValueError("not a scalar of that dtype") from error
-
-
-_NUMPY_LETTERS = {
-    "b1": "?", "?": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H",
-    "u4": "I", "u8": "Q", "f2": "e", "f4": "f", "f8": "d",
-}  # fmt: skip
-
-
-def _plain(value: object, kinds: tuple[type, ...]) -> Any:
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise TypeError(f"a {type(value).__name__}")
-    return value
-
-
-_CALLS: dict[str, Callable[..., object]] = {
-    "torch._utils._rebuild_tensor": _tensor_v1,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.Size": _size,
-    "torch.device": _device,
-    "torch.serialization._get_layout": _layout,
-    "collections.OrderedDict": _ordered_dict,
-    "collections.defaultdict": _defaultdict,
-    "collections.Counter": _counter,
-    "builtins.set": _set,
-    "builtins.frozenset": _frozenset,
-    "builtins.complex": _complex,
-    "builtins.slice": _slice,
-    "builtins.bytearray": _bytearray,
-    "builtins.bytes": _bytes,
-    "_codecs.encode": _encode,
-    "numpy.dtype": _numpy_dtype,
-    "numpy.core.multiarray.scalar": _numpy_scalar,
-    "numpy._core.multiarray.scalar": _numpy_scalar,
-}
-
-#: Names that are values, not functions: kept as text where a file stores the name itself.
-_VALUES = {
-    *STORAGE_DTYPES,
-    *UNTYPED,
-    *_PLAIN_TYPES,
-    *(f"torch.{dtype}" for dtype in ITEMSIZE),
-    *(f"builtins.{name}" for name in ("int", "float", "list", "dict", "str", "bool", "tuple")),
-}

@@ -11,9 +11,10 @@ import gc
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import Flat, flatten
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
-from torchlift.formats.pickle_machine import Machine
 from torchlift.formats.source import Source
-from torchlift.formats.torch_globals import Blocked, StorageRef, TensorRef, TorchWorld
+from torchlift.formats.stand_ins import Blocked, StorageRef, TensorRef
+from torchlift.formats.torch_globals import TorchWorld
+from torchlift.formats.torch_records import read_torch_pickle
 from torchlift.formats.zip_directory import STORED, Record, read_directory, read_record
 
 #: Most bytes of a pickle: stored ones are bounded by the file anyhow, compressed ones are not.
@@ -52,7 +53,7 @@ def _read(source: Source) -> Index:
     limit = _MAX_PICKLE if pickled.method == STORED else _MAX_INFLATED
     data = read_record(source, pickled, limit)
     world = TorchWorld()
-    root = Machine(data, world).run()
+    root = read_torch_pickle(data, world)
     _refuse_module(root)
     flat = flatten(root, len(data))
     entries, storages = _Resolver(source.path, records, top).resolve(flat)
@@ -156,6 +157,7 @@ class _Resolver:
         self.top = top
         self.entries: dict[str, TensorEntry] = {}
         self.storages: dict[str, Storage] = {}
+        self._layouts: dict[tuple[int, int], _Layout] = {}
 
     def resolve(self, flat: Flat) -> tuple[dict[str, TensorEntry], dict[str, Storage]]:
         """Check all tensors; returns entries by key and storages by name."""
@@ -193,26 +195,22 @@ class _Resolver:
 
     def _entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """One checked entry."""
-        assert isinstance(ref.storage, StorageRef)
-        assert ref.dtype is not None
         name, storage = self._storage(key, ref.storage)
         itemsize = ITEMSIZE[ref.dtype]
-        shape, stride = _numbers(ref.size, key, "size"), _numbers(ref.stride, key, "stride")
-        (offset,) = _numbers((ref.offset,), key, "storage offset")
-        if len(shape) != len(stride):
-            raise FormatError(
-                "a tensor has not one stride per dimension",
-                entry=key,
-                expected=f"{len(shape)} strides",
-                found=f"{len(stride)}",
-            )
-        numel, last = 1, offset
-        for extent, step in zip(shape, stride):  # noqa: B905 - lengths are equal, and this is hot
-            numel *= extent
-            last += (extent - 1) * step
+        # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
+        # tuples stay alive as long as this object's input does.
+        layout = self._layouts.get((id(ref.size), id(ref.stride)))
+        if layout is None:
+            layout = _layout(ref, key)
+            self._layouts[id(ref.size), id(ref.stride)] = layout
+        shape, stride, origin, numel, span = layout
+        offset = ref.offset
+        if type(offset) is not int or not 0 <= offset < 1 << 63:
+            (offset,) = _numbers((offset,), key, "storage offset")
+        nbytes = numel * itemsize
         chunks: tuple[Chunk, ...] = ()
         if numel:
-            if (last + 1) * itemsize > storage.nbytes:
+            if (offset + span) * itemsize > storage.nbytes:
                 raise FormatError(
                     "a tensor reaches outside its storage",
                     entry=key,
@@ -220,9 +218,7 @@ class _Resolver:
                     found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
                 )
             start = storage.offset + offset * itemsize
-            span = (last - offset + 1) * itemsize
-            chunks = (Chunk(self.path, start, span, (0,) * len(shape), shape),)
-        nbytes = numel * itemsize
+            chunks = (Chunk(self.path, start, span * itemsize, origin, shape),)
         if nbytes > storage.nbytes and nbytes > max(_MAX_REPEATED, _MAX_REPEAT * storage.nbytes):
             raise FormatError(
                 "a broadcast view is absurdly larger than its storage",
@@ -241,6 +237,26 @@ class _Resolver:
             ref.requires_grad is True,
             ref.is_parameter,
         )
+
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
+
+
+def _layout(ref: TensorRef, key: str) -> _Layout:
+    """Checked (shape, stride, first index, number of elements, elements from first to last)."""
+    shape, stride = _numbers(ref.size, key, "size"), _numbers(ref.stride, key, "stride")
+    if len(shape) != len(stride):
+        raise FormatError(
+            "a tensor has not one stride per dimension",
+            entry=key,
+            expected=f"{len(shape)} strides",
+            found=f"{len(stride)}",
+        )
+    numel, span = 1, 1
+    for extent, step in zip(shape, stride, strict=True):
+        numel *= extent
+        span += (extent - 1) * step
+    return shape, stride, (0,) * len(shape), numel, span
 
 
 def _numbers(values: object, key: str, what: str) -> tuple[int, ...]:
