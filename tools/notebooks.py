@@ -79,15 +79,12 @@ def derive(script: Path) -> nbformat.NotebookNode:
 def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
     """Run every cell in a fresh kernel, as a reader would."""
     from nbclient import NotebookClient
-    from traitlets.config import Config
 
     client = NotebookClient(
         notebook,
         timeout=600,
         kernel_name="python3",
         record_timing=False,
-        # Sockets in the file system: no port of the machine is opened.
-        config=Config(KernelManager={"transport": "ipc"}),
         coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
     )
