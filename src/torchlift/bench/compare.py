@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -230,12 +231,19 @@ def _run(result: Result, path: str, root: str | None, cold: bool, timeout: float
     try:
         child = in_child(_CODE, *args, setup=_SETUP, finish=_FINISH, timeout=timeout)
     except ChildError as error:
-        result.error = (str(error).strip().splitlines() or ["no message"])[-1]
+        result.error = _reason(str(error))
         return
     result.seconds.append(child.seconds)
     result.added_anonymous.append(child.memory.added_anonymous)
     result.added_file_backed.append(child.memory.added_file_backed)
     result.digest = child.value
+
+
+def _reason(text: str) -> str:
+    """The line of a traceback that says what happened; long messages go on below it."""
+    lines = text.strip().splitlines()
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (named or lines)[-1]
 
 
 def _warm(index: Index) -> None:

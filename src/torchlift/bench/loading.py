@@ -190,22 +190,24 @@ def safetensors_model(job: Job) -> State:
 
 def torchlift_mmap(job: Job) -> State:
     """A skeleton over the mapped file."""
-    model = torchlift.skeleton(job.build)
-    torchlift.load(model, job.path, root=job.root, source="mmap")
-    return model
+    return _torchlift(job, source="mmap")
 
 
 def torchlift_read(job: Job) -> State:
     """A skeleton, and every byte read into memory that the process owns."""
-    model = torchlift.skeleton(job.build)
-    torchlift.load(model, job.path, root=job.root, source="read")
-    return model
+    return _torchlift(job, source="read")
 
 
 def torchlift_bf16(job: Job) -> State:
     """The same, cast on the way."""
+    return _torchlift(job, dtype=torch.bfloat16)
+
+
+def _torchlift(job: Job, **options: Any) -> State:
     model = torchlift.skeleton(job.build)
-    torchlift.load(model, job.path, root=job.root, dtype=torch.bfloat16)
+    # What is no tensor (a step, a learning rate) has no place in the model made up from the file.
+    strict = not job.index.objects
+    torchlift.load(model, job.path, root=job.root, strict=strict, **options)
     return model
 
 

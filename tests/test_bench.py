@@ -1,0 +1,409 @@
+"""The comparison: what it generates, that like meets like, and how it reports failure."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from torchlift import FormatError, bench, measure
+from torchlift.bench import loading
+from torchlift.bench.compare import Comparison, Result
+from torchlift.bench.ways import WAYS, Way
+from torchlift.cli import bench as command
+from torchlift.cli import main
+
+MIB = 2**20
+FORMATS = ["torch-zip", "safetensors"]
+needs_proc = pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="owned and mapped are told apart by /proc"
+)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def generated(request, tmp_path_factory) -> Path:
+    """A checkpoint of 8 MiB."""
+    path = tmp_path_factory.mktemp("bench") / "generated.ckpt"
+    bench.make_checkpoint(path, nbytes=8 * MIB, tensors=8, format=request.param)
+    return path
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    """A torch file of 1 MiB."""
+    bench.make_checkpoint(tmp_path / "small.pt", nbytes=MIB, tensors=4)
+    return tmp_path / "small.pt"
+
+
+def run_in_process(way: str, path: Path, root: str | None = None) -> dict[str, str]:
+    """Load one way in this process and give the digest."""
+    entry = next(w for w in WAYS if w.name == way)
+    job = loading.prepare(str(path), root, entry.function, entry.needs, False)
+    return loading.digest(getattr(loading, entry.function)(job))
+
+
+# ---- generating
+
+
+def test_both_formats_hold_the_same_numbers_and_fit_the_model(tmp_path) -> None:
+    """The generated file loads strictly into `Stack` with the returned arguments."""
+    arguments = {
+        format: bench.make_checkpoint(tmp_path / format, nbytes=MIB, tensors=5, format=format)
+        for format in FORMATS
+    }
+    assert arguments["torch-zip"] == arguments["safetensors"]
+    from_torch = torch.load(tmp_path / "torch-zip")
+    from_safetensors = load_file(tmp_path / "safetensors")
+    model = bench.Stack(*arguments["torch-zip"])
+    model.load_state_dict(from_torch, strict=True)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, from_safetensors[key])
+    assert model(torch.ones(2, arguments["torch-zip"][2])).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_size_and_the_dtype_are_what_was_asked_for(tmp_path, dtype, format) -> None:
+    """A size that the shapes can divide is met exactly."""
+    path = tmp_path / "x"
+    bench.make_checkpoint(path, nbytes=MIB, tensors=4, dtype=dtype, format=format)
+    state = torch.load(path) if format == "torch-zip" else load_file(path)
+    assert sum(t.nbytes for t in state.values()) == MIB
+    assert {t.dtype for t in state.values()} == {getattr(torch, dtype)}
+
+
+def test_the_numbers_depend_on_the_seed_and_differ_between_tensors(tmp_path) -> None:
+    """The same seed gives the same file, another seed other numbers, no tensor repeats another."""
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        bench.make_checkpoint(tmp_path / name, nbytes=MIB, tensors=4, seed=seed)
+    a, b, c = (torch.load(tmp_path / name) for name in "abc")
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert not any(torch.equal(a[key], c[key]) for key in a)
+    flat = [tensor.flatten() for tensor in a.values()]
+    assert not any(torch.equal(flat[i], flat[j]) for i in range(4) for j in range(i))
+    assert 0.015 < a["layers.0.weight"].std() < 0.025
+
+
+@needs_proc
+@pytest.mark.parametrize("format", FORMATS)
+def test_generating_takes_no_memory_of_its_own(tmp_path, format) -> None:
+    """256 MiB are written with less than 8 MiB of anonymous memory."""
+    child = measure.in_child(
+        "bench.make_checkpoint(args[0], nbytes=256 << 20, format=args[1])",
+        str(tmp_path / "big"),
+        format,
+        setup="import torch; from torchlift import bench; bench.make_checkpoint",
+    )
+    assert child.memory.added_anonymous < 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "int64"}, "floating-point type such as float32, not 'int64'"),
+        ({"dtype": "nonsense"}, "not 'nonsense'"),
+        ({"format": "onnx"}, "not 'onnx'"),
+        ({"tensors": 0}, "among 0 tensors"),
+        ({"nbytes": 3}, "3 bytes cannot be divided"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_made_is_refused(tmp_path, options, said) -> None:
+    """The message names what was wrong, and no file appears."""
+    with pytest.raises(ValueError, match=said):
+        bench.make_checkpoint(tmp_path / "x", **options)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- comparing
+
+
+def test_importing_the_comparison_does_not_import_torch() -> None:
+    """The parent process stays small: everything heavy happens in the children."""
+    code = "import sys, torchlift.bench, torchlift.cli.bench; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_every_way_that_fits_loads_the_same_values(generated, request) -> None:
+    """All ways for a format give the digest of its baseline, a cast one after casting."""
+    format = request.node.callspec.params["generated"]
+    ways = [way for way in WAYS if way.supports(format) and not way.limit]
+    assert len(ways) >= 6
+    reference = run_in_process(ways[0].name, generated)
+    for way in ways[1:]:
+        kind = way.cast or "exact"
+        assert run_in_process(way.name, generated)[kind] == reference[kind]
+
+
+@pytest.mark.slow
+def test_a_comparison_runs_every_way_in_a_process_and_reports_it(tmp_path) -> None:
+    """No way fails, the values agree, and the text and the JSON say so."""
+    path = tmp_path / "model.pt"
+    bench.make_checkpoint(path, nbytes=8 * MIB, tensors=8)
+    comparison = bench.compare(path, repeat=1)
+    assert not [result.error for result in comparison.results.values() if result.error]
+    assert comparison.different == []
+    assert comparison.baseline == "torch-load"
+    assert comparison.speedup("torch-load") == 1.0
+    for name, result in comparison.results.items():
+        assert len(result.seconds) == 1
+        assert bool(result.digest) != name.startswith("limit")
+    assert "all ways loaded equal values" in str(comparison)
+    assert json.loads(json.dumps(comparison.to_dict()))["nbytes"] == 8 * MIB
+
+
+@needs_proc
+@pytest.mark.slow
+def test_the_memory_of_each_way_is_told_apart(tmp_path) -> None:
+    """Mapping owns next to nothing, reading one copy, building and loading two."""
+    path = tmp_path / "model.pt"
+    bench.make_checkpoint(path, nbytes=128 * MIB, tensors=16)
+    names = ["torch-build", "torch-load", "torch-mmap", "torchlift-mmap", "torchlift-read"]
+    comparison = bench.compare(path, only=names, repeat=1)
+    copies = {
+        name: result.added_anonymous[0] / (128 * MIB) for name, result in comparison.results.items()
+    }
+    assert copies["torch-build"] == pytest.approx(2, abs=0.1)
+    assert copies["torch-load"] == pytest.approx(1, abs=0.1)
+    assert copies["torch-mmap"] < 0.1
+    assert comparison.results["torchlift-mmap"].added_anonymous[0] < 20 * MIB
+    assert comparison.results["torchlift-read"].added_anonymous[0] < (128 + 64) * MIB
+
+
+def awkward_state() -> dict[str, object]:
+    """Containers, integer keys, scalars, empties, buffers, strides, a tie, clashing names."""
+    shared = torch.randn(4, 4)
+    return {
+        "model": OrderedDict(
+            {
+                "type.weight": torch.randn(3, 5),
+                "a": torch.tensor(1.5),
+                "training.b": torch.arange(4),
+                "tied.x": shared,
+                "tied.y": shared,
+                "strided": torch.randn(6, 4).t(),
+                "empty": torch.empty(0, 3),
+                "flag": torch.tensor(True),
+                "nan": torch.tensor([float("nan"), float("inf")]),
+                "half": torch.randn(4).to(torch.bfloat16),
+            }
+        ),
+        "optimizer": {"state": {0: {"exp_avg": torch.randn(3), "step": 7}}, "lr": 0.1},
+    }
+
+
+@pytest.mark.parametrize("root", [None, "model", "optimizer.state"])
+@pytest.mark.parametrize("way", ["torch-build", "torch-assign", "torch-mmap", "torchlift-mmap"])
+def test_a_file_without_its_model_is_compared_too(tmp_path, way, root) -> None:
+    """A model made up from the index takes any names, shapes, dtypes and containers."""
+    path = tmp_path / "awkward.pt"
+    torch.save(awkward_state(), path)
+    assert run_in_process(way, path, root) == run_in_process("torch-load", path, root)
+
+
+def test_a_cast_is_compared_as_a_cast(generated) -> None:
+    """Casting changes the exact digest and not the one of values as bfloat16."""
+    cast, exact = (run_in_process(name, generated) for name in ("torchlift-bf16", "torchlift-read"))
+    assert cast["bfloat16"] == exact["bfloat16"]
+    assert cast["exact"] != exact["exact"]
+
+
+def test_a_changed_number_changes_the_digest() -> None:
+    """First, last and middle elements, shapes, names and dtypes all count."""
+    base = loading.digest({"w": torch.arange(15.0).view(3, 5)})
+    for place in ((0, 0), (2, 4)):
+        changed = torch.arange(15.0).view(3, 5)
+        changed[place] += 1
+        assert loading.digest({"w": changed}) != base
+    assert loading.digest({"v": torch.arange(15.0).view(3, 5)}) != base
+    assert loading.digest({"w": torch.arange(15.0).view(5, 3)}) != base
+    assert loading.digest({"w": torch.arange(15.0).double().view(3, 5)})["exact"] != base["exact"]
+    transposed = torch.arange(15.0).view(3, 5).t().contiguous().t()
+    assert loading.digest({"w": transposed}) == base
+
+
+def fake(name: str, digest: str, seconds: float = 1.0, **way) -> Result:
+    """A finished result of a way that does not exist."""
+    digests = {"exact": digest, "bfloat16": digest}
+    return Result(Way(name, name, name, **way), [seconds], [0.0], [0.0], digests)
+
+
+def test_a_way_that_loads_other_values_is_named() -> None:
+    """The table ends with the names of the ways whose values differ from the baseline's."""
+    results = {r.way.name: r for r in (fake("good", "1"), fake("same", "1", 0.5), fake("bad", "2"))}
+    comparison = Comparison("x.pt", "torch-zip", 1, 10**9, False, "good", results)
+    assert comparison.different == ["bad"]
+    assert "different values loaded by: bad" in str(comparison)
+    assert comparison.speedup("same") == 2.0
+    assert comparison.to_dict()["results"]["same"]["bytes_per_second"] == 2e9
+
+
+def test_a_mapped_way_reports_no_rate() -> None:
+    """Megabytes per second of bytes that nobody read would mean nothing."""
+    results = {"m": fake("m", "1", 0.001, reads=False)}
+    comparison = Comparison("x.pt", "torch-zip", 1, 10**9, False, "m", results)
+    assert comparison.to_dict()["results"]["m"]["bytes_per_second"] is None
+    assert " mapped " in str(comparison)
+
+
+class Foreign:
+    """Something that only unpickling can rebuild."""
+
+
+def test_a_way_that_fails_is_a_row_with_its_reason(tmp_path, monkeypatch) -> None:
+    """One way's failure is reported in place and does not stop the others."""
+    monkeypatch.setattr(Foreign, "__module__", "builtins")
+    monkeypatch.setattr("builtins.Foreign", Foreign, raising=False)
+    path = tmp_path / "foreign.pt"
+    torch.save({"weight": torch.ones(3), "extra": Foreign()}, path)
+    comparison = bench.compare(path, only=["torch-load", "limit-read"], repeat=2)
+    assert "Error" in comparison.results["torch-load"].error
+    assert len(comparison.results["limit-read"].seconds) == 2
+    assert "failed: " in str(comparison)
+    row = comparison.to_dict()["results"]["torch-load"]
+    assert row["error"] == comparison.results["torch-load"].error
+
+
+def test_every_run_is_reported_as_it_ends(small) -> None:
+    """`on_run` sees the ways in turns, round after round."""
+    seen: list[tuple[str, int]] = []
+    names = ["limit-read", "limit-copy"]
+    bench.compare(
+        small,
+        only=names,
+        repeat=2,
+        on_run=lambda result, turn: seen.append((result.way.name, turn)),
+    )
+    assert seen == [(name, turn) for turn in range(2) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"only": ["nonsense"]}, "no way called 'nonsense'; there are torch-load"),
+        ({"baseline": "nonsense"}, "no way called 'nonsense'"),
+        ({"only": []}, "nothing to compare"),
+        ({"repeat": 0}, "at least 1, not 0"),
+    ],
+)
+def test_a_comparison_that_makes_no_sense_is_refused(generated, options, said) -> None:
+    """The message names what was asked for and what there is."""
+    with pytest.raises(ValueError, match=said):
+        bench.compare(generated, **options)
+
+
+def test_a_way_for_another_format_is_refused_by_name(tmp_path) -> None:
+    """Asking for safetensors' loader on a torch file is an error, not an empty table."""
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="safetensors-file cannot read a torch-zip checkpoint"):
+        bench.compare(path, only=["safetensors-file"])
+
+
+def test_a_missing_container_is_an_error_of_the_library(generated) -> None:
+    """A root that the file lacks is reported like everywhere else."""
+    with pytest.raises(FormatError, match="no such container"):
+        loading.Job(str(generated), "nowhere")
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="asking the page cache needs Linux")
+def test_a_cold_run_starts_without_the_file_in_the_page_cache(generated) -> None:
+    """After `drop_pages` a read that may not wait for the disk finds nothing."""
+    descriptor = os.open(generated, os.O_RDONLY)
+    try:
+        os.pread(descriptor, 1 << 16, MIB)
+        loading.drop_pages([str(generated)])
+        try:
+            got = os.preadv(descriptor, [bytearray(4096)], 4 * MIB, os.RWF_NOWAIT)
+        except BlockingIOError:
+            got = 0
+        except OSError as error:
+            if error.errno == errno.EOPNOTSUPP:
+                pytest.skip("this file system keeps everything in memory")
+            raise
+        assert got == 0
+    finally:
+        os.close(descriptor)
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4096", 4096), ("2GiB", 2 << 30), ("500 MB", 500_000_000), ("1.5k", 1500), ("1mib", MIB)],
+)
+def test_sizes_are_read_as_people_write_them(text, nbytes) -> None:
+    """Binary and decimal units, with or without B, in any case."""
+    assert command.size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1TiBs", "0x10", "1 2"])
+def test_what_is_no_size_is_refused(text) -> None:
+    """The message shows a size as it should be."""
+    with pytest.raises(argparse.ArgumentTypeError, match="2GiB"):
+        command.size(text)
+
+
+def test_the_command_prints_a_table_for_a_file(small, capsys) -> None:
+    """`torchlift bench FILE --only ...` compares what was asked for."""
+    only = ["--only", "limit-read,limit-copy", "--repeat", "1"]
+    assert main(["bench", str(small), *only]) == 0
+    out = capsys.readouterr().out
+    assert "file into warm buffers" in out
+    assert "copy between warm buffers" in out
+    assert "1.0 MB; warm page cache" in out
+
+
+def test_the_command_generates_a_checkpoint_and_removes_it(tmp_path, capsys, monkeypatch) -> None:
+    """`--generate SIZE --json` leaves a JSON document and nothing on disk."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    only = ["--only", "torch-load,limit-read", "--repeat", "1", "--cold", "--json"]
+    assert main(["bench", "--generate", "1MiB", *only]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["cold"] is True
+    assert data["nbytes"] == MIB
+    assert list(data["results"]) == ["torch-load", "limit-read"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["x", "--generate", "1MiB"], ["x", "--format", "safetensors"], ["--generate", "?"]]
+)
+def test_arguments_that_do_not_fit_together_are_status_2(args, capsys) -> None:
+    """A file or a size, not both; a format only for a generated file."""
+    assert main(["bench", *args]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_unknown_way_on_the_command_line_is_status_2(generated, capsys) -> None:
+    """The message lists the ways there are."""
+    assert main(["bench", str(generated), "--only", "nonsense"]) == 2
+    assert "there are torch-load" in capsys.readouterr().err
+
+
+def test_a_bad_file_is_status_1(tmp_path, capsys) -> None:
+    """The error of the library, in one line."""
+    path = tmp_path / "bad.pt"
+    path.write_bytes(b"junk")
+    assert main(["bench", str(path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_way_that_fails_makes_the_status_1(tmp_path, capsys, monkeypatch) -> None:
+    """A script can tell from the status that something in the table failed."""
+    monkeypatch.setattr(Foreign, "__module__", "builtins")
+    monkeypatch.setattr("builtins.Foreign", Foreign, raising=False)
+    path = tmp_path / "foreign.pt"
+    torch.save({"weight": torch.ones(3), "extra": Foreign()}, path)
+    assert main(["bench", str(path), "--only", "torch-load", "--repeat", "1"]) == 1
+    assert "failed: " in capsys.readouterr().out
