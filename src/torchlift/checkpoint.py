@@ -12,8 +12,8 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
-from torchlift import transfer
 from torchlift.errors import CheckpointError, FormatError, UnsafeError, did_you_mean
+from torchlift.files import Files
 from torchlift.formats import Index, TensorEntry, read_index
 from torchlift.formats.index import under
 from torchlift.formats.summary import to_html, to_text
@@ -157,7 +157,7 @@ class MappedViews:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.files = transfer.Files(index.files)
+        self.files = Files(index.files)
         self._bases: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
 

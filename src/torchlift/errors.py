@@ -97,9 +97,7 @@ class MismatchError(CheckpointError):
         found: object = None,
         hint: str | None = None,
     ) -> None:
-        super().__init__(
-            reason, file=file, entry=entry, expected=expected, found=found, hint=hint
-        )
+        super().__init__(reason, file=file, entry=entry, expected=expected, found=found, hint=hint)
         self.missing_keys = list(missing_keys or ())
         self.unexpected_keys = list(unexpected_keys or ())
         self.mismatched = dict(mismatched or {})

@@ -15,22 +15,13 @@ from torchlift.checkpoint import Checkpoint, MappedViews
 from torchlift.errors import IntegrityError
 from torchlift.match import Rename
 from torchlift.place import Commit
-from torchlift.plan import (
-    AnyMode,
-    AnySource,
-    DeviceRule,
-    DtypeRule,
-    LoadPlan,
-    Making,
-    Options,
-    Step,
-    make_plan,
-    resolve,
-)
+from torchlift.plan import LoadPlan, make_plan, resolve
 from torchlift.prepare import Transform, prepare
 from torchlift.report import LoadReport
+from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options
 from torchlift.skeleton import make
 from torchlift.slots import Group
+from torchlift.steps import Making, Step
 from torchlift.verify import verify_index
 
 
@@ -59,7 +50,7 @@ def load(
         model: the module to load into.
         ckpt: a checkpoint, or a path that `torchlift.open` reads.
         root: keep only what is under this container of the checkpoint.
-        rename: callable from a name in the checkpoint to a name in the model, or to None to drop it.
+        rename: callable from a name in the checkpoint to a name in the model, or to None to drop.
         device: None, a device, or a callable from `TensorEntry` (its ``key`` is the model's name)
             to a device. None leaves a live tensor where it is and puts a meta one on the CPU.
         dtype: None, a floating-point dtype, or a callable from `TensorEntry` to a dtype or None. It

@@ -140,8 +140,7 @@ def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
     add = _prefix(extra, lacking)
     if drop[0] and drop[1] >= add[1]:
         return (
-            f"The checkpoint's names start with {drop[0]!r}: "
-            f"pass rename=remap.strip({drop[0]!r})."
+            f"The checkpoint's names start with {drop[0]!r}: pass rename=remap.strip({drop[0]!r})."
         )
     if add[0]:
         return (

@@ -80,8 +80,8 @@ class Commit:
             _set_data(old, new, grad)
             return
         successor = successor_of(old, new)
-        torch.utils.swap_tensors(old, successor)
-        self._undo.append(lambda: torch.utils.swap_tensors(old, successor))
+        exchange(old, successor)
+        self._undo.append(lambda: exchange(old, successor))
 
     def copy(self, group: Group, source: torch.Tensor) -> None:
         """Overwrite the values in place, casting and moving as `Tensor.copy_` does."""
@@ -124,6 +124,11 @@ def obstacle(tensor: torch.Tensor) -> str | None:
     if tensor.is_meta and tensor._use_count() > 1:  # type: ignore[attr-defined]
         return "autograd or another tensor still holds its content"
     return None
+
+
+def exchange(one: torch.Tensor, two: torch.Tensor) -> None:
+    """Exchange the content of two tensor objects: class, attributes, storage."""
+    torch.utils.swap_tensors(one, two)  # type: ignore[no-untyped-call]
 
 
 def can_set_data(old: torch.Tensor, new: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Turns the steps of a plan into tensors, through the transfer engine, before anything is placed."""
+"""Turns the steps of a plan into tensors, through the transfer engine; places nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchlift.checkpoint import MappedViews, dtype_of
 from torchlift.errors import MismatchError
 from torchlift.formats import TensorEntry
 from torchlift.match import Candidate
-from torchlift.plan import Step
+from torchlift.steps import Step
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 Advance = Callable[[int], object]

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from torchlift.calls import Device, Key, Op, Ref, tensors_in
 from torchlift.errors import PlacementError
-from torchlift.tape import Device, Key, Op, Ref, Tape, tensors_in
+from torchlift.tape import Tape
 
 
 class _Run:
@@ -34,7 +35,8 @@ class _Run:
         if real is None:
             raise PlacementError("was made by a call that a skeleton cannot record")
         # A copy: replaying twice must not share memory, nor write to what the caller owns.
-        return real.untyped_storage().clone().to(device=self.device)
+        source = torch.empty(0, dtype=torch.uint8).set_(real.untyped_storage())
+        return source.to(self.device, copy=True).untyped_storage()
 
     def run(self, op: Op) -> None:
         """Execute one recorded call and keep the storages it makes."""

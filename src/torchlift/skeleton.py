@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from torchlift.calls import Ref
 from torchlift.errors import PlacementError, did_you_mean
-from torchlift.place import RECIPE, Commit, successor_of
+from torchlift.place import RECIPE, Commit, exchange, successor_of
 from torchlift.replay import replay_all
 from torchlift.slots import Group, Slot, collect, walk
-from torchlift.tape import Ref, Tape
+from torchlift.tape import Tape
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -209,7 +210,7 @@ def _remember(tape: Tape, group: Group) -> None:
         # Made by a call that bypasses the torch API (`torch.Tensor(3, 4)`): the tape keeps it.
         stand_in = tape.adopt(tensor)
         ref = tape.ref(stand_in)
-        torch.utils.swap_tensors(tensor, successor_of(tensor, stand_in))
+        exchange(tensor, successor_of(tensor, stand_in))
     if ref is not None:
         tensor.__dict__[RECIPE] = Recipe(tape, ref)
 
@@ -217,15 +218,21 @@ def _remember(tape: Tape, group: Group) -> None:
 def _named(groups: list[Group], names: list[str], model: nn.Module) -> list[Group]:
     known = [name for group in [*collect(model), *strays(model)] for name in group.names]
     for name in names:
-        if not any(full == name or full.startswith(name + ".") for full in known):
+        if not any(_is_under(full, name) for full in known):
             raise PlacementError(
                 "the module has no such tensor", entry=name, hint=did_you_mean(name, known) or None
             )
     return [
         group
         for group in groups
-        if any(full == name or full.startswith(name + ".") for full in group.names for name in names)
+        if any(
+            full == name or full.startswith(name + ".") for full in group.names for name in names
+        )
     ]
+
+
+def _is_under(full: str, name: str) -> bool:
+    return full == name or full.startswith(name + ".") or not name
 
 
 _patching = threading.Lock()
@@ -257,7 +264,10 @@ def _recordable_initialisers() -> Iterator[None]:
 def _overridable(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if has_torch_function_unary(tensor):
-            return handle_torch_function(initialise, (tensor,), tensor, *args, **kwargs)  # type: ignore[no-any-return]
+            made: torch.Tensor = handle_torch_function(
+                initialise, (tensor,), tensor, *args, **kwargs
+            )
+            return made
         return function(tensor, *args, **kwargs)
 
     initialise.__module__ = nn.init.__name__

@@ -70,10 +70,10 @@ def collect(model: nn.Module) -> list[Group]:
     """Group every parameter and buffer of `model` by identity, in the order of `state_dict`."""
     tensors: dict[int, tuple[torch.Tensor, list[Slot]]] = {}
     for prefix, module in walk(model):
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
                 slot = Slot(prefix + name, module, name, True)
-                tensors.setdefault(id(tensor), (tensor, []))[1].append(slot)
+                tensors.setdefault(id(parameter), (parameter, []))[1].append(slot)
         hidden = module._non_persistent_buffers_set
         for name, tensor in module._buffers.items():
             if tensor is not None:

@@ -1,93 +1,33 @@
 """Records how tensors are made, while they are made on the meta device.
 
-A `Tape` is a torch-function mode: it sees every call of the torch API before torch does, sends what
-would allocate to the meta device, and writes down the call. Tensors are told apart by their storage
-and their view of it, so that `nn.Parameter(t)`, ``t.data``, views and in-place writes through any of
-them need no special case: a call reads some storages and writes some.
+A `Tape` is a torch-function mode: it sees every call of the torch API before torch does, sends
+what would allocate to the meta device, and writes down the call. Tensors are told apart by their
+storage and their view of it, so that `nn.Parameter(t)`, ``t.data``, views and in-place writes
+through any of them need no special case: a call reads some storages and writes some.
 
-The idea of recording a constructor and running it later for one tensor alone is that of torchdistX's
-deferred initialisation. The torch-function level is chosen over the dispatch level because the first
-operation under a Python dispatch mode imports hundreds of modules (sympy among them): 1.0 s in a
-fresh process, against 1 ms for plain construction on meta.
+The idea of recording a constructor and running it later for one tensor alone is that of
+torchdistX's deferred initialisation. The torch-function level is chosen over the dispatch level
+because the first operation under a Python dispatch mode imports hundreds of modules (sympy among
+them): 1.0 s in a fresh process, against 1 ms for plain construction on meta.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-Key = int
-
-
-class Device:
-    """Stands in a recorded call where a device was: replay puts its target there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """One tensor: a view of a storage.
-
-    Attributes:
-        key: which storage.
-        dtype, shape, stride, offset: the view, in elements.
-    """
-
-    key: Key
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(slots=True)
-class Op:
-    """One recorded call.
-
-    Attributes:
-        call: what to call; tensors among the arguments are `Ref`, devices `Device`.
-        reads: storages it looks at.
-        writes: storages it makes or changes.
-        made: its tensor results with a storage of their own, by position among its results.
-        dtype: torch's default dtype at the time.
-    """
-
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reads: tuple[Key, ...]
-    writes: tuple[Key, ...]
-    made: dict[int, Ref]
-    dtype: torch.dtype
-
-
-@dataclass(slots=True)
-class Track:
-    """What a tape knows of one storage.
-
-    Attributes:
-        storage: the meta storage; holding it keeps its address, which is the key, from reuse.
-        writers: positions in `Tape.ops` of the calls that wrote it.
-        device: where the constructor believes it to be.
-        real: the tensor whose memory it stands for, if it came from outside the torch API.
-    """
-
-    storage: torch.UntypedStorage
-    device: torch.device
-    writers: list[int] = field(default_factory=list)
-    real: torch.Tensor | None = None
-
+from torchlift.calls import Device, Key, Op, Ref, Track, key_of, tensors_in
 
 _CONSTRUCTORS = frozenset(_device_constructors())
 _MOVES = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu})
 #: These turn Python data into tensors. The data exists already and may change later, so the tensor
 #: is made at once and kept.
 _FROM_DATA = frozenset({torch.as_tensor, torch.asarray, torch.tensor, torch.scalar_tensor})
-_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
@@ -148,9 +88,8 @@ class Tape(TorchFunctionMode):
             if key not in self._twins:
                 return None
             key = self._twins[key]
-        return Ref(
-            key, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-        )
+        offset = int(tensor.storage_offset())
+        return Ref(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor that stands for a real one made outside the torch API.
@@ -161,7 +100,9 @@ class Tape(TorchFunctionMode):
         key = key_of(tensor)
         assert key is not None
         if key not in self._twins:
-            storage = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=_META)
+            storage = torch.empty(
+                tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=_META
+            )
             twin = storage.untyped_storage()
             self.tracks[twin._cdata] = Track(twin, tensor.device, real=tensor.detach())
             self._twins[key] = twin._cdata
@@ -193,7 +134,7 @@ class Tape(TorchFunctionMode):
         if getattr(func, "__module__", None) == _INIT:
             # Initialisers write their first argument and return it; on meta that is all.
             result: Any = inputs[0]
-            written = [key_of(inputs[0])]
+            written = _keys([inputs[0]])
         else:
             try:
                 result = func(*args, **kwargs)
@@ -201,11 +142,11 @@ class Tape(TorchFunctionMode):
                 # What depends on data cannot be answered by meta tensors (`.item()`, a mask as an
                 # index): run this one call on replayed values. A genuine error is raised by that.
                 return self._observe(func, recorded, inputs)
-            written = [
-                key_of(tensor)
+            written = _keys(
+                tensor
                 for tensor, version in zip(inputs, versions, strict=True)
                 if _version(tensor) != version
-            ]
+            )
         made = self._made(result, device or self._device_of(inputs))
         self._append(func, recorded, seen, written, made)
         return originals.get(id(result), result)
@@ -215,11 +156,10 @@ class Tape(TorchFunctionMode):
         func: Callable[..., Any],
         recorded: tuple[Any, Any],
         seen: Mapping[Key, None],
-        written: list[Key | None],
+        written: list[Key],
         made: dict[int, Ref],
     ) -> None:
-        changed = dict.fromkeys(key for key in written if key in self.tracks)
-        writes = tuple(key for key in changed if key is not None)
+        writes = tuple(dict.fromkeys(key for key in written if key in self.tracks))
         writes += tuple(ref.key for ref in made.values())
         if not writes:
             return  # it only looked, or made a view
@@ -281,7 +221,7 @@ class Tape(TorchFunctionMode):
                 return (*args[:1], _META), {}, asked
             moved = []
             for position, item in enumerate(args):
-                if position and isinstance(item, (torch.device, str)) or (
+                if (position and isinstance(item, (torch.device, str))) or (
                     position == 1 and type(item) is int
                 ):
                     asked, item = torch.device(item), _META
@@ -316,8 +256,9 @@ class Tape(TorchFunctionMode):
         result, real = call_for_real(self, func, *recorded)
         seen: dict[Key, None] = {}
         self._as_recorded(inputs, seen)
-        written = [key_of(t) for t, (r, version) in zip(inputs, real, strict=True)
-                   if _version(r) != version]
+        written = _keys(
+            t for t, (r, version) in zip(inputs, real, strict=True) if _version(r) != version
+        )
         self._append(func, recorded, seen, written, {})
         back = {id(r): tensor for tensor, (r, _) in zip(inputs, real, strict=True)}
         return self._keep(result, back)
@@ -332,24 +273,8 @@ class Tape(TorchFunctionMode):
         return value
 
 
-def key_of(tensor: torch.Tensor) -> Key | None:
-    """What tells this tensor's storage from others, or None for tensors without one storage."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None  # sparse tensors and wrapper subclasses
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a call's result, in a fixed order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+def _keys(tensors: Iterable[torch.Tensor]) -> list[Key]:
+    return [key for key in map(key_of, tensors) if key is not None]
 
 
 def _version(tensor: torch.Tensor) -> int:

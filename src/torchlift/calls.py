@@ -1,0 +1,89 @@
+"""What a recorded call is made of: the data that a `Tape` writes and a replay reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Key = int
+
+
+class Device:
+    """Stands in a recorded call where a device was: replay puts its target there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """One tensor: a view of a storage.
+
+    Attributes:
+        key: which storage.
+        dtype, shape, stride, offset: the view, in elements.
+    """
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class Op:
+    """One recorded call.
+
+    Attributes:
+        call: what to call; tensors among the arguments are `Ref`, devices `Device`.
+        reads: storages it looks at.
+        writes: storages it makes or changes.
+        made: its tensor results with a storage of their own, by position among its results.
+        dtype: torch's default dtype at the time.
+    """
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[Key, ...]
+    writes: tuple[Key, ...]
+    made: dict[int, Ref]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Track:
+    """What a tape knows of one storage.
+
+    Attributes:
+        storage: the meta storage; holding it keeps its address, which is the key, from reuse.
+        writers: positions in `Tape.ops` of the calls that wrote it.
+        device: where the constructor believes it to be.
+        real: the tensor whose memory it stands for, if it came from outside the torch API.
+    """
+
+    storage: torch.UntypedStorage
+    device: torch.device
+    writers: list[int] = field(default_factory=list)
+    real: torch.Tensor | None = None
+
+
+def key_of(tensor: torch.Tensor) -> Key | None:
+    """What tells this tensor's storage from others, or None for tensors without one storage."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse tensors and wrapper subclasses
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a call's result, in a fixed order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)

@@ -1,0 +1,109 @@
+"""The data files of a checkpoint: opened once, checked to be the ones that were indexed, mapped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+
+import torch
+
+from torchlift.errors import IntegrityError
+from torchlift.formats import FileStamp
+
+
+class Files:
+    """The data files of one checkpoint, opened once and checked against their stamps.
+
+    A file that is not the one that was indexed (truncated, replaced, written over) is refused here,
+    because its offsets mean nothing any more, and a map past its end would be a SIGBUS.
+    """
+
+    def __init__(self, stamps: Mapping[str, FileStamp]) -> None:
+        self._stamps = stamps
+        self._descriptors: dict[str, int] = {}
+        self._maps: dict[str, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def descriptor(self, file: str) -> int:
+        """An open file descriptor for `file`.
+
+        Raises:
+            IntegrityError: the file is gone or is not the one that was indexed.
+        """
+        with self._lock:
+            found = self._descriptors.get(file)
+            if found is None:
+                found = self._descriptors[file] = _open(file)
+            self._check(file, found)
+            return found
+
+    def mapped(self, file: str, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes of `file` as a uint8 tensor over a private, writable, lazily read map.
+
+        The tensor has a storage of its own, so that saving it does not save the whole file.
+        Writing to it changes the process's memory, one page at a time, and never the file. The
+        pages are file-backed until then: they cost no anonymous memory and can be evicted.
+
+        Raises:
+            IntegrityError: the file is gone or is not the one that was indexed.
+        """
+        area = self._maps.get(file)
+        if area is None:
+            descriptor = self.descriptor(file)
+            with self._lock:
+                area = self._maps.setdefault(file, _map(descriptor, self._stamps[file].size))
+        return torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def close(self) -> None:
+        """Close the descriptors and forget the maps; tensors made from a map stay valid."""
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+            self._maps.clear()
+
+    def _check(self, file: str, descriptor: int) -> None:
+        now, then = os.fstat(descriptor), self._stamps[file]
+        found = FileStamp(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
+        if found != then:
+            raise IntegrityError(
+                "the file changed after it was opened",
+                file=file,
+                expected=f"{then.size} bytes, modified at {then.mtime_ns} ns, inode {then.inode}",
+                found=f"{found.size} bytes, modified at {found.mtime_ns} ns, inode {found.inode}",
+                hint="Open the checkpoint again once nobody writes to it.",
+            )
+
+
+def _open(file: str) -> int:
+    try:
+        return os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+    except OSError as error:
+        raise IntegrityError(
+            f"cannot be opened any more ({error.strerror})",
+            file=file,
+            hint="The checkpoint's files must stay in place until it is loaded.",
+        ) from error
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    if os.name != "posix":
+        return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+    # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM + swap,
+    # although nothing is ever written to most of it. The constant is missing before Python 3.13.
+    flags = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
+    return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

@@ -1,0 +1,230 @@
+"""How each tensor gets from the file to its slot: mode, source, device, dtype, memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from torchlift.checkpoint import dtype_of
+from torchlift.errors import PlacementError
+from torchlift.filesystem import is_network
+from torchlift.formats import TensorEntry
+from torchlift.match import Candidate, Match
+from torchlift.place import check_writable, obstacle
+from torchlift.report import Mode, Source
+from torchlift.rules import AnyMode, Options, entry_like, target_device, target_dtype
+from torchlift.skeleton import require_recipes
+from torchlift.slots import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One tensor of the model and the bytes that become it.
+
+    Attributes:
+        group: where it goes.
+        key: the name under which the checkpoint matched.
+        candidate: what the checkpoint offers.
+        rivals: offers under the group's other names, which must hold the same values.
+        mode: how it is placed.
+        source: where its bytes come from.
+        device, dtype: what it becomes.
+        dtype_is_fixed: whether that dtype was asked for, or is a live tensor's.
+        owned: whether new memory is filled for it.
+        dense: whether its bytes are one run without gaps or repetitions.
+        note: why it is done this way, where that is not what was asked for.
+    """
+
+    group: Group
+    key: str
+    candidate: Candidate
+    rivals: tuple[Candidate, ...]
+    mode: Mode
+    source: Source
+    device: torch.device
+    dtype: torch.dtype
+    dtype_is_fixed: bool
+    owned: bool
+    dense: bool
+    note: str | None = None
+
+    @property
+    def entry(self) -> TensorEntry | None:
+        """The entry to read; None for a value that a hook computed."""
+        return self.candidate.entry
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a live tensor's memory is written to."""
+        return self.mode == "copy" and not self.group.tensor.is_meta
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the file's bytes are cast or moved on their way."""
+        cast = self.entry is not None and str(self.dtype) != f"torch.{self.entry.dtype}"
+        return cast or self.host_or_device.type != "cpu"
+
+    @property
+    def host_or_device(self) -> torch.device:
+        """Where new memory for it is taken: values for a copy in place wait on the host."""
+        return torch.device("cpu") if self.in_place else self.device
+
+    def untransformed(self, path: str) -> Step:
+        """This step as far as fetching the tensor as the checkpoint holds it, on the host."""
+        if self.entry is None:
+            return self
+        owned = self.source == "read"
+        return replace(
+            self, dtype=dtype_of(self.entry, path), device=torch.device("cpu"), owned=owned
+        )
+
+    @property
+    def owned_bytes(self) -> int:
+        """Anonymous memory, in bytes, that the new tensor takes on the host."""
+        on_host = self.device.type == "cpu" or self.in_place
+        return self.group.tensor.numel() * self.dtype.itemsize if self.owned and on_host else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """A tensor that no file provides: replayed from its construction, or live and to be moved."""
+
+    group: Group
+    device: torch.device
+    dtype: torch.dtype
+
+
+def steps_for(matched: Match, path: str, options: Options) -> Iterator[Step]:
+    """Decide every pair of a match."""
+    network: dict[str, bool] = {}
+    steps = []
+    for group, key, offers in matched.pairs:
+        entry = offers[0].entry
+        file = entry.chunks[0].file if entry and entry.chunks else path
+        folder = os.path.dirname(file)
+        if folder not in network:
+            network[folder] = is_network(folder)
+        steps.append(_decide(group, key, offers, options, path, network[folder]))
+    return _unshare(steps)
+
+
+def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
+    """Decide what happens to the tensors that the checkpoint does not provide.
+
+    Raises:
+        PlacementError: a tensor is on meta and no skeleton recorded how it is made.
+    """
+    groups = list(groups)
+    require_recipes(group for group in groups if group.tensor.is_meta)
+    for group in groups:
+        tensor = group.tensor
+        seen = entry_like(group.fqn, group)
+        device = target_device(options.device, seen, tensor)
+        dtype = tensor.dtype
+        if tensor.is_meta and group.persistent:
+            dtype = target_dtype(options.dtype, seen, tensor, tensor.dtype)
+        if (device, dtype) != (tensor.device, tensor.dtype):
+            yield Making(group, device, dtype)
+
+
+def _decide(
+    group: Group,
+    key: str,
+    offers: list[Candidate],
+    options: Options,
+    path: str,
+    network: bool,
+) -> Step:
+    candidate, tensor = offers[0], group.tensor
+    seen = _as_entry(group, key, candidate)
+    if candidate.entry is not None:
+        file_dtype = dtype_of(candidate.entry, path)
+    else:
+        assert candidate.value is not None
+        file_dtype = candidate.value.dtype
+    dtype = target_dtype(options.dtype, seen, tensor, file_dtype)
+    device = target_device(options.device, seen, tensor)
+    mode, note = _mode(options.mode, group, device, dtype)
+    in_place = mode == "copy" and not tensor.is_meta
+    if in_place:
+        check_writable(group)
+        if (device, dtype) != (tensor.device, tensor.dtype):
+            raise PlacementError(
+                "cannot be copied in place, because its dtype or device would change",
+                entry=group.fqn,
+                expected=f"{tensor.dtype} on {tensor.device}",
+                found=f"{dtype} on {device} asked for",
+                hint='Load with mode="swap" or mode="auto".',
+            )
+    dense, mappable = layout(candidate.entry)
+    changes = device.type != "cpu" or dtype != file_dtype
+    if options.source == "auto":
+        read = network or (changes and not in_place)
+        source: Source = "read" if read else "mmap"
+    else:
+        source = options.source
+    if source == "mmap" and not in_place and not changes and not mappable:
+        source, note = "read", "its layout in the file cannot be used in place"
+    fills = mode == "copy" and tensor.is_meta
+    owned = source == "read" or (not in_place and (changes or fills))
+    fixed = options.dtype is not None or not tensor.is_meta
+    rivals = tuple(offers[1:])
+    return Step(
+        group, key, candidate, rivals, mode, source, device, dtype, fixed, owned, dense, note
+    )
+
+
+def _mode(
+    asked: AnyMode, group: Group, device: torch.device, dtype: torch.dtype
+) -> tuple[Mode, str | None]:
+    tensor = group.tensor
+    if asked != "auto":
+        return asked, None
+    if not tensor.is_meta and (device, dtype) == (tensor.device, tensor.dtype):
+        return "copy", None
+    reason = obstacle(tensor)
+    return ("swap", None) if reason is None else ("assign", f"not swapped: {reason}")
+
+
+def _as_entry(group: Group, key: str, candidate: Candidate) -> TensorEntry:
+    """What a device or dtype rule gets to see: the entry, under the model's name."""
+    if candidate.entry is not None:
+        return replace(candidate.entry, key=key) if candidate.entry.key != key else candidate.entry
+    return entry_like(key, group)
+
+
+def layout(entry: TensorEntry | None) -> tuple[bool, bool]:
+    """(dense, mappable): one run without gaps or repetitions; usable where it lies in the file."""
+    if entry is None or not entry.chunks:
+        return True, True
+    span = sum(chunk.nbytes for chunk in entry.chunks)
+    repeats = any(
+        size > 1 and stride == 0 for size, stride in zip(entry.shape, entry.stride, strict=True)
+    )
+    aligned = entry.chunks[0].offset % entry.itemsize == 0
+    return span == entry.nbytes and not repeats, aligned and not repeats
+
+
+def _unshare(steps: list[Step]) -> Iterator[Step]:
+    """Give mapped tensors that overlap in the file memory of their own, all but the first.
+
+    The model does not tie them, or they would be one step; two parameters over one memory would
+    train each other.
+    """
+    end: dict[str, int] = {}
+    changed: dict[int, Step] = {}
+    mapped = [
+        (step.entry.chunks[0], step)
+        for step in steps
+        if step.entry and step.entry.chunks and not step.owned and not step.in_place
+    ]
+    for chunk, step in sorted(mapped, key=lambda item: (item[0].file, item[0].offset)):
+        if chunk.offset < end.get(chunk.file, 0):
+            note = "shares bytes with another key of the file, which the model does not tie"
+            changed[id(step)] = replace(step, source="read", owned=True, note=note)
+        else:
+            end[chunk.file] = chunk.offset + chunk.nbytes
+    return (changed.get(id(step), step) for step in steps)
