@@ -75,10 +75,15 @@ def replay_all(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Make the wanted tensors, yielding (position in `wanted`, tensor) as each is finished.
 
-    Calls run in the order in which the constructor made them, so that with one seed the random
-    numbers are those of plain construction. What no later call needs is freed at once.
+    Calls run in the order in which the constructor made them, and when the whole module is wanted
+    none is left out, not even those whose result was dropped (the head of a model that ties it): so
+    the random numbers are those of plain construction with the same seed. What no later call needs
+    is freed at once.
     """
-    calls = _slice(tape, [(ref.key, len(tape.ops)) for ref in wanted])
+    if len(wanted) == tape.tensors:
+        calls: Sequence[int] = range(len(tape.ops))
+    else:
+        calls = _slice(tape, [(ref.key, len(tape.ops)) for ref in wanted])
     last: dict[Key, int] = {}
     for at in calls:
         for key in (*tape.ops[at].reads, *tape.ops[at].writes):

@@ -76,7 +76,8 @@ def skeleton(factory: Callable[..., M], *args: Any, **kwargs: Any) -> M:
         model = factory(*args, **kwargs)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")
-    for group in [*collect(model), *strays(model)]:
+    groups = collect(model)
+    for group in [*groups, *strays(model, groups)]:
         _remember(tape, group)
     return model
 
@@ -123,7 +124,8 @@ def materialize(
 
 def unmade(model: nn.Module) -> list[Group]:
     """Everything in the module that is on meta: parameters, buffers and plain attributes."""
-    return [group for group in [*collect(model), *strays(model)] if group.tensor.is_meta]
+    groups = collect(model)
+    return [group for group in [*groups, *strays(model, groups)] if group.tensor.is_meta]
 
 
 def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch.Tensor]:
@@ -174,13 +176,19 @@ def recipe_of(tensor: torch.Tensor) -> Recipe:
     return recipe
 
 
-def strays(model: nn.Module) -> list[Group]:
-    """Tensors on meta that modules hold as plain attributes or in lists, tuples and dicts."""
-    known = {id(group.tensor) for group in collect(model)}
+def strays(model: nn.Module, groups: Iterable[Group] | None = None) -> list[Group]:
+    """Tensors on meta that modules hold as plain attributes or in lists, tuples and dicts.
+
+    Args:
+        model: the module.
+        groups: its parameters and buffers, where the caller has collected them already.
+    """
+    known = {id(group.tensor) for group in (collect(model) if groups is None else groups)}
     found: list[Group] = []
     for prefix, module in walk(model):
         for name, value in vars(module).items():
-            if name in _REGISTRIES or isinstance(value, (bool, int, float, str, type(None))):
+            kind = type(value)
+            if kind in _NO_TENSORS or name in _REGISTRIES:
                 continue
             for tensor in _meta_tensors(value, 0):
                 if id(tensor) not in known:
@@ -189,6 +197,7 @@ def strays(model: nn.Module) -> list[Group]:
     return found
 
 
+_NO_TENSORS = frozenset({bool, int, float, str, type(None), set})
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -213,6 +222,7 @@ def _remember(tape: Tape, group: Group) -> None:
         exchange(tensor, successor_of(tensor, stand_in))
     if ref is not None:
         tensor.__dict__[RECIPE] = Recipe(tape, ref)
+        tape.tensors += 1
 
 
 def _named(groups: list[Group], names: list[str], model: nn.Module) -> list[Group]:
@@ -270,6 +280,6 @@ def _overridable(function: Callable[..., torch.Tensor]) -> Callable[..., torch.T
             return made
         return function(tensor, *args, **kwargs)
 
-    initialise.__module__ = nn.init.__name__
+    initialise.__name__ = "trunc_normal_"
     initialise.__wrapped__ = function  # type: ignore[attr-defined]
     return initialise

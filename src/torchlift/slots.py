@@ -62,8 +62,17 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     A module registered at two paths comes twice, as its tensors have two names each.
     """
-    for path, module in model.named_modules(remove_duplicate=False):
-        yield (f"{path}." if path else ""), module
+    # A stack of its own: named_modules(remove_duplicate=False) passes every module up through one
+    # generator per level, which is most of the time of a skeleton.
+    todo: list[tuple[str, nn.Module]] = [("", model)]
+    while todo:
+        prefix, module = todo.pop()
+        yield prefix, module
+        todo += [
+            (f"{prefix}{name}.", child)
+            for name, child in reversed(module._modules.items())
+            if child is not None
+        ]
 
 
 def collect(model: nn.Module) -> list[Group]:
