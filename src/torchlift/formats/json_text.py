@@ -23,6 +23,9 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
         found = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
         )
+        if b"\\u" in data:
+            # Escapes can make half of a character, which no terminal or file can take.
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
         raise FormatError(f"{what} nests too deep") from error
     except ValueError as error:

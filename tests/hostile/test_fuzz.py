@@ -1,0 +1,126 @@
+"""Valid files with bytes changed: an index that stays inside its file, or a CheckpointError."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoint_files import assert_in_bounds
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from torchlift.errors import CheckpointError
+from torchlift.formats import read_index
+from torchlift.formats.summary import to_html, to_json, to_text
+
+
+def _without_checksums(path):
+    """Set every CRC32 of the directory to zero, so that changes reach the pickle."""
+    data = bytearray(path.read_bytes())
+    at = data.find(b"PK\x01\x02")
+    while at >= 0:
+        struct.pack_into("<I", data, at + 16, 0)
+        at = data.find(b"PK\x01\x02", at + 4)
+    path.write_bytes(bytes(data))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """One valid file of each kind, as bytes."""
+    directory = tmp_path_factory.mktemp("corpus")
+    base = torch.arange(12.0).reshape(3, 4)
+    state = {"w": base, "t": base.t(), "n": {"e": [torch.zeros(0), 3]}, "o": {"lr": 0.1, "m": None}}
+    torch.save(state, directory / "a.pt")
+    torch.save({f"k{i}": torch.ones(i) for i in range(60)}, directory / "b.pt")
+    torch.save(torch.nn.Linear(2, 2).state_dict(), directory / "c.pt", pickle_protocol=4)
+    torch.save(state, directory / "d.pt")
+    _without_checksums(directory / "b.pt")
+    _without_checksums(directory / "c.pt")
+    _without_checksums(directory / "d.pt")
+    save_file({"w": base, "v": torch.ones(5)}, directory / "e.safetensors", {"format": "pt"})
+    return [path.read_bytes() for path in sorted(directory.iterdir())]
+
+
+def _look(path):
+    """Read a file that may be damaged, and everything that can be shown of it."""
+    try:
+        index = read_index(path)
+    except CheckpointError as caught:
+        refusal = caught
+        index = None
+    if index is None:
+        assert refusal.file is not None
+        assert str(refusal)
+        return
+    assert_in_bounds(index)
+    to_text(index)
+    to_html(index)
+    to_json(index)
+    assert index.aliases is not None
+
+
+@settings(
+    max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_changed_bytes_are_read_or_refused(corpus, tmp_path, data):
+    """A few bytes replaced by others, anywhere in the file."""
+    content = bytearray(data.draw(st.sampled_from(corpus)))
+    for _ in range(data.draw(st.integers(1, 5))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at] = data.draw(
+            st.sampled_from([0, 1, 0x28, 0x52, 0x7F, 0x80, 0xFF, content[at] ^ 1])
+        )
+    path = tmp_path / "x"
+    path.write_bytes(bytes(content))
+    _look(path)
+
+
+@settings(
+    max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_cut_and_joined_bytes_are_read_or_refused(corpus, tmp_path, data):
+    """A piece removed from a file, or moved within it."""
+    content = data.draw(st.sampled_from(corpus))
+    start = data.draw(st.integers(0, len(content)))
+    end = data.draw(st.integers(start, len(content)))
+    piece = data.draw(st.sampled_from([b"", content[start:end] * 2, bytes(7)]))
+    path = tmp_path / "x"
+    path.write_bytes(content[:start] + piece + content[end:])
+    _look(path)
+
+
+_LIMITED = """
+import resource, sys, time
+resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))
+from torchlift.errors import CheckpointError
+from torchlift.formats import read_index
+for path in sys.argv[1:]:
+    start = time.perf_counter()
+    try:
+        read_index(path)
+    except CheckpointError as error:
+        assert not isinstance(error.__cause__, MemoryError), path
+    assert time.perf_counter() - start < 3, path
+"""
+
+
+def test_damaged_files_take_neither_memory_nor_time(corpus, tmp_path):
+    """In a process with little memory, a few hundred damaged files are read or refused at once."""
+    generator = random.Random(0)
+    paths = []
+    for i in range(300):
+        content = bytearray(generator.choice(corpus))
+        for _ in range(generator.randint(1, 6)):
+            content[generator.randrange(len(content))] = generator.choice([0, 0x7F, 0xFF])
+        paths.append(tmp_path / str(i))
+        paths[-1].write_bytes(bytes(content))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", _LIMITED, *map(str, paths)], check=True, env=environment)

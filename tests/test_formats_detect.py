@@ -1,0 +1,117 @@
+"""What a path is, found from its content, with nothing but the standard library."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import subprocess
+import sys
+import tarfile
+
+import pytest
+import torch
+from checkpoint_files import pickled, write_safetensors
+
+from torchlift.errors import FormatError
+from torchlift.formats import read_index
+
+
+def refused(path, match):
+    with pytest.raises(FormatError, match=match) as caught:
+        read_index(path)
+    assert caught.value.file == str(path)
+    return caught.value
+
+
+def test_formats_load_without_torch(tmp_path):
+    """Importing the readers and reading a file loads neither torch nor an unpickler."""
+    torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
+    code = (
+        "import sys, torchlift.formats, torchlift.formats.summary as s\n"
+        "index = torchlift.formats.read_index(sys.argv[1])\n"
+        "s.to_text(index), s.to_html(index), s.to_json(index)\n"
+        "heavy = {'torch', 'numpy', 'safetensors', 'pickle', '_pickle', 'zipfile'}\n"
+        "loaded = heavy & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "x.pt")], check=True, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "an empty file"),
+        (bytes(1000), "zeros only"),
+        (b"hello world\n" * 50, "a text file"),
+        (b"<!DOCTYPE html><html>", "web page.*login or error page"),
+        (b'{"architectures": []}', "without a map from keys to files"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "git lfs pull"),
+        (b"GGUF\x03\0\0\0" + bytes(64), "GGUF file"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(64), "HDF5.*h5py"),
+        (b"\x93NUMPY\x01\0", r"numpy array.*numpy\.load"),
+        (gzip.compress(b"x"), "gzip archive"),
+        (pickled({"a": 1}), "a pickle that torch.save did not write"),
+        (pickled({"a": 1}, 4), "a pickle that torch.save did not write"),
+        (b"\xde\xad\xbe\xef" * 9, "not a checkpoint that torchlift reads"),
+        ("ü".encode() * 600, "a text file"),
+        (b"a" + "ü".encode() * 600, "a text file"),
+    ],
+)
+def test_other_files_say_what_they_are(tmp_path, content, match):
+    """The error names the kind of file and what to do with it."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    assert refused(path, match).hint or content[:1] == b"{"
+
+
+def test_legacy_torch_files_say_what_they_are(tmp_path):
+    """A file from before torch 1.6 is told from a plain pickle."""
+    path = tmp_path / "old.pt"
+    torch.save({"w": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
+    refused(path, r"before torch 1\.6.*save it again")
+
+
+def test_a_tar_archive_says_what_it_is(tmp_path):
+    """Archives around a checkpoint are to be unpacked."""
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w") as archive:
+        archive.add(__file__, "inner")
+    refused(path, "tar archive")
+
+
+def test_a_missing_path_is_a_format_error(tmp_path):
+    """A path that does not exist is named like every other problem."""
+    error = refused(tmp_path / "none.pt", "does not exist")
+    assert isinstance(error.__cause__, FileNotFoundError)
+
+
+def test_a_pipe_is_refused_without_waiting(tmp_path):
+    """Opening a named pipe would block for ever."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    refused(path, "not a regular file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_refused(tmp_path):
+    """The operating system's reason is in the message."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(b"")
+    path.chmod(0)
+    refused(path, "cannot be read.*Permission denied")
+
+
+def test_paths_may_be_text_bytes_or_objects(tmp_path):
+    """Everything that names a file is accepted, and the index holds its absolute path."""
+    path = write_safetensors(tmp_path / "x", {})
+    for name in (path, str(path), os.fsencode(path), os.path.relpath(path)):
+        assert read_index(name).path == str(path)
+
+
+def test_a_null_character_in_a_path_is_a_format_error():
+    """What the operating system refuses as a path is no other kind of exception."""
+    with pytest.raises(FormatError):
+        read_index("a\0b")

@@ -1,0 +1,247 @@
+"""Checkpoints in several files, and directories."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from checkpoint_files import read_tensor
+from safetensors.torch import save_file
+
+from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.formats import read_index
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_index(directory, weight_map, name=INDEX, **rest):
+    path = directory / name
+    path.write_text(json.dumps({"weight_map": weight_map, **rest}))
+    return path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """Two safetensors shards and their index."""
+    save_file({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / "s-00001-of-00002.safetensors")
+    save_file({"c": torch.full((3,), 2.0)}, tmp_path / "s-00002-of-00002.safetensors")
+    write_index(
+        tmp_path,
+        {
+            "a": "s-00001-of-00002.safetensors",
+            "b": "s-00001-of-00002.safetensors",
+            "c": "s-00002-of-00002.safetensors",
+        },
+        metadata={"total_size": 28},
+    )
+    return tmp_path
+
+
+def test_an_index_and_its_directory_give_all_shards(sharded):
+    """The index file and the directory that holds it are two names for one checkpoint."""
+    for path in (sharded, sharded / INDEX):
+        index = read_index(path)
+        assert index.format == "sharded"
+        assert index.path == str(path)
+        assert {k: read_tensor(e).tolist() for k, e in index.entries.items()} == {
+            "a": [0, 0], "b": [1, 1], "c": [2, 2, 2],
+        }  # fmt: skip
+        assert len(index.files) == 2
+        assert index.metadata["total_size"] == "28"
+        assert index.nbytes == 28
+
+
+def test_shards_without_an_index_are_put_together(sharded):
+    """A complete set of numbered shards is one checkpoint."""
+    (sharded / INDEX).unlink()
+    assert list(read_index(sharded).entries) == ["a", "b", "c"]
+
+
+def test_an_incomplete_set_is_refused(sharded):
+    """A missing number is named."""
+    (sharded / INDEX).unlink()
+    (sharded / "s-00001-of-00002.safetensors").rename(sharded / "s-00001-of-00003.safetensors")
+    (sharded / "s-00002-of-00002.safetensors").rename(sharded / "s-00003-of-00003.safetensors")
+    with pytest.raises(FormatError, match=r"not complete.*without number \[2\]"):
+        read_index(sharded)
+
+
+def test_torch_shards_keep_their_storages_apart(tmp_path):
+    """Each torch file has a storage data/0: they are not aliases of each other."""
+    for i in (1, 2):
+        torch.save({f"w{i}": torch.full((2,), float(i))}, tmp_path / f"pytorch_model-{i}.bin")
+    write_index(tmp_path, {f"w{i}": f"pytorch_model-{i}.bin" for i in (1, 2)},
+                "pytorch_model.bin.index.json")  # fmt: skip
+    index = read_index(tmp_path)
+    assert index.aliases == ()
+    assert set(index.storages) == {f"pytorch_model-{i}.bin/data/0" for i in (1, 2)}
+    assert read_tensor(index.entries["w2"]).tolist() == [2, 2]
+
+
+def test_tensors_that_the_index_forgets_are_kept(sharded):
+    """A shard's tensors are part of the checkpoint whether the index lists them or not."""
+    write_index(sharded, {"a": "s-00001-of-00002.safetensors"})
+    assert list(read_index(sharded).entries) == ["a", "b"]
+
+
+def test_the_index_decides_between_two_shards(sharded):
+    """A key in two shards is taken from the one that the index names; without one, an error."""
+    save_file(
+        {"a": torch.full((2,), 9.0), "c": torch.ones(1)}, sharded / "s-00002-of-00002.safetensors"
+    )
+    assert read_tensor(read_index(sharded).entries["a"]).tolist() == [0, 0]
+    (sharded / INDEX).unlink()
+    with pytest.raises(FormatError, match=r"'a'.*two shards hold this key"):
+        read_index(sharded)
+
+
+def test_a_key_that_its_shard_lacks_is_refused(sharded):
+    """An index of another version of the checkpoint is an error with the key."""
+    write_index(sharded, {"zz": "s-00001-of-00002.safetensors"})
+    with pytest.raises(FormatError, match="which lacks it") as caught:
+        read_index(sharded)
+    assert caught.value.entry == "zz"
+
+
+def test_a_missing_shard_is_refused(sharded):
+    """The error names the shard."""
+    (sharded / "s-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FormatError, match="shard is missing") as caught:
+        read_index(sharded)
+    assert caught.value.entry == "s-00002-of-00002.safetensors"
+
+
+def test_a_damaged_shard_is_named(sharded):
+    """The error is about the shard, not about the index."""
+    shard = sharded / "s-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(FormatError, match="truncated") as caught:
+        read_index(sharded)
+    assert caught.value.file == str(shard)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/etc/passwd", "../x.safetensors", "a/../../x", "a\\..\\x", "C:\\x", "c:x", "", "x\0y", ".."],
+)
+def test_a_shard_path_that_leaves_the_directory_is_unsafe(sharded, name):
+    """Absolute paths, parents, backslashes and drives are refused before anything is opened."""
+    write_index(sharded, {"a": "s-00001-of-00002.safetensors", "w": name})
+    with pytest.raises(UnsafeError) as caught:
+        read_index(sharded)
+    assert caught.value.entry == name
+    assert caught.value.file == str(sharded)
+
+
+def test_a_shard_in_a_folder_below_is_allowed(sharded):
+    """A relative name may go down."""
+    (sharded / "sub").mkdir()
+    save_file({"d": torch.ones(1)}, sharded / "sub" / "x.safetensors")
+    write_index(sharded, {"d": "sub/x.safetensors"})
+    assert list(read_index(sharded).entries) == ["d"]
+
+
+def test_a_link_out_of_the_directory_is_unsafe(sharded, tmp_path_factory):
+    """A shard that is a link to somewhere else is refused, with and without an index."""
+    outside = tmp_path_factory.mktemp("outside") / "x.safetensors"
+    shard = sharded / "s-00002-of-00002.safetensors"
+    shard.rename(outside)
+    shard.symlink_to(outside)
+    with pytest.raises(UnsafeError, match="link that leaves the directory"):
+        read_index(sharded)
+    (sharded / INDEX).unlink()
+    with pytest.raises(UnsafeError, match="link that leaves the directory"):
+        read_index(sharded)
+
+
+def test_the_hub_cache_layout_is_allowed(sharded, tmp_path_factory):
+    """Links from a snapshot into the blobs of the same repository are how the cache is built."""
+    repository = tmp_path_factory.mktemp("hub") / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in sharded.iterdir():
+        os.rename(file, blobs / file.name[::-1])
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name[::-1]}")
+    assert list(read_index(snapshot).entries) == ["a", "b", "c"]
+    assert list(read_index(snapshot / INDEX).entries) == ["a", "b", "c"]
+    (snapshot / INDEX).unlink()
+    other = repository.parent / "secret.safetensors"
+    save_file({"a": torch.ones(1)}, other)
+    shard = snapshot / "s-00001-of-00002.safetensors"
+    shard.unlink()
+    shard.symlink_to(other)
+    with pytest.raises(UnsafeError):
+        read_index(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("{}", "without a map from keys to files"),
+        ('{"weight_map": []}', "without a map from keys to files"),
+        ('{"weight_map": {"a": 1}}', "without a map from keys to files"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "name occurs twice"),
+        ('{"weight_map": {}, "metadata": 3}', "metadata is not a map"),
+        ('{"weight_map": ', "not valid JSON"),
+        ('{"a":' * 100_000, "nests too deep"),
+    ],
+)
+def test_a_malformed_index_is_refused(tmp_path, content, match):
+    """The error names the index."""
+    path = tmp_path / INDEX
+    path.write_text(content)
+    with pytest.raises(FormatError, match=match) as caught:
+        read_index(path)
+    assert caught.value.file == str(path)
+
+
+def test_an_index_cannot_be_a_shard(sharded):
+    """An index of an index is refused, so that none can refer to itself."""
+    write_index(sharded, {"a": INDEX})
+    with pytest.raises(FormatError, match="text file"):
+        read_index(sharded)
+
+
+def test_a_directory_with_one_file_is_that_file(tmp_path):
+    """No index is needed for a single file, and its format is its own."""
+    save_file({"w": torch.ones(1)}, tmp_path / "anything.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert read_index(tmp_path).format == "safetensors"
+
+
+def test_a_directory_with_one_torch_file_is_that_file(tmp_path):
+    """Torch files count when there is no safetensors file."""
+    torch.save({"w": torch.ones(1)}, tmp_path / "last.ckpt")
+    (tmp_path / "training_args.bin").write_bytes(b"\x80\x02.")
+    assert read_index(tmp_path).format == "torch-zip"
+
+
+def test_an_ambiguous_directory_is_refused(tmp_path):
+    """Two unrelated files are listed, unless one is named as the model."""
+    save_file({"w": torch.ones(1)}, tmp_path / "a.safetensors")
+    save_file({"w": torch.ones(1)}, tmp_path / "b.safetensors")
+    with pytest.raises(FormatError, match=r"several.*a\.safetensors, b\.safetensors"):
+        read_index(tmp_path)
+    save_file({"m": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert list(read_index(tmp_path).entries) == ["m"]
+
+
+def test_directories_without_a_checkpoint_say_so(tmp_path):
+    """An empty directory, one of other files and a distributed checkpoint are told apart."""
+    with pytest.raises(FormatError, match="an empty directory"):
+        read_index(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(FormatError, match=r"without a checkpoint.*notes\.txt"):
+        read_index(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(FormatError, match=r"distributed checkpoint.*dcp_to_torch_save"):
+        read_index(tmp_path)
+
+
+def test_every_error_is_a_checkpoint_error():
+    """Both kinds can be caught as one."""
+    assert issubclass(UnsafeError, CheckpointError)
+    assert issubclass(FormatError, CheckpointError)

@@ -1,0 +1,284 @@
+"""Torch zip files that torch.save wrote: what the index says is what torch.load gives."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import Counter, OrderedDict, defaultdict
+
+import pytest
+import torch
+from checkpoint_files import Call, pickled, read_tensor, same_bits, tensor, write_zip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from torchlift.errors import FormatError
+from torchlift.formats import ITEMSIZE, read_index
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "checkpoint.pt"
+
+
+def save(obj, path, **options):
+    torch.save(obj, path, **options)
+    return read_index(path)
+
+
+def test_byte_ranges_reproduce_the_tensors_of_torch_load(path):
+    """Bytes cut out of the file with the index are torch.load's tensors, views included."""
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "plain": torch.randn(3, 5), "transposed": base.t(), "row": base[2], "column": base[:, 3],
+        "window": base[1:3, 2:5], "step": base[::2, ::3], "scalar": torch.tensor(7.5),
+        "expanded": torch.ones(1).expand(5), "empty": torch.empty(0), "flat": torch.empty(3, 0, 2),
+        "channels": torch.randn(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    }  # fmt: skip
+    index = save(state, path)
+    loaded = torch.load(path)
+    assert list(index.entries) == list(state)
+    for key, entry in index.entries.items():
+        assert same_bits(read_tensor(entry), loaded[key])
+        assert entry.shape == tuple(loaded[key].shape)
+        assert entry.stride == loaded[key].stride()
+        assert entry.nbytes == loaded[key].numel() * loaded[key].element_size()
+    assert index.format == "torch-zip"
+    assert index.path == str(path)
+    assert index.entries["empty"].chunks == ()
+
+
+_DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
+
+
+@pytest.mark.parametrize("name", _DTYPES)
+def test_every_dtype_is_named_as_torch_names_it(path, name):
+    """Each dtype of the table arrives under its own name with its bytes."""
+    dtype = getattr(torch, name)
+    value = torch.arange(1, 1 + 3 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    if name == "bool":
+        value = torch.tensor([True, False, True])
+    index = save({"w": value}, path)
+    assert index.entries["w"].dtype == name
+    assert same_bits(read_tensor(index.entries["w"]), value)
+
+
+def test_containers_are_flattened_with_dots(path):
+    """Dicts, lists and tuples that hold tensors become dotted keys."""
+    one = torch.ones(1)
+    index = save({"model": {"a.b": one}, "list": [one, {"x": one}], 3: (one, 5), "n": {}}, path)
+    assert list(index.entries) == ["model.a.b", "list.0", "list.1.x", "3.0"]
+    assert index.objects == {"3.1": 5, "n": {}}
+
+
+def test_an_optimizer_keeps_its_groups(path):
+    """Lists without tensors stay whole, so an optimizer's state dict can be put together again."""
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    index = save({"optimizer": optimizer.state_dict(), "epoch": 4}, path)
+    assert "optimizer.state.0.exp_avg" in index.entries
+    assert index.objects["optimizer.param_groups"] == optimizer.state_dict()["param_groups"]
+    assert index.objects["epoch"] == 4
+
+
+def test_plain_objects_keep_their_values(path):
+    """Leaves that are not tensors come back equal, devices and dtypes as text."""
+    objects = {
+        "int": -5, "big": 2**70, "float": 0.1, "text": "ü", "none": None, "yes": True,
+        "bytes": b"\xff\0",
+        "array": bytearray(b"ab"), "complex": 1 - 2j, "nested": [1, ("a", {"k": (None,)})],
+        "set": {1, 2}, "frozen": frozenset({3}), "counter": Counter("aab"),
+        "default": defaultdict(list, {"k": [1]}), "ordered": OrderedDict(a=1),
+        "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cuda", 1),
+    }  # fmt: skip
+    found = save(objects, path).objects
+    for name in ("int", "big", "float", "text", "none", "yes", "bytes", "array", "complex", 
+                 "nested", "set", "frozen"):  # fmt: skip
+        assert found[name] == objects[name]
+        assert type(found[name]) is type(objects[name])
+    assert found["counter.a"] == 2
+    assert found["default.k"] == [1]
+    assert found["ordered.a"] == 1
+    assert found["size"] == (2, 3)
+    assert found["dtype"] == "torch.bfloat16"
+    assert found["device"] == "cuda:1"
+
+
+def test_numpy_scalars_are_numbers(path):
+    """A numpy scalar, as metrics often are, is read as the number it is."""
+    np = pytest.importorskip("numpy")
+    index = save({"f": np.float64(0.1), "i": np.int32(-3), "b": np.bool_(True)}, path)
+    assert index.objects == {"f": 0.1, "i": -3, "b": True}
+
+
+def test_aliases_share_a_storage(path):
+    """Tensors that share memory have one storage, whose bytes count once."""
+    base = torch.randn(4, 4)
+    index = save({"a": base, "b": base, "row": base[1], "other": torch.ones(2)}, path)
+    assert index.aliases == (("a", "b", "row"),)
+    assert index.nbytes == 64 + 8
+    assert index.entries["row"].chunks[0].offset == index.entries["a"].chunks[0].offset + 16
+
+
+def test_a_small_view_of_a_large_storage_says_both_sizes(path):
+    """An entry counts its own bytes, the index those of the whole storage."""
+    index = save({"v": torch.zeros(1000)[10:12]}, path)
+    assert index.entries["v"].nbytes == 8
+    assert index.entries["v"].chunks[0].nbytes == 8
+    assert index.nbytes == 4000
+
+
+def test_parameters_are_told_from_buffers(path):
+    """A parameter keeps its kind and requires_grad."""
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    attributed = nn.Parameter(torch.ones(3))
+    attributed.note = "kept by torch through another rebuilder"
+    state = {"p": nn.Parameter(torch.ones(1)), "f": frozen, "a": attributed, "b": torch.ones(1)}
+    entries = save(state, path).entries
+    assert {k: (e.is_parameter, e.requires_grad) for k, e in entries.items()} == {
+        "p": (True, True), "f": (True, False), "a": (True, True), "b": (False, False),
+    }  # fmt: skip
+
+
+def test_a_tensor_with_attributes_is_a_tensor(path):
+    """Attributes set on a plain tensor do not make it unreadable."""
+    value = torch.arange(3.0)
+    value.note = "x"
+    index = save({"w": value}, path)
+    assert same_bits(read_tensor(index.entries["w"]), value)
+
+
+def test_module_versions_are_kept(path):
+    """The per-module metadata of a state dict is known by its full prefix."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    assert save(model.state_dict(), path).module_versions["1"] == {"version": 2}
+    assert save({"m": model.state_dict()}, path).module_versions["m.1"] == {"version": 2}
+
+
+def test_a_bare_tensor_has_a_name(path):
+    """A file that holds one tensor and no container has the key 'tensor'."""
+    index = save(torch.arange(3.0), path)
+    assert read_tensor(index.entries["tensor"]).tolist() == [0, 1, 2]
+    assert save([torch.ones(1), 2], path).objects == {"1": 2}
+    assert save(5, path).objects == {"object": 5}
+    assert save({}, path).entries == {}
+
+
+def test_location_tags_are_kept(path):
+    """The device a tensor was saved from is information on its entry and its storage."""
+    index = read_index(write_zip(path, {"w": tensor(location="cuda:3")}))
+    assert index.entries["w"].location == "cuda:3"
+    assert index.storages["data/0"].location == "cuda:3"
+
+
+def test_format_records_are_metadata(path):
+    """What the archive says about itself is readable."""
+    metadata = save({"w": torch.ones(1)}, path).metadata
+    assert metadata["byteorder"] == "little"
+    assert metadata["version"] == "3"
+    assert metadata["storage_alignment"] == "64"
+
+
+def test_checksums_and_stamps_are_recorded(path):
+    """A storage carries the CRC32 that the archive holds, the index the file's identity."""
+    index = save({"w": torch.ones(4)}, path)
+    with zipfile.ZipFile(path) as archive:
+        (info,) = [i for i in archive.infolist() if i.filename.endswith("/data/0")]
+    assert index.storages["data/0"].crc32 == info.CRC
+    status = path.stat()
+    (stamp,) = index.files.values()
+    assert (stamp.size, stamp.mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert (stamp.device, stamp.inode) == (status.st_dev, status.st_ino)
+
+
+def test_absent_checksums_are_not_zero_checksums(path):
+    """Where torch wrote no CRC32, the storage has none."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        index = save({"w": torch.ones(4)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert index.storages["data/0"].crc32 is None
+    assert read_tensor(index.entries["w"]).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_pickle_protocol_gives_the_same_index(path, protocol):
+    """The protocol that torch.save was asked for makes no difference."""
+    state = {f"layer.{i}": torch.full((i % 3 + 1, 2), float(i)) for i in range(50)}
+    index = save(state, path, pickle_protocol=protocol)
+    assert {k: read_tensor(e).tolist() for k, e in index.entries.items()} == {
+        k: v.tolist() for k, v in state.items()
+    }
+
+
+def test_other_kinds_of_tensors_are_named_not_rebuilt(path):
+    """Sparse, quantised, conjugate and meta tensors are listed with what they would need."""
+    state = {
+        "sparse": torch.eye(2).to_sparse(), "meta": torch.empty(2, device="meta"), 
+        "w": torch.ones(1), "conj": torch.ones(2, dtype=torch.complex64).conj(),
+    }  # fmt: skip
+    index = save(state, path)
+    assert list(index.entries) == ["w"]
+    assert index.blocked_keys["sparse"] == "torch._utils._rebuild_sparse_tensor"
+    assert index.blocked_keys["meta"] == "torch._utils._rebuild_meta_tensor_no_storage"
+    assert "conjugate" in index.blocked_keys["conj"]
+
+
+def test_deflated_metadata_is_inflated(path):
+    """An archive packed again with compression is read, as long as its storages are stored."""
+    index = read_index(write_zip(path, {"w": tensor()}, method=zipfile.ZIP_DEFLATED))
+    assert index.entries["w"].shape == (2, 2)
+
+
+def test_two_names_for_one_key_are_an_error(path):
+    """A dotted key that two paths give is refused, not decided by order."""
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, path)
+    with pytest.raises(FormatError, match=r"'a\.b'.*two tensors or objects have this key"):
+        read_index(path)
+
+
+def test_a_reference_to_an_inner_object_is_followed(path):
+    """A pickle that refers back to the inside of an earlier tensor is read the slow way."""
+    size = (2, 2)
+    many = {f"k{i}": tensor(size, (2, 1)) for i in range(100)}
+    index = read_index(write_zip(path, {**many, "size": size}))
+    assert index.entries["k99"].shape == (2, 2)
+    assert index.objects["size"] == (2, 2)
+
+
+def test_a_subclass_that_would_run_code_is_blocked(path):
+    """A tensor of an unknown class is listed by its class's name."""
+    kind = Call(torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2, nn.Linear,
+                tensor().parts[1], {})  # fmt: skip
+    index = read_index(write_zip(path, data=pickled({"w": kind})))
+    assert index.blocked_keys == {"w": "torch.nn.modules.linear.Linear"}
+
+
+_leaf = st.one_of(st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.text(max_size=8))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=6),
+    dtype=st.sampled_from(["float32", "bfloat16", "int64", "bool", "uint16"]),
+    objects=st.dictionaries(st.text(max_size=5).filter(lambda t: "." not in t), _leaf, max_size=4),
+    permute=st.booleans(),
+)
+def test_any_state_dict_round_trips(tmp_path_factory, shapes, dtype, objects, permute):
+    """Whatever torch.save wrote is what the index describes."""
+    path = tmp_path_factory.mktemp("f") / "x.pt"
+    tensors = [torch.zeros(s).uniform_(0, 9).to(getattr(torch, dtype)) for s in shapes]
+    tensors = [t.permute(tuple(reversed(range(t.dim())))) if permute else t for t in tensors]
+    state = {"t": {f"w{i}": t for i, t in enumerate(tensors)}, "o": objects}
+    index = save(state, path)
+    for i, value in enumerate(tensors):
+        entry = index.entries[f"t.w{i}"]
+        assert entry.stride == value.stride()
+        assert same_bits(read_tensor(entry), value)
+    if objects:
+        assert {f"o.{k}": v for k, v in objects.items()} == {
+            k: v for k, v in index.objects.items() if k.startswith("o.")
+        }
