@@ -78,7 +78,8 @@ doctest: $(WHEEL)  ## the examples in docstrings
 
 # Sphinx-gallery only looks at a recipe's own text to see whether it must run again. What a recipe
 # shows also depends on the library: any change in src/ throws the executed pages away.
-docs/_build/fresh.stamp: $(VENV) $(SOURCES) $(RECIPES) conf.py $(wildcard docs/_ext/*.py docs/_inventories/*.txt)
+docs/_build/fresh.stamp: $(VENV) $(SOURCES) $(RECIPES) conf.py $(wildcard \
+  docs/_ext/*.py docs/_inventories/*.txt docs/_templates/*/*.rst docs/api/*.rst)
 	@rm -rf docs/_build docs/auto_recipes docs/api/generated
 	@mkdir -p docs/_build
 	@touch $@

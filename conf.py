@@ -31,6 +31,14 @@ extensions = [
 # ---- names and links: every single-backtick name is a link, and one that leads nowhere is an error
 default_role = "py:obj"
 nitpicky = True
+nitpick_ignore_regex = [
+    # What has no page on purpose: private types, type variables, the strings of a Literal.
+    ("py:.*", r"torchlift\.(\w+\.)*_\w+"),
+    ("py:.*", r"torchlift\.(\w+\.)*[A-Z]"),
+    ("py:class", r"'.*'"),
+    # A plan carries the engine's own records, for the engine.
+    ("py:class", r"torchlift\.(match|slots|steps)\.\w+|Making|Step"),
+]
 # Absolute, because autosummary looks below the pages and Sphinx below this file.
 templates_path = [str(ROOT / "docs" / "_templates")]
 exclude_patterns = [
@@ -87,7 +95,6 @@ sphinx_gallery_conf = {
     "capture_repr": ("_repr_html_", "__repr__"),
     "image_srcset": ["2x"],
     "thumbnail_size": (640, 400),
-    "plot_gallery": True,
     "download_all_examples": False,
     "show_signature": False,
     "write_computation_times": False,

@@ -118,7 +118,7 @@ def test_api_index_lists_every_public_name() -> None:
     """A name without a page would be found by nobody."""
     index = ROOT.joinpath("docs/api/index.rst").read_text(encoding="utf-8")
     blocks = re.findall(r"\.\. autosummary::\n(?:   :.*\n)+\n((?:   \S+\n)+)", index)
-    listed = [name for block in blocks for name in block.split()]
+    listed = [name for block in blocks for name in block.split() if "." not in name]
     without_page = {"errors"}  # the room of the errors, each of which has its own page
     assert sorted(listed) == sorted(set(torchlift.__all__) - without_page)
 
