@@ -359,9 +359,9 @@ def test_the_command_prints_a_table_for_a_file(small, capsys) -> None:
     only = ["--only", "limit-read,limit-copy", "--repeat", "1"]
     assert main(["bench", str(small), *only]) == 0
     out = capsys.readouterr().out
-    assert "file into warm buffers" in out
+    assert "read into warm buffers" in out
     assert "copy between warm buffers" in out
-    assert "1.0 MB; warm page cache" in out
+    assert "1.0 MB; warm page cache, 1 rounds" in out
 
 
 def test_the_command_generates_a_checkpoint_and_removes_it(tmp_path, capsys, monkeypatch) -> None:

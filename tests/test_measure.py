@@ -213,7 +213,8 @@ def test_a_flat_line_is_two_samples() -> None:
     assert [s.seconds for s in timeline.samples()] == [0, 999]
 
 
-def test_where_nothing_can_be_known_every_number_is_nan(monkeypatch) -> None:
+@pytest.mark.parametrize("sampler", ["thread", "process"])
+def test_where_nothing_can_be_known_every_number_is_nan(monkeypatch, sampler) -> None:
     """Without /proc the numbers are nan, which no comparison passes, and nothing raises."""
 
     def missing(*_: object) -> int:
@@ -221,7 +222,7 @@ def test_where_nothing_can_be_known_every_number_is_nan(monkeypatch) -> None:
 
     monkeypatch.setattr(sampling.os, "open", missing)
     monkeypatch.setattr(sampling.os.path, "exists", lambda _: False)
-    with measure.memory() as use:
+    with measure.memory(sampler=sampler) as use:
         use.mark("still works")
     numbers = (use.peak_anonymous, use.added_anonymous, use.peak_file_backed, use.unseen)
     assert all(math.isnan(number) for number in numbers[:3])

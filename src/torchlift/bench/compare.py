@@ -118,11 +118,11 @@ class Comparison:
         rounds = max((len(result.seconds) for result in self.results.values()), default=0)
         lines = [
             f"{self.path}: {self.format}, {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB; "
-            f"{'cold' if self.cold else 'warm'} page cache, median of {rounds}",
-            f"{'way':<40}{'seconds':>9}{'speed':>9}{'MB/s':>8}{'peak anonymous':>18}",
+            f"{'cold' if self.cold else 'warm'} page cache, {rounds} rounds",
+            f"{'way':<39}{'median s':>10}{'best s':>9}{'speed':>8}{'MB/s':>8}  peak anonymous",
         ]
         lines += [self._line(name) for name in self.results]
-        lines.append(f"speed: compared with {self.results[self.baseline].way.summary}")
+        lines.append(f"speed: medians compared with {self.results[self.baseline].way.summary}")
         if self.different:
             lines.append(f"different values loaded by: {', '.join(self.different)}")
         else:
@@ -135,9 +135,9 @@ class Comparison:
             return f"{result.way.summary:<40}  failed: {result.error}"
         rate = f"{self.nbytes / 1e6 / result.median:.0f}" if result.way.reads else "mapped"
         return (
-            f"{result.way.summary:<40}{result.median:>9.4f}"
-            f"{_times(self.speedup(name)):>9}{rate:>8}"
-            f"{max(result.added_anonymous) / 2**20:>14.1f} MiB"
+            f"{result.way.summary:<39}{result.median:>10.4f}{min(result.seconds):>9.4f}"
+            f"{_times(self.speedup(name)):>8}{rate:>8}"
+            f"{max(result.added_anonymous) / 2**20:>12.1f} MiB"
         )
 
 
@@ -182,10 +182,10 @@ def compare(
 
     Example:
         >>> import os, tempfile
-        >>> from torchlift.bench import make_checkpoint
+        >>> from torchlift import bench
         >>> path = os.path.join(tempfile.mkdtemp(), "small.pt")
-        >>> _ = make_checkpoint(path, nbytes=1 << 20, tensors=4)
-        >>> result = compare(path, only=["torch-load", "torchlift-mmap"], repeat=1)
+        >>> _ = bench.make_checkpoint(path, nbytes=1 << 20, tensors=4)
+        >>> result = bench.compare(path, only=["torch-load", "torchlift-mmap"], repeat=1)
         >>> sorted(result.results), result.different
         (['torch-load', 'torchlift-mmap'], [])
     """

@@ -36,7 +36,8 @@ class Stack(nn.Module):
         width: second dimension of the even layers' weights.
 
     Example:
-        >>> [tuple(p.shape) for p in Stack(3, rows=4, width=2).parameters()]
+        >>> from torchlift import bench
+        >>> [tuple(p.shape) for p in bench.Stack(3, rows=4, width=2).parameters()]
         [(4, 2), (2, 4), (4, 2)]
     """
 
@@ -83,9 +84,10 @@ def make_checkpoint(
         ValueError: no such dtype or format, or a size that leaves nothing per tensor.
 
     Example:
-        >>> import os, tempfile
+        >>> import os, tempfile, torch
+        >>> from torchlift import bench
         >>> path = os.path.join(tempfile.mkdtemp(), "small.pt")
-        >>> model = Stack(*make_checkpoint(path, nbytes=1 << 16, tensors=4))
+        >>> model = bench.Stack(*bench.make_checkpoint(path, nbytes=1 << 16, tensors=4))
         >>> model.load_state_dict(torch.load(path))
         <All keys matched successfully>
     """

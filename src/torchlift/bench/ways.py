@@ -62,6 +62,6 @@ WAYS: tuple[Way, ...] = (
     Way("torchlift-mmap", 'torchlift.load(source="mmap")', "torchlift_mmap", reads=False),
     Way("torchlift-read", 'torchlift.load(source="read")', "torchlift_read"),
     Way("torchlift-bf16", "torchlift.load(dtype=bfloat16)", "torchlift_bf16", cast="bfloat16"),
-    Way("limit-read", "limit: file into warm buffers", "limit_read", limit=True),
-    Way("limit-copy", "limit: copy between warm buffers", "limit_copy", limit=True),
+    Way("limit-read", "raw read into warm buffers", "limit_read", limit=True),
+    Way("limit-copy", "raw copy between warm buffers", "limit_copy", limit=True),
 )

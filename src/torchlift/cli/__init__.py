@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         when interrupted, 141 when the reader of a pipe went away.
 
     Example:
+        >>> from torchlift.cli import main
         >>> main(["inspect", "/nowhere/model.pt"])
         1
     """

@@ -47,6 +47,7 @@ def size(text: str) -> int:
         argparse.ArgumentTypeError: not such a text.
 
     Example:
+        >>> from torchlift.cli.bench import size
         >>> size("2GiB"), size("1.5 kB")
         (2147483648, 1500)
     """

@@ -26,6 +26,7 @@ def printable(text: str, *, lines: bool = False) -> str:
         the text with such characters written as Python escapes.
 
     Example:
+        >>> from torchlift.cli.output import printable
         >>> print(printable("layer\x1b[2K\nweight"))
         layer\x1b[2K\nweight
     """

@@ -102,8 +102,9 @@ def in_child(
         TypeError: an argument, or what the child returns, is not JSON data.
 
     Example:
-        >>> child = in_child("block = bytearray(b'x' * args[0]); result = len(block)", 2**24)
-        >>> child.value, 16 <= child.memory.added_anonymous / 2**20 < 40
+        >>> from torchlift import measure
+        >>> child = measure.in_child("data = bytearray(args[0]); result = len(data)", 2**24)
+        >>> child.value, 16 <= child.memory.added_anonymous / 2**20 < 24
         (16777216, True)
     """
     request = {

@@ -163,7 +163,8 @@ class MemoryUse:
             the mark.
 
         Example:
-            >>> with memory() as use:
+            >>> from torchlift import measure
+            >>> with measure.memory() as use:
             ...     mark = use.mark("nothing happened yet")
             >>> use.marks == [mark]
             True
@@ -281,18 +282,19 @@ def memory(
         ValueError: the interval is not positive, or there is no such sampler.
 
     Example:
-        >>> with memory(sampler="process") as use:
+        >>> from torchlift import measure
+        >>> with measure.memory(sampler="process") as use:
         ...     block = bytearray(b"x" * 2**24)
         >>> 16 <= use.added_anonymous / 2**20 < 40
         True
     """
     if not interval > 0:
         raise ValueError(f"interval must be positive seconds, not {interval!r}")
-    if sampler == "thread":
-        return MemoryUse(_ThreadSampler(interval))
-    if sampler == "process":
-        return MemoryUse(_ProcessSampler(interval))
-    raise ValueError(f'sampler must be "thread" or "process", not {sampler!r}')
+    if sampler not in ("thread", "process"):
+        raise ValueError(f'sampler must be "thread" or "process", not {sampler!r}')
+    # Where all numbers are nan a helper has nothing to see, and Windows cannot select() on a pipe.
+    outside = sampler == "process" and os.path.exists("/proc/self/status")
+    return MemoryUse(_ProcessSampler(interval) if outside else _ThreadSampler(interval))
 
 
 def snapshot() -> Sample:
@@ -304,7 +306,8 @@ def snapshot() -> Sample:
         stay empty and no comparison passes by accident.
 
     Example:
-        >>> now = snapshot()
+        >>> from torchlift import measure
+        >>> now = measure.snapshot()
         >>> now.resident == now.anonymous + now.file_backed + now.shared
         True
     """
