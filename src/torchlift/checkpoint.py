@@ -76,6 +76,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def __contains__(self, key: object) -> bool:
         return key in self.entries
 
+    # By identity: a mapping would compare tensors, whose truth value is an error.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __enter__(self) -> Checkpoint:
         return self
 
@@ -165,13 +169,14 @@ class MappedViews:
         """The tensor of `entry`; see `Checkpoint.view`."""
         dtype = dtype_of(entry, self.index.path)
         if not entry.chunks:
-            return torch.empty_strided(entry.shape, entry.stride, dtype=dtype)
+            return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
         (chunk,) = entry.chunks
         base = self._base(entry.storage, dtype.itemsize)
         first = (chunk.offset - self.index.storages[entry.storage].offset) // dtype.itemsize
         # set_ on a fresh tensor instead of view().as_strided(): storage sizes need not be a
-        # multiple of the item size when entries of several dtypes share one.
-        empty = torch.empty(0, dtype=dtype)
+        # multiple of the item size when entries of several dtypes share one. The device is named,
+        # because a caller may have set another default.
+        empty = torch.empty(0, dtype=dtype, device="cpu")
         return empty.set_(base.untyped_storage(), first, entry.shape, entry.stride)
 
     def _base(self, name: str, itemsize: int) -> torch.Tensor:

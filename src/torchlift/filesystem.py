@@ -68,6 +68,6 @@ def _kinds() -> dict[tuple[int, int], str]:
                 if separator and len(fields) > 2:
                     major, _, minor = fields[2].partition(":")
                     kinds[int(major), int(minor)] = after.split()[0]
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         return {}
     return kinds

@@ -71,7 +71,7 @@ def target_device(rule: DeviceRule, entry: TensorEntry, tensor: torch.Tensor) ->
     if rule is None:
         return torch.device("cpu") if tensor.is_meta else tensor.device
     asked = rule(entry) if callable(rule) else rule
-    if isinstance(asked, torch.device) and asked == tensor.device:
+    if isinstance(asked, torch.device) and asked == tensor.device and not tensor.is_meta:
         return asked
     return usable_device(asked, entry.key)
 

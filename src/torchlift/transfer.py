@@ -111,7 +111,7 @@ def read(
     descriptors = {file: files.descriptor(file) for file in {request.file for request in todo}}
     report = advance or (lambda _: None)
     if len(jobs) <= 1:
-        stage = torch.empty(PIECE, dtype=torch.uint8) if jobs and jobs[0].staged else None
+        stage = _stage() if jobs and jobs[0].staged else None
         for job in jobs:
             _fetch(job, descriptors[job.file], stage)
             report(_finish(job, stage))
@@ -169,7 +169,7 @@ def _read_parallel(
     jobs: Sequence[_Job], descriptors: Mapping[str, int], report: Callable[[int], object]
 ) -> None:
     staged = sum(job.staged for job in jobs)
-    free = [torch.empty(PIECE, dtype=torch.uint8) for _ in range(min(staged, _STAGES))]
+    free = [_stage() for _ in range(min(staged, _STAGES))]
     running: dict[Future[None], tuple[_Job, torch.Tensor | None]] = {}
     waiting = iter(jobs)
     held: _Job | None = next(waiting, None)
@@ -195,6 +195,10 @@ def _read_parallel(
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _stage() -> torch.Tensor:
+    return torch.empty(PIECE, dtype=torch.uint8, device="cpu")
 
 
 def _fetch(job: _Job, descriptor: int, stage: torch.Tensor | None) -> None:
