@@ -17,8 +17,9 @@ from torchlift.formats.torch_globals import TorchWorld
 from torchlift.formats.torch_records import read_torch_pickle
 from torchlift.formats.zip_directory import STORED, Record, read_directory, read_record
 
-#: Most bytes of a pickle: stored ones are bounded by the file anyhow, compressed ones are not.
-_MAX_PICKLE, _MAX_INFLATED, _MAX_NOTE = 1 << 30, 1 << 26, 1 << 10
+#: Most bytes of a pickle, of one that is compressed, and of a text record. Torch's pickles deflate
+#: to a fifth, and a byte of pickle can become 200 bytes of objects: a high ratio is a bomb.
+_MAX_PICKLE, _MAX_INFLATED, _MAX_RATIO, _MAX_NOTE = 1 << 30, 1 << 20, 20, 1 << 10
 
 #: A broadcast view may show this many times what its storage holds, or this many bytes; beyond,
 #: a dense copy is a denial of service, not a tensor.
@@ -50,7 +51,9 @@ def _read(source: Source) -> Index:
     top = _top_directory(records)
     notes = _read_notes(source, records, top)
     pickled = records[top + "data.pkl"]
-    limit = _MAX_PICKLE if pickled.method == STORED else _MAX_INFLATED
+    limit = _MAX_PICKLE
+    if pickled.method != STORED:
+        limit = _MAX_INFLATED + _MAX_RATIO * pickled.nbytes
     data = read_record(source, pickled, limit)
     world = TorchWorld()
     root = read_torch_pickle(data, world)
