@@ -6,21 +6,23 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import nn
 
 from torchlift.checkpoint import Checkpoint, MappedViews
-from torchlift.errors import IntegrityError
+from torchlift.errors import IntegrityError, MismatchError
+from torchlift.hooks import run_post_hooks
+from torchlift.interrupts import uninterrupted
 from torchlift.match import Rename
-from torchlift.place import Commit
+from torchlift.place import Commit, is_plain
 from torchlift.plan import LoadPlan, make_plan, resolve
 from torchlift.prepare import Transform, prepare
 from torchlift.report import LoadReport
 from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options
 from torchlift.skeleton import make
-from torchlift.slots import Group
+from torchlift.slots import Group, is_lazy
 from torchlift.steps import Making, Step
 from torchlift.verify import verify_index
 
@@ -44,7 +46,8 @@ def load(
     """Load a checkpoint into a module, live or on meta, in the memory of one copy.
 
     Every tensor is prepared before the first one is placed, so an error leaves the module exactly
-    as it was. Location tags in the file are ignored: see `device`.
+    as it was. An interrupt that arrives while values are being copied in place is delivered when
+    all of them are there. Location tags in the file are ignored: see ``device``.
 
     Args:
         model: the module to load into.
@@ -99,31 +102,65 @@ def load(
         try:
             with _bar(progress, made.bytes_to_read) as advance:
                 tensors = list(prepare(made.steps, views, transform, advance))
+                making = _make(made.makings)
+                missing, unexpected = _commit(model, made, tensors, making, strict, advance)
         finally:
             views.close()
-        _commit(tensors, _make(made.makings))
     finally:
         if owned:
             opened.close()
-    return _report(made, time.perf_counter() - start)
+    report = _report(made, time.perf_counter() - start)
+    return replace(report, missing_keys=missing, unexpected_keys=unexpected)
 
 
 def _commit(
-    tensors: list[tuple[Step, torch.Tensor]], made: list[tuple[Group, torch.Tensor]]
-) -> None:
-    with Commit() as commit:
+    model: nn.Module,
+    plan: LoadPlan,
+    tensors: list[tuple[Step, torch.Tensor]],
+    made: list[tuple[Group, torch.Tensor]],
+    strict: bool,
+    advance: Callable[[int], object],
+) -> tuple[list[str], list[str]]:
+    """Place everything; return what is missing and unexpected after the modules had their say."""
+    missing, unexpected = list(plan.missing_keys), list(plan.unexpected_keys)
+    with uninterrupted() as deliver, Commit() as commit:
+        for module, state in plan.extra:
+            commit.extra_state(module, state)
+        for module, name, value in plan.attributes:
+            commit.attribute(module, name, value)
         for group, tensor in made:
             commit.put(group, tensor)
         for step, tensor in tensors:
             if step.mode == "assign":
-                commit.assign(step.group, tensor)
+                commit.assign(step.group, _shaped(step, tensor))
+            elif step.mode == "copy" and not step.in_place:
+                commit.put(step.group, _shaped(step, tensor))
             elif not step.in_place:
-                commit.swap(step.group, tensor)
+                commit.swap(step.group, _shaped(step, tensor))
         # Last, because what was written over cannot be taken back: everything that can refuse,
-        # here and in the checks of the plan, has had its chance.
-        for step, tensor in tensors:
-            if step.in_place:
-                commit.copy(step.group, tensor.view(step.group.tensor.shape))
+        # here and in the checks of the plan, has had its chance, and so has an interrupt.
+        # Subclasses come before plain tensors: they run code of their own, and are backed up.
+        deliver()
+        in_place = [item for item in tensors if item[0].in_place]
+        for step, tensor in sorted(in_place, key=lambda item: is_plain(item[0].group.tensor)):
+            commit.copy(step.group, _shaped(step, tensor))
+            advance(0 if step.owned else step.span)
+        run_post_hooks(model, missing, unexpected)
+        if strict and (missing or unexpected):
+            raise MismatchError(
+                "a hook of the model reports keys: "
+                f"missing {', '.join(missing) or 'none'}; "
+                f"unexpected {', '.join(unexpected) or 'none'}",
+                file=plan.path,
+                missing_keys=missing,
+                unexpected_keys=unexpected,
+            )
+    return missing, unexpected
+
+
+def _shaped(step: Step, tensor: torch.Tensor) -> torch.Tensor:
+    slot = step.group.tensor
+    return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 
 def _make(makings: tuple[Making, ...]) -> list[tuple[Group, torch.Tensor]]:

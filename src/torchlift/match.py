@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from torchlift.errors import MismatchError
 from torchlift.formats import TensorEntry
 from torchlift.report import Mismatch
-from torchlift.slots import Group
+from torchlift.slots import Group, is_lazy
 
 Rename = Callable[[str], "str | None"]
 
@@ -37,6 +38,11 @@ class Candidate:
             return self.entry.shape
         assert self.value is not None
         return tuple(self.value.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(slots=True)
@@ -122,6 +128,8 @@ def match(
 
 
 def _fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    if is_lazy(tensor):
+        return True
     # A scalar saved with shape [1] by torch < 0.4, which load_state_dict accepts to this day.
     return tuple(tensor.shape) == shape or (tensor.dim() == 0 and shape == (1,))
 

@@ -6,15 +6,17 @@ whatever reason, is rolled back, so the module is either loaded or as it was.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchlift.errors import PlacementError
-from torchlift.slots import Group
+from torchlift.slots import Group, is_lazy
 
 #: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
 RECIPE = "_torchlift_recipe"
@@ -45,7 +47,7 @@ class Commit:
 
     def put(self, group: Group, new: torch.Tensor) -> None:
         """Swap where that is possible, so that references survive, and assign elsewhere."""
-        if obstacle(group.tensor) is None:
+        if obstacle(group) is None:
             self.swap(group, new)
         else:
             self.assign(group, new)
@@ -67,7 +69,10 @@ class Commit:
             PlacementError: something holds on to the object in a way that forbids it.
         """
         old = group.tensor
-        reason = obstacle(old)
+        if is_lazy(old):
+            self._fill_lazy(old, new)
+            return
+        reason = obstacle(group)
         if reason is not None:
             raise PlacementError(
                 f"cannot be swapped: {reason}",
@@ -80,23 +85,57 @@ class Commit:
             _set_data(old, new, grad)
             return
         successor = successor_of(old, new)
-        exchange(old, successor)
-        self._undo.append(lambda: exchange(old, successor))
+        _exchange_content(group, successor)
+        self._undo.append(lambda: _exchange_content(group, successor))
+
+    def _fill_lazy(self, old: Any, new: torch.Tensor) -> None:
+        kind, empty, grad = type(old), old.data, old.requires_grad
+
+        def undo() -> None:
+            old.data = empty
+            old.__class__ = kind
+
+        self._undo.append(undo)
+        if old.is_meta:
+            # Another device cannot be taken through .data; the class changes with the content.
+            made = new.detach()
+            if kind.cls_to_become is not None and issubclass(kind.cls_to_become, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=grad)
+            exchange(old, made)
+            self._undo[-1] = lambda: exchange(old, made)
+            return
+        old.data = new.detach()
+        old.__class__ = kind.cls_to_become
 
     def copy(self, group: Group, source: torch.Tensor) -> None:
         """Overwrite the values in place, casting and moving as `Tensor.copy_` does."""
         old = group.tensor
-        if type(old) not in _PLAIN:
+        if not is_plain(old):
             # A subclass may fail half-way in code of its own.
             backup = old.detach().clone()
             self._undo.append(lambda: old.copy_(backup))
         with torch.no_grad():
             old.copy_(source)
 
-    def call(self, action: Callable[[], object], undo: Callable[[], object]) -> None:
-        """Run `action`; run `undo` if anything fails afterwards."""
-        self._undo.append(undo)
-        action()
+    def extra_state(self, module: nn.Module, state: object) -> None:
+        """Call the module's `set_extra_state`; give it back what it has now on failure."""
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            before = copy.deepcopy(module.get_extra_state())
+            self._undo.append(lambda: module.set_extra_state(before))
+        module.set_extra_state(state)
+
+    def attribute(self, module: nn.Module, name: str, value: object) -> None:
+        """Set a plain attribute that is neither parameter nor buffer."""
+        had, before = name in vars(module), vars(module).get(name)
+        self._undo.append(
+            lambda: vars(module).__setitem__(name, before) if had else vars(module).pop(name, None)
+        )
+        vars(module)[name] = value
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor or parameter and not of a subclass, which may run code of its own."""
+    return type(tensor) in _PLAIN
 
 
 def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -116,14 +155,37 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def obstacle(tensor: torch.Tensor) -> str | None:
-    """Why the content of this tensor object cannot be exchanged, or None."""
-    references = weakref.getweakrefcount(tensor)
-    if references and tensor.is_meta:
-        return f"it has {references} weak reference{'s' if references > 1 else ''}"
-    if tensor.is_meta and tensor._use_count() > 1:  # type: ignore[attr-defined]
+def obstacle(group: Group) -> str | None:
+    """Why the content of the group's tensor object cannot be exchanged, or None."""
+    tensor = group.tensor
+    if not tensor.is_meta:
+        return None
+    foreign = weakref.getweakrefcount(tensor) - (1 if _flat_references(group) else 0)
+    if foreign > 0:
+        return f"it has {foreign} weak reference{'s' if foreign > 1 else ''}"
+    if tensor._use_count() > 1:  # type: ignore[attr-defined]
         return "autograd or another tensor still holds its content"
     return None
+
+
+def _flat_references(group: Group) -> list[tuple[list[Any], int]]:
+    """Where a recurrent layer keeps weak references to this tensor, which is its own weight."""
+    found = []
+    for slot in group.slots:
+        references = vars(slot.module).get("_flat_weight_refs", [])
+        for position, reference in enumerate(references):
+            if reference is not None and reference() is group.tensor:
+                found.append((references, position))
+    return found
+
+
+def _exchange_content(group: Group, other: torch.Tensor) -> None:
+    flat = _flat_references(group)
+    for references, position in flat:
+        references[position] = None  # torch exchanges nothing that is weakly referenced
+    exchange(group.tensor, other)
+    for references, position in flat:
+        references[position] = weakref.ref(group.tensor)
 
 
 def exchange(one: torch.Tensor, two: torch.Tensor) -> None:
@@ -149,16 +211,36 @@ def _set_data(old: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) 
 
 
 def check_writable(group: Group) -> None:
-    """Refuse an in-place copy that torch would refuse half-way.
+    """Refuse an in-place copy that torch would refuse, or get wrong, half-way.
 
     Raises:
-        PlacementError: several elements of the tensor share one place in memory.
+        PlacementError: elements of the tensor share memory, or it may not be written to.
     """
     tensor = group.tensor
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if size > 1 and stride == 0:
-            raise PlacementError(
-                "cannot be written in place, because it is an expanded view of fewer elements",
-                entry=group.fqn,
-                hint='Call .contiguous() on it first, or load with mode="assign".',
-            )
+    if repeats(tensor.shape, tensor.stride()):
+        reason = "it is a view in which several elements share one place in memory"
+        hint = 'Call .contiguous() on it first, or load with mode="assign".'
+    elif tensor.is_inference() and not torch.is_inference_mode_enabled():
+        reason = "it was made in inference mode"
+        hint = 'Load with mode="assign", or inside torch.inference_mode().'
+    else:
+        return
+    raise PlacementError(
+        f"cannot be written in place, because {reason}", entry=group.fqn, hint=hint
+    )
+
+
+def repeats(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of such a view can share one place in memory, as expanding makes them.
+
+    Example:
+        >>> repeats((2, 3), (3, 1)), repeats((2, 3), (0, 1)), repeats((3, 2), (1, 1))
+        (False, True, True)
+    """
+    reach = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and 0 not in shape:
+            if step < reach:
+                return True
+            reach += (size - 1) * step
+    return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torchlift import transfer
 from torchlift.checkpoint import Checkpoint
 from torchlift.checkpoint import open as open_checkpoint
 from torchlift.errors import MismatchError
+from torchlift.hooks import Outcome, has_post_hooks, run_hooks, run_post_hooks
 from torchlift.match import Candidate, Match, Rename, match, renamed, suggestion
 from torchlift.report import KeyReport, LoadReport, human, summarise
 from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options
@@ -30,12 +31,16 @@ class LoadPlan(LoadReport):
         bytes_to_read: bytes that will be copied out of the files.
         steps: the work itself, for the transfer and placement rooms.
         makings: tensors of the model that the checkpoint does not provide and that are made.
+        attributes: what the modules' own loading code sets besides tensors.
+        extra: states for `torch.nn.Module.set_extra_state`.
     """
 
     peak_bytes: int = 0
     bytes_to_read: int = 0
     steps: tuple[Step, ...] = field(default=(), repr=False)
     makings: tuple[Making, ...] = field(default=(), repr=False)
+    attributes: tuple[tuple[nn.Module, str, object], ...] = field(default=(), repr=False)
+    extra: tuple[tuple[nn.Module, object], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -120,16 +125,24 @@ def make_plan(
     for key in ckpt.blocked_keys:
         if key in names:
             raise ckpt.refusal(key)
-    candidates = {
-        names[key]: Candidate(key, entry) for key, entry in ckpt.entries.items() if key in names
-    }
-    matched = match(groups, candidates, check_shapes=check_shapes)
     objects = renamed(ckpt.objects, options.rename, ckpt.path)
-    matched.unexpected += objects.values()
+    offered = {key: name for key, name in names.items() if key in ckpt.entries}
+    outcome = run_hooks(model, ckpt.index, offered, objects, options.strict)
+    if outcome is None:
+        candidates = {name: Candidate(key, ckpt.entries[key]) for key, name in offered.items()}
+        outcome = Outcome(candidates, unexpected=list(objects.values()))
+    matched = match(groups, outcome.candidates, check_shapes=check_shapes)
+    matched.missing = [name for name in matched.missing if name not in outcome.silent]
+    matched.missing += [name for name in outcome.missing if name not in matched.missing]
+    matched.unexpected += outcome.unexpected
+    if options.strict and (matched.missing or matched.unexpected) and has_post_hooks(model):
+        # They may excuse a name, and get to see the loaded module only if nothing is wrong.
+        run_post_hooks(model, matched.missing, matched.unexpected)
     _check(matched, ckpt.path, options)
     steps = tuple(steps_for(matched, ckpt.path, options))
     makings = tuple(makings_for([*matched.unmatched, *strays(model)], options))
-    return _assemble(ckpt, groups, matched, steps, makings, names)
+    made = _assemble(ckpt, groups, matched, steps, makings, names)
+    return replace(made, attributes=tuple(outcome.attributes), extra=tuple(outcome.extra))
 
 
 def _assemble(
@@ -154,7 +167,7 @@ def _assemble(
         replayed=[n for item in makings if item.group.tensor.is_meta for n in item.group.names],
         renamed={old: new for old, new in names.items() if old != new},
         peak_bytes=_peak(steps, makings),
-        bytes_to_read=sum(_span(step) for step in steps if step.owned or step.in_place),
+        bytes_to_read=sum(step.span for step in steps if step.owned or step.in_place),
         steps=steps,
         makings=makings,
     )
@@ -166,7 +179,7 @@ def _describe(step: Step) -> KeyReport:
     return KeyReport(
         key=step.key,
         entry=step.candidate.key,
-        nbytes=step.entry.nbytes if step.entry else 0,
+        nbytes=step.nbytes,
         mode=step.mode,
         source=step.source,
         device=str(step.device),
@@ -179,10 +192,6 @@ def _describe(step: Step) -> KeyReport:
 def _name(value: torch.Tensor | None) -> str:
     assert value is not None
     return str(value.dtype).removeprefix("torch.")
-
-
-def _span(step: Step) -> int:
-    return sum(chunk.nbytes for chunk in step.entry.chunks) if step.entry else 0
 
 
 def _peak(steps: tuple[Step, ...], makings: tuple[Making, ...]) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from torchlift import transfer
 from torchlift.checkpoint import MappedViews, dtype_of
-from torchlift.errors import MismatchError
+from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.match import Candidate
+from torchlift.slots import is_lazy
 from torchlift.steps import Step
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
@@ -24,17 +26,24 @@ def prepare(
     steps: Sequence[Step], views: MappedViews, transform: Transform | None, advance: Advance
 ) -> Iterator[tuple[Step, torch.Tensor]]:
     """Yield each step with the tensor that will be placed; read in as few rounds as possible."""
+    path = views.index.path
     for step in steps:
         _check_rivals(step, views)
+        if transform is None:
+            _check_cast(step, _file_dtype(step, path), path)
     if transform is None:
-        tensors = _fetch(steps, views, advance)
-        yield from zip(steps, tensors, strict=True)
+        for step, tensor in zip(steps, _fetch(steps, views, advance), strict=True):
+            yield step, _fitted(step, tensor)
         return
+    own = _overlapping(steps)
     for batch in _batches(steps):
+        raw_steps = [step.untransformed(path) for step in batch]
+        raw_steps = [replace(s, owned=True) if s.key in own else s for s in raw_steps]
         # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
-        raw = _fetch([step.untransformed(views.index.path) for step in batch], views, advance)
+        raw = _fetch(raw_steps, views, lambda _: None)
         for step in batch:
-            yield step, _transformed(step, transform, raw.pop(0), views.index.path)
+            yield step, _transformed(step, transform, raw.pop(0), path)
+            advance(step.span if step.owned else 0)
 
 
 def _fetch(steps: Sequence[Step], views: MappedViews, advance: Advance) -> list[torch.Tensor]:
@@ -44,8 +53,7 @@ def _fetch(steps: Sequence[Step], views: MappedViews, advance: Advance) -> list[
     for step in steps:
         entry = step.entry
         if entry is None:
-            assert step.candidate.value is not None
-            tensors.append(step.candidate.value)
+            tensors.append(_computed(step))
         elif not step.owned:
             tensors.append(views.view(entry))
         elif step.source == "read" and step.dense and entry.chunks:
@@ -55,10 +63,22 @@ def _fetch(steps: Sequence[Step], views: MappedViews, advance: Advance) -> list[
         else:
             view = views.view(entry)
             flat = transfer.allocate(view.numel(), step.dtype, step.host_or_device)
-            tensors.append(flat.view(view.shape).copy_(view))
-            advance(entry.nbytes)
+            shaped = (
+                flat.as_strided(view.shape, view.stride()) if step.dense else flat.view_as(view)
+            )
+            tensors.append(shaped.copy_(view))
+            advance(step.span)
     transfer.read(requests, views.files, advance=advance)
     return tensors
+
+
+def _computed(step: Step) -> torch.Tensor:
+    """A value that a hook made, in memory that nothing else uses: it may be a slice of the map."""
+    value = step.candidate.value
+    assert value is not None
+    if not step.owned:
+        return value.detach()
+    return value.detach().to(step.host_or_device, step.dtype, copy=True)
 
 
 def _request(
@@ -66,7 +86,7 @@ def _request(
 ) -> tuple[torch.Tensor, transfer.Request]:
     (chunk,) = entry.chunks
     flat = transfer.allocate(entry.numel, step.dtype, step.host_or_device)
-    file_dtype = dtype_of(entry, views.index.path)
+    file_dtype = _file_dtype(step, views.index.path)
     request = transfer.Request(chunk.file, chunk.offset, chunk.nbytes, flat, file_dtype)
     # Dense, so the file's own order of the dimensions fits the same number of elements.
     return flat.as_strided(entry.shape, entry.stride), request
@@ -90,7 +110,17 @@ def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str)
     made = transform(step.key, raw)
     if not isinstance(made, torch.Tensor):
         raise TypeError(f"transform({step.key!r}, ...) returned {type(made).__name__}, no tensor")
-    if made.shape != step.group.tensor.shape:
+    # Found out while placing, these would leave the model half loaded.
+    if made.is_meta or made.layout != torch.strided or made.is_quantized:
+        raise PlacementError(
+            "transform returned a tensor that cannot be placed",
+            file=path,
+            entry=step.key,
+            expected="a dense tensor with values",
+            found=f"{made.layout}, {made.dtype}, on {made.device}",
+        )
+    made = _fitted(step, made)
+    if not is_lazy(step.group.tensor) and made.shape != step.group.tensor.shape:
         raise MismatchError(
             "transform returned another shape than the model has",
             file=path,
@@ -99,10 +129,55 @@ def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str)
             found=list(made.shape),
         )
     if step.in_place:
+        _check_cast(step, made.dtype, path)
         return made.detach()
     floating = made.is_floating_point() and step.dtype.is_floating_point
     dtype = step.dtype if step.dtype_is_fixed and floating else made.dtype
     return made.detach().to(step.device, dtype)
+
+
+def _fitted(step: Step, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, without the dimension that torch < 0.4 gave to scalars."""
+    scalar = (
+        not is_lazy(step.group.tensor) and step.group.tensor.dim() == 0 and tensor.shape == (1,)
+    )
+    return tensor.view(()) if scalar else tensor
+
+
+def _file_dtype(step: Step, path: str) -> torch.dtype:
+    if step.entry is not None:
+        return dtype_of(step.entry, path)
+    assert step.candidate.value is not None
+    return step.candidate.value.dtype
+
+
+def _check_cast(step: Step, dtype: torch.dtype, path: str) -> None:
+    if dtype.is_complex and not step.dtype.is_complex:
+        raise PlacementError(
+            "complex values cannot become real without losing their imaginary part",
+            file=path,
+            entry=step.key,
+            expected=step.dtype,
+            found=dtype,
+            hint="Pass transform= to say what to keep, such as tensor.real or tensor.abs().",
+        )
+
+
+def _overlapping(steps: Sequence[Step]) -> set[str]:
+    """Keys whose bytes in the file are partly those of another key.
+
+    A transform may write to what it gets. Two views of one map would each see what became of the
+    other, depending on the order.
+    """
+    found: set[str] = set()
+    file, end, holder = "", 0, ""
+    ranges = [(step.entry.chunks[0], step) for step in steps if step.entry and step.entry.chunks]
+    for chunk, step in sorted(ranges, key=lambda item: (item[0].file, item[0].offset)):
+        if chunk.file == file and chunk.offset < end:
+            found |= {holder, step.key}
+        if chunk.file != file or chunk.offset + chunk.nbytes > end:
+            file, end, holder = chunk.file, chunk.offset + chunk.nbytes, step.key
+    return found
 
 
 def _check_rivals(step: Step, views: MappedViews) -> None:

@@ -15,7 +15,7 @@ from torchlift.calls import Ref
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.place import RECIPE, Commit, exchange, successor_of
 from torchlift.replay import replay_all
-from torchlift.slots import Group, Slot, collect, walk
+from torchlift.slots import Group, Slot, collect, is_lazy, walk
 from torchlift.tape import Tape
 
 M = TypeVar("M", bound=nn.Module)
@@ -212,6 +212,12 @@ def _meta_tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 def _remember(tape: Tape, group: Group) -> None:
     tensor = group.tensor
+    if is_lazy(tensor):
+        # It has no storage to save, and its first input decides where it goes.
+        kind: Any = type(tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            exchange(tensor, kind(tensor.requires_grad, device="cpu", dtype=tensor.dtype))
+        return
     ref = tape.ref(tensor)
     if not tensor.is_meta:
         if len(group.slots) == 0:
@@ -220,6 +226,10 @@ def _remember(tape: Tape, group: Group) -> None:
         stand_in = tape.adopt(tensor)
         ref = tape.ref(stand_in)
         exchange(tensor, successor_of(tensor, stand_in))
+    if tensor.grad_fn is not None and not tensor._is_view():
+        # A graph over meta tensors (the weight that weight_norm computes) leads nowhere, and it
+        # would hold on to parameters that are about to get their content.
+        tensor.detach_()
     if ref is not None:
         tensor.__dict__[RECIPE] = Recipe(tape, ref)
         tape.tensors += 1

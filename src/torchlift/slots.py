@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,16 @@ class Group:
         return isinstance(self.tensor, nn.Parameter)
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether it is a lazy module's parameter or buffer, which has no shape yet."""
+    return bool(parameter.is_lazy(tensor))
+
+
+def is_blank(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has no values yet, so that nothing can be copied into it in place."""
+    return tensor.is_meta or is_lazy(tensor)
+
+
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(prefix, module) for every path to every submodule; a prefix ends in a dot unless empty.
 
@@ -79,10 +90,10 @@ def collect(model: nn.Module) -> list[Group]:
     """Group every parameter and buffer of `model` by identity, in the order of `state_dict`."""
     tensors: dict[int, tuple[torch.Tensor, list[Slot]]] = {}
     for prefix, module in walk(model):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
+        for name, weight in module._parameters.items():
+            if weight is not None:
                 slot = Slot(prefix + name, module, name, True)
-                tensors.setdefault(id(parameter), (parameter, []))[1].append(slot)
+                tensors.setdefault(id(weight), (weight, []))[1].append(slot)
         hidden = module._non_persistent_buffers_set
         for name, tensor in module._buffers.items():
             if tensor is not None:

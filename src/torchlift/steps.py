@@ -13,11 +13,11 @@ from torchlift.errors import PlacementError
 from torchlift.filesystem import is_network
 from torchlift.formats import TensorEntry
 from torchlift.match import Candidate, Match
-from torchlift.place import check_writable, obstacle
+from torchlift.place import check_writable, obstacle, repeats
 from torchlift.report import Mode, Source
 from torchlift.rules import AnyMode, Options, entry_like, target_device, target_dtype
 from torchlift.skeleton import require_recipes
-from torchlift.slots import Group
+from torchlift.slots import Group, is_blank, is_lazy
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,21 @@ class Step:
         return self.candidate.entry
 
     @property
+    def span(self) -> int:
+        """Bytes in the file from the first to the last."""
+        return sum(chunk.nbytes for chunk in self.entry.chunks) if self.entry else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the checkpoint, or of the value that a hook computed."""
+        if self.entry is not None:
+            return self.entry.nbytes
+        return self.candidate.value.nbytes if self.candidate.value is not None else 0
+
+    @property
     def in_place(self) -> bool:
         """Whether a live tensor's memory is written to."""
-        return self.mode == "copy" and not self.group.tensor.is_meta
+        return self.mode == "copy" and not is_blank(self.group.tensor)
 
     @property
     def is_changed(self) -> bool:
@@ -85,7 +97,7 @@ class Step:
     def owned_bytes(self) -> int:
         """Anonymous memory, in bytes, that the new tensor takes on the host."""
         on_host = self.device.type == "cpu" or self.in_place
-        return self.group.tensor.numel() * self.dtype.itemsize if self.owned and on_host else 0
+        return self.candidate.numel * self.dtype.itemsize if self.owned and on_host else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +129,7 @@ def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
     Raises:
         PlacementError: a tensor is on meta and no skeleton recorded how it is made.
     """
-    groups = list(groups)
+    groups = [group for group in groups if not is_lazy(group.tensor)]  # they stay as they are
     require_recipes(group for group in groups if group.tensor.is_meta)
     for group in groups:
         tensor = group.tensor
@@ -148,7 +160,7 @@ def _decide(
     dtype = target_dtype(options.dtype, seen, tensor, file_dtype)
     device = target_device(options.device, seen, tensor)
     mode, note = _mode(options.mode, group, device, dtype)
-    in_place = mode == "copy" and not tensor.is_meta
+    in_place = mode == "copy" and not is_blank(tensor)
     if in_place:
         check_writable(group)
         if (device, dtype) != (tensor.device, tensor.dtype):
@@ -159,17 +171,19 @@ def _decide(
                 found=f"{dtype} on {device} asked for",
                 hint='Load with mode="swap" or mode="auto".',
             )
-    dense, mappable = layout(candidate.entry)
+    dense, repeated, aligned = layout(candidate.entry)
     changes = device.type != "cpu" or dtype != file_dtype
     if options.source == "auto":
         read = network or (changes and not in_place)
         source: Source = "read" if read else "mmap"
     else:
         source = options.source
-    if source == "mmap" and not in_place and not changes and not mappable:
+    # The map of a misaligned storage is a copy of it: reading does without that copy.
+    if source == "mmap" and (not aligned or (repeated and not in_place and not changes)):
         source, note = "read", "its layout in the file cannot be used in place"
-    fills = mode == "copy" and tensor.is_meta
-    owned = source == "read" or (not in_place and (changes or fills))
+    fills = mode == "copy" and is_blank(tensor)
+    computed = candidate.entry is None
+    owned = source == "read" or (not in_place and (changes or fills or computed))
     fixed = options.dtype is not None or not tensor.is_meta
     rivals = tuple(offers[1:])
     return Step(
@@ -183,9 +197,9 @@ def _mode(
     tensor = group.tensor
     if asked != "auto":
         return asked, None
-    if not tensor.is_meta and (device, dtype) == (tensor.device, tensor.dtype):
+    if not is_blank(tensor) and (device, dtype) == (tensor.device, tensor.dtype):
         return "copy", None
-    reason = obstacle(tensor)
+    reason = obstacle(group)
     return ("swap", None) if reason is None else ("assign", f"not swapped: {reason}")
 
 
@@ -196,16 +210,18 @@ def _as_entry(group: Group, key: str, candidate: Candidate) -> TensorEntry:
     return entry_like(key, group)
 
 
-def layout(entry: TensorEntry | None) -> tuple[bool, bool]:
-    """(dense, mappable): one run without gaps or repetitions; usable where it lies in the file."""
+def layout(entry: TensorEntry | None) -> tuple[bool, bool, bool]:
+    """How an entry lies in its file: (dense, repeated, aligned).
+
+    Dense is one run without gaps or repetitions; repeated, elements that share their bytes;
+    aligned, an offset that is a multiple of the item size.
+    """
     if entry is None or not entry.chunks:
-        return True, True
+        return True, False, True
     span = sum(chunk.nbytes for chunk in entry.chunks)
-    repeats = any(
-        size > 1 and stride == 0 for size, stride in zip(entry.shape, entry.stride, strict=True)
-    )
+    repeated = repeats(entry.shape, entry.stride)
     aligned = entry.chunks[0].offset % entry.itemsize == 0
-    return span == entry.nbytes and not repeats, aligned and not repeats
+    return span == entry.nbytes and not repeated, repeated, aligned
 
 
 def _unshare(steps: list[Step]) -> Iterator[Step]:

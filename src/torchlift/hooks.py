@@ -1,0 +1,319 @@
+"""What a module's own loading code makes of a checkpoint: hooks, overrides, extra state.
+
+Modules may change the state dict they are loaded from (``register_load_state_dict_pre_hook``), load
+themselves (``_load_from_state_dict``), keep state that is not a tensor (``set_extra_state``), or
+look at the result (``register_load_state_dict_post_hook``). torch runs all of it while it writes.
+Here it runs before anything is written: on a dict of mapped tensors, and for overrides on a
+stand-in of the module, so that what it decides becomes part of the plan.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import _IncompatibleKeys
+
+from torchlift.checkpoint import MappedViews
+from torchlift.errors import MismatchError
+from torchlift.formats import Index
+from torchlift.match import Candidate
+from torchlift.slots import is_lazy, walk
+
+_EXTRA = "_extra_state"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the modules' code decided.
+
+    Attributes:
+        candidates: name in the model -> value on offer, after all hooks.
+        silent: names of the model that get nothing and are not to be called missing.
+        missing, unexpected: names that the code itself reported.
+        attributes: (module, name, value) that an override set besides its tensors.
+        extra: (module, state) for `set_extra_state`.
+    """
+
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    attributes: list[tuple[nn.Module, str, object]] = field(default_factory=list)
+    extra: list[tuple[nn.Module, object]] = field(default_factory=list)
+
+
+def run_hooks(
+    model: nn.Module,
+    index: Index,
+    names: Mapping[str, str],
+    objects: Mapping[str, str],
+    strict: bool,
+) -> Outcome | None:
+    """Run the loading code of every module that has some, as `load_state_dict` would.
+
+    Args:
+        model: the module; its parameters and buffers are not changed.
+        index: the checkpoint.
+        names: key of a tensor in the checkpoint -> its name in the model.
+        objects: the same for leaves that are not tensors.
+        strict: passed on to the code.
+
+    Returns:
+        None when no module has code of its own: then names alone decide.
+    """
+    offered = set(names.values())
+    modules = [
+        (prefix, module) for prefix, module in walk(model) if _has_code(module, prefix, offered)
+    ]
+    if not modules:
+        return None
+    run = _Run(index, names, objects, strict)
+    for prefix, module in modules:
+        run.visit(prefix, module)
+    return run.finish()
+
+
+def _has_code(module: nn.Module, prefix: str, offered: set[str]) -> bool:
+    hooks = module._load_state_dict_pre_hooks.values()
+    if type(module)._load_from_state_dict is _NormBase._load_from_state_dict:
+        # Batch norm adds a counter to files of torch < 0.4.1, and otherwise loads as any module.
+        own = prefix + "num_batches_tracked" not in offered
+    else:
+        own = _overrides_load(module)
+    return own or _takes_extra(module) or any(not _is_lazy_hook(hook) for hook in hooks)
+
+
+def _overrides_load(module: nn.Module) -> bool:
+    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+
+
+def _is_lazy_hook(hook: Any) -> bool:
+    # It gives an uninitialised parameter its shape, which placing the tensor does anyway.
+    inner = getattr(hook, "hook", hook)
+    return getattr(inner, "__func__", None) is LazyModuleMixin._lazy_load_hook
+
+
+class _Run:
+    """A state dict of mapped tensors on its way through the modules."""
+
+    def __init__(
+        self,
+        index: Index,
+        names: Mapping[str, str],
+        objects: Mapping[str, str],
+        strict: bool,
+    ) -> None:
+        self.index = index
+        self.strict = strict
+        self.views = MappedViews(index)
+        self.outcome = Outcome()
+        self.state: dict[str, Any] = {}
+        self.origin: dict[tuple[object, ...], str] = {}
+        self.versions: dict[str, Mapping[str, object]] = {}
+        for key, name in names.items():
+            view = self.views.view(index.entries[key])
+            self.state[name] = view
+            self.origin[_identity(view)] = key
+            old, new = key.rpartition(".")[0], name.rpartition(".")[0]
+            if old in index.module_versions:
+                self.versions[new] = index.module_versions[old]
+        for key, name in objects.items():
+            self.state[name] = index.objects[key]
+        self.order = sorted(self.state)
+
+    def visit(self, prefix: str, module: nn.Module) -> None:
+        """Run one module's code on its part of the state dict."""
+        local = OrderedDict((name, self.state[name]) for name in self._under(prefix))
+        metadata = dict(self.versions.get(prefix[:-1], {}))
+        metadata["assign_to_params_buffers"] = True
+        if _overrides_load(module):
+            self._override(prefix, module, local, metadata)
+        else:
+            errors: list[str] = []
+            for hook in module._load_state_dict_pre_hooks.values():
+                if not _is_lazy_hook(hook):
+                    found = (self.outcome.missing, self.outcome.unexpected, errors)
+                    hook(local, prefix, metadata, self.strict, *found)
+            self._raise(errors, prefix)
+            self._take_extra(prefix, module, local)
+        self._replace(prefix, local)
+
+    def _override(
+        self, prefix: str, module: nn.Module, local: OrderedDict[str, Any], metadata: dict[str, Any]
+    ) -> None:
+        stand_in, before = _stand_in(module)
+        missing: list[str] = []
+        unexpected: list[str] = []
+        errors: list[str] = []
+        extras: list[object] = []
+        if _takes_extra(module):
+            object.__setattr__(stand_in, "set_extra_state", extras.append)
+        stand_in._load_from_state_dict(
+            local, prefix, metadata, self.strict, missing, unexpected, errors
+        )
+        # torch's own words for a shape that differs; the plan has its own, with all of them.
+        self._raise([text for text in errors if "size mismatch" not in text], prefix)
+        self.outcome.extra += [(module, state) for state in extras]
+        for name, tensor in _tensors_of(stand_in):
+            full = prefix + name
+            old, version = before.get(name, (None, 0))
+            if tensor is not old or (not tensor.is_meta and tensor._version != version):
+                self.outcome.candidates[full] = self._candidate(full, tensor.detach())
+            elif full in local and isinstance(local[full], torch.Tensor):
+                self.outcome.candidates[full] = self._candidate(full, local[full])
+            elif full not in missing:
+                self.outcome.silent.add(full)
+        self.outcome.missing += [name for name in missing if name[len(prefix) :] not in before]
+        self.outcome.unexpected += unexpected
+        self._keep_attributes(module, stand_in)
+        children = tuple(prefix + name + "." for name in module._modules)
+        for name in [name for name in local if not name.startswith(children)]:
+            del local[name]  # its own level is settled; the rest is its children's
+
+    def _keep_attributes(self, module: nn.Module, stand_in: nn.Module) -> None:
+        for name, value in vars(stand_in).items():
+            if name in ("_parameters", "_buffers", "_modules", "set_extra_state"):
+                continue
+            if name not in vars(module) or vars(module)[name] is not value:
+                self.outcome.attributes.append((module, name, value))
+
+    def _take_extra(self, prefix: str, module: nn.Module, local: OrderedDict[str, Any]) -> None:
+        if not _takes_extra(module):
+            return
+        name = prefix + _EXTRA
+        if name in local:
+            self.outcome.extra.append((module, local.pop(name)))
+            return
+        inside = [key for key in local if key.startswith(name + ".")]
+        if inside:
+            self.outcome.extra.append((module, _nested(local, inside, name + ".")))
+        else:
+            self.outcome.missing.append(name)
+
+    def _under(self, prefix: str) -> list[str]:
+        if not prefix:
+            return list(self.order)
+        start = bisect.bisect_left(self.order, prefix)
+        stop = start
+        while stop < len(self.order) and self.order[stop].startswith(prefix):
+            stop += 1
+        return self.order[start:stop]
+
+    def _replace(self, prefix: str, local: Mapping[str, Any]) -> None:
+        """Put what the code left of its part of the dict back into the whole."""
+        old = self._under(prefix)
+        for name in old:
+            if name not in local:
+                del self.state[name]
+        # Names outside the prefix are nobody's: torch gives each child a filtered copy.
+        kept = {name: value for name, value in local.items() if name.startswith(prefix)}
+        self.state.update(kept)
+        if kept.keys() != set(old):
+            self.order = sorted(self.state)
+
+    def _candidate(self, name: str, value: torch.Tensor) -> Candidate:
+        key = self.origin.get(_identity(value))
+        if key is not None:
+            return Candidate(key, self.index.entries[key])
+        return Candidate(name, value=value)
+
+    def _raise(self, errors: Iterable[str], prefix: str) -> None:
+        texts = list(errors)
+        if texts:
+            raise MismatchError(
+                f"a module's own loading code refused: {'; '.join(texts)}",
+                file=self.index.path,
+                entry=prefix[:-1] or None,
+            )
+
+    def finish(self) -> Outcome:
+        """The outcome, with everything that no override settled."""
+        for name, value in self.state.items():
+            if isinstance(value, torch.Tensor):
+                self.outcome.candidates.setdefault(name, self._candidate(name, value))
+            else:
+                self.outcome.unexpected.append(name)
+        return self.outcome
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _takes_extra(module: nn.Module) -> bool:
+    return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+def _stand_in(module: nn.Module) -> tuple[nn.Module, dict[str, tuple[torch.Tensor, int]]]:
+    """A module that an override can load into, and its tensors with their versions before.
+
+    It shares everything with the real one but the registries of tensors, which hold copies.
+    """
+    made = object.__new__(type(module))
+    made.__dict__.update(vars(module))
+    parameters: dict[str, Any] = {}
+    for name, parameter in module._parameters.items():
+        parameters[name] = None if parameter is None else _copy_of(parameter)
+    buffers = {
+        name: None if buffer is None else _copy_of(buffer)
+        for name, buffer in module._buffers.items()
+    }
+    made.__dict__.update(_parameters=parameters, _buffers=buffers)
+    return made, {name: (tensor, tensor._version) for name, tensor in _tensors_of(made)}
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    if is_lazy(tensor):
+        return tensor
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+    return tensor.detach().clone()
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _nested(local: OrderedDict[str, Any], keys: list[str], prefix: str) -> dict[str, object]:
+    """An extra state that was a dict: its leaves were flattened with the rest of the file."""
+    state: dict[str, Any] = {}
+    for key in keys:
+        *path, last = key[len(prefix) :].split(".")
+        place = state
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = local.pop(key)
+    return state
+
+
+def run_post_hooks(model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+    """Call the modules' post-hooks, which may remove names from the two lists.
+
+    Children come before their parents, as in `load_state_dict`.
+    """
+    keys = _IncompatibleKeys(missing, unexpected)
+    for _, module in reversed(list(walk(model))):
+        for hook in module._load_state_dict_post_hooks.values():
+            if hook(module, keys) is not None:
+                raise TypeError(
+                    "a hook of register_load_state_dict_post_hook returned a value; it changes "
+                    "the lists that it gets in place"
+                )
+
+
+def has_post_hooks(model: nn.Module) -> bool:
+    """Whether any module wants to see the result of a load."""
+    return any(module._load_state_dict_post_hooks for _, module in walk(model))
