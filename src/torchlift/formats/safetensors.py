@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import struct
+from functools import lru_cache
 from typing import Any
 
 from torchlift.errors import FormatError
@@ -137,13 +138,19 @@ def _entries(header: dict[str, Any], path: str, start: int) -> dict[str, TensorE
 def _entry(
     key: str, dtype: str, shape: tuple[int, ...], path: str, offset: int, nbytes: int
 ) -> TensorEntry:
+    chunks = (Chunk(path, offset, nbytes, (0,) * len(shape), shape),) if nbytes else ()
+    return TensorEntry(key, dtype, shape, _contiguous(shape), nbytes, "cpu", key, chunks)
+
+
+@lru_cache(maxsize=1024)  # a model has few shapes
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor, with the ones that torch gives to empty dimensions."""
     stride: tuple[int, ...] = ()
     step = 1
     for extent in reversed(shape):
         stride = (step, *stride)
         step *= max(extent, 1)
-    chunks = (Chunk(path, offset, nbytes, (0,) * len(shape), shape),) if nbytes else ()
-    return TensorEntry(key, dtype, shape, stride, nbytes, "cpu", key, chunks)
+    return stride
 
 
 def _check_cover(entries: dict[str, TensorEntry], start: int, size: int) -> None:

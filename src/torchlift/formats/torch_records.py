@@ -75,16 +75,17 @@ class _TensorStep:
     def __init__(self) -> None:
         self.used = False
         self._rewritten = 0
-        self._gets: dict[bytes, object] = {}
         self._known: dict[tuple[bytes, ...], tuple[str | None, str] | None] = {}
         self._dims: dict[bytes, tuple[int, ...] | None] = {b"": ()}
 
     def mark(self, m: Machine) -> None:
         """Interpret one MARK, and the tensor after it if there is one."""
-        match = _TENSOR.match(m.data, m.pos - 1)
-        if match is None or not m.stack:
+        match = _TENSOR.match(m.data, m.pos - 1) if m.stack else None
+        if match is None or not self._take(m, match):
             m.mark()
-            return
+
+    def _take(self, m: Machine, match: re.Match[bytes]) -> bool:
+        """Interpret a tensor; False, and nothing changed, if the opcodes mean something else."""
         (get_word, get_type, length, key, put_key, get_location, numel, put_id, offset, size,
          put_size, stride, put_stride, grad, get_hooks, put_hooks, put_args, put_made,
         ) = match.groups(b"")  # fmt: skip
@@ -111,11 +112,10 @@ class _TensorStep:
             or type(function) is not Global
             or function.name != "torch._utils._rebuild_tensor_v2"
             or length[0] != len(key)
-            or first <= m.highest
+            or not m.highest < first < 1 << 31
             or puts != _CONSECUTIVE[count](*range(first, first + count))
         ):
-            m.mark()
-            return
+            return False
         dtype, location = known
         storage = StorageRef(dtype, key.decode("ascii"), location, _int(numel))
         made = TensorRef(storage, dtype or "uint8", _int(offset), shape, steps, grad == b"\x88")
@@ -124,6 +124,7 @@ class _TensorStep:
         m.memo[m.highest] = made
         m.pos = match.end()
         self.used = True
+        return True
 
     def memoize(self, m: Machine) -> None:
         """Interpret one MEMOIZE, whose index is the number of objects remembered so far."""
