@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 
 import torch
 from torch import nn
 
 from torchlift.checkpoint import Checkpoint, MappedViews
+from torchlift.collector import collection_paused
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.hooks import run_post_hooks
 from torchlift.interrupts import uninterrupted
@@ -93,24 +94,37 @@ def load(
     """
     start = time.perf_counter()
     options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
-    opened, owned = resolve(ckpt, root)
-    try:
-        if verify:
-            _verify(opened)
-        made = make_plan(model, opened, options, check_shapes=transform is None)
-        views = MappedViews(opened.index)
+    # A transform is the caller's code and may make garbage; without one, nothing here does.
+    with collection_paused() if transform is None else nullcontext():
+        opened, owned = resolve(ckpt, root)
         try:
-            with _bar(progress, made.bytes_to_read) as advance:
-                tensors = list(prepare(made.steps, views, transform, advance))
-                making = _make(made.makings)
-                missing, unexpected = _commit(model, made, tensors, making, strict, advance)
+            if verify:
+                _verify(opened)
+            made = make_plan(model, opened, options, check_shapes=transform is None)
+            missing, unexpected = _execute(model, opened, made, transform, progress, strict)
         finally:
-            views.close()
-    finally:
-        if owned:
-            opened.close()
+            if owned:
+                opened.close()
     report = _report(made, time.perf_counter() - start)
     return replace(report, missing_keys=missing, unexpected_keys=unexpected)
+
+
+def _execute(
+    model: nn.Module,
+    ckpt: Checkpoint,
+    plan: LoadPlan,
+    transform: Transform | None,
+    progress: bool,
+    strict: bool,
+) -> tuple[list[str], list[str]]:
+    """Prepare every tensor, then place them all."""
+    views = MappedViews(ckpt.index)
+    try:
+        with _bar(progress, plan.bytes_to_read) as advance:
+            tensors = list(prepare(plan.steps, views, transform, advance))
+            return _commit(model, plan, tensors, _make(plan.makings), strict, advance)
+    finally:
+        views.close()
 
 
 def _commit(

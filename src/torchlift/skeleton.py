@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from torchlift.calls import Ref
+from torchlift.collector import collection_paused
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.place import RECIPE, Commit, exchange, successor_of
 from torchlift.replay import replay_all
@@ -72,7 +73,7 @@ def skeleton(factory: Callable[..., M], *args: Any, **kwargs: Any) -> M:
             "write skeleton(Model, config) instead of skeleton(Model(config))"
         )
     tape = Tape(torch.get_default_device())
-    with _recordable_initialisers(), tape:
+    with collection_paused(), _recordable_initialisers(), tape:
         model = factory(*args, **kwargs)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")

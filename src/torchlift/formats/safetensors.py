@@ -6,11 +6,11 @@ ones JSON needs in Python, where ``true`` is an integer and 1e400 parses.
 
 from __future__ import annotations
 
-import gc
 import struct
 from functools import lru_cache
 from typing import Any
 
+from torchlift.collector import collection_paused
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
 from torchlift.formats.json_text import parse_json
@@ -39,17 +39,11 @@ def read_safetensors(path: str) -> Index:
     Raises:
         FormatError: not such a file, damaged, or inconsistent.
     """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with Source(path) as source:
-            header, start = _read_header(source)
-            metadata = _metadata(header.pop("__metadata__", {}))
-            entries = _entries(header, path, start)
-            _check_cover(entries, start, source.size)
-    finally:
-        if collecting:
-            gc.enable()
+    with collection_paused(), Source(path) as source:
+        header, start = _read_header(source)
+        metadata = _metadata(header.pop("__metadata__", {}))
+        entries = _entries(header, path, start)
+        _check_cover(entries, start, source.size)
     storages = {
         entry.storage: Storage(path, chunk.offset, chunk.nbytes, "cpu")
         for entry in entries.values()

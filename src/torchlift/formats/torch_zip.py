@@ -6,8 +6,7 @@ says about bytes is checked against the archive before anybody allocates a tenso
 
 from __future__ import annotations
 
-import gc
-
+from torchlift.collector import collection_paused
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import Flat, flatten
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
@@ -35,15 +34,8 @@ def read_torch_zip(path: str) -> Index:
     Raises:
         FormatError: not such an archive, damaged, or inconsistent.
     """
-    # A hundred thousand records make the collector walk everything a dozen times for nothing.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with Source(path) as source:
-            return _read(source)
-    finally:
-        if collecting:
-            gc.enable()
+    with collection_paused(), Source(path) as source:
+        return _read(source)
 
 
 def _read(source: Source) -> Index:
