@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def collection_paused() -> Iterator[None]:
     """Pause the collector inside the block; nothing is lost, it only runs later.
 
-    A hundred thousand records make it walk everything a dozen times for nothing, and importing torch
-    leaves a full collection due: 50 ms that would fall on the first load, which takes 4.
+    A hundred thousand records make it walk everything a dozen times for nothing, and importing
+    torch leaves a full collection due: 50 ms that would fall on the first load, which takes 4.
 
     Example:
         >>> import gc

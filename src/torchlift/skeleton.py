@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -188,8 +189,13 @@ def strays(model: nn.Module, groups: Iterable[Group] | None = None) -> list[Grou
     found: list[Group] = []
     for prefix, module in walk(model):
         for name, value in vars(module).items():
+            # Most attributes are flags, numbers and empty dicts of hooks: told apart by their type
+            # alone, since this runs over every attribute of every module of every load.
             kind = type(value)
-            if kind in _NO_TENSORS or name in _REGISTRIES:
+            if kind in _CONTAINERS:
+                if not value or name in _REGISTRIES:
+                    continue
+            elif not issubclass(kind, (torch.Tensor, dict, list, tuple)):
                 continue
             for tensor in _meta_tensors(value, 0):
                 if id(tensor) not in known:
@@ -198,7 +204,7 @@ def strays(model: nn.Module, groups: Iterable[Group] | None = None) -> list[Grou
     return found
 
 
-_NO_TENSORS = frozenset({bool, int, float, str, type(None), set})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 

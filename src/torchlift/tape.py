@@ -14,6 +14,7 @@ them): 1.0 s in a fresh process, against 1 ms for plain construction on meta.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ class Tape(TorchFunctionMode):
         # Before the call: an in-place one may change what its own arguments look like.
         seen: dict[Key, None] = {}
         recorded = self._as_recorded((args, kwargs), seen)
-        if getattr(func, "__name__", "") in _FILLS and inputs and _may_write(inputs[0]):
+        if getattr(func, "__name__", "") in _FILLS and inputs and _may_write(func, inputs[0]):
             result: Any = inputs[0]
             written = _keys([inputs[0]])
         else:
@@ -309,8 +310,11 @@ def _keys(tensors: Iterable[torch.Tensor]) -> list[Key]:
     return [key for key in map(key_of, tensors) if key is not None]
 
 
-def _may_write(tensor: torch.Tensor) -> bool:
-    # Where autograd would object to the write, the call itself has to say so.
+def _may_write(func: Callable[..., Any], tensor: torch.Tensor) -> bool:
+    # Where autograd would object to the write, the call itself has to say so. The functions of
+    # torch.nn.init, unlike the methods, turn it off themselves.
+    if isinstance(func, FunctionType):
+        return True
     return not (tensor.requires_grad and torch.is_grad_enabled())
 
 
