@@ -101,7 +101,7 @@ def materialize(
         names: fully qualified names of tensors, or of submodules for all of theirs; None means all.
 
     Returns:
-        The names of the tensors that were made, in the order of `state_dict`.
+        The names of the tensors that were made, in the order of ``state_dict``.
 
     Raises:
         PlacementError: a tensor on meta was not made by `skeleton`, or a name is not one of the

@@ -18,10 +18,10 @@ class Slot:
     """One name in a module tree under which a parameter or buffer is registered.
 
     Attributes:
-        fqn: fully qualified name from the root, as in `state_dict`.
+        fqn: fully qualified name from the root, as in ``state_dict``.
         module: the submodule that owns it.
         name: its attribute name there.
-        persistent: whether `state_dict` contains it; False for non-persistent buffers.
+        persistent: whether ``state_dict`` contains it; False for non-persistent buffers.
     """
 
     fqn: str
@@ -44,12 +44,12 @@ class Group:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, in the order of `state_dict`."""
+        """All names, in the order of ``state_dict``."""
         return tuple(slot.fqn for slot in self.slots)
 
     @property
     def persistent(self) -> bool:
-        """Whether `state_dict` contains it under any name."""
+        """Whether ``state_dict`` contains it under any name."""
         return any(slot.persistent for slot in self.slots)
 
     @property
@@ -87,7 +87,7 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def collect(model: nn.Module) -> list[Group]:
-    """Group every parameter and buffer of `model` by identity, in the order of `state_dict`."""
+    """Group every parameter and buffer of `model` by identity, in the order of ``state_dict``."""
     tensors: dict[int, tuple[torch.Tensor, list[Slot]]] = {}
     for prefix, module in walk(model):
         for name, weight in module._parameters.items():

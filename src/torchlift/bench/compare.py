@@ -31,7 +31,7 @@ class Result:
         seconds: wall time of each round: opening, building on meta where it does that, loading.
         added_anonymous: peak of each round above what was there before, in bytes of RAM owned.
         added_file_backed: the same for page cache mapped, in bytes.
-        digest: a checksum of what was loaded, see `torchlift.bench.loading.digest`.
+        digest: a checksum of what was loaded, see ``torchlift.bench.loading.digest``.
         error: why it failed, or "".
     """
 

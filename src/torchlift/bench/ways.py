@@ -14,7 +14,7 @@ class Way:
     Attributes:
         name: what ``--only`` selects.
         summary: what it does, for a reader.
-        function: its name in `torchlift.bench.loading`; called with a ``Job``, it returns the
+        function: its name in ``torchlift.bench.loading``; called with a ``Job``, it returns the
             loaded module or state dict, or None where there is nothing to compare.
         formats: formats of `torchlift.formats.Index` that it reads; empty for all.
         needs: modules it imports, before the clock starts.
