@@ -1,0 +1,158 @@
+"""Forty real architectures: a loaded skeleton is the model that normal construction makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_files import same_bits
+from model_families import FAMILIES, floating_outputs
+from same_model import all_tensors, assert_same_tensors, scrambled
+from torch import nn
+
+import torchlift
+
+pytestmark = pytest.mark.slow
+
+every_family = pytest.mark.parametrize("family", list(FAMILIES))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums in one order: what is compared is the weights, not the scheduling of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def reference(family: str) -> nn.Module:
+    """The model as normal construction makes it, with a seed."""
+    cls, config, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    return cls(config)
+
+
+def skeleton(family: str) -> nn.Module:
+    """The same model without storage."""
+    cls, config, _ = FAMILIES[family]
+    return torchlift.skeleton(cls, config)
+
+
+def inputs_for(family: str) -> dict[str, torch.Tensor]:
+    """The same inputs at every call."""
+    torch.manual_seed(1)
+    return FAMILIES[family][2]()
+
+
+def forward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Every floating-point output of a forward pass, with the random choices of one seed."""
+    torch.manual_seed(2)
+    np.random.seed(2)  # models drop whole layers by this generator
+    outputs = list(floating_outputs(model(**inputs)))
+    assert outputs
+    return outputs
+
+
+def train(model: nn.Module, optimizer: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One step of training; the loss."""
+    model.train()
+    loss = sum(output.square().mean() for output in forward(model, inputs) if output.requires_grad)
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def assert_same_gradients(model: nn.Module, wanted: nn.Module) -> None:
+    """Every parameter has the reference's gradient, or like it none."""
+    found = dict(model.named_parameters())
+    with_gradient = 0
+    for name, parameter in wanted.named_parameters():
+        grad = found[name].grad
+        if parameter.grad is None:
+            assert grad is None, name
+        else:
+            assert grad is not None, name
+            assert same_bits(grad, parameter.grad), name
+            with_gradient += 1
+    assert with_gradient
+
+
+def optimizer_over(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer whose step depends on every bit of the gradients and the weights."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+@every_family
+def test_a_loaded_skeleton_computes_and_trains_like_the_original(
+    family: str, tmp_path: Path
+) -> None:
+    """Outputs, loss, gradients and the step of an optimizer that was built before the load."""
+    wanted = scrambled(reference(family))
+    torch.save(wanted.state_dict(), tmp_path / "model.pt")
+    model = skeleton(family)
+    optimizer = optimizer_over(model)
+    parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+    report = torchlift.load(model, tmp_path / "model.pt", source="mmap")
+
+    assert set(report.mode.values()) == {"swap"}
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+    assert_same_tensors(model, wanted)
+    inputs = inputs_for(family)
+    with torch.no_grad():
+        pairs = zip(forward(model.eval(), inputs), forward(wanted.eval(), inputs), strict=True)
+        assert all(same_bits(found, expected) for found, expected in pairs)
+    expected_loss = train(wanted, optimizer_over(wanted), inputs)
+    assert same_bits(train(model, optimizer, inputs), expected_loss)
+    assert_same_gradients(model, wanted)
+    assert_same_tensors(model, wanted)
+
+
+@every_family
+def test_every_mode_and_source_gives_the_same_tensors(family: str, tmp_path: Path) -> None:
+    """State dict, hidden buffers and ties are those of the reference, bit by bit."""
+    wanted = scrambled(reference(family))
+    torch.save(wanted.state_dict(), tmp_path / "model.pt")
+    for mode, source in product(("assign", "copy", "swap", "auto"), ("mmap", "read")):
+        model = skeleton(family)
+        report = torchlift.load(model, tmp_path / "model.pt", mode=mode, source=source)
+        assert set(report.source.values()) == {source}
+        assert report.missing_keys == report.unexpected_keys == []
+        assert_same_tensors(model, wanted)
+
+
+@every_family
+def test_materialize_with_a_seed_is_normal_construction_with_that_seed(family: str) -> None:
+    """Nothing but the recorded construction is needed to get the very same random weights."""
+    wanted = reference(family)
+    model = skeleton(family)
+    assert all(tensor.is_meta for tensor in all_tensors(model).values())
+    torch.manual_seed(0)
+    torchlift.materialize(model)
+    assert_same_tensors(model, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "resnet"])
+def test_safetensors_maps_give_the_same_bits_and_nearly_the_same_outputs(
+    family: str, tmp_path: Path
+) -> None:
+    """The format aligns its data to 8 bytes, for which torch may take another kernel."""
+    from safetensors.torch import save_model
+
+    wanted = scrambled(reference(family)).eval()
+    save_model(wanted, str(tmp_path / "model.safetensors"))
+    inputs = inputs_for(family)
+    for source in ("mmap", "read"):
+        model = skeleton(family).eval()
+        torchlift.load(model, tmp_path / "model.safetensors", source=source)
+        assert_same_tensors(model, wanted)
+        with torch.no_grad():
+            pairs = zip(forward(model, inputs), forward(wanted, inputs), strict=True)
+            for found, expected in pairs:
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
