@@ -37,7 +37,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"torchlift\.(\w+\.)*[A-Z]"),
     ("py:class", r"'.*'"),
     # A plan carries the engine's own records, for the engine.
-    ("py:class", r"torchlift\.(match|slots|steps)\.\w+|Making|Step"),
+    ("py:class", r"torchlift\.(match|slots|steps)\.\w+|Work"),
 ]
 # Absolute, because autosummary looks below the pages and Sphinx below this file.
 templates_path = [str(ROOT / "docs" / "_templates")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torchlift.report import KeyReport, LoadReport, human, summarise
 from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options
 from torchlift.skeleton import strays
 from torchlift.slots import Group, collect
-from torchlift.steps import Making, Step, makings_for, steps_for
+from torchlift.steps import Step, Work, makings_for, steps_for
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,12 @@ class LoadPlan(LoadReport):
     Attributes:
         peak_bytes: estimate of the anonymous memory the load adds at its peak, in bytes.
         bytes_to_read: bytes that will be copied out of the files.
-        steps: the work itself, for the transfer and placement rooms.
-        makings: tensors of the model that the checkpoint does not provide and that are made.
-        attributes: what the modules' own loading code sets besides tensors.
-        extra: states for `torch.nn.Module.set_extra_state`.
+        work: what the transfer and placement rooms are to do.
     """
 
     peak_bytes: int = 0
     bytes_to_read: int = 0
-    steps: tuple[Step, ...] = field(default=(), repr=False)
-    makings: tuple[Making, ...] = field(default=(), repr=False)
-    attributes: tuple[tuple[nn.Module, str, object], ...] = field(default=(), repr=False)
-    extra: tuple[tuple[nn.Module, object], ...] = field(default=(), repr=False)
+    work: Work = field(default_factory=Work, repr=False)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -139,22 +133,24 @@ def make_plan(
         # They may excuse a name, and get to see the loaded module only if nothing is wrong.
         run_post_hooks(model, matched.missing, matched.unexpected)
     _check(matched, ckpt.path, options)
-    steps = tuple(steps_for(matched, ckpt.path, options))
-    makings = tuple(makings_for([*matched.unmatched, *strays(model)], options))
-    made = _assemble(ckpt, groups, matched, steps, makings, names)
-    return replace(made, attributes=tuple(outcome.attributes), extra=tuple(outcome.extra))
+    work = Work(
+        steps=tuple(steps_for(matched, ckpt.path, options)),
+        makings=tuple(makings_for([*matched.unmatched, *strays(model)], options)),
+        attributes=tuple(outcome.attributes),
+        extra=tuple(outcome.extra),
+    )
+    return _assemble(ckpt, groups, matched, work, names)
 
 
 def _assemble(
     ckpt: Checkpoint,
     groups: list[Group],
     matched: Match,
-    steps: tuple[Step, ...],
-    makings: tuple[Making, ...],
+    work: Work,
     names: Mapping[str, str],
 ) -> LoadPlan:
     loaded: dict[str, KeyReport] = {}
-    for step in steps:
+    for step in work.steps:
         loaded.update(dict.fromkeys(step.group.names, _describe(step)))
     order = {slot.fqn: at for at, slot in enumerate(s for g in groups for s in g.slots)}
     return LoadPlan(
@@ -164,12 +160,11 @@ def _assemble(
         unexpected_keys=matched.unexpected,
         mismatched=matched.mismatched,
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
-        replayed=[n for item in makings if item.group.tensor.is_meta for n in item.group.names],
+        replayed=[name for group in work.replayed for name in group.names],
         renamed={old: new for old, new in names.items() if old != new},
-        peak_bytes=_peak(steps, makings),
-        bytes_to_read=sum(step.span for step in steps if step.owned or step.in_place),
-        steps=steps,
-        makings=makings,
+        peak_bytes=_peak(work),
+        bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
+        work=work,
     )
 
 
@@ -194,7 +189,8 @@ def _name(value: torch.Tensor | None) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def _peak(steps: tuple[Step, ...], makings: tuple[Making, ...]) -> int:
+def _peak(work: Work) -> int:
+    steps, makings = work.steps, work.makings
     staged = sum(
         step.owned and step.source == "read" and step.dense and step.is_changed for step in steps
     )
@@ -218,10 +214,11 @@ def _check(matched: Match, path: str, options: Options) -> None:
             parts.append(f"unexpected ({len(unexpected)}): {', '.join(unexpected)}")
         if wrong:
             parts.append(f"mismatched ({len(wrong)}): " + "; ".join(map(str, wrong.values())))
+        ways = options.strict and bool(missing), options.strict and bool(unexpected), bool(wrong)
         raise MismatchError(
             "the checkpoint does not fit the model: " + "; ".join(parts),
             file=path,
-            hint=suggestion(missing, unexpected) or _way_out(bool(bad_names), bool(wrong)),
+            hint=suggestion(missing, unexpected) or _way_out(*ways),
             missing_keys=missing,
             unexpected_keys=unexpected,
             mismatched={key: (item.expected, item.found) for key, item in wrong.items()},
@@ -230,9 +227,11 @@ def _check(matched: Match, path: str, options: Options) -> None:
     matched.missing = missing + list(matched.mismatched)
 
 
-def _way_out(names: bool, shapes: bool) -> str:
+def _way_out(missing: bool, unexpected: bool, shapes: bool) -> str:
     ways = []
-    if names:
+    if unexpected and not missing:
+        ways.append("rename= to drop these (return None), or strict=False to load what fits")
+    elif missing:
         ways.append("strict=False to load what fits")
     if shapes:
         ways.append("ignore_mismatched=True to skip what has another shape")

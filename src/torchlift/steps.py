@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from torchlift.checkpoint import dtype_of
 from torchlift.errors import PlacementError
@@ -107,6 +108,28 @@ class Making:
     group: Group
     device: torch.device
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All that a load is to do.
+
+    Attributes:
+        steps: tensors that the checkpoint provides.
+        makings: tensors that it does not provide and that are made or moved.
+        attributes: (module, name, value) that a module's own loading code sets besides tensors.
+        extra: (module, state) for ``set_extra_state``.
+    """
+
+    steps: tuple[Step, ...] = ()
+    makings: tuple[Making, ...] = ()
+    attributes: tuple[tuple[nn.Module, str, object], ...] = ()
+    extra: tuple[tuple[nn.Module, object], ...] = ()
+
+    @property
+    def replayed(self) -> list[Group]:
+        """What is made by replaying its construction."""
+        return [item.group for item in self.makings if item.group.tensor.is_meta]
 
 
 def steps_for(matched: Match, path: str, options: Options) -> Iterator[Step]:
