@@ -156,9 +156,9 @@ class _Run:
         extras: list[object] = []
         if _takes_extra(module):
             object.__setattr__(stand_in, "set_extra_state", extras.append)
-        stand_in._load_from_state_dict(
-            local, prefix, metadata, self.strict, missing, unexpected, errors
-        )
+        # Strict in any case: torch's own code lists no missing name otherwise, and a name that is
+        # not listed counts as settled. What becomes of the lists is for the plan to say.
+        stand_in._load_from_state_dict(local, prefix, metadata, True, missing, unexpected, errors)
         # torch's own words for a shape that differs; the plan has its own, with all of them.
         self._raise([text for text in errors if "size mismatch" not in text], prefix)
         self.outcome.extra += [(module, state) for state in extras]

@@ -107,13 +107,16 @@ class Commit:
         old.data = new.detach()
         old.__class__ = kind.cls_to_become
 
-    def copy(self, group: Group, source: torch.Tensor) -> None:
-        """Overwrite the values in place, casting and moving as `Tensor.copy_` does."""
+    def copy(self, group: Group, source: torch.Tensor, *, backup: bool = False) -> None:
+        """Overwrite the values in place, casting and moving as `Tensor.copy_` does.
+
+        Only with a backup, which takes a second copy in memory, can this be undone.
+        """
         old = group.tensor
-        if not is_plain(old):
+        if backup or not is_plain(old):
             # A subclass may fail half-way in code of its own.
-            backup = old.detach().clone()
-            self._undo.append(lambda: old.copy_(backup))
+            before = old.detach().clone()
+            self._undo.append(lambda: old.copy_(before))
         with torch.no_grad():
             old.copy_(source)
 

@@ -203,10 +203,13 @@ def _same_bytes(one: Candidate, two: Candidate, views: MappedViews) -> bool:
             return True
     left, right = _tensor(one, views), _tensor(two, views)
     # As bytes, so that a NaN equals itself.
-    return torch.equal(
-        left.contiguous().flatten().view(torch.uint8),
-        right.contiguous().flatten().view(torch.uint8),
-    )
+    return torch.equal(_bytes_of(left), _bytes_of(right))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    # Not flatten(): a single element may keep a stride that a view as bytes refuses.
+    dense = tensor.contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _tensor(candidate: Candidate, views: MappedViews) -> torch.Tensor:
