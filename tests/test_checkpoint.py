@@ -1,0 +1,399 @@
+"""`open` and `Checkpoint`: a lazy, read-only mapping whose tensors are views of a private map."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import Call, same_bits, tensor, write_safetensors, write_zip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from small_models import Mixed, saved, tensors_of
+from torch import nn
+
+import torchlift
+from torchlift.errors import CheckpointError, FormatError, IntegrityError, UnsafeError
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.complex64, torch.complex128, torch.int64, torch.int8, torch.uint8,
+    torch.uint16, torch.uint32, torch.uint64, torch.bool,
+]  # fmt: skip
+
+
+@pytest.fixture
+def nested(tmp_path: Path) -> Path:
+    """A training checkpoint: a model, an optimizer's state and plain objects."""
+    return saved(
+        {
+            "model": {"layer.weight": torch.ones(2, 3), "layer.bias": torch.zeros(2)},
+            "optimizer": {"state": {0: {"exp_avg": torch.full((2,), 3.0)}}, "lr": 0.1},
+            "epoch": 4,
+        },
+        tmp_path,
+    )
+
+
+def test_a_checkpoint_is_a_mapping_in_file_order(nested):
+    """Keys of nested containers are joined by dots and come in the order of the file."""
+    with torchlift.open(nested) as ckpt:
+        assert isinstance(ckpt, Mapping)
+        assert list(ckpt) == ["model.layer.weight", "model.layer.bias", "optimizer.state.0.exp_avg"]
+        assert len(ckpt) == 3
+        assert "model.layer.bias" in ckpt
+        assert "epoch" not in ckpt
+        assert ckpt.get("epoch") is None
+        assert {key: value.tolist() for key, value in ckpt.items()} == {
+            "model.layer.weight": [[1.0] * 3] * 2,
+            "model.layer.bias": [0.0, 0.0],
+            "optimizer.state.0.exp_avg": [3.0, 3.0],
+        }
+
+
+def test_objects_are_the_leaves_that_are_not_tensors(nested):
+    """Numbers and text are at hand without a tensor being touched."""
+    ckpt = torchlift.open(nested)
+    assert ckpt.objects == {"optimizer.lr": 0.1, "epoch": 4}
+    assert (ckpt.format, ckpt.path, ckpt.nbytes) == ("torch-zip", str(nested), 24 + 8 + 8)
+    assert ckpt.metadata["byteorder"] == "little"
+
+
+@pytest.mark.parametrize("attribute", ["entries", "objects", "metadata"])
+def test_what_a_checkpoint_says_cannot_be_changed(nested, attribute):
+    """The mapping and its parts are read-only, so two users of one checkpoint agree."""
+    ckpt = torchlift.open(nested)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        getattr(ckpt, attribute)["epoch"] = 5
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        ckpt["model.layer.bias"] = torch.ones(2)
+
+
+def test_a_missing_key_offers_near_ones(nested):
+    """A typo gets the names that it may have meant."""
+    ckpt = torchlift.open(nested)
+    with pytest.raises(KeyError, match=r"model\.layer\.wieght.*Did you mean 'model\.layer\.weight"):
+        ckpt["model.layer.wieght"]
+    with pytest.raises(KeyError, match=r"^\"'zzz'\"$"):
+        ckpt["zzz"]
+
+
+def test_root_keeps_one_container_and_strips_its_name(nested):
+    """Only what is under the container is left, and sizes are those of the part."""
+    ckpt = torchlift.open(nested, root="model")
+    assert list(ckpt) == ["layer.weight", "layer.bias"]
+    assert ckpt.entries["layer.bias"].key == "layer.bias"
+    assert (ckpt.nbytes, ckpt.objects, ckpt.root) == (32, {}, "model")
+    assert torchlift.open(nested, root="optimizer.state")["0.exp_avg"].tolist() == [3, 3]
+
+
+def test_root_that_is_not_there_lists_what_is(nested):
+    """An unknown container is an error that names the containers of the file."""
+    with pytest.raises(FormatError) as caught:
+        torchlift.open(nested, root="modle")
+    assert str(caught.value) == (
+        f"{nested}: 'modle': there is no such container; found at the top: epoch, model, "
+        "optimizer. Did you mean 'model'?"
+    )
+
+
+def test_two_paths_to_one_key_are_an_error(tmp_path):
+    """A key that flattening makes ambiguous is refused when the file is opened."""
+    path = saved({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, tmp_path)
+    with pytest.raises(FormatError, match=r"'a\.b': two tensors or objects have this key"):
+        torchlift.open(path)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_every_dtype_are_those_of_torch_load(tmp_path, dtype):
+    """A view of the map has the very bits that torch reads."""
+    value = torch.randint(0, 256, (48,), dtype=torch.uint8)
+    value = value % 2 == 0 if dtype == torch.bool else value.view(dtype)
+    path = saved({"w": value}, tmp_path)
+    assert same_bits(torchlift.open(path)["w"], torch.load(path)["w"])
+
+
+def test_safetensors_read_the_same_way(tmp_path):
+    """The other format gives the same tensors, and its metadata."""
+    state = {"w": torch.randn(3, 2), "h": torch.ones(4, dtype=torch.bfloat16)}
+    save_file(state, tmp_path / "m.safetensors", metadata={"format": "pt"})
+    ckpt = torchlift.open(tmp_path / "m.safetensors")
+    assert (ckpt.format, dict(ckpt.metadata)) == ("safetensors", {"format": "pt"})
+    assert all(same_bits(ckpt[key], value) for key, value in state.items())
+
+
+def test_aliases_stay_aliases(tmp_path):
+    """Keys that share a storage in the file share memory in the mapping and in a state dict."""
+    base = torch.arange(12.0)
+    path = saved({"all": base, "row": base.view(3, 4)[1], "other": torch.ones(12)}, tmp_path)
+    ckpt = torchlift.open(path)
+    assert ckpt.aliases == (("all", "row"),)
+    for state in (ckpt, ckpt.state_dict()):
+        whole, row, other = state["all"], state["row"], state["other"]
+        assert whole.untyped_storage().data_ptr() == row.untyped_storage().data_ptr()
+        assert whole.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    ckpt["row"].fill_(-1)
+    assert ckpt["all"].tolist() == [0, 1, 2, 3, -1, -1, -1, -1, 8, 9, 10, 11]
+
+
+def test_saving_the_state_dict_again_does_not_grow_the_file(tmp_path):
+    """Neither shared storages nor the map behind all of them are written more than once."""
+    big = torch.randn(1000)
+    state = {"a": big, "b": big[100:], "c": torch.randn(1000), "d": torch.randn(2)}
+    path = saved(state, tmp_path)
+    ckpt = torchlift.open(path)
+    again = saved(ckpt.state_dict(), tmp_path, "again.pt")
+    one = saved({"d": ckpt["d"]}, tmp_path, "one.pt")
+    assert abs(again.stat().st_size - path.stat().st_size) < 512
+    assert one.stat().st_size < 2048
+    assert all(same_bits(torch.load(again)[key], value) for key, value in state.items())
+
+
+def test_writing_to_a_tensor_reaches_neither_the_file_nor_another_reader(tmp_path):
+    """Pages are copied when written to: only views of this checkpoint see the change."""
+    path = saved(nn.Linear(3, 2).state_dict(), tmp_path)
+    before = path.read_bytes()
+    one, two = torchlift.open(path), torchlift.open(path)
+    true = two["weight"].clone()
+    one["weight"].fill_(99)
+    assert path.read_bytes() == before
+    assert same_bits(two["weight"], true)
+    model = torchlift.skeleton(nn.Linear, 3, 2)
+    torchlift.load(model, one)
+    assert same_bits(model.weight, true)
+    assert one["weight"].eq(99).all()
+
+
+def test_a_closed_checkpoint_gives_no_more_tensors(tmp_path):
+    """What was taken stays valid, even when the file is gone; taking more is an error."""
+    path = saved({"w": torch.arange(3.0), "v": torch.ones(1)}, tmp_path)
+    with torchlift.open(path) as ckpt:
+        taken = ckpt["w"]
+    path.unlink()
+    assert taken.tolist() == [0, 1, 2]
+    with pytest.raises(CheckpointError, match=r"the checkpoint is closed\. Take what you need ins"):
+        ckpt["v"]
+    with pytest.raises(CheckpointError, match="the checkpoint is closed"):
+        ckpt.state_dict()
+    ckpt.close()
+    assert ckpt.entries["v"].shape == (1,)
+
+
+def test_a_checkpoint_leaves_no_open_files_behind(tmp_path):
+    """Opening keeps no descriptor, and closing gives back those that tensors needed."""
+    path = saved({"w": torch.ones(1)}, tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    ckpt = torchlift.open(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    kept = ckpt["w"]
+    ckpt.close()
+    del ckpt
+    # A map holds a descriptor of its own for as long as a tensor lives in it.
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert kept.item() == 1
+    del kept
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("how", ["shorter", "replaced", "overwritten", "gone"])
+def test_a_file_that_is_not_the_one_that_was_opened_is_refused(tmp_path, how):
+    """Offsets of another file mean nothing, and a map past its end would be a crash."""
+    path = saved({"w": torch.ones(1000)}, tmp_path)
+    ckpt = torchlift.open(path)
+    damage(path, how)
+    text = "cannot be opened any more" if how == "gone" else "the file changed after it was opened"
+    with pytest.raises(IntegrityError, match=text) as caught:
+        ckpt["w"]
+    assert str(path) in str(caught.value)
+
+
+def damage(path: Path, how: str) -> None:
+    """Change a file under its reader's feet."""
+    if how == "shorter":
+        os.truncate(path, 100)
+    elif how == "replaced":
+        other = path.with_suffix(".other")
+        other.write_bytes(path.read_bytes())
+        os.replace(other, path)
+    elif how == "overwritten":
+        status = path.stat()
+        path.write_bytes(path.read_bytes())
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    else:
+        path.unlink()
+
+
+def test_a_device_tag_is_information_only(tmp_path):
+    """A tensor that was saved on cuda:3 comes out on the CPU."""
+    ckpt = torchlift.open(write_zip(tmp_path / "x.pt", {"w": tensor(location="cuda:3")}))
+    assert ckpt.entries["w"].location == "cuda:3"
+    assert ckpt["w"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("pad", range(8))
+def test_a_misaligned_storage_comes_out_aligned(tmp_path, pad):
+    """A header of any length before the data gives a tensor with the right values and address."""
+    header = {"w": {"dtype": "F64", "shape": [3], "data_offsets": [0, 24]}}
+    text = json.dumps(header).encode() + b" " * pad
+    path = write_safetensors(tmp_path / "m.safetensors", text, struct.pack("<3d", 1, 2, 3))
+    value = torchlift.open(path)["w"]
+    assert value.tolist() == [1, 2, 3]
+    assert value.data_ptr() % 8 == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(20.0)[3:19:4],
+        torch.ones(1).expand(5, 3),
+        torch.arange(5.0).as_strided((3, 3), (1, 1)),
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.empty(0, 3),
+        torch.tensor(4.0),
+        torch.ones(()).expand(4),
+    ],
+    ids=["transposed", "sliced", "expanded", "sliding", "channels", "empty", "scalar", "broadcast"],
+)
+def test_views_keep_their_shape_and_strides(tmp_path, value):
+    """A view comes out as the view that was saved, over as little memory."""
+    path = saved({"w": value}, tmp_path)
+    found = torchlift.open(path)["w"]
+    assert (found.shape, found.stride()) == (value.shape, value.stride())
+    assert torch.equal(found, value)
+
+
+def test_the_default_device_and_dtype_make_no_difference(tmp_path):
+    """A program that works on another device by default reads the same tensors."""
+    path = saved({"w": torch.arange(3.0), "e": torch.empty(0)}, tmp_path)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            state = torchlift.open(path).state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert state["w"].tolist() == [0, 1, 2]
+    assert {value.device.type for value in state.values()} == {"cpu"}
+    assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+def test_what_would_run_code_is_listed_and_refused(tmp_path):
+    """A file that names a foreign function opens, says so, and runs nothing."""
+    witness = tmp_path / "witness"
+    path = write_zip(
+        tmp_path / "x.pt", {"w": tensor(), "trap": Call(os.mkdir, str(witness)), "n": 1}
+    )
+    ckpt = torchlift.open(path)
+    assert ckpt.blocked == (f"{os.mkdir.__module__}.mkdir",)
+    assert list(ckpt) == ["w"]
+    assert "trap" not in ckpt
+    with pytest.raises(UnsafeError, match=r"'trap': only unpickling could rebuild it.*mkdir") as e:
+        ckpt["trap"]
+    assert "Pass root=" in str(e.value)
+    assert list(ckpt.state_dict()) == ["w"]
+    assert not witness.exists()
+
+
+def test_a_checkpoint_equals_itself_only(tmp_path):
+    """Comparing checkpoints compares no tensors, and one can be the key of a dictionary."""
+    path = saved({"w": torch.ones(3)}, tmp_path)
+    one, two = torchlift.open(path), torchlift.open(path)
+    assert one == one
+    assert one != two
+    assert {one: 1}[one] == 1
+
+
+def test_a_checkpoint_prints_as_a_summary(nested):
+    """The text, the HTML and the one-line form name the file and count the tensors."""
+    ckpt = torchlift.open(nested, root="model")
+    assert (
+        repr(ckpt) == f"<Checkpoint {str(nested)!r}, root='model': torch-zip, 2 tensors, 32 bytes>"
+    )
+    for text in (str(ckpt), ckpt._repr_html_()):
+        assert "layer.weight" in text
+        assert "torch-zip" in text
+
+
+def test_a_file_larger_than_memory_can_be_opened_and_looked_at(tmp_path):
+    """Nothing is reserved for what is only mapped."""
+    numel = 1 << 36
+    header = {"w": {"dtype": "U8", "shape": [numel], "data_offsets": [0, numel]}}
+    path = write_safetensors(tmp_path / "m.safetensors", header)
+    os.truncate(path, path.stat().st_size + numel)
+    with torchlift.open(path) as ckpt:
+        assert ckpt["w"][-1].item() == 0
+
+
+def test_a_directory_of_shards_is_one_checkpoint(tmp_path):
+    """Tensors come from the file that the index gives for them."""
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        save_file({name: torch.full((2,), value)}, tmp_path / f"{name}.safetensors")
+    weights = {"a": "a.safetensors", "b": "b.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    ckpt = torchlift.open(tmp_path)
+    assert ckpt.format == "sharded"
+    assert {key: value.tolist() for key, value in ckpt.items()} == {"a": [1, 1], "b": [2, 2]}
+
+
+def test_entries_travel_between_processes(nested):
+    """An entry is plain data."""
+    entries = dict(torchlift.open(nested).entries)
+    assert pickle.loads(pickle.dumps(entries)) == entries
+
+
+def test_a_stored_record_that_a_zip_tool_rewrote_still_reads(tmp_path):
+    """Storages that lost torch's alignment are read all the same."""
+    path = saved(tensors_of(Mixed()), tmp_path)
+    moved = tmp_path / "moved.pt"
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(moved, "w") as new:
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+    ckpt = torchlift.open(moved)
+    assert all(same_bits(ckpt[key], value) for key, value in torch.load(path).items())
+
+
+@st.composite
+def views(draw) -> list[torch.Tensor]:
+    """Tensors that look into a few storages in every way that torch allows."""
+    bases = [torch.randn(24) for _ in range(draw(st.integers(1, 3)))]
+    found = []
+    for _ in range(draw(st.integers(1, 6))):
+        shape = draw(st.lists(st.integers(0, 3), max_size=3))
+        stride = [draw(st.integers(0, 4)) for _ in shape]
+        span = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        offset = draw(st.integers(0, max(0, 23 - span)))
+        if 0 in shape or offset + span < 24:
+            base = draw(st.sampled_from(bases))
+            found.append(base.as_strided(shape, stride, min(offset, 23)))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors=views())
+def test_any_views_and_aliases_are_those_of_torch_load(tmp_path_factory, tensors):
+    """Values, strides and who shares memory with whom are what torch's own loading gives."""
+    path = saved({f"k{i}": t for i, t in enumerate(tensors)}, tmp_path_factory.mktemp("views"))
+    reference, found = torch.load(path), torchlift.open(path).state_dict()
+    assert found.keys() == reference.keys()
+    for key, value in reference.items():
+        assert (found[key].shape, found[key].stride()) == (value.shape, value.stride())
+        assert torch.equal(found[key], value)
+    filled = [key for key, value in reference.items() if value.numel()]
+    for a in filled:
+        for b in filled:
+            assert _distance(found, a, b) == _distance(reference, a, b)
+
+
+def _distance(state: dict[str, torch.Tensor], a: str, b: str) -> int | None:
+    one, two = state[a], state[b]
+    if one.untyped_storage().data_ptr() != two.untyped_storage().data_ptr():
+        return None
+    return one.data_ptr() - two.data_ptr()

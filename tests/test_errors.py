@@ -1,0 +1,99 @@
+"""The exceptions: one family, messages that say where, what and what to do, attributes besides."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+import torchlift
+from torchlift.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    MismatchError,
+    PlacementError,
+    UnsafeError,
+    clip,
+    did_you_mean,
+)
+
+KINDS = [FormatError, UnsafeError, MismatchError, PlacementError, IntegrityError]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_a_checkpoint_error(kind):
+    """One except clause catches everything that torchlift raises about a checkpoint."""
+    assert issubclass(kind, CheckpointError)
+    assert getattr(torchlift, kind.__name__) is kind
+    assert not issubclass(kind, (OSError, ValueError, KeyError))
+
+
+@pytest.mark.parametrize("kind", [CheckpointError, *KINDS])
+def test_a_message_has_file_entry_reason_expected_found_and_hint(kind):
+    """The parts come in one order, and are attributes too."""
+    error = kind(
+        "is wrong", file=Path("dir/x.pt"), entry="a.b", expected=(2, 3), found=[4], hint="Do this."
+    )
+    assert str(error) == "dir/x.pt: 'a.b': is wrong; expected (2, 3); found [4]. Do this."
+    assert (error.reason, error.file, error.entry) == ("is wrong", "dir/x.pt", "a.b")
+    assert (error.expected, error.found, error.hint) == ((2, 3), [4], "Do this.")
+
+
+def test_parts_that_are_not_known_are_left_out():
+    """A message has no empty places."""
+    error = FormatError("is wrong", found=0)
+    assert str(error) == "is wrong; found 0"
+    assert (error.file, error.entry, error.expected, error.hint) == (None, None, None, None)
+
+
+def test_an_error_travels_between_processes():
+    """Pickling keeps the message, every attribute, and what a mismatch lists."""
+    error = MismatchError(
+        "does not fit",
+        file="x.pt",
+        hint="Look.",
+        missing_keys=["a"],
+        unexpected_keys=["b"],
+        mismatched={"c": ((1,), (2,))},
+    )
+    error.__dict__["rank"] = 3
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is MismatchError
+    assert (str(copy), copy.__dict__) == (str(error), error.__dict__)
+
+
+def test_a_mismatch_lists_nothing_by_default_and_keeps_lists_of_its_own():
+    """The attributes are always there, and are not the caller's objects."""
+    assert (MismatchError("x").missing_keys, MismatchError("x").mismatched) == ([], {})
+    names = ["a"]
+    error = MismatchError("x", missing_keys=names)
+    names.append("b")
+    assert error.missing_keys == ["a"]
+
+
+def test_hostile_text_is_cut_to_a_readable_length():
+    """A name or value of a megabyte does not fill the screen."""
+    error = FormatError("is wrong", entry="k" * 1_000_000, found="v" * 1_000_000)
+    assert len(str(error)) < 700
+    assert "(1000000 characters)" in str(error)
+    assert clip("short") == "short"
+
+
+def test_near_names_are_offered_and_far_ones_are_not():
+    """The suggestion is a sentence, or nothing."""
+    assert did_you_mean("wieght", ["weight", "bias"]) == "Did you mean 'weight'?"
+    assert did_you_mean("wieght", []) == ""
+    assert did_you_mean("q", ["weight"]) == ""
+
+
+def test_a_file_that_is_no_checkpoint_raises_one_of_the_family(tmp_path):
+    """Nothing else escapes for a bad file."""
+    junk = tmp_path / "junk.pt"
+    for content in (b"", b"PK\x03\x04", b"\x80\x02}.", b"hello, world", bytes(5000)):
+        junk.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"junk\.pt"):
+            torchlift.open(junk)
+    with pytest.raises(CheckpointError, match="no such file"):
+        torchlift.open(tmp_path / "absent.pt")

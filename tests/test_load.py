@@ -1,0 +1,761 @@
+"""`load`: a checkpoint into a model, live or on meta, by every mode from every source."""
+
+from __future__ import annotations
+
+import copy
+import struct
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import Call, same_bits, tensor, write_zip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from small_models import (
+    Holder,
+    Mixed,
+    Scalar,
+    Tied,
+    Two,
+    assert_holds,
+    dense,
+    on_meta,
+    randomised,
+    saved,
+    state_of,
+    tensors_of,
+)
+from torch import nn
+
+import torchlift
+from torchlift.errors import MismatchError, PlacementError, UnsafeError
+
+MODES = ["auto", "assign", "copy", "swap"]
+SOURCES = ["auto", "mmap", "read"]
+
+
+@pytest.fixture(params=["live", "meta"])
+def kind(request) -> str:
+    """Whether a model has values before the load."""
+    return str(request.param)
+
+
+def build(kind: str, model: type[nn.Module], *args: object) -> nn.Module:
+    """A model with values, or its skeleton."""
+    return model(*args) if kind == "live" else torchlift.skeleton(model, *args)
+
+
+# --- every way gives the right values ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_every_mode_and_source_gives_the_values_of_the_file(tmp_path, kind, mode, source, format):
+    """Parameters, buffers, those of the root and of submodules are bit-equal to the file's."""
+    state = randomised(Mixed())
+    path = tmp_path / "model"
+    torch.save(state, path) if format == "torch" else save_file(state, path)
+    model = build(kind, Mixed)
+    report = torchlift.load(model, path, mode=mode, source=source)
+    assert_holds(model, state)
+    assert torch.equal(model.frequencies, torch.arange(4.0) / 3)
+    assert list(report.loaded) == list(state)
+    assert (report.missing_keys, report.unexpected_keys) == ([], [])
+    if mode != "auto":
+        assert set(report.mode.values()) == {mode}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_trains_still_trains(tmp_path, kind, mode):
+    """requires_grad is the model's, whatever was saved, and buffers stay buffers."""
+    state = {key: nn.Parameter(v) if v.is_floating_point() else v
+             for key, v in randomised(Mixed()).items()}  # fmt: skip
+    model = build(kind, Mixed)
+    torchlift.load(model, saved(state, tmp_path), mode=mode)
+    assert {key: value.requires_grad for key, value in model.named_parameters()} == {
+        key: key != "inner.0.bias" for key, _ in Mixed().named_parameters()
+    }
+    assert all(type(value) is nn.Parameter for value in model.parameters())
+    assert [name for name, _ in model.named_buffers()] == [n for n, _ in Mixed().named_buffers()]
+    assert not any(value.requires_grad for value in model.buffers())
+    assert "frequencies" not in model.state_dict()
+    (model.inner(model.scale[None].expand(2, 3))).sum().backward()
+    assert model.scale.grad is not None
+
+
+@st.composite
+def problems(draw) -> dict[str, torch.Tensor]:
+    """Tensors of any dtype, shape and layout, some of them views of others."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64,
+              torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool, torch.uint16]  # fmt: skip
+    found: dict[str, torch.Tensor] = {}
+    for i in range(draw(st.integers(1, 5))):
+        dtype = draw(st.sampled_from(dtypes))
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
+        value = raw.view(dtype).view(shape)
+        how = draw(st.sampled_from(["plain", "transposed", "sliced", "expanded", "alias"]))
+        if how == "transposed":
+            value = value.permute(tuple(reversed(range(value.dim()))))
+        elif how == "sliced":
+            raw = torch.randint(0, 2, (*shape, 2, dtype.itemsize), dtype=torch.uint8)
+            value = raw.view(dtype).view(*shape, 2)[..., 1]
+        elif how == "expanded":
+            value = value.unsqueeze(0).expand(3, *value.shape)
+        elif how == "alias" and found:
+            value = draw(st.sampled_from(list(found.values())))
+        found[f"t{i}"] = value
+    return found
+
+
+def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies that share nothing and repeat nothing."""
+    return {key: dense(value) for key, value in tensors.items()}
+
+
+def holder(tensors: dict[str, torch.Tensor], kind: str) -> nn.Module:
+    """A model for such tensors, with other values or none."""
+    zeros = {key: torch.zeros_like(value) for key, value in apart(tensors).items()}
+    return Holder(zeros) if kind == "live" else on_meta(zeros)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    tensors=problems(),
+    kind=st.sampled_from(["live", "meta"]),
+    mode=st.sampled_from(MODES),
+    source=st.sampled_from(SOURCES),
+)
+def test_any_tensors_load_as_torch_loads_them(tmp_path_factory, tensors, kind, mode, source):
+    """Whatever the dtypes, layouts and aliases, values equal torch's and memory is not shared."""
+    path = saved(tensors, tmp_path_factory.mktemp("any"))
+    model = holder(tensors, kind)
+    torchlift.load(model, path, mode=mode, source=source)
+    expected = apart(torch.load(path))
+    assert_holds(model, expected)
+    for key, value in tensors_of(model).items():
+        with torch.no_grad():
+            value.zero_()
+        expected[key] = torch.zeros_like(expected[key])
+        assert_holds(model, expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tensors=problems(),
+    wish=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    mode=st.sampled_from(["auto", "assign", "swap"]),
+    source=st.sampled_from(SOURCES),
+    kind=st.sampled_from(["live", "meta"]),
+)
+def test_any_cast_is_that_of_torch(tmp_path_factory, tensors, wish, mode, source, kind):
+    """Floating-point tensors become what `Tensor.to` makes of them; others are left alone."""
+    path = saved(tensors, tmp_path_factory.mktemp("cast"))
+    model = holder(tensors, kind)
+    torchlift.load(model, path, mode=mode, source=source, dtype=wish)
+    assert_holds(
+        model,
+        {k: v.to(wish) if v.is_floating_point() else v for k, v in torch.load(path).items()},
+    )
+
+
+# --- devices and dtypes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), lambda entry: "cpu"])
+def test_a_tag_in_the_file_is_never_obeyed(tmp_path, kind, device):
+    """A checkpoint that was saved on cuda:3 loads without it, with or without an argument."""
+    values = struct.pack("<4f", 1, 2, 3, 4)
+    path = write_zip(tmp_path / "x.pt", {"w": tensor(location="cuda:3")}, storages={"0": values})
+    model = holder({"w": torch.ones(2, 2)}, kind)
+    report = torchlift.load(model, path, device=device)
+    assert_holds(model, {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})
+    assert report.loaded["w"].device == "cpu"
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta"), lambda entry: "meta"])
+def test_loading_to_meta_is_refused(tmp_path, kind, device):
+    """A meta tensor holds no values, so nothing can be loaded there, however it is asked for."""
+    model = build(kind, Two)
+    before = state_of(model)
+    with pytest.raises(PlacementError) as caught:
+        torchlift.load(model, saved(randomised(Two()), tmp_path), device=device)
+    assert "'a': cannot go to the device that was asked for" in str(caught.value)
+    assert "a meta tensor holds no values" in str(caught.value)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("device", ["cuda:97", "xpu:5", "no such", 97, object()])
+def test_a_device_that_is_not_there_is_one_clear_error(tmp_path, kind, device):
+    """An unavailable accelerator or a word that is no device is refused before anything happens."""
+    model = build(kind, Two)
+    before = state_of(model)
+    with pytest.raises(
+        PlacementError, match=r"'a': cannot go to the device .*Choose a device of t"
+    ):
+        torchlift.load(model, saved(randomised(Two()), tmp_path), device=device)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_callers_default_device_makes_no_difference(tmp_path, source):
+    """A program that makes its tensors elsewhere by default loads where it asked to."""
+    state = randomised(Mixed())
+    path = saved(state, tmp_path)
+    model = torchlift.skeleton(Mixed)
+    with torch.device("meta"):
+        torchlift.load(model, path, source=source)
+        assert_holds(model, state)
+        torchlift.load(model, path, source=source, dtype=torch.float64)
+    assert model.inner[0].weight.dtype == torch.float64
+
+
+def test_without_a_dtype_live_tensors_keep_theirs_and_meta_ones_take_the_files(tmp_path):
+    """The live model decides for itself; a skeleton has nothing to decide with."""
+    path = saved({key: value.bfloat16() for key, value in randomised(Two()).items()}, tmp_path)
+    live, meta = Two(), torchlift.skeleton(Two)
+    torchlift.load(live, path)
+    report = torchlift.load(meta, path)
+    assert (live.a.dtype, meta.a.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(live.a, meta.a.float())
+    assert report.loaded["a"].cast_from is None
+
+
+@pytest.mark.parametrize("mode", ["auto", "assign", "swap"])
+def test_a_dtype_casts_floating_point_weights_and_nothing_else(tmp_path, kind, mode):
+    """Integers keep their kind, and so do buffers that no checkpoint contains."""
+    model = build(kind, Mixed)
+    torchlift.load(model, saved(randomised(Mixed()), tmp_path), dtype=torch.bfloat16, mode=mode)
+    dtypes = {key: value.dtype for key, value in tensors_of(model).items()}
+    assert dtypes.pop("steps") == dtypes.pop("inner.1.num_batches_tracked") == torch.int64
+    assert dtypes.pop("frequencies") == torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+    assert torch.equal(model.frequencies, torch.arange(4.0) / 3)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.complex64, lambda entry: torch.int8, "float16"]
+)
+def test_a_dtype_that_is_not_floating_point_is_refused(tmp_path, dtype):
+    """Weights are not made integers by accident."""
+    error = PlacementError if dtype != "float16" else (PlacementError, TypeError)
+    with pytest.raises(error, match=r"floating-point|callable"):
+        torchlift.load(Two(), saved(randomised(Two()), tmp_path), dtype=dtype)
+
+
+def test_complex_values_are_not_cut_to_real_ones(tmp_path, kind):
+    """The imaginary part is not lost in silence; a transform says what is meant."""
+    path = saved({"a": torch.full((2, 3), 3 + 4j), "b": torch.ones(2, 3)}, tmp_path)
+    live = Two()
+    before = state_of(live)
+    with pytest.raises(PlacementError, match=r"'a': complex values cannot become real"):
+        torchlift.load(live, path)
+    assert state_of(live) == before
+    torchlift.load(live, path, transform=lambda key, value: value.abs())
+    assert live.a.eq(5).all()
+    meta = torchlift.skeleton(Two)
+    torchlift.load(meta, path)
+    assert meta.a.dtype == torch.complex64
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def test_rename_maps_keys_and_drops_some(tmp_path, kind):
+    """A renamed key is loaded under its new name, a dropped one is nobody's concern."""
+    state = randomised(Two())
+    file = {"net.a": state["a"], "net.b": state["b"], "extra": torch.ones(5), "epoch": 3}
+    model = build(kind, Two)
+    report = torchlift.load(
+        model,
+        saved(file, tmp_path),
+        rename=lambda key: key.removeprefix("net.") if key.startswith("net.") else None,
+    )
+    assert_holds(model, state)
+    assert report.renamed == {"net.a": "a", "net.b": "b"}
+    assert report.unexpected_keys == []
+
+
+def test_two_keys_renamed_to_one_name_are_refused(tmp_path):
+    """Neither of them wins by accident."""
+    model = Two()
+    before = state_of(model)
+    with pytest.raises(MismatchError, match="rename gives two keys one name, 'a'"):
+        torchlift.load(model, saved(randomised(Two()), tmp_path), rename=lambda key: "a")
+    assert state_of(model) == before
+
+
+def test_a_strict_error_lists_everything_and_changes_nothing(tmp_path, kind):
+    """Missing, unexpected and misshapen keys come in one error, as text and as attributes."""
+    model = build(kind, Mixed)
+    before = state_of(model)
+    state = randomised(Mixed())
+    del state["steps"]
+    state["scale"] = torch.ones(4)
+    state["inner.0.weight"] = torch.ones(3, 4)
+    path = saved({**state, "extra": torch.ones(1), "epoch": 7}, tmp_path)
+    with pytest.raises(MismatchError) as caught:
+        torchlift.load(model, path)
+    error = caught.value
+    assert error.missing_keys == ["steps"]
+    assert error.unexpected_keys == ["extra", "epoch"]
+    assert error.mismatched == {"scale": ((3,), (4,)), "inner.0.weight": ((4, 3), (3, 4))}
+    assert str(error) == (
+        f"{path}: the checkpoint does not fit the model: missing (1): steps; "
+        "unexpected (2): extra, epoch; mismatched (2): scale: model [3], checkpoint [4]; "
+        "inner.0.weight: model [4, 3], checkpoint [3, 4]. Pass strict=False to load what fits "
+        "and ignore_mismatched=True to skip what has another shape."
+    )
+    assert state_of(model) == before
+
+
+def test_a_prefix_is_recognised_and_the_way_out_named(tmp_path):
+    """The commonest mismatch gets its cure."""
+    state = {f"module.{key}": value for key, value in randomised(Two()).items()}
+    with pytest.raises(MismatchError, match=r"pass rename=remap\.strip\('module\.'\)"):
+        torchlift.load(Two(), saved(state, tmp_path))
+
+
+def test_without_strict_what_is_missing_keeps_its_value_or_is_made(tmp_path, kind):
+    """Nothing is left on meta: a skeleton makes what the file lacks."""
+    model = build(kind, Mixed)
+    report = torchlift.load(
+        model, saved({"steps": torch.tensor(3), "extra": torch.ones(1)}, tmp_path), strict=False
+    )
+    assert model.steps == 3
+    assert torch.equal(model.scale, torch.full((3,), 0.5))
+    assert not any(value.is_meta for value in tensors_of(model).values())
+    # Batch norm supplies its counter itself to a file without version numbers, as for torch.
+    given = {"steps", "inner.1.num_batches_tracked"}
+    assert set(report.missing_keys) == model.state_dict().keys() - given
+    assert report.unexpected_keys == ["extra"]
+    made = set() if kind == "live" else tensors_of(Mixed()).keys() - given
+    assert set(report.replayed) == made
+
+
+def test_nothing_stays_on_meta_in_silence(tmp_path):
+    """A module on meta that no skeleton recorded cannot be completed, and says so."""
+    with torch.device("meta"):
+        model = Mixed()
+    before = state_of(model)
+    with pytest.raises(PlacementError) as caught:
+        torchlift.load(model, saved({"steps": torch.tensor(3)}, tmp_path), strict=False)
+    assert "tensors are on meta and nothing says how to make them: scale, " in str(caught.value)
+    assert "torchlift.skeleton" in str(caught.value)
+    with pytest.raises(PlacementError, match=r"1 tensors are on meta.*frequencies"):
+        torchlift.load(model, saved(randomised(Mixed()), tmp_path))
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_another_shape_is_an_error_unless_it_is_ignored(tmp_path, kind, strict):
+    """Even without strict; ignored, it counts as missing."""
+    path = saved({"a": torch.ones(9), "b": torch.ones(2, 3)}, tmp_path)
+    model = build(kind, Two)
+    before = state_of(model)
+    with pytest.raises(
+        MismatchError, match=r"mismatched \(1\): a: model \[2, 3\], checkpoint \[9\]"
+    ):
+        torchlift.load(model, path, strict=strict)
+    assert state_of(model) == before
+    report = torchlift.load(model, path, strict=strict, ignore_mismatched=True)
+    assert_holds(model, {"a": torch.zeros(2, 3), "b": torch.ones(2, 3)})
+    assert report.missing_keys == ["a"]
+    assert report.mismatched["a"].found == (9,)
+    assert report.replayed == ([] if kind == "live" else ["a"])
+
+
+def test_an_empty_checkpoint_fits_an_empty_model(tmp_path):
+    """Nothing into nothing is no error."""
+    report = torchlift.load(nn.ReLU(), saved({}, tmp_path))
+    assert (report.loaded, report.nbytes, report.bytes_read) == ({}, 0, 0)
+
+
+def test_what_would_run_code_is_refused(tmp_path):
+    """A load refuses a file that needs a foreign function, runs nothing, and says the way out."""
+    witness = tmp_path / "witness"
+    state = {"w": tensor(), "trap": Call(Path.mkdir, witness)}
+    path = write_zip(tmp_path / "x.pt", state)
+    model = Holder({"w": torch.ones(2, 2)})
+    before = state_of(model)
+    for strict in (True, False):
+        with pytest.raises(UnsafeError, match=r"'trap': only unpickling could rebuild it, through"):
+            torchlift.load(model, path, strict=strict)
+    assert state_of(model) == before
+    torchlift.load(model, path, rename=lambda key: key if key == "w" else None)
+    assert model.w.eq(0).all()
+    assert not witness.exists()
+
+
+# --- shapes, ties and shared memory -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("source", ["mmap", "read"])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_scalar_that_was_saved_with_one_dimension_has_none(tmp_path, kind, mode, source, dtype):
+    """The model's shape is kept, as `load_state_dict` keeps it."""
+    model = build(kind, Scalar)
+    if mode == "copy" and kind == "live":
+        dtype = None
+    options = {"mode": mode, "source": source, "dtype": dtype}
+    torchlift.load(model, saved({"a": torch.tensor([3.0])}, tmp_path), **options)
+    assert model.a.shape == ()
+    assert model.a == 3
+    torchlift.load(
+        model, saved({"a": torch.tensor([4.0])}, tmp_path), transform=lambda key, value: value
+    )
+    assert (model.a.shape, model.a.item()) == ((), 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("source", ["mmap", "read"])
+def test_aliases_of_the_file_do_not_train_each_other(tmp_path, kind, mode, source):
+    """Two parameters that the model does not tie get memory of their own."""
+    shared = torch.arange(6.0)
+    state = {"a": shared.view(2, 3), "b": shared.view(2, 3)}
+    model = build(kind, Two)
+    report = torchlift.load(model, saved(state, tmp_path), mode=mode, source=source)
+    assert_holds(model, state)
+    with torch.no_grad():
+        model.a.fill_(-1)
+    assert torch.equal(model.b, state["b"])
+    if kind == "meta" and (mode, source) == ("assign", "mmap"):
+        notes = [item.note for item in report.loaded.values()]
+        assert notes == [
+            None,
+            "shares bytes with another key of the file, which the model does not tie",
+        ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"embed.weight": torch.arange(15.0).view(5, 3)},
+        {"head.weight": torch.arange(15.0).view(5, 3)},
+        dict.fromkeys(["embed.weight", "head.weight"], torch.arange(15.0).view(5, 3)),
+        {key: torch.arange(15.0).view(5, 3) for key in ("embed.weight", "head.weight")},
+    ],
+    ids=["first", "second", "alias", "copies"],
+)
+def test_a_tie_stays_one_tensor(tmp_path, kind, mode, state):
+    """Under whichever names the file has it, the model's two names stay one parameter."""
+    model = build(kind, Tied)
+    report = torchlift.load(model, saved(state, tmp_path), mode=mode)
+    assert model.embed.weight is model.head.weight
+    assert torch.equal(model.embed.weight, torch.arange(15.0).view(5, 3))
+    assert report.tied == (("embed.weight", "head.weight"),)
+    assert report.nbytes == 60
+    assert len(list(model.parameters())) == 1
+
+
+def test_a_tie_with_two_values_in_the_file_is_refused(tmp_path, kind):
+    """Neither value wins by accident."""
+    state = {"embed.weight": torch.ones(5, 3), "head.weight": torch.zeros(5, 3)}
+    model = build(kind, Tied)
+    before = state_of(model)
+    with pytest.raises(MismatchError) as caught:
+        torchlift.load(model, saved(state, tmp_path))
+    assert "ties two keys that have different values" in str(caught.value)
+    assert "expected the values of 'head.weight': float32 [5, 3] [0, 0, 0, ...]" in str(
+        caught.value
+    )
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_two_models_from_one_checkpoint_share_nothing(tmp_path, mode, source):
+    """Training one changes neither the other, nor the checkpoint's tensors, nor the file."""
+    state = randomised(Two())
+    path = saved(state, tmp_path)
+    content = path.read_bytes()
+    with torchlift.open(path) as ckpt:
+        one, two = torchlift.skeleton(Two), torchlift.skeleton(Two)
+        for model in (one, two):
+            torchlift.load(model, ckpt, mode=mode, source=source)
+        with torch.no_grad():
+            one.a.zero_()
+            one.b.zero_()
+        assert_holds(two, state)
+        assert same_bits(ckpt["a"], state["a"])
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("mode", MODES)
+def test_loading_twice_gives_the_file_again(tmp_path, kind, mode, source):
+    """A model that was loaded, trained and is loaded again is as after the first load."""
+    state = randomised(Two())
+    path = saved(state, tmp_path)
+    model = build(kind, Two)
+    for _ in range(2):
+        torchlift.load(model, path, mode=mode, source=source)
+        assert_holds(model, state)
+        with torch.no_grad():
+            model.a.add_(1)
+    assert same_bits(torchlift.open(path)["a"], state["a"])
+
+
+def test_saving_over_the_file_that_a_model_is_mapped_from_is_safe_when_it_is_replaced(tmp_path):
+    """A new file of the same name leaves the mapped one alone."""
+    path = saved(randomised(Two()), tmp_path)
+    model = torchlift.skeleton(Two)
+    torchlift.load(model, path, source="mmap")
+    before = model.a.detach().clone()
+    path.unlink()
+    saved({key: value + 1 for key, value in model.state_dict().items()}, tmp_path)
+    assert torch.equal(model.a, before)
+    torchlift.load(model, path)
+    assert torch.equal(model.a, before + 1)
+
+
+@pytest.mark.parametrize("source", ["mmap", "read"])
+def test_a_loaded_model_is_an_ordinary_one(tmp_path, source):
+    """It can be saved without growing, copied, shared between processes and trained."""
+    state = {"weight": torch.randn(600, 600), "bias": torch.randn(600)}
+    path = saved(state, tmp_path)
+    model = torchlift.skeleton(nn.Linear, 600, 600)
+    torchlift.load(model, path, source=source)
+    again = saved(model.state_dict(), tmp_path, "again.pt")
+    assert abs(again.stat().st_size - path.stat().st_size) < 512
+    assert_holds(copy.deepcopy(model), state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(600)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(model.bias, state["bias"] - 0.1)
+    model.share_memory()
+    assert model.weight.is_shared()
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        ("auto", None),
+        ("copy", None),
+        ("swap", None),
+        ("auto", torch.float64),
+        ("swap", torch.float64),
+    ],
+)
+def test_an_optimizer_keeps_seeing_the_parameters(tmp_path, mode, dtype):
+    """Loading under an optimizer is the normal case, not a trap."""
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    shadow = weakref.ref(model.a)
+    state = {"a": torch.full((2, 3), 5.0), "b": torch.ones(2, 3)}
+    torchlift.load(model, saved(state, tmp_path), mode=mode, dtype=dtype)
+    model.a.sum().backward()
+    optimizer.step()
+    assert model.a.eq(4).all()
+    assert shadow() is model.a
+
+
+def test_a_copy_that_would_change_the_dtype_is_refused(tmp_path):
+    """In place means in place; the error names the modes that can."""
+    model = Two()
+    before = state_of(model)
+    with pytest.raises(PlacementError) as caught:
+        torchlift.load(model, saved(randomised(Two()), tmp_path), mode="copy", dtype=torch.float16)
+    assert str(caught.value) == (
+        "'a': cannot be copied in place, because its dtype or device would change; expected "
+        "torch.float32 on cpu; found torch.float16 on cpu asked for. "
+        'Load with mode="swap" or mode="auto".'
+    )
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(1, 3).expand(2, 3), torch.zeros(4).as_strided((2, 3), (1, 1))]
+)
+def test_a_live_tensor_that_repeats_elements_is_not_written_to(tmp_path, value):
+    """An expanded parameter cannot hold the values; a new one can be assigned."""
+    model = Two()
+    model.b = nn.Parameter(value)
+    before = state_of(model)
+    state = randomised(Two())
+    path = saved(state, tmp_path)
+    with pytest.raises(PlacementError, match=r"'b': cannot be written in place.*mode=\"assign\""):
+        torchlift.load(model, path)
+    assert state_of(model) == before
+    torchlift.load(model, path, mode="assign")
+    assert_holds(model, state)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_repeated_elements_of_the_file_become_elements_of_their_own(tmp_path, source):
+    """A broadcast or sliding view is loaded as a tensor that can be trained."""
+    state = {"a": torch.ones(1, 3).expand(2, 3), "b": torch.arange(4.0).as_strided((2, 3), (1, 1))}
+    model = torchlift.skeleton(Two)
+    torchlift.load(model, saved(state, tmp_path), source=source)
+    assert_holds(model, {key: value.contiguous() for key, value in state.items()})
+    assert model.a.is_contiguous()
+    assert model.b.is_contiguous()
+    with torch.no_grad():
+        model.b[0, 1] = 99
+    assert model.b.tolist() == [[0, 99, 2], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("mode", ["auto", "assign", "swap"])
+def test_a_hidden_sparse_buffer_is_left_in_peace(tmp_path, mode):
+    """What a checkpoint does not contain need not be like other tensors."""
+    model = Two()
+    model.register_buffer("mask", torch.eye(3).to_sparse(), persistent=False)
+    torchlift.load(model, saved(randomised(Two()), tmp_path), mode=mode)
+    assert torch.equal(model.mask.to_dense(), torch.eye(3))
+
+
+def test_nothing_that_the_caller_passed_is_changed(tmp_path):
+    """A checkpoint, its objects and metadata, and the model's own options are as before."""
+    state = Mixed().state_dict()
+    path = saved({"model": state, "options": {"betas": [0.9, 0.99]}}, tmp_path)
+    ckpt = torchlift.open(path)
+    seen = copy.deepcopy([dict(ckpt.objects), dict(ckpt.metadata), dict(ckpt.entries)])
+    versions = copy.deepcopy(ckpt.index.module_versions)
+    for _ in range(2):
+        torchlift.load(torchlift.skeleton(Mixed), ckpt, root="model")
+    assert [dict(ckpt.objects), dict(ckpt.metadata), dict(ckpt.entries)] == seen
+    assert ckpt.index.module_versions == versions
+    model = Mixed()
+    torchlift.load(model, ckpt, root="model", mode="assign")
+    assert model.state_dict()._metadata == state._metadata
+
+
+# --- transform --------------------------------------------------------------------------------
+
+
+def test_a_transform_gets_every_tensor_once_in_the_order_of_the_model(tmp_path, kind):
+    """The callable sees the model's name and the tensor as the checkpoint holds it."""
+    state = {key: value.bfloat16() if value.is_floating_point() else value
+             for key, value in reversed(randomised(Mixed()).items())}  # fmt: skip
+    seen = []
+
+    def double(key: str, value: torch.Tensor) -> torch.Tensor:
+        seen.append((key, value.dtype, value.device.type, value.requires_grad))
+        return value * 2
+
+    model = build(kind, Mixed)
+    torchlift.load(model, saved(state, tmp_path), transform=double)
+    assert [key for key, *_ in seen] == list(Mixed().state_dict())
+    assert {(device, grad) for *_, device, grad in seen} == {("cpu", False)}
+    assert {dtype for _, dtype, *_ in seen} == {torch.bfloat16, torch.int64}
+    dtype = torch.float32 if kind == "live" else torch.bfloat16
+    assert_holds(
+        model, {k: (v * 2).to(dtype) if v.is_floating_point() else v * 2 for k, v in state.items()}
+    )
+
+
+def test_a_transform_may_change_shapes(tmp_path, kind):
+    """What the file holds transposed or in parts can be made to fit."""
+    state = {"a": torch.arange(6.0).view(3, 2), "b": torch.arange(6.0)}
+    model = build(kind, Two)
+    torchlift.load(
+        model,
+        saved(state, tmp_path),
+        transform=lambda key, value: value.t() if key == "a" else value.view(2, 3),
+    )
+    assert torch.equal(model.a, state["a"].t())
+    assert torch.equal(model.b, state["b"].view(2, 3))
+
+
+@pytest.mark.parametrize("source", ["mmap", "read"])
+def test_a_transform_may_work_in_place(tmp_path, kind, source):
+    """Writing to what it gets reaches neither another key that shares the bytes, nor the file."""
+    base = torch.arange(9.0)
+    state = {"a": base[:6].view(2, 3), "b": base[3:].view(2, 3)}
+    path = saved(state, tmp_path)
+    content = path.read_bytes()
+    model = build(kind, Two)
+    for _ in range(2):
+        torchlift.load(model, path, source=source, transform=lambda key, value: value.mul_(2))
+        assert_holds(model, {key: value * 2 for key, value in state.items()})
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "text"),
+    [
+        (lambda value: None, TypeError, r"transform\('b', ...\) returned NoneType, no tensor"),
+        (lambda value: value.tolist(), TypeError, r"transform\('b', ...\) returned list, no tenso"),
+        (lambda value: value[0], MismatchError, r"'b': transform returned another shape than the "
+                                                r"model has; expected \[2, 3\]; found \[3\]"),
+        (lambda value: value.to("meta"), PlacementError, "'b': transform returned a tensor that"),
+        (lambda value: value.to_sparse(), PlacementError, "expected a dense tensor with values"),
+        (lambda value: 1 / 0, ZeroDivisionError, "division by zero"),
+    ],
+    ids=["none", "list", "shape", "meta", "sparse", "raises"],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bad_transform_leaves_the_model_as_it_was(tmp_path, kind, mode, result, error, text):
+    """Whatever goes wrong on a later tensor, the earlier ones are untouched."""
+    model = build(kind, Two)
+    before = state_of(model)
+    with pytest.raises(error, match=text):
+        torchlift.load(
+            model,
+            saved(randomised(Two()), tmp_path),
+            mode=mode,
+            transform=lambda key, value: value * 2 if key == "a" else result(value),
+        )
+    assert state_of(model) == before
+
+
+def test_the_result_of_a_transform_is_cast_as_a_plain_tensor_is(tmp_path):
+    """A dtype that is asked for applies after the transform; without one its result is kept."""
+    path = saved(randomised(Two()), tmp_path)
+    model = torchlift.skeleton(Two)
+    torchlift.load(model, path, transform=lambda key, value: value.double(), dtype=torch.float16)
+    assert model.a.dtype == torch.float16
+    model = torchlift.skeleton(Two)
+    torchlift.load(model, path, transform=lambda key, value: value.double())
+    assert model.a.dtype == torch.float64
+
+
+# --- progress and report ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["mmap", "read"])
+@pytest.mark.parametrize("options", [{}, {"transform": lambda key, value: value * 2}])
+def test_progress_is_a_bar_on_stderr_that_reaches_the_end(tmp_path, capsys, source, options):
+    """All bytes that are copied out of the file are counted, and nothing goes to stdout."""
+    path = saved(randomised(Two(100, 100)), tmp_path)
+    torchlift.load(Two(100, 100), path, source=source, progress=True, **options)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "load: 100%" in err.replace("\r", "\n").splitlines()[-1]
+    assert "78.1k/78.1k" in err
+    torchlift.load(Two(100, 100), path)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_report_says_what_was_done(tmp_path):
+    """Bytes, mode, source, device and dtype per key, the time, and a summary to print."""
+    path = saved(randomised(Two()), tmp_path)
+    report = torchlift.load(torchlift.skeleton(Two), path, source="read", dtype=torch.float64)
+    assert report.path == str(path)
+    assert report.bytes == {"a": 24, "b": 24}
+    assert (report.nbytes, report.bytes_read) == (48, 48)
+    assert report.mode == {"a": "swap", "b": "swap"}
+    assert report.source == {"a": "read", "b": "read"}
+    assert report.seconds > 0
+    item = report.loaded["a"]
+    assert (item.key, item.entry, item.device, item.dtype) == ("a", "a", "cpu", "float64")
+    assert (item.cast_from, item.note) == ("float32", None)
+    lines = str(report).splitlines()
+    assert lines[0] == f"loaded 2 tensors, 48 B, from {path}"
+    assert lines[1].endswith(" s, 48 B read")
+    assert lines[2:] == ["  swap from read: 2", "  cast float32 to float64: 2"]
+
+
+def test_a_report_can_be_kept_and_sent(tmp_path):
+    """It holds neither the model nor tensors."""
+    model = Two()
+    report = torchlift.load(model, saved(randomised(Two()), tmp_path))
+    assert copy.deepcopy(report) == report
+    alive = weakref.ref(model)
+    del model
+    assert alive() is None

@@ -1,0 +1,259 @@
+"""`plan`: what a load would do, said in advance, with nothing changed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import write_safetensors
+from small_models import Holder, Mixed, Scalar, Tied, Two, randomised, saved, state_of, tensors_of
+from torch import nn
+
+import torchlift
+from torchlift.errors import MismatchError, PlacementError
+from torchlift.report import LoadReport, human
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint of `Mixed` with other values."""
+    return saved(randomised(Mixed()), tmp_path)
+
+
+@pytest.fixture(params=["live", "meta"])
+def model(request) -> nn.Module:
+    """`Mixed`, built or as a skeleton."""
+    return Mixed() if request.param == "live" else torchlift.skeleton(Mixed)
+
+
+@pytest.mark.parametrize("source", ["mmap", "read", "auto"])
+@pytest.mark.parametrize("mode", ["assign", "copy", "swap", "auto"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["kept", "cast"])
+def test_a_plan_is_what_the_load_then_does(model, path, mode, source, dtype):
+    """Every field that plan and report share is the same."""
+    options = {"mode": mode, "source": source, "dtype": dtype}
+    if mode == "copy" and dtype is not None and not model.scale.is_meta:
+        with pytest.raises(PlacementError, match="cannot be copied in place"):
+            torchlift.plan(model, path, **options)
+        return
+    made = torchlift.plan(model, path, **options)
+    report = torchlift.load(model, path, **options)
+    for item in fields(LoadReport):
+        if item.name not in ("seconds", "bytes_read"):
+            assert getattr(made, item.name) == getattr(report, item.name), item.name
+    assert made.bytes_to_read == report.bytes_read
+    assert (made.bytes, made.mode, made.source) == (report.bytes, report.mode, report.source)
+    for key, said in report.loaded.items():
+        found = tensors_of(model)[key]
+        assert str(found.dtype) == f"torch.{said.dtype}"
+        assert str(found.device) == said.device
+
+
+def test_a_plan_changes_nothing(model, path):
+    """Neither the model nor the file, whatever is asked for."""
+    before, bytes_before = state_of(model), path.read_bytes()
+    torchlift.plan(model, path)
+    torchlift.plan(model, path, mode="assign", source="read", dtype=torch.float16)
+    torchlift.plan(model, path, strict=False, rename=lambda key: None)
+    assert state_of(model) == before
+    assert path.read_bytes() == bytes_before
+
+
+@pytest.mark.parametrize("kind", ["text", "path", "checkpoint"])
+def test_a_checkpoint_can_be_given_in_three_ways(path, kind):
+    """Text, a path object or an open checkpoint, which stays open."""
+    with torchlift.open(path) as ckpt:
+        given = {"text": str(path), "path": path, "checkpoint": ckpt}[kind]
+        assert torchlift.plan(Mixed(), given).path == str(path)
+        assert torchlift.load(Mixed(), given).path == str(path)
+        assert ckpt["steps"].shape == ()
+
+
+def test_root_applies_to_a_path_and_to_an_open_checkpoint(tmp_path):
+    """A part of a training checkpoint can be taken either way, and only its bytes count."""
+    state = {"model": Two().state_dict(), "other": torch.ones(1000)}
+    path = saved(state, tmp_path)
+    for given in (path, torchlift.open(path)):
+        made = torchlift.plan(torchlift.skeleton(Two), given, root="model", source="read")
+        assert (list(made.loaded), made.bytes_to_read, made.nbytes) == (["a", "b"], 48, 48)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "replace"}, "mode='replace': expected one of auto, assign, copy, swap"),
+        ({"source": "disk"}, "source='disk': expected one of auto, mmap, read"),
+    ],
+)
+def test_unknown_words_are_value_errors(path, options, message):
+    """A typo in an option is not silently something else."""
+    for function in (torchlift.plan, torchlift.load):
+        with pytest.raises(ValueError, match=message):
+            function(Mixed(), path, **options)
+
+
+def test_arguments_after_the_checkpoint_go_by_name(path):
+    """Two strings in a row could be anything."""
+    with pytest.raises(TypeError, match="positional"):
+        torchlift.plan(Mixed(), path, "model")
+    with pytest.raises(TypeError, match="positional"):
+        torchlift.load(Mixed(), path, "model")
+
+
+def test_automatic_mode_keeps_references_and_memory(path):
+    """A live tensor is written in place, one on meta or of another dtype keeps its object."""
+    assert set(torchlift.plan(Mixed(), path).mode.values()) == {"copy"}
+    assert set(torchlift.plan(torchlift.skeleton(Mixed), path).mode.values()) == {"swap"}
+    modes = torchlift.plan(Mixed(), path, dtype=torch.bfloat16).mode
+    assert modes.pop("steps") == modes.pop("inner.1.num_batches_tracked") == "copy"
+    assert set(modes.values()) == {"swap"}
+
+
+def test_automatic_source_maps_unless_bytes_change(path):
+    """On a local disk, only what is cast is read."""
+    made = torchlift.plan(torchlift.skeleton(Mixed), path, dtype=torch.float16)
+    sources = made.source
+    assert sources.pop("steps") == sources.pop("inner.1.num_batches_tracked") == "mmap"
+    assert set(sources.values()) == {"read"}
+    assert made.loaded["scale"].cast_from == "float32"
+    assert made.loaded["steps"].cast_from is None
+
+
+def test_bytes_to_read_counts_what_is_copied_out_of_the_file(path):
+    """Nothing for a map that stays, the file's bytes for everything else."""
+    meta = torchlift.skeleton(Mixed)
+    size = torchlift.open(path).nbytes
+    assert torchlift.plan(meta, path, source="mmap").bytes_to_read == 0
+    assert torchlift.plan(meta, path, source="read").bytes_to_read == size
+    assert torchlift.plan(meta, path, mode="copy").bytes_to_read == size
+    assert torchlift.plan(Mixed(), path).bytes_to_read == size
+    cast = torchlift.plan(meta, path, dtype=torch.float16).bytes_to_read
+    assert cast == size - 16
+
+
+def test_the_peak_is_the_new_memory(path):
+    """Nothing for a map or a copy in place; the destination and the staging for what is read."""
+    meta = torchlift.skeleton(Mixed)
+    hidden = meta.frequencies.numel() * 4
+    size = torchlift.open(path).nbytes
+    assert torchlift.plan(meta, path, source="mmap").peak_bytes == hidden
+    assert torchlift.plan(Mixed(), path, source="mmap").peak_bytes == 0
+    assert torchlift.plan(meta, path, source="read").peak_bytes == size + hidden
+    cast = torchlift.plan(meta, path, source="mmap", dtype=torch.float64).peak_bytes
+    assert cast == (size - 16) * 2 + hidden
+
+
+def test_a_rule_sees_entries_under_the_names_of_the_model(tmp_path):
+    """Device and dtype rules get the entry, with the name that the model has for it."""
+    path = saved({f"old.{key}": value for key, value in randomised(Two()).items()}, tmp_path)
+    seen: list[tuple[str, str, tuple[int, ...]]] = []
+
+    def dtype(entry: torchlift.TensorEntry) -> torch.dtype | None:
+        seen.append((entry.key, entry.dtype, entry.shape))
+        return torch.float64 if entry.key == "a" else None
+
+    def device(entry: torchlift.TensorEntry) -> str:
+        seen.append((entry.key, entry.dtype, entry.shape))
+        return "cpu"
+
+    made = torchlift.plan(
+        torchlift.skeleton(Two),
+        path,
+        rename=lambda key: key.removeprefix("old."),
+        device=device,
+        dtype=dtype,
+    )
+    assert {key: item.dtype for key, item in made.loaded.items()} == {
+        "a": "float64",
+        "b": "float32",
+    }
+    assert set(seen) == {("a", "float32", (2, 3)), ("b", "float32", (2, 3))}
+    assert made.renamed == {"old.a": "a", "old.b": "b"}
+    assert made.loaded["a"].entry == "old.a"
+
+
+def test_a_strict_plan_raises_what_the_load_would(path):
+    """One error with all names and shapes, and the lists as attributes."""
+    messages = []
+    for function in (torchlift.plan, torchlift.load):
+        with pytest.raises(MismatchError) as caught:
+            function(nn.Linear(2, 2), path)
+        messages.append(str(caught.value))
+        assert caught.value.missing_keys == ["weight", "bias"]
+        assert caught.value.unexpected_keys == list(Mixed().state_dict())
+    assert messages[0] == messages[1]
+
+
+def test_ties_and_replayed_tensors_are_listed(tmp_path):
+    """What is one tensor in the model, and what the file does not hold, is said."""
+    made = torchlift.plan(
+        torchlift.skeleton(Tied), saved({"head.weight": torch.ones(5, 3)}, tmp_path)
+    )
+    assert made.tied == (("embed.weight", "head.weight"),)
+    assert list(made.loaded) == ["embed.weight", "head.weight"]
+    assert made.loaded["embed.weight"].entry == "head.weight"
+    assert made.nbytes == 60
+    empty = saved({}, tmp_path, "empty.pt")
+    made = torchlift.plan(torchlift.skeleton(Tied), empty, strict=False)
+    assert made.replayed == made.missing_keys == ["embed.weight", "head.weight"]
+    assert made.peak_bytes == 60
+
+
+def test_a_misaligned_entry_is_read_and_its_memory_is_planned(tmp_path):
+    """The map cannot be used at an odd address, so new memory is filled, and counted."""
+    header = b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}'
+    header += b" " * (1 + -len(header) % 4)
+    path = write_safetensors(tmp_path / "m.safetensors", header, bytes(4))
+    assert torchlift.open(path).entries["a"].chunks[0].offset % 4 == 1
+    for model in (Scalar(), torchlift.skeleton(Scalar)):
+        made = torchlift.plan(model, path, source="mmap")
+        assert made.source == {"a": "read"}
+        assert made.peak_bytes == 4
+        assert made.loaded["a"].note == "its layout in the file cannot be used in place"
+
+
+def test_a_plan_prints_what_matters(tmp_path):
+    """A short summary: how much, what it costs, which way, and everything unusual."""
+    model = torchlift.skeleton(Tied)
+    path = saved({"old.weight": torch.ones(5, 3), "extra": torch.ones(1)}, tmp_path)
+    made = torchlift.plan(
+        model,
+        path,
+        rename=lambda key: key.replace("old", "head"),
+        strict=False,
+        dtype=torch.bfloat16,
+    )
+    assert str(made).splitlines() == [
+        f"plan: 2 tensors, 60 B, from {path}",
+        f"  to read 60 B, anonymous memory at the peak {human(made.peak_bytes)}",
+        "  swap from read: 2",
+        "  cast float32 to bfloat16: 2",
+        "  unexpected (1): extra",
+        "  tied (1): embed.weight = head.weight",
+        "  renamed (1): old.weight -> head.weight",
+    ]
+
+
+def test_long_lists_are_shortened_when_printed(tmp_path):
+    """A summary stays short, while the plan itself lists everything."""
+    path = saved({f"k{i}": torch.ones(1) for i in range(9)}, tmp_path)
+    made = torchlift.plan(Holder({}), path, strict=False)
+    assert "  unexpected (9): k0, k1, k2, k3, k4, and 4 more" in str(made)
+    assert len(made.unexpected_keys) == 9
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (2**21, "2.0 MiB"),
+        (3 << 30, "3.0 GiB"),
+        (5 << 50, "5120.0 TiB"),
+    ],
+)
+def test_sizes_are_printed_for_people(nbytes, text):
+    """Units of 1024 with their proper names."""
+    assert human(nbytes) == text

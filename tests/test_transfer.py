@@ -1,0 +1,285 @@
+"""`transfer`: byte ranges of files into tensors, in parallel, complete or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchlift import transfer
+from torchlift.errors import IntegrityError
+from torchlift.files import Files
+from torchlift.formats import FileStamp
+from torchlift.transfer import Request, allocate, read
+
+CONTENT = bytes(random.Random(0).randbytes(3000))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Files:
+    """Two files of random bytes, opened as a checkpoint's files are."""
+    folder = tmp_path_factory.mktemp("bytes")
+    (folder / "a").write_bytes(CONTENT)
+    (folder / "b").write_bytes(CONTENT[::-1])
+    return opened(folder / "a", folder / "b")
+
+
+def opened(*paths: Path) -> Files:
+    """Files with the stamps that they have now."""
+    stamps = {}
+    for path in paths:
+        now = path.stat()
+        stamps[str(path)] = FileStamp(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
+    return Files(stamps)
+
+
+def request(file: str, offset: int, nbytes: int) -> Request:
+    """A range wanted as it is."""
+    return Request(file, offset, nbytes, torch.zeros(nbytes, dtype=torch.uint8), torch.uint8)
+
+
+def plain(file: str, offset: int, nbytes: int) -> list[int]:
+    """The same range, read the plain way."""
+    return list(Path(file).read_bytes()[offset : offset + nbytes])
+
+
+ranges = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 3000), st.integers(0, 900)).filter(
+        lambda found: found[1] + found[2] <= 3000
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(wanted=ranges, piece=st.sampled_from([64, 256, 8 << 20]), seed=st.integers(0, 99))
+def test_any_ranges_read_as_plain_reads_do(files, wanted, piece, seed):
+    """Overlaps, repetitions, gaps, empty ranges, small pieces and short reads change nothing."""
+    names = list(files._stamps)
+    requests = [request(names[which], offset, nbytes) for which, offset, nbytes in wanted]
+    dice = random.Random(seed)
+    true = os.preadv
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return true(descriptor, [buffers[0][: dice.randint(1, len(buffers[0]))]], offset)
+
+    arrived: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "PIECE", piece)
+        patch.setattr(os, "preadv", short)
+        total = read(requests, files, advance=arrived.append)
+    assert total == sum(arrived) == sum(nbytes for _, _, nbytes in wanted)
+    for made, (which, offset, nbytes) in zip(requests, wanted, strict=True):
+        assert made.destination.tolist() == plain(names[which], offset, nbytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    wanted=st.lists(
+        st.tuples(
+            st.integers(0, 2000),
+            st.integers(0, 120),
+            st.sampled_from([torch.int16, torch.float32, torch.uint8, torch.float64]),
+            st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+        ),
+        max_size=12,
+    ),
+    piece=st.sampled_from([64, 8 << 20]),
+)
+def test_casts_on_the_way_are_those_of_torch(tmp_path_factory, wanted, piece):
+    """A range that is cast has the values of a whole read followed by a cast, wherever it lies."""
+    values = torch.randint(0, 256, (3000,)).to(torch.uint8)
+    path = tmp_path_factory.mktemp("cast") / "numbers"
+    path.write_bytes(bytes(values.tolist()))
+    requests, expected = [], []
+    for offset, count, kind, wish in wanted:
+        nbytes = count // kind.itemsize * kind.itemsize
+        destination = torch.zeros(nbytes // kind.itemsize, dtype=wish)
+        requests.append(Request(str(path), offset, nbytes, destination, kind))
+        expected.append(values[offset : offset + nbytes].clone().view(kind).to(wish))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "PIECE", piece)
+        read(requests, opened(path))
+    for made, right in zip(requests, expected, strict=True):
+        torch.testing.assert_close(made.destination, right, rtol=0, atol=0, equal_nan=True)
+
+
+def test_thousands_of_small_ranges_stay_below_the_kernels_limit(files):
+    """Neighbours are read together, but never with more buffers than one call may have."""
+    name = next(iter(files._stamps))
+    requests = [request(name, offset, 1) for offset in range(0, 3000, 2)]
+    calls: list[int] = []
+    true = os.preadv
+
+    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(len(buffers))
+        return true(descriptor, buffers, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counting)
+        read(requests, files)
+    assert [r.destination.item() for r in requests] == list(CONTENT[::2])
+    assert len(calls) < 10
+    assert max(calls) <= 1024
+
+
+def test_without_positional_reads_the_bytes_are_the_same(files, monkeypatch):
+    """Where the system has no preadv, a lock and a seek do the same."""
+    monkeypatch.setattr(transfer, "PIECE", 128)
+    monkeypatch.delattr(os, "preadv")
+    name = next(iter(files._stamps))
+    requests = [request(name, offset, 700) for offset in (0, 3, 1400, 2300)]
+    read(requests, files)
+    for made in requests:
+        assert made.destination.tolist() == plain(name, made.offset, 700)
+
+
+def test_nothing_to_read_is_fine(files):
+    """No request, and a request for nothing, are answered with nothing."""
+    assert read([], files) == 0
+    assert read([request(next(iter(files._stamps)), 5, 0)], files) == 0
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ESTALE])
+@pytest.mark.parametrize("nth", [1, 4])
+def test_a_failing_read_is_an_integrity_error(files, monkeypatch, number, nth):
+    """An error of the disk on any piece names file, bytes and cause, and ends all threads."""
+    monkeypatch.setattr(transfer, "PIECE", 100)
+    monkeypatch.setattr(os, "preadv", failing(OSError(number, os.strerror(number)), nth))
+    name = next(iter(files._stamps))
+    with pytest.raises(IntegrityError) as caught:
+        read([request(name, 0, 1000)], files)
+    assert caught.value.file == name
+    assert caught.value.reason == f"reading failed ({os.strerror(number)})"
+    assert caught.value.expected.startswith("bytes ")
+    assert "Check the disk" in str(caught.value)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert not readers()
+
+
+def failing(error: BaseException, nth: int):
+    """An os.preadv whose nth call fails."""
+    true, lock, calls = os.preadv, threading.Lock(), []
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        with lock:
+            calls.append(1)
+            count = len(calls)
+        if count == nth:
+            raise error
+        return true(descriptor, buffers, offset)
+
+    return preadv
+
+
+def readers() -> list[str]:
+    """Names of the reader threads that still run."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("torchlift-read")]
+
+
+def test_a_file_that_ends_early_is_an_integrity_error(tmp_path):
+    """A request past the end names the byte at which the file ended."""
+    path = tmp_path / "short"
+    path.write_bytes(bytes(100))
+    with pytest.raises(
+        IntegrityError, match=r"the file ends early; expected bytes 50 to 150; foun"
+    ):
+        read([request(str(path), 50, 100)], opened(path))
+
+
+@pytest.mark.parametrize("pieces", [10_000, 100], ids=["one piece", "many pieces"])
+def test_other_errors_of_a_reader_thread_come_through(files, monkeypatch, pieces):
+    """What is not the disk's fault is not called so, and no thread is left behind."""
+    monkeypatch.setattr(transfer, "PIECE", pieces)
+    monkeypatch.setattr(os, "preadv", failing(MemoryError("none left"), 1))
+    with pytest.raises(MemoryError, match="none left"):
+        read([request(next(iter(files._stamps)), 0, 1000)], files)
+    assert not readers()
+
+
+def test_an_interrupt_between_pieces_ends_the_threads(files, monkeypatch):
+    """Ctrl-C during a parallel read leaves no thread that still writes."""
+    monkeypatch.setattr(transfer, "PIECE", 50)
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read([request(next(iter(files._stamps)), 0, 3000)], files, advance=interrupt)
+    assert not readers()
+
+
+def test_progress_is_reported_by_the_calling_thread(files, monkeypatch):
+    """A progress bar need not be thread-safe."""
+    monkeypatch.setattr(transfer, "PIECE", 100)
+    threads = set()
+    read(
+        [request(next(iter(files._stamps)), 0, 3000)],
+        files,
+        advance=lambda _: threads.add(threading.current_thread()),
+    )
+    assert threads == {threading.current_thread()}
+
+
+def test_a_changed_file_is_refused_before_a_byte_is_read(tmp_path, monkeypatch):
+    """The stamp is compared for every file before the first read."""
+    path, other = tmp_path / "x", tmp_path / "a"
+    path.write_bytes(CONTENT)
+    other.write_bytes(CONTENT)
+    files = opened(path, other)
+    path.write_bytes(CONTENT + b"more")
+    monkeypatch.setattr(os, "preadv", failing(AssertionError("a byte was read"), 1))
+    with pytest.raises(IntegrityError, match="the file changed after it was opened"):
+        read([request(str(other), 0, 10), request(str(path), 0, 10)], files)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
+@pytest.mark.parametrize("numel", [0, 1, 1000, 262_145, 2_000_003])
+def test_allocated_tensors_are_plain_tensors_of_their_own_size(dtype, numel):
+    """Small and large ones alike are contiguous, aligned, writable and as big as asked for."""
+    made = allocate(numel, dtype, torch.device("cpu"))
+    assert (made.shape, made.dtype, made.device.type) == ((numel,), dtype, "cpu")
+    assert made.untyped_storage().nbytes() == numel * dtype.itemsize
+    assert made.data_ptr() % 64 == 0
+    if numel * dtype.itemsize >= 2 << 20:
+        assert made.data_ptr() % (2 << 20) == 0
+    made.fill_(1)
+    assert bool(made.eq(1).all())
+
+
+def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):
+    """Where anonymous maps run out, memory comes from torch's own allocator."""
+
+    def none_left(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(transfer.mmap, "mmap", none_left)
+    made = allocate(1 << 20, torch.float32, torch.device("cpu"))
+    assert made.fill_(2).sum() == 2 << 20
+
+
+def test_files_map_the_bytes_that_they_read(files):
+    """A mapped range has a storage of its own, with the range's bytes."""
+    name = next(iter(files._stamps))
+    made = files.mapped(name, 7, 100)
+    assert bytes(made.tolist()) == CONTENT[7:107]
+    assert made.untyped_storage().nbytes() == 100
+
+
+def test_files_are_closed_by_leaving_the_block(tmp_path):
+    """Descriptors are given back; a map lives as long as its tensors."""
+    path = tmp_path / "x"
+    path.write_bytes(CONTENT)
+    with opened(path) as files:
+        descriptor = files.descriptor(str(path))
+        mapped = files.mapped(str(path), 0, 3)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    assert mapped.tolist() == list(CONTENT[:3])

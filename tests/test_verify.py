@@ -1,0 +1,110 @@
+"""`verify`: every checksum that a file records is computed again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_models import saved
+
+import torchlift
+from torchlift.errors import FormatError, IntegrityError
+from torchlift.verify import verify_index
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file with two storages, one of them larger than a piece of reading."""
+    return saved({"big": torch.arange(1_500_000.0), "w": torch.ones(3)}, tmp_path)
+
+
+def flip(path: Path, key: str, at: int = 0) -> None:
+    """Change one bit of a tensor's payload and leave the file's times as they were."""
+    (chunk,) = torchlift.open(path).entries[key].chunks
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(chunk.offset + at)
+        byte = file.read(1)[0]
+        file.seek(chunk.offset + at)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_an_intact_file_verifies(path):
+    """Every storage with a checksum is counted as checked."""
+    report = torchlift.verify(path)
+    assert report.ok
+    assert (report.path, report.checked, report.unchecked) == (str(path), ("data/0", "data/1"), ())
+    assert str(report) == f"{path}: 2 storages good, 0 bad, 0 without a checksum"
+
+
+@pytest.mark.parametrize("at", [0, 4 << 20, 5_999_999])
+def test_one_wrong_bit_is_found_and_named(path, at):
+    """First, middle or last byte: the storage is named with both sums."""
+    flip(path, "big", at)
+    report = torchlift.verify(path)
+    assert not report.ok
+    (failure,) = report.failed
+    assert failure.name == "data/0"
+    assert failure.expected != failure.found
+    assert f"data/0: expected crc32 {failure.expected:08x}, found {failure.found:08x}" in str(
+        report
+    )
+    assert report.checked == ("data/0", "data/1")
+
+
+def test_what_has_no_checksum_is_said_to_be_unchecked(tmp_path):
+    """Neither safetensors nor a torch file without sums is reported as good."""
+    save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors")
+    torch.serialization.set_crc32_options(False)
+    try:
+        plain = saved({"w": torch.ones(3)}, tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    for path, name in ((tmp_path / "m.safetensors", "w"), (plain, "data/0")):
+        report = torchlift.verify(path)
+        assert (report.ok, report.checked, report.unchecked) == (True, (), (name,))
+
+
+def test_a_truncated_file_is_no_checkpoint(path):
+    """Structure is checked before sums are."""
+    os.truncate(path, 1000)
+    with pytest.raises(FormatError, match=r"model\.pt"):
+        torchlift.verify(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda path: os.truncate(path, 1000), "the file ends early"),
+        (os.unlink, "reading failed (No such file or directory)"),
+    ],
+    ids=["truncated", "gone"],
+)
+def test_a_file_that_changes_after_the_index_was_read_is_an_integrity_error(path, damage, text):
+    """Reading past the end or from a file that is gone is one clear error."""
+    index = torchlift.open(path).index
+    damage(path)
+    with pytest.raises(IntegrityError) as caught:
+        verify_index(index)
+    assert text in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_verifying_loads_no_torch(path):
+    """It can be pointed at a file nobody trusts, and answers at once."""
+    code = (
+        "import sys, torchlift; ok = torchlift.verify(sys.argv[1]).ok; "
+        "print(ok, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    shell = [sys.executable, "-c", code, str(path)]
+    source = str(Path(torchlift.__file__).parents[1])
+    found = subprocess.run(
+        shell, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": source}
+    )
+    assert found.stdout.split() == ["True", "False", "False"]
