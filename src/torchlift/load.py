@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torchlift.checkpoint import Checkpoint, MappedViews
 from torchlift.collector import collection_paused
 from torchlift.errors import IntegrityError, MismatchError
-from torchlift.hooks import run_post_hooks
+from torchlift.hooks import has_post_hooks, run_post_hooks
 from torchlift.interrupts import uninterrupted
 from torchlift.match import Rename
 from torchlift.place import Commit, is_plain
@@ -121,8 +121,8 @@ def _execute(
     views = MappedViews(ckpt.index)
     try:
         with _bar(progress, plan.bytes_to_read) as advance:
-            tensors = list(prepare(plan.steps, views, transform, advance))
-            return _commit(model, plan, tensors, _make(plan.makings), strict, advance)
+            tensors = list(prepare(plan.work.steps, views, transform, advance))
+            return _commit(model, plan, tensors, _make(plan.work.makings), strict, advance)
     finally:
         views.close()
 
@@ -138,9 +138,9 @@ def _commit(
     """Place everything; return what is missing and unexpected after the modules had their say."""
     missing, unexpected = list(plan.missing_keys), list(plan.unexpected_keys)
     with uninterrupted() as deliver, Commit() as commit:
-        for module, state in plan.extra:
+        for module, state in plan.work.extra:
             commit.extra_state(module, state)
-        for module, name, value in plan.attributes:
+        for module, name, value in plan.work.attributes:
             commit.attribute(module, name, value)
         for group, tensor in made:
             commit.put(group, tensor)
@@ -156,18 +156,20 @@ def _commit(
         # Subclasses come before plain tensors: they run code of their own, and are backed up.
         deliver()
         in_place = [item for item in tensors if item[0].in_place]
+        hooked = has_post_hooks(model)  # which may still refuse
         for step, tensor in sorted(in_place, key=lambda item: is_plain(item[0].group.tensor)):
-            commit.copy(step.group, _shaped(step, tensor))
+            commit.copy(step.group, _shaped(step, tensor), backup=hooked)
             advance(0 if step.owned else step.span)
         run_post_hooks(model, missing, unexpected)
-        if strict and (missing or unexpected):
+        lacking = [name for name in missing if name not in plan.missing_keys]
+        extra = [name for name in unexpected if name not in plan.unexpected_keys]
+        if strict and (lacking or extra):
             raise MismatchError(
                 "a hook of the model reports keys: "
-                f"missing {', '.join(missing) or 'none'}; "
-                f"unexpected {', '.join(unexpected) or 'none'}",
+                f"missing {', '.join(lacking) or 'none'}; unexpected {', '.join(extra) or 'none'}",
                 file=plan.path,
-                missing_keys=missing,
-                unexpected_keys=unexpected,
+                missing_keys=lacking,
+                unexpected_keys=extra,
             )
     return missing, unexpected
 
@@ -211,8 +213,18 @@ def _bar(wanted: bool, total: int) -> Iterator[Callable[[int], object]]:
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="load") as bar:
-        yield bar.update
+    bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="load")
+
+    def update(nbytes: int) -> None:
+        # A stderr that went away must not interrupt a load that is half placed.
+        with suppress(OSError, ValueError):
+            bar.update(nbytes)
+
+    try:
+        yield update
+    finally:
+        with suppress(OSError, ValueError):
+            bar.close()
 
 
 def _report(made: LoadPlan, seconds: float) -> LoadReport:
