@@ -16,7 +16,7 @@ from torchlift.errors import MismatchError
 from torchlift.hooks import Outcome, has_post_hooks, run_hooks, run_post_hooks
 from torchlift.match import Candidate, Match, Rename, match, renamed, suggestion
 from torchlift.report import KeyReport, LoadReport, human, summarise
-from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options
+from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules
 from torchlift.skeleton import strays
 from torchlift.slots import Group, collect
 from torchlift.steps import Step, Work, makings_for, steps_for
@@ -115,6 +115,7 @@ def make_plan(
 ) -> LoadPlan:
     """`plan` on an open checkpoint; `check_shapes` is False when a transform may change them."""
     groups = collect(model)
+    check_rules(options, [name for group in groups for name in group.names])
     names = renamed([*ckpt.entries, *ckpt.blocked_keys], options.rename, ckpt.path)
     for key in ckpt.blocked_keys:
         if key in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,15 +13,24 @@ from torchlift.formats import TensorEntry
 from torchlift.match import Rename
 from torchlift.slots import Group
 
-DeviceRule = torch.device | str | int | Callable[[TensorEntry], "torch.device | str | int"] | None
+DeviceRule = (
+    torch.device | str | int | Callable[[TensorEntry], "torch.device | str | int | None"] | None
+)
 DtypeRule = torch.dtype | Callable[[TensorEntry], "torch.dtype | None"] | None
 AnyMode = Literal["auto", "assign", "copy", "swap"]
 AnySource = Literal["auto", "mmap", "read"]
 
+#: Where a device rule puts what stays mapped from the file, whatever the other arguments say.
+DISK = "disk"
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments that `plan` and `load` share; see there."""
+    """The arguments that `plan` and `load` share; see there.
+
+    Attributes:
+        present: whether the devices must exist here; False for a plan that is only looked at.
+    """
 
     rename: Rename | None = None
     device: DeviceRule = None
@@ -30,6 +39,7 @@ class Options:
     ignore_mismatched: bool = False
     mode: AnyMode = "auto"
     source: AnySource = "auto"
+    present: bool = True
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -62,40 +72,67 @@ def target_dtype(
     return asked
 
 
-def target_device(rule: DeviceRule, entry: TensorEntry, tensor: torch.Tensor) -> torch.device:
-    """The device that `rule` gives a tensor.
+def target_device(
+    rule: DeviceRule, entry: TensorEntry, tensor: torch.Tensor, *, present: bool = True
+) -> torch.device:
+    """The device that `rule` gives a tensor; the default where it gives None.
 
     Raises:
         PlacementError: it is no device, or not one of this machine.
     """
-    if rule is None:
-        return torch.device("cpu") if tensor.is_meta else tensor.device
     asked = rule(entry) if callable(rule) else rule
+    if asked is None:
+        return torch.device("cpu") if tensor.is_meta else tensor.device
     if isinstance(asked, torch.device) and asked == tensor.device and not tensor.is_meta:
         return asked
-    return usable_device(asked, entry.key)
+    return usable_device(asked, entry.key, present=present)
 
 
-def usable_device(asked: object, entry: str) -> torch.device:
+def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.device:
     """`asked` as a device with an index, once a tensor could be made on it.
+
+    Args:
+        asked: what a caller gave; ``"disk"`` is the CPU, where the file is mapped.
+        entry: what an error is about.
+        present: False for any device that torch can name.
 
     Raises:
         PlacementError: it is no device, or not one of this machine.
     """
     try:
-        device = torch.device(asked)  # type: ignore[call-overload]
+        device = torch.device("cpu" if asked == DISK else asked)  # type: ignore[call-overload]
         if device.type == "meta":
             raise RuntimeError("a meta tensor holds no values")
         if device.type == "cpu":
             return torch.device("cpu")
-        return torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        return torch.empty(0, device=device).device if present else device
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError) as error:
+        hint = 'Choose a device of this machine, such as device="cpu".'
+        if isinstance(asked, Mapping):
+            hint = "Wrap it: remap.by_key(...) for names, remap.by_location(...) for tags."
         raise PlacementError(
             "cannot go to the device that was asked for",
             entry=entry,
             found=f"{asked!r} ({str(error).splitlines()[0]})",
-            hint='Choose a device of this machine, such as device="cpu".',
+            hint=hint,
         ) from error
+
+
+def check_rules(options: Options, names: Collection[str]) -> None:
+    """Let the rules that can check themselves do so once, before a tensor is looked at.
+
+    Raises:
+        PlacementError: a rule names what is not there.
+    """
+    for rule in (options.device, options.dtype):
+        check_rule(rule, names, present=options.present)
+
+
+def check_rule(rule: object, names: Collection[str], *, present: bool) -> None:
+    """Call ``rule.check(names, present=...)`` where the rule has it; see `remap`."""
+    check = getattr(rule, "check", None)
+    if callable(check):
+        check(names, present=present)
 
 
 def entry_like(key: str, group: Group) -> TensorEntry:

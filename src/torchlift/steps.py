@@ -16,7 +16,7 @@ from torchlift.formats import TensorEntry
 from torchlift.match import Candidate, Match
 from torchlift.place import check_writable, obstacle, repeats
 from torchlift.report import Mode, Source
-from torchlift.rules import AnyMode, Options, entry_like, target_device, target_dtype
+from torchlift.rules import DISK, AnyMode, Options, entry_like, target_device, target_dtype
 from torchlift.skeleton import require_recipes
 from torchlift.slots import Group, is_blank, is_lazy
 
@@ -157,7 +157,7 @@ def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
     for group in groups:
         tensor = group.tensor
         seen = entry_like(group.fqn, group)
-        device = target_device(options.device, seen, tensor)
+        device = target_device(options.device, seen, tensor, present=options.present)
         dtype = tensor.dtype
         if tensor.is_meta and group.persistent:
             dtype = target_dtype(options.dtype, seen, tensor, tensor.dtype)
@@ -180,8 +180,12 @@ def _decide(
     else:
         assert candidate.value is not None
         file_dtype = candidate.value.dtype
-    dtype = target_dtype(options.dtype, seen, tensor, file_dtype)
-    device = target_device(options.device, seen, tensor)
+    asked = options.device(seen) if callable(options.device) else options.device
+    if asked == DISK:
+        options, dtype = _kept_on_disk(options, group, seen, file_dtype), file_dtype
+    else:
+        dtype = target_dtype(options.dtype, seen, tensor, file_dtype)
+    device = target_device(asked, seen, tensor, present=options.present)
     mode, note = _mode(options.mode, group, device, dtype)
     in_place = mode == "copy" and not is_blank(tensor)
     if in_place:
@@ -212,6 +216,36 @@ def _decide(
     return Step(
         group, key, candidate, rivals, mode, source, device, dtype, fixed, owned, dense, note
     )
+
+
+def _kept_on_disk(
+    options: Options, group: Group, seen: TensorEntry, file_dtype: torch.dtype
+) -> Options:
+    """The options for a tensor that a rule leaves on disk: mapped as it is, on any file system.
+
+    Raises:
+        PlacementError: what else was asked for takes memory for it.
+    """
+    blank = torch.empty(0, dtype=group.tensor.dtype, device="meta")
+    dtype = target_dtype(options.dtype, seen, blank, file_dtype)
+    if dtype != file_dtype:
+        raise PlacementError(
+            "cannot stay on disk and be cast",
+            entry=group.fqn,
+            expected=f"{file_dtype}, as in the file",
+            found=f"{dtype} asked for",
+            hint="Give it room on another device, or convert the file to that dtype first.",
+        )
+    if options.mode == "copy":
+        raise PlacementError(
+            "cannot stay on disk and be copied",
+            entry=group.fqn,
+            hint='Load with mode="auto", "assign" or "swap".',
+        )
+    mode = options.mode
+    if mode == "auto":
+        mode = "swap" if obstacle(group) is None else "assign"
+    return replace(options, mode=mode, source="mmap")
 
 
 def _mode(

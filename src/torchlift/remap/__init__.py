@@ -1,0 +1,23 @@
+"""Where tensors go, what they become and what they are called: rules for `plan` and `load`.
+
+- For ``device=``, and for ``dtype=`` with dtypes as values: `by_key`, `by_pattern`, `first_of`; for
+  ``device=`` alone `by_location`, and `fit`, which makes a `by_key` map within budgets of memory.
+- For ``rename=``: `strip` and `rules`, which compose with ``|``.
+- `dispatch` runs a module that such a map has spread over devices.
+
+Rules are plain values: they print as the call that makes them, and they can be pickled.
+"""
+
+from __future__ import annotations
+
+from torchlift.remap.maps import by_key, by_location, by_pattern, first_of
+from torchlift.remap.names import rules, strip
+
+__all__ = [
+    "by_key",
+    "by_location",
+    "by_pattern",
+    "first_of",
+    "rules",
+    "strip",
+]

@@ -1,0 +1,274 @@
+"""Rules that answer per tensor: by name, by pattern, by where it was saved, by the first answer.
+
+Each is a callable of a `TensorEntry`, for ``device=`` or ``dtype=`` of `torchlift.plan` and
+`torchlift.load`. None means that the rule has nothing to say, and the default applies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from torchlift.errors import PlacementError, did_you_mean
+from torchlift.formats import TensorEntry
+from torchlift.remap.devices import TAG, Device, checked
+from torchlift.remap.names import compiled
+from torchlift.rules import check_rule, usable_device
+
+Value = Device | torch.dtype
+#: Anything that ``device=`` or ``dtype=`` takes.
+Rule = Callable[[TensorEntry], "Value | None"] | Value
+V = TypeVar("V", bound="Value")
+
+
+class ByKey(dict[str, V]):
+    """Dotted prefix -> device or dtype; made by `by_key` and `fit`. The longest prefix wins.
+
+    A dict, so that libraries that take a device map take it too.
+    """
+
+    def __call__(self, entry: TensorEntry) -> V | None:
+        """What the longest prefix of the tensor's name says, or None."""
+        return self.at(entry.key)
+
+    def at(self, name: str) -> V | None:
+        """What the longest prefix of `name` says, or None."""
+        while name not in self:
+            if not name:
+                return None
+            name = name.rpartition(".")[0]
+        return self[name]
+
+    def check(self, names: Collection[str], *, present: bool = True) -> None:
+        """Refuse prefixes that match none of `names` and devices that this machine lacks.
+
+        Args:
+            names: the names of the tensors that the map is for.
+            present: whether the devices must exist here.
+
+        Raises:
+            PlacementError: the first entry that is wrong.
+        """
+        known = prefixes(names)
+        for prefix in self:
+            if prefix and prefix not in known:
+                raise PlacementError(
+                    "is mapped, but no tensor has that name or is below it",
+                    entry=prefix,
+                    expected="a dotted prefix of a name",
+                    hint=_nearest(prefix, known),
+                )
+        _check_devices(self, present)
+
+    def __repr__(self) -> str:
+        return f"by_key({dict.__repr__(self)})"
+
+
+class ByLocation(dict[str, Device]):
+    """Location tag -> device; made by `by_location`."""
+
+    def __call__(self, entry: TensorEntry) -> Device | None:
+        """What the tensor's tag says, or None."""
+        tag = entry.location
+        while tag not in self:
+            if not tag:
+                return None
+            tag = tag.rpartition(":")[0]
+        return self[tag]
+
+    def check(self, names: Collection[str], *, present: bool = True) -> None:
+        """Refuse devices that this machine lacks; a tag that the file lacks is no mistake.
+
+        Raises:
+            PlacementError: the first entry that is wrong.
+        """
+        _check_devices(self, present)
+
+    def __repr__(self) -> str:
+        return f"by_location({dict.__repr__(self)})"
+
+
+@dataclass(frozen=True, repr=False)
+class ByPattern:
+    """Regular expression -> device or dtype; made by `by_pattern`. The first that is found wins."""
+
+    pairs: tuple[tuple[re.Pattern[str], Value], ...]
+
+    def __call__(self, entry: TensorEntry) -> Value | None:
+        """What the first pattern found in the tensor's name says, or None."""
+        for pattern, value in self.pairs:
+            if pattern.search(entry.key):
+                return value
+        return None
+
+    def check(self, names: Collection[str], *, present: bool = True) -> None:
+        """Refuse devices that this machine lacks; a pattern may find nothing.
+
+        Raises:
+            PlacementError: the first entry that is wrong.
+        """
+        _check_devices({pattern.pattern: value for pattern, value in self.pairs}, present)
+
+    def __repr__(self) -> str:
+        return f"by_pattern({ {pattern.pattern: value for pattern, value in self.pairs} })"
+
+
+@dataclass(frozen=True, repr=False)
+class FirstOf:
+    """Rules of which the first that has an answer gives it; made by `first_of`."""
+
+    rules: tuple[Rule, ...]
+
+    def __call__(self, entry: TensorEntry) -> Value | None:
+        """The first answer, or None."""
+        for rule in self.rules:
+            answer = rule(entry) if callable(rule) else rule
+            if answer is not None:
+                return answer
+        return None
+
+    def check(self, names: Collection[str], *, present: bool = True) -> None:
+        """Let every rule check itself."""
+        for rule in self.rules:
+            check_rule(rule, names, present=present)
+
+    def __repr__(self) -> str:
+        return f"first_of({', '.join(map(repr, self.rules))})"
+
+
+def by_key(mapping: Mapping[str, V]) -> ByKey[V]:
+    """Say by name where tensors go, or what they become; the longest dotted prefix wins.
+
+    Prefixes end at dots: ``model.layers.1`` is not about ``model.layers.10``. An empty prefix is
+    about everything. A tensor that no prefix is about is left to the default: a live one stays, one
+    on meta goes to the CPU and keeps the checkpoint's dtype.
+
+    Args:
+        mapping: prefix of the model's names, or a whole name -> a device for ``device=``
+            (``"disk"`` leaves it mapped from the file), or a `torch.dtype` for ``dtype=``.
+
+    Returns:
+        A dict that is a rule for ``device=`` or ``dtype=``. `torchlift.plan` and `torchlift.load`
+        refuse it when a prefix matches nothing or a device is not there, before anything happens.
+
+    Raises:
+        PlacementError: a value can be no device and is no dtype.
+
+    Example:
+        >>> from torchlift import remap
+        >>> rule = remap.by_key({"model.layers": "cuda:0", "": "cpu"})
+        >>> rule.at("model.layers.10.weight"), rule.at("model.norm.weight")
+        ('cuda:0', 'cpu')
+    """
+    return ByKey({key: _valued(value, key) for key, value in mapping.items()})
+
+
+def by_pattern(mapping: Mapping[str, Value]) -> ByPattern:
+    """Say by regular expression where tensors go, or what they become; the first found wins.
+
+    Patterns are searched anywhere in the model's names, in the order given, so ``""`` at the end is
+    about all the rest. A tensor in whose name none is found is left to the default.
+
+    Args:
+        mapping: pattern -> a device for ``device=``, or a `torch.dtype` for ``dtype=``.
+
+    Returns:
+        A rule for ``device=`` or ``dtype=``.
+
+    Raises:
+        ValueError: a pattern does not compile; the message shows it.
+        PlacementError: a value can be no device and is no dtype.
+
+    Example:
+        >>> import torch
+        >>> from torchlift import remap
+        >>> remap.by_pattern({r"norm": torch.float32, "": torch.bfloat16})
+        by_pattern({'norm': torch.float32, '': torch.bfloat16})
+    """
+    return ByPattern(
+        tuple((compiled(text), _valued(value, text)) for text, value in mapping.items())
+    )
+
+
+def by_location(mapping: Mapping[str, Device]) -> ByLocation:
+    """Say by where a tensor was saved where it goes; the most specific tag wins.
+
+    ``"cuda"`` is about ``cuda:0``, ``cuda:1`` and all others that have no entry of their own, and
+    ``""`` is about every tag, and about tensors that no file holds. What no entry is about is left
+    to the default: a live tensor stays, one on meta goes to the CPU. The backends that wrote the
+    tags need not exist here, and a tag that the file lacks is no mistake.
+
+    Args:
+        mapping: location tag as the file has it -> device. As a device, ``"cuda"`` means the
+            current device of this process.
+
+    Returns:
+        A dict that is a rule for ``device=``.
+
+    Raises:
+        PlacementError: a key can be no tag, or a value no device.
+
+    Example:
+        >>> from torchlift import remap
+        >>> remap.by_location({"cuda:1": "cuda:0", "cuda": "cpu"})
+        by_location({'cuda:1': 'cuda:0', 'cuda': 'cpu'})
+    """
+    for tag in mapping:
+        if tag and not TAG.fullmatch(str(tag)):
+            raise PlacementError(
+                "is no location tag",
+                entry=str(tag),
+                expected='a tag such as "cuda:1", or "cuda" for all of that kind',
+            )
+    return ByLocation({tag: checked(device, tag) for tag, device in mapping.items()})
+
+
+def first_of(*rules: Rule) -> FirstOf:
+    """Combine rules: the first that has something to say about a tensor decides.
+
+    Args:
+        rules: rules for ``device=`` or for ``dtype=``; a plain device or dtype answers always.
+
+    Returns:
+        A rule of the same kind.
+
+    Example:
+        >>> from torchlift import remap
+        >>> remap.first_of(remap.by_key({"lm_head": "cpu"}), remap.by_location({"cuda": "cuda:0"}))
+        first_of(by_key({'lm_head': 'cpu'}), by_location({'cuda': 'cuda:0'}))
+    """
+    return FirstOf(rules)
+
+
+def prefixes(names: Iterable[str]) -> set[str]:
+    """Every dotted prefix of every name, the names themselves included, without the empty one."""
+    found: set[str] = set()
+    for name in names:
+        while name and name not in found:
+            found.add(name)
+            name = name.rpartition(".")[0]
+    return found
+
+
+def _valued(value: Any, entry: str) -> Any:
+    return value if isinstance(value, torch.dtype) else checked(value, entry)
+
+
+def _check_devices(mapping: Mapping[str, object], present: bool) -> None:
+    for entry, value in mapping.items():
+        if not isinstance(value, torch.dtype):
+            usable_device(value, entry, present=present)
+
+
+def _nearest(prefix: str, known: Collection[str]) -> str | None:
+    depth = prefix.count(".")
+    same_depth = [name for name in known if name.count(".") == depth]
+    hint = did_you_mean(prefix, same_depth) or did_you_mean(prefix, known)
+    if hint:
+        return hint
+    tops = sorted(name for name in known if "." not in name)
+    return f"At the top there are: {', '.join(tops[:8])}." if tops else None

@@ -1,0 +1,151 @@
+"""Renames: what a key of the checkpoint is called in the model. Each is a callable key -> key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torchlift.match import Rename
+
+Replacement = str | Callable[["re.Match[str]"], str] | None
+
+
+class Renaming:
+    """A rename that composes: ``first | then`` applies one after the other; None stays None."""
+
+    def __call__(self, key: str) -> str | None:
+        """The name in the model, or None for a key that is dropped."""
+        raise NotImplementedError
+
+    def __or__(self, then: Rename) -> Renaming:
+        return _Chain((self, then))
+
+    def __ror__(self, first: Rename) -> Renaming:
+        return _Chain((first, self))
+
+
+@dataclass(frozen=True, repr=False)
+class _Chain(Renaming):
+    steps: tuple[Rename, ...]
+
+    def __call__(self, key: str) -> str | None:
+        name: str | None = key
+        for step in self.steps:
+            if name is None:
+                return None
+            name = step(name)
+        return name
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.steps))
+
+
+@dataclass(frozen=True, repr=False)
+class _Strip(Renaming):
+    prefix: str
+
+    def __call__(self, key: str) -> str:
+        return key.removeprefix(self.prefix + ".")
+
+    def __repr__(self) -> str:
+        return f"strip({self.prefix + '.'!r})"
+
+
+@dataclass(frozen=True, repr=False)
+class _Rules(Renaming):
+    pairs: tuple[tuple[re.Pattern[str], Replacement], ...]
+
+    def __call__(self, key: str) -> str | None:
+        for pattern, replacement in self.pairs:
+            if replacement is not None:
+                key = pattern.sub(replacement, key)
+            elif pattern.search(key):
+                return None
+        return key
+
+    def __repr__(self) -> str:
+        pairs = [(pattern.pattern, replacement) for pattern, replacement in self.pairs]
+        return f"rules({pairs!r})"
+
+
+def strip(prefix: str) -> Renaming:
+    """Take a dotted prefix off the keys that have it; leave the others as they are.
+
+    What `torch.nn.parallel.DistributedDataParallel` (``module.``) and `torch.compile`
+    (``_orig_mod.``) put in front of every name. Only whole names match: ``strip("module")`` leaves
+    ``modules.0`` alone.
+
+    Args:
+        prefix: the prefix; its final dot may be left out.
+
+    Returns:
+        A rename; ``strip("_orig_mod.") | strip("module.")`` takes off one, then the other.
+
+    Raises:
+        ValueError: the prefix is empty.
+
+    Example:
+        >>> from torchlift import remap
+        >>> unwrap = remap.strip("module.")
+        >>> unwrap("module.fc.weight"), unwrap("modules.fc.weight")
+        ('fc.weight', 'modules.fc.weight')
+    """
+    if not prefix.removesuffix("."):
+        raise ValueError(f"strip({prefix!r}): there is nothing to strip")
+    return _Strip(prefix.removesuffix("."))
+
+
+def rules(pairs: Iterable[tuple[str | re.Pattern[str], Replacement]]) -> Renaming:
+    r"""Rename by regular expressions: each pair in turn, as `re.sub` does it.
+
+    Args:
+        pairs: (pattern, replacement). A replacement may refer to groups (``r"\1"``), or be a
+            function of the match. None drops every key in which the pattern is found.
+
+    Returns:
+        A rename, which composes: ``strip("module.") | rules([...])``.
+
+    Raises:
+        ValueError: a pattern does not compile, or a replacement refers to a group that its pattern
+            lacks. The message names it.
+
+    Example:
+        >>> from torchlift import remap
+        >>> rename = remap.rules([(r"^encoder\.layer\.(\d+)", r"blocks.\1"), (r"^pooler\.", None)])
+        >>> rename("encoder.layer.11.bias"), rename("pooler.bias")
+        ('blocks.11.bias', None)
+    """
+    return _Rules(tuple((compiled(pattern), _checked(pattern, to)) for pattern, to in pairs))
+
+
+def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    """The compiled pattern.
+
+    Raises:
+        ValueError: it does not compile; the message shows it.
+    """
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+
+
+def _checked(pattern: str | re.Pattern[str], replacement: Replacement) -> Replacement:
+    if replacement is None or callable(replacement):
+        return replacement
+    if not isinstance(replacement, str):
+        raise ValueError(
+            f"the replacement for {pattern!r} is neither str, function nor None: {replacement!r}"
+        )
+    source = compiled(pattern)
+    # One alternative more, which matches nothing at all everywhere: so the replacement is expanded
+    # here and not when a key first matches. The line break ends a comment of a verbose pattern.
+    probe = re.compile(source.pattern + "\n|", source.flags)
+    try:
+        probe.sub(replacement, "")
+    except (re.error, IndexError) as error:
+        raise ValueError(
+            f"the replacement {replacement!r} does not fit its pattern {source.pattern!r}: {error}"
+        ) from error
+    return replacement
