@@ -29,6 +29,7 @@ NOT_IN_A_RECIPE: dict[str, str] = {
     "Checkpoint": "shown by what it prints, returned by open",
     "errors": "recipes catch the errors by their own names",
     "bench": "the command is shown, torchlift bench",
+    "remap": "the recipes on devices belong to a later chapter",
     "VerifyReport": "shown by what it prints, returned by verify",
     "verify": "the recipe on checksums belongs to a later chapter",
     "FormatError": "the recipe on damaged files belongs to a later chapter",

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchlift import bench, errors, measure
+    from torchlift import bench, errors, measure, remap
     from torchlift.checkpoint import Checkpoint, TensorEntry, open
     from torchlift.errors import (
         CheckpointError,
@@ -42,6 +42,7 @@ __all__ = [
     "measure",
     "open",
     "plan",
+    "remap",
     "skeleton",
     "verify",
 ]
@@ -67,7 +68,7 @@ _HOMES = {
     "skeleton": "skeleton",
     "verify": "verify",
 }
-_ROOMS = ("bench", "errors", "measure")
+_ROOMS = ("bench", "errors", "measure", "remap")
 
 
 def __getattr__(name: str) -> object:
