@@ -129,10 +129,13 @@ def _slice(tape: Tape, wanted: Iterable[tuple[Key, int]]) -> list[int]:
 def call_for_real(
     tape: Tape, func: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, list[tuple[torch.Tensor, int]]]:
-    """One call on the CPU with real values, and its tensor arguments with their versions before."""
+    """One call on the CPU with real values, and its tensor arguments with their versions before.
+
+    Random numbers drawn on the way are not taken from the caller's: asking does not change them.
+    """
     run = _Run(tape, torch.device("cpu"))
     refs = list(_refs((args, kwargs)))
-    with _quiet():
+    with _quiet(), torch.random.fork_rng(devices=()):
         for at in _slice(tape, [(ref.key, len(tape.ops)) for ref in refs]):
             with _default_dtype(tape.ops[at].dtype):
                 run.run(tape.ops[at])

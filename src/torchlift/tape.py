@@ -14,54 +14,17 @@ them): 1.0 s in a fresh process, against 1 ms for plain construction on meta.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
+from torchlift import kinds
 from torchlift.calls import Device, Key, Op, Ref, Track, key_of, tensors_in
 
-# fmt: off
-_LOOK_NAMES = (
-    "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset",
-    "untyped_storage", "data_ptr", "is_contiguous", "is_floating_point", "is_complex",
-    "is_inference", "requires_grad_", "detach", "__len__",
-)
-#: These overwrite their first tensor and return it; on the meta device there is nothing to write,
-#: and finding that out costs 0.4 ms for one `normal_`.
-_FILLS = frozenset({
-    "bernoulli_", "cauchy_", "constant_", "dirac_", "exponential_", "eye_", "fill_", "geometric_",
-    "kaiming_normal_", "kaiming_uniform_", "log_normal_", "normal_", "ones_", "orthogonal_",
-    "random_", "sparse_", "trunc_normal_", "uniform_", "xavier_normal_", "xavier_uniform_", "zero_",
-    "zeros_",
-})
-# fmt: on
 #: Arguments of these types are recorded as they are; most are, so they are told apart first.
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
-_CONSTRUCTORS = frozenset(_device_constructors())
-_MOVES = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu})
-#: These turn Python data into tensors. The data exists already and may change later, so the tensor
-#: is made at once and kept.
-_FROM_DATA = frozenset({torch.as_tensor, torch.asarray, torch.tensor, torch.scalar_tensor})
-_DEVICE = torch.Tensor.device.__get__
-_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
-_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_WHERE = frozenset({_DEVICE, _IS_META, _IS_CPU, _IS_CUDA})
 _META = torch.device("meta")
-#: These only look, or make a view, which its storage tells all about.
-_LOOKS = frozenset(
-    {
-        *(getattr(torch.Tensor, name) for name in _LOOK_NAMES),
-        torch._C._set_grad_enabled,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    }
-)
 
 
 class Tape(TorchFunctionMode):
@@ -84,18 +47,22 @@ class Tape(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__get__" or func in _LOOKS:
-            return self._where(func, args[0]) if func in _WHERE else func(*args, **(kwargs or {}))
+        if name == "__get__" or func in kinds.LOOKS:
+            if func in kinds.WHERE:
+                return self._where(func, args[0])
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.__deepcopy__:
             # The memo would keep every copied object alive; a copy of values is all it is.
             copy = self._record(torch.clone, (args[0].detach(),), {})
             return copy.requires_grad_(args[0].requires_grad)
-        if func == _SET_DATA and not args[0].is_meta:
+        if func == kinds.SET_DATA and not args[0].is_meta:
             # A real tensor cannot take a meta tensor's content; writing the values does the same.
             self._record(torch.Tensor.copy_, (args[0].data, args[1]), {})
             return None
-        if func in _FROM_DATA and not any(tensors_in((args, kwargs))):
+        if func in kinds.FROM_DATA and not any(tensors_in((args, kwargs))):
             return self._constant(func, args, dict(kwargs or {}))
+        if func in kinds.MOVES:
+            return self._move(name, *args, **(kwargs or {}))
         return self._record(func, args, dict(kwargs or {}))
 
     def _constant(
@@ -143,12 +110,24 @@ class Tape(TorchFunctionMode):
         return made.requires_grad_(tensor.requires_grad) if tensor.is_leaf else made
 
     def _where(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
-        """The device that a constructor would see, had it been run for real."""
-        track = self.tracks.get(key_of(tensor) or 0)
-        device = track.device if track is not None else tensor.device
-        if func == _DEVICE:
+        """The device, or the address, that a constructor would see, had it been run for real."""
+        key = key_of(tensor) or 0
+        if func is torch.Tensor.data_ptr:
+            # Meta tensors are all at 0; equal addresses are how some constructors tell ties.
+            return key + tensor.storage_offset() * tensor.element_size()
+        device = self._device_of([tensor])
+        if func == kinds.DEVICE:
             return device
-        return device.type == {_IS_META: "meta", _IS_CPU: "cpu", _IS_CUDA: "cuda"}[func]
+        wanted = {kinds.IS_META: "meta", kinds.IS_CPU: "cpu", kinds.IS_CUDA: "cuda"}
+        return device.type == wanted[func]
+
+    def _move(
+        self, kind: str, tensor: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """``tensor.cpu()`` or ``tensor.cuda(1)`` as the ``tensor.to(device)`` that they mean."""
+        options = dict(zip(("non_blocking", "memory_format"), args, strict=False), **kwargs)
+        target = torch.device(kind if device is None else device)
+        return self._record(torch.Tensor.to, (tensor, target), options)
 
     def _record(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -161,7 +140,7 @@ class Tape(TorchFunctionMode):
         # Before the call: an in-place one may change what its own arguments look like.
         seen: dict[Key, None] = {}
         recorded = self._as_recorded((args, kwargs), seen)
-        if getattr(func, "__name__", "") in _FILLS and inputs and _may_write(func, inputs[0]):
+        if inputs and kinds.only_fills(func, inputs[0]):
             result: Any = inputs[0]
             written = _keys([inputs[0]])
         else:
@@ -241,32 +220,30 @@ class Tape(TorchFunctionMode):
     ) -> tuple[tuple[Any, ...], dict[str, Any], torch.device | None]:
         """The arguments with the device replaced by meta, and the device that was asked for."""
         asked: torch.device | None = None
-        if func in _CONSTRUCTORS or "device" in kwargs:
+        if func in kinds.CONSTRUCTORS or "device" in kwargs:
             given = kwargs.get("device")
-            asked = self._default_device if given is None else torch.device(given)
-            if given is not None or func in _CONSTRUCTORS:
+            if given is not None or func in kinds.CONSTRUCTORS:
+                asked = self._default_device if given is None else torch.device(given)
                 kwargs["device"] = _META
-            if kwargs.pop("pin_memory", None):
-                pass  # a property of where it will live, which replay decides
-        elif func in _MOVES:
-            if func is not torch.Tensor.to:
-                asked = torch.device(getattr(func, "__name__", "cpu"))
-                return (*args[:1], _META), {}, asked
-            moved = []
-            for position, item in enumerate(args):
-                if (position and isinstance(item, (torch.device, str))) or (
-                    position == 1 and type(item) is int
-                ):
-                    asked, item = torch.device(item), _META
-                moved.append(item)
-            args = tuple(moved)
+            kwargs.pop("pin_memory", None)  # a property of where it will live: replay decides
+        elif func is torch.Tensor.to:
+            target = args[1] if len(args) > 1 else kwargs.get("other")
+            if isinstance(target, torch.Tensor):
+                asked = self._device_of([target])
+            elif isinstance(target, (torch.device, str, int)):
+                asked, args = torch.device(target), (args[0], _META, *args[2:])
+        if func is torch.Tensor.to and asked not in (None, self._device_of(args[:1])):
+            # Another device is another memory, which moving from meta to meta would not give.
+            args, kwargs["copy"] = args[:4], True
         return args, kwargs, asked
 
-    def _device_of(self, inputs: list[torch.Tensor]) -> torch.device:
+    def _device_of(self, inputs: Iterable[torch.Tensor]) -> torch.device:
         for tensor in inputs:
             track = self.tracks.get(key_of(tensor) or 0)
             if track is not None:
                 return track.device
+            if not tensor.is_meta:
+                return tensor.device
         return self._default_device
 
     def _made(self, result: Any, device: torch.device) -> dict[int, Ref]:
@@ -292,30 +269,38 @@ class Tape(TorchFunctionMode):
         written = _keys(
             t for t, (r, version) in zip(inputs, real, strict=True) if _version(r) != version
         )
-        self._append(func, recorded, seen, written, {})
         back = {id(r): tensor for tensor, (r, _) in zip(inputs, real, strict=True)}
-        return self._keep(result, back)
+        known = set(_keys(r for r, _ in real))
+        # What the data shape is kept as it is. Anything else is made again with the rest, so that
+        # it agrees with the random numbers of that time, and takes no memory until then.
+        again = not kinds.is_shaped_by_data(func)
+        result = self._keep(result, lambda t: again and key_of(t) not in known, back)
+        self._append(func, recorded, seen, written, self._made(result, self._device_of(inputs)))
+        return result
 
-    def _keep(self, value: Any, back: Mapping[int, torch.Tensor]) -> Any:
-        """`value` with real tensors replaced by meta ones that replay to exactly these values."""
+    def _keep(
+        self,
+        value: Any,
+        again: Callable[[torch.Tensor], bool],
+        back: Mapping[int, torch.Tensor],
+    ) -> Any:
+        """`value` with real tensors replaced by meta ones."""
         if isinstance(value, torch.Tensor):
-            return back[id(value)] if id(value) in back else self.adopt(value)
-        kind = type(value)
-        if kind is tuple or kind is list:
-            return kind(self._keep(item, back) for item in value)
+            if id(value) in back:
+                return back[id(value)]
+            if again(value):
+                return torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=_META
+                )
+            return self.adopt(value)
+        if isinstance(value, (tuple, list)):
+            items = [self._keep(item, again, back) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
 
 
 def _keys(tensors: Iterable[torch.Tensor]) -> list[Key]:
     return [key for key in map(key_of, tensors) if key is not None]
-
-
-def _may_write(func: Callable[..., Any], tensor: torch.Tensor) -> bool:
-    # Where autograd would object to the write, the call itself has to say so. The functions of
-    # torch.nn.init, unlike the methods, turn it off themselves.
-    if isinstance(func, FunctionType):
-        return True
-    return not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def _version(tensor: torch.Tensor) -> int:
