@@ -1,0 +1,405 @@
+"""Faults: files that change, disks that fail, interrupts, hooks that refuse; all or nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_models import Mixed, Two, assert_holds, randomised, saved, state_of
+from test_checkpoint import damage
+from test_transfer import failing, readers
+from test_verify import flip
+from torch import nn
+
+import torchlift
+from torchlift import prepare, transfer
+from torchlift.errors import IntegrityError, PlacementError
+
+MODES = ["auto", "assign", "copy", "swap"]
+
+
+@pytest.fixture(params=["live", "meta"])
+def model(request) -> nn.Module:
+    """`Two` with values, or as a skeleton."""
+    return Two(40, 50) if request.param == "live" else torchlift.skeleton(Two, 40, 50)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint of that model with other values."""
+    return saved(randomised(Two(40, 50)), tmp_path)
+
+
+# --- files that change ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["shorter", "replaced", "overwritten", "gone"])
+@pytest.mark.parametrize("source", ["mmap", "read"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_file_that_changed_since_it_was_opened_is_not_loaded(model, path, mode, source, how):
+    """The index describes another file, so nothing of this one is used."""
+    before = state_of(model)
+    ckpt = torchlift.open(path)
+    damage(path, how)
+    with pytest.raises(IntegrityError) as caught:
+        torchlift.load(model, ckpt, mode=mode, source=source)
+    assert caught.value.file == str(path)
+    assert caught.value.hint is not None
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("source", ["mmap", "read"])
+def test_one_bad_shard_spoils_the_whole_load(tmp_path, model, source):
+    """When the second of two files is not the one that was opened, the first one is not used."""
+    state = randomised(Two(40, 50))
+    for key, value in state.items():
+        save_file({key: value}, tmp_path / f"{key}.safetensors")
+    weights = {key: f"{key}.safetensors" for key in state}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    before = state_of(model)
+    ckpt = torchlift.open(tmp_path)
+    damage(tmp_path / "b.safetensors", "shorter")
+    with pytest.raises(IntegrityError, match=r"b\.safetensors: the file changed"):
+        torchlift.load(model, ckpt, source=source)
+    assert state_of(model) == before
+
+
+def test_a_file_that_changes_during_the_load_is_noticed(model, path, monkeypatch):
+    """Every round of reading looks at the file's stamp again."""
+    monkeypatch.setattr(prepare, "_BATCH", 1)
+    before = state_of(model)
+
+    def spoil(key: str, value: torch.Tensor) -> torch.Tensor:
+        damage(path, "overwritten")
+        return value
+
+    with pytest.raises(IntegrityError, match="the file changed after it was opened"):
+        torchlift.load(model, path, source="read", transform=spoil)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("source", ["mmap", "read"])
+def test_removing_the_file_during_the_load_is_harmless(model, path, source):
+    """An open file stays readable without its name, and a mapped model stays whole."""
+    state = torch.load(path)
+
+    def remove(key: str, value: torch.Tensor) -> torch.Tensor:
+        path.unlink(missing_ok=True)
+        return value
+
+    torchlift.load(model, path, source=source, transform=remove)
+    assert not path.exists()
+    assert_holds(model, state)
+
+
+def test_a_damaged_payload_is_found_by_verify_and_by_nothing_else(model, path):
+    """One wrong bit is an error with verify=True; without it, it would be loaded."""
+    before = state_of(model)
+    flip(path, "b", 11)
+    with pytest.raises(IntegrityError) as caught:
+        torchlift.load(model, path, verify=True)
+    assert str(caught.value).startswith(
+        f"{path}: 'data/1': checksums are wrong in 1 of 2 storages; expected crc32 "
+    )
+    assert caught.value.hint.startswith("The file is damaged")
+    assert state_of(model) == before
+    torchlift.load(model, path)
+    assert_holds(model, torch.load(path))
+
+
+def test_an_intact_file_passes_verify(model, path):
+    """Checking first changes nothing about the load."""
+    torchlift.load(model, path, verify=True)
+    assert_holds(model, torch.load(path))
+
+
+# --- disks that fail --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", [1, 3, 15])
+@pytest.mark.parametrize("options", [{}, {"mode": "assign"}, {"transform": lambda key, t: t * 2}])
+def test_a_disk_error_on_any_piece_changes_nothing(model, path, monkeypatch, nth, options):
+    """Everything is read before anything is placed."""
+    before = state_of(model)
+    monkeypatch.setattr(transfer, "PIECE", 1024)
+    monkeypatch.setattr(os, "preadv", failing(OSError(errno.EIO, "Input/output error"), nth))
+    with pytest.raises(IntegrityError, match=r"reading failed \(Input/output error\)"):
+        torchlift.load(model, path, source="read", **options)
+    assert state_of(model) == before
+    assert not readers()
+
+
+def test_short_reads_are_completed(model, path, monkeypatch):
+    """A system that delivers a few bytes at a time delivers all of them."""
+    true = os.preadv
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return true(descriptor, [buffers[0][:777]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    torchlift.load(model, path, source="read")
+    assert_holds(model, torch.load(path))
+
+
+# --- interrupts and code of others ------------------------------------------------------------
+
+
+class Refusing(Two):
+    """A module in which the n-th assignment of a parameter does something."""
+
+    def __init__(self, action) -> None:
+        super().__init__()
+        self.__dict__["action"] = action
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "b" and "action" in self.__dict__:
+            self.__dict__["action"]()
+
+
+def interrupt() -> None:
+    """What Ctrl-C does."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Sabotage:
+    """Does something the first time that it is called."""
+
+    def __init__(self, action) -> None:
+        self.action = action
+        self.done = False
+
+    def __call__(self) -> None:
+        if not self.done:
+            self.done = True
+            self.action()
+
+
+def fail() -> None:
+    """A program's own error."""
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(("action", "error"), [(interrupt, KeyboardInterrupt), (fail, ValueError)])
+def test_an_interrupt_while_tensors_are_assigned_takes_all_back(tmp_path, action, error):
+    """Ctrl-C, or an error of the module's own code, in the middle of the commit."""
+    model = Refusing(Sabotage(action))
+    before = state_of(model)
+    with pytest.raises(error):
+        torchlift.load(model, saved(randomised(Two()), tmp_path), mode="assign")
+    assert model.__dict__["action"].done
+    assert state_of(model) == before
+
+
+class Acting(nn.Parameter):
+    """A parameter that does something when it is written to."""
+
+    action = staticmethod(lambda: None)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        if function is torch.Tensor.copy_:
+            args[0].action()
+        return made
+
+
+def acting(action) -> Two:
+    """A model whose second parameter acts when it is written to."""
+    model = Two()
+    model.b = Acting(torch.zeros(2, 3))
+    model.b.action = action
+    return model
+
+
+def test_an_interrupt_while_values_are_copied_waits_until_all_are_there(tmp_path):
+    """What was written over cannot be taken back, so the load is completed first."""
+    state = randomised(Two())
+    model = acting(interrupt)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        torchlift.load(model, saved(state, tmp_path))
+    assert torch.equal(model.a, state["a"])
+    assert torch.equal(model.b.as_subclass(torch.Tensor), state["b"])
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path):
+    """Who insists is obeyed, and what can be taken back is."""
+
+    def insist() -> None:
+        interrupt()
+        interrupt()
+        raise AssertionError("the second interrupt was not delivered")
+
+    model = acting(Sabotage(insist))
+    before = state_of(model)
+    with pytest.raises(KeyboardInterrupt):
+        torchlift.load(model, saved(randomised(Two()), tmp_path))
+    assert state_of(model) == before
+
+
+def test_a_subclass_that_fails_to_be_written_changes_nothing(tmp_path):
+    """Its own values are restored, and plain tensors have not been written yet."""
+    model = acting(Sabotage(fail))
+    before = state_of(model)
+    with pytest.raises(ValueError, match="no"):
+        torchlift.load(model, saved(randomised(Two()), tmp_path))
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_that_refuses_what_was_loaded_changes_nothing(model, path, mode):
+    """A hook runs on the loaded module, and its error undoes the load."""
+    before = state_of(model)
+    seen = []
+
+    def hook(module: nn.Module, keys: object) -> None:
+        seen.append(bool(module.a.is_meta or module.a.eq(0).all()))
+        raise ValueError("the hook refuses")
+
+    model.register_load_state_dict_post_hook(hook)
+    with pytest.raises(ValueError, match="the hook refuses"):
+        torchlift.load(model, path, mode=mode)
+    assert seen == [False]
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("options", [{"mode": "swap"}, {"dtype": torch.float64, "mode": "swap"}])
+def test_a_weak_reference_on_a_later_parameter_changes_nothing(path, options):
+    """What cannot be swapped is named, and what came before it is as it was."""
+    model = torchlift.skeleton(Two, 40, 50)
+    reference = weakref.ref(model.b)
+    before = state_of(model)
+    with pytest.raises(PlacementError) as caught:
+        torchlift.load(model, path, **options)
+    assert str(caught.value) == (
+        "'b': cannot be swapped: it has 1 weak reference. "
+        'Release it first, or load with mode="assign".'
+    )
+    assert state_of(model) == before
+    assert reference() is model.b
+    report = torchlift.load(model, path)
+    assert report.mode == {"a": "swap", "b": "assign"}
+    assert report.loaded["b"].note == "not swapped: it has 1 weak reference"
+
+
+def test_a_tensor_of_inference_mode_changes_nothing(tmp_path):
+    """torch refuses to write to it; that is known before anything is written."""
+    model = Two()
+    with torch.inference_mode():
+        model.b = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+    before = state_of(model)
+    path = saved(randomised(Two()), tmp_path)
+    with pytest.raises(
+        PlacementError, match="'b': cannot be written in place, because it was made"
+    ):
+        torchlift.load(model, path)
+    assert state_of(model) == before
+    torchlift.load(model, path, mode="assign")
+    assert_holds(model, torch.load(path))
+
+
+def test_a_bar_that_cannot_be_drawn_does_not_stop_a_load(model, path, monkeypatch):
+    """A stderr that breaks in the middle is no reason to leave a model half loaded."""
+
+    class Broken:
+        lines = 0
+
+        def write(self, text: str) -> int:
+            Broken.lines += 1
+            if Broken.lines > 1:
+                raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+            return len(text)
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    torchlift.load(model, path, progress=True, source="read")
+    assert_holds(model, torch.load(path))
+    assert Broken.lines > 1
+
+
+# --- many at once -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["mmap", "read"])
+@pytest.mark.parametrize("shared", [True, False], ids=["one checkpoint", "one path"])
+def test_threads_that_load_the_same_file_get_the_same_model(tmp_path, source, shared):
+    """Eight threads at once, each with its own model, from one file."""
+    state = randomised(Mixed())
+    path = saved(state, tmp_path)
+    given = torchlift.open(path) if shared else path
+    start = threading.Barrier(8)
+
+    def work(number: int) -> nn.Module:
+        start.wait()
+        model = Mixed() if number % 2 else torchlift.skeleton(Mixed)
+        torchlift.load(model, given, source=source)
+        return model
+
+    with ThreadPoolExecutor(8) as pool:
+        models = list(pool.map(work, range(8)))
+    for model in models:
+        assert_holds(model, state)
+    with torch.no_grad():
+        models[0].scale.zero_()
+    assert_holds(models[1], state)
+
+
+FORKED = """
+import hashlib, os, sys, torch, torchlift
+path = sys.argv[1]
+
+def digest(**options):
+    model = torchlift.skeleton(torch.nn.Linear, 700, 600)
+    torchlift.load(model, ckpt, **options)
+    with torch.no_grad():
+        found = hashlib.sha256(bytes(model.weight.float().view(torch.uint8).flatten().tolist()))
+        model.weight.zero_()
+    return found.hexdigest()
+
+ckpt = torchlift.open(path)
+held = ckpt["weight"][0, :3].tolist()
+ways = [{"source": "mmap"}, {"source": "read"}, {"source": "read", "dtype": torch.float64}]
+children = []
+for number in range(4):
+    end, other = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(other, digest(**ways[number % 3]).encode())
+        os._exit(0)
+    os.close(other)
+    children.append((child, end))
+mine = digest()
+theirs = [os.read(end, 64).decode() for _, end in children]
+codes = [os.waitpid(child, 0)[1] for child, _ in children]
+print(set(theirs) == {mine}, codes, ckpt["weight"][0, :3].tolist() == held)
+"""
+
+
+def test_forked_processes_that_load_the_same_file_get_the_same_model(tmp_path):
+    """A checkpoint that was opened before the fork is good in every child and in the parent."""
+    path = saved(nn.Linear(700, 600).state_dict(), tmp_path)
+    source = str(Path(torchlift.__file__).parents[1])
+    found = subprocess.run(
+        [sys.executable, "-c", FORKED, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": source},
+        check=False,
+    )
+    assert found.stdout.strip() == "True [0, 0, 0, 0] True", found.stderr
