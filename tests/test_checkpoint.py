@@ -104,6 +104,15 @@ def test_root_that_is_not_there_lists_what_is(nested):
     )
 
 
+@pytest.mark.parametrize("root", ["epoch", "model.layer.bias"])
+def test_root_that_is_no_container_is_called_so(nested, root):
+    """A tensor or an object holds no keys."""
+    with pytest.raises(
+        FormatError, match=f"{root!r}: it is a leaf of the checkpoint, not a contai"
+    ):
+        torchlift.open(nested, root=root)
+
+
 def test_two_paths_to_one_key_are_an_error(tmp_path):
     """A key that flattening makes ambiguous is refused when the file is opened."""
     path = saved({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, tmp_path)

@@ -244,6 +244,13 @@ def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:
 def _select(index: Index, root: str) -> Index:
     selected = under(index, root)
     if selected is None:
+        if root in index.entries or root in index.objects:
+            raise FormatError(
+                "it is a leaf of the checkpoint, not a container",
+                file=index.path,
+                entry=root,
+                hint="Leave root= out, or pass rename= to choose among the keys.",
+            )
         tops = sorted({key.split(".", 1)[0] for key in [*index.entries, *index.objects]})
         raise FormatError(
             "there is no such container",

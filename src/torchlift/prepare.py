@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -161,6 +162,26 @@ def _check_cast(step: Step, dtype: torch.dtype, path: str) -> None:
             found=dtype,
             hint="Pass transform= to say what to keep, such as tensor.real or tensor.abs().",
         )
+    if dtype != step.dtype and not _can_cast(dtype, step.dtype):
+        raise PlacementError(
+            "torch cannot cast between these dtypes",
+            file=path,
+            entry=step.key,
+            expected=step.dtype,
+            found=dtype,
+            hint='Load without dtype=, and with mode="assign" if the model is live.',
+        )
+
+
+@cache
+def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    # Tried, because nothing in torch says it: packed 4-bit floats are one case that cannot.
+    try:
+        one = torch.zeros(16, dtype=torch.uint8, device="cpu")[: source.itemsize].view(source)
+        torch.empty(1, dtype=target, device="cpu").copy_(one)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _overlapping(steps: Sequence[Step]) -> set[str]:

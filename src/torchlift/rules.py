@@ -48,6 +48,12 @@ class Options:
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+        dtype: object = self.dtype
+        if not (dtype is None or isinstance(dtype, torch.dtype) or callable(dtype)):
+            raise TypeError(f"dtype={dtype!r}: expected a torch.dtype, a callable or None")
+        rename: object = self.rename
+        if not (rename is None or callable(rename)):
+            raise TypeError(f"rename={rename!r}: expected a callable or None")
 
 
 def target_dtype(
