@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,6 +40,8 @@ class Op:
         writes: storages it makes or changes.
         made: its tensor results with a storage of their own, by position among its results.
         dtype: torch's default dtype at the time.
+        random: whether it draws from torch's default generator.
+        stream: since which `Tape.seed` it draws, None if the constructor had not seeded.
     """
 
     call: Callable[..., Any]
@@ -49,6 +51,8 @@ class Op:
     writes: tuple[Key, ...]
     made: dict[int, Ref]
     dtype: torch.dtype
+    random: bool = False
+    stream: Key | None = None
 
 
 @dataclass(slots=True)
@@ -86,3 +90,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def keys_of(tensors: Iterable[torch.Tensor]) -> list[Key]:
+    """The storages of those that have one."""
+    return [key for key in map(key_of, tensors) if key is not None]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it has been written to."""
+    return -1 if tensor.is_inference() else tensor._version

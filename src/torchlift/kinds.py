@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -29,6 +29,13 @@ _MATRIX_FILLS = frozenset({
 _SHAPED_BY_DATA = frozenset({
     "__getitem__", "argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave",
     "unique", "unique_consecutive", "where",
+})
+#: They draw from torch's default generator, unless they are given another.
+_RANDOM = frozenset({
+    "alpha_dropout", "bernoulli", "bernoulli_", "cauchy_", "dropout", "exponential_", "geometric_",
+    "log_normal_", "multinomial", "normal", "normal_", "poisson", "rand", "rand_like", "randint",
+    "randint_like", "randn", "randn_like", "random_", "randperm", "sparse_", "trunc_normal_",
+    "uniform_", *_MATRIX_FILLS,
 })
 # fmt: on
 CONSTRUCTORS = frozenset(_device_constructors())
@@ -70,3 +77,8 @@ def only_fills(func: Callable[..., Any], tensor: torch.Tensor) -> bool:
 def is_shaped_by_data(func: Callable[..., Any]) -> bool:
     """Whether other values, such as another random draw, could give results of another shape."""
     return getattr(func, "__name__", "") in _SHAPED_BY_DATA
+
+
+def is_random(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call draws from torch's default generator."""
+    return getattr(func, "__name__", "") in _RANDOM and kwargs.get("generator") is None

@@ -20,6 +20,7 @@ from torchlift.match import Rename
 from torchlift.place import Commit, is_plain
 from torchlift.plan import LoadPlan, make_plan, resolve
 from torchlift.prepare import Transform, prepare
+from torchlift.recipes import forget
 from torchlift.report import LoadReport
 from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options
 from torchlift.skeleton import make
@@ -105,6 +106,7 @@ def load(
         finally:
             if owned:
                 opened.close()
+        forget(model)
     report = _report(made, time.perf_counter() - start)
     return replace(report, missing_keys=missing, unexpected_keys=unexpected)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from torchlift.errors import PlacementError
 from torchlift.tape import Tape
 
 
-class _Run:
+class Run:
     """Real memory for the storages of a tape, filled by running the calls that wrote them."""
 
     def __init__(self, tape: Tape, device: torch.device) -> None:
         self.tape = tape
         self.device = device
         self.memory: dict[Key, torch.UntypedStorage] = {}
+        self._stream: Key | None = None
+        self._outer = torch.Tensor()
 
     def tensor(self, ref: Ref) -> torch.Tensor:
         """The real tensor for a recorded one, as its storage is at this point of the run."""
@@ -40,13 +42,31 @@ class _Run:
 
     def run(self, op: Op) -> None:
         """Execute one recorded call and keep the storages it makes."""
-        result = op.call(*self.value(op.args), **self.value(op.kwargs))
+        if op.random and op.stream != self._stream:
+            self._draw_from(op.stream)
+        with _default_dtype(op.dtype):
+            result = op.call(*self.value(op.args), **self.value(op.kwargs))
         if not op.made:
             return
         for position, tensor in enumerate(tensors_in(result)):
             ref = op.made.get(position)
             if ref is not None:
                 self.memory[ref.key] = _laid_out(tensor, ref).untyped_storage()
+
+    def _draw_from(self, stream: Key | None) -> None:
+        """Go on with the random numbers after a seed of the constructor's, or with the caller's."""
+        if self._stream is None:
+            self._outer = torch.default_generator.get_state()
+        if stream is None:
+            torch.default_generator.set_state(self._outer)
+        else:
+            torch.manual_seed(self.tape.seeds[stream])
+        self._stream = stream
+
+    def close(self) -> None:
+        """Leave the caller's random numbers as if the constructor had not seeded."""
+        if self._stream is not None:
+            self._draw_from(None)
 
     def value(self, value: Any) -> Any:
         """A recorded argument with real tensors and devices in it."""
@@ -80,10 +100,10 @@ def replay_all(
     the random numbers are those of plain construction with the same seed. What no later call needs
     is freed at once.
     """
+    calls = slice_of(tape, [(ref.key, len(tape.ops)) for ref in wanted])
     if len(wanted) == tape.tensors:
-        calls: Sequence[int] = range(len(tape.ops))
-    else:
-        calls = _slice(tape, [(ref.key, len(tape.ops)) for ref in wanted])
+        needed = set(calls)
+        calls = [at for at in range(len(tape.ops)) if at in needed or _is_real(tape, tape.ops[at])]
     last: dict[Key, int] = {}
     for at in calls:
         for key in (*tape.ops[at].reads, *tape.ops[at].writes):
@@ -91,14 +111,13 @@ def replay_all(
     finishing: dict[int, list[int]] = {}
     for position, ref in enumerate(wanted):
         finishing.setdefault(last.get(ref.key, -1), []).append(position)
-    run = _Run(tape, device)
-    with _quiet():
+    run = Run(tape, device)
+    with quiet(device), closing(run):
         for position in finishing.get(-1, ()):
             yield position, run.tensor(wanted[position])
         for at in calls:
             op = tape.ops[at]
-            with _default_dtype(op.dtype):
-                run.run(op)
+            run.run(op)
             for position in finishing.get(at, ()):
                 yield position, run.tensor(wanted[position])
             for key in (*op.reads, *op.writes):
@@ -106,7 +125,12 @@ def replay_all(
                     run.memory.pop(key, None)
 
 
-def _slice(tape: Tape, wanted: Iterable[tuple[Key, int]]) -> list[int]:
+def _is_real(tape: Tape, op: Op) -> bool:
+    # On a meta device that it asked for itself, a constructor draws no numbers.
+    return any(tape.tracks[key].device.type != "meta" for key in op.writes if key not in tape.seeds)
+
+
+def slice_of(tape: Tape, wanted: Iterable[tuple[Key, int]]) -> list[int]:
     """Positions of the calls that decide these storages' contents before these times, in order."""
     needed: set[int] = set()
     known: dict[Key, int] = {}
@@ -126,40 +150,15 @@ def _slice(tape: Tape, wanted: Iterable[tuple[Key, int]]) -> list[int]:
     return sorted(needed)
 
 
-def call_for_real(
-    tape: Tape, func: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Any, list[tuple[torch.Tensor, int]]]:
-    """One call on the CPU with real values, and its tensor arguments with their versions before.
-
-    Random numbers drawn on the way are not taken from the caller's: asking does not change them.
-    """
-    run = _Run(tape, torch.device("cpu"))
-    refs = list(_refs((args, kwargs)))
-    with _quiet(), torch.random.fork_rng(devices=()):
-        for at in _slice(tape, [(ref.key, len(tape.ops)) for ref in refs]):
-            with _default_dtype(tape.ops[at].dtype):
-                run.run(tape.ops[at])
-        real_args, real_kwargs = run.value(args), run.value(kwargs)
-        real = [(tensor, tensor._version) for tensor in tensors_in((real_args, real_kwargs))]
-        return func(*real_args, **real_kwargs), real
-
-
-def _refs(value: Any) -> Iterator[Ref]:
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _refs(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _refs(item)
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet(device: torch.device) -> Iterator[None]:
+    """Run recorded calls on a device, without gradients and warnings."""
     # What the calls warn of (a no-op initialiser of an empty tensor) concerns construction.
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        if torch.get_default_device().type == "meta":
+            # The initialisers that torch writes in Python make helpers on the default device.
+            stack.enter_context(device)
         yield
 
 

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from torchlift.calls import Ref
 from torchlift.collector import collection_paused
 from torchlift.errors import PlacementError, did_you_mean
-from torchlift.place import RECIPE, Commit, exchange, successor_of
+from torchlift.patches import recordable
+from torchlift.place import Commit, exchange, successor_of
+from torchlift.recipes import Recipe, forget, remember, require_recipes
 from torchlift.replay import replay_all
+from torchlift.rules import usable_device
 from torchlift.slots import Group, Slot, collect, is_lazy, walk
 from torchlift.tape import Tape
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class Recipe:
-    """How one tensor of a skeleton is made: a place on a tape. Copies of a module share it."""
-
-    __slots__ = ("ref", "tape")
-
-    def __init__(self, tape: Tape, ref: Ref) -> None:
-        self.tape = tape
-        self.ref = ref
-
-    def __deepcopy__(self, memo: object) -> Recipe:
-        return self
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # A pickled skeleton is a plain module on meta: calls cannot be written to a file.
-        return (_forgotten, ())
-
-
-def _forgotten() -> None:
-    return None
 
 
 def skeleton(factory: Callable[..., M], *args: Any, **kwargs: Any) -> M:
@@ -73,8 +51,10 @@ def skeleton(factory: Callable[..., M], *args: Any, **kwargs: Any) -> M:
             f"skeleton() takes a class or a function that makes a module, not {type(factory)!r}: "
             "write skeleton(Model, config) instead of skeleton(Model(config))"
         )
-    tape = Tape(torch.get_default_device())
-    with collection_paused(), _recordable_initialisers(), tape:
+    home = torch.get_default_device()
+    # On meta by default is how people spare the memory that a skeleton spares them anyway.
+    tape = Tape(torch.device("cpu") if home.type == "meta" else home)
+    with collection_paused(), recordable(), tape:
         model = factory(*args, **kwargs)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")
@@ -88,7 +68,7 @@ def materialize(
     model: nn.Module,
     *,
     device: torch.device | str | None = None,
-    names: Iterable[str] | None = None,
+    names: Iterable[str] | str | None = None,
 ) -> list[str]:
     """Replay construction for what is still on meta, directly on its device.
 
@@ -98,14 +78,15 @@ def materialize(
     Args:
         model: a skeleton, or a module that contains one.
         device: where to make the tensors; None means the CPU.
-        names: fully qualified names of tensors, or of submodules for all of theirs; None means all.
+        names: fully qualified names of tensors, or of submodules for all of theirs, or one such
+            name; None means all.
 
     Returns:
         The names of the tensors that were made, in the order of ``state_dict``.
 
     Raises:
-        PlacementError: a tensor on meta was not made by `skeleton`, or a name is not one of the
-            module's. Nothing has changed then.
+        PlacementError: a tensor on meta was not made by `skeleton`, a name is not one of the
+            module's, or the device does not exist. Nothing has changed then.
 
     Example:
         >>> import torch, torchlift
@@ -115,12 +96,13 @@ def materialize(
     """
     groups = unmade(model)
     if names is not None:
-        groups = _named(groups, list(names), model)
-    where = torch.device("cpu" if device is None else device)
+        groups = _named(groups, [names] if isinstance(names, str) else list(names), model)
+    where = usable_device("cpu" if device is None else device, "materialize")
     made = make(groups, [where] * len(groups))
     with Commit() as commit:
         for group, tensor in zip(groups, made, strict=True):
             commit.put(group, tensor)
+    forget(model)
     return [name for group in groups for name in group.names]
 
 
@@ -136,46 +118,16 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
     Raises:
         PlacementError: a tensor was not made by `skeleton`.
     """
-    require_recipes(groups)
+    recipes = require_recipes(groups)
     made: dict[int, torch.Tensor] = {}
-    batches: dict[tuple[int, torch.device], list[int]] = {}
-    for position, (group, device) in enumerate(zip(groups, devices, strict=True)):
-        tape = recipe_of(group.tensor).tape
-        batches.setdefault((id(tape), device), []).append(position)
-    for (_, device), positions in batches.items():
-        recipes = [recipe_of(groups[position].tensor) for position in positions]
-        refs = [recipe.ref for recipe in recipes]
-        for at, tensor in replay_all(recipes[0].tape, refs, device):
+    batches: dict[tuple[int, int, torch.device], list[int]] = {}
+    for position, (recipe, device) in enumerate(zip(recipes, devices, strict=True)):
+        batches.setdefault((id(recipe.tape), id(recipe.copy), device), []).append(position)
+    for (_, _, device), positions in batches.items():
+        refs = [recipes[position].ref for position in positions]
+        for at, tensor in replay_all(recipes[positions[0]].tape, refs, device):
             made[positions[at]] = tensor
     return [made[position] for position in range(len(groups))]
-
-
-def require_recipes(groups: Iterable[Group]) -> None:
-    """Refuse tensors on meta that nothing knows how to make.
-
-    Raises:
-        PlacementError: names all of them.
-    """
-    lost = [name for group in groups if not has_recipe(group.tensor) for name in group.names]
-    if lost:
-        raise PlacementError(
-            f"{len(lost)} tensors are on meta and nothing says how to make them: {', '.join(lost)}",
-            entry=lost[0],
-            expected="a value in the checkpoint, or a module built by torchlift.skeleton",
-            hint="Build the model with torchlift.skeleton(Model, ...) instead of on meta.",
-        )
-
-
-def has_recipe(tensor: torch.Tensor) -> bool:
-    """Whether a skeleton recorded how this tensor is made."""
-    return isinstance(tensor.__dict__.get(RECIPE), Recipe)
-
-
-def recipe_of(tensor: torch.Tensor) -> Recipe:
-    """The recorded construction of a tensor that has one."""
-    recipe = tensor.__dict__[RECIPE]
-    assert isinstance(recipe, Recipe)
-    return recipe
 
 
 def strays(model: nn.Module, groups: Iterable[Group] | None = None) -> list[Group]:
@@ -238,7 +190,7 @@ def _remember(tape: Tape, group: Group) -> None:
         # would hold on to parameters that are about to get their content.
         tensor.detach_()
     if ref is not None:
-        tensor.__dict__[RECIPE] = Recipe(tape, ref)
+        remember(group, Recipe(tape, ref))
         tape.tensors += 1
 
 
@@ -246,57 +198,18 @@ def _named(groups: list[Group], names: list[str], model: nn.Module) -> list[Grou
     known = [name for group in [*collect(model), *strays(model)] for name in group.names]
     for name in names:
         if not any(_is_under(full, name) for full in known):
+            modules = [prefix[:-1] for prefix, _ in walk(model) if prefix]
             raise PlacementError(
-                "the module has no such tensor", entry=name, hint=did_you_mean(name, known) or None
+                "the module has no such tensor or submodule",
+                entry=name,
+                hint=did_you_mean(name, [*known, *modules]) or None,
             )
     return [
         group
         for group in groups
-        if any(
-            full == name or full.startswith(name + ".") for full in group.names for name in names
-        )
+        if any(_is_under(full, name) for full in group.names for name in names)
     ]
 
 
 def _is_under(full: str, name: str) -> bool:
     return full == name or full.startswith(name + ".") or not name
-
-
-_patching = threading.Lock()
-_patched = 0
-
-
-@contextmanager
-def _recordable_initialisers() -> Iterator[None]:
-    """Let `trunc_normal_` be recorded like the other initialisers, which are overridable.
-
-    It samples until no value lies outside the bounds. Recorded call by call that is a question
-    about data in a loop; recorded as one call it is one call.
-    """
-    global _patched
-    name = "_no_grad_trunc_normal_"
-    with _patching:
-        if _patched == 0:
-            setattr(nn.init, name, _overridable(getattr(nn.init, name)))
-        _patched += 1
-    try:
-        yield
-    finally:
-        with _patching:
-            _patched -= 1
-            if _patched == 0:
-                setattr(nn.init, name, getattr(nn.init, name).__wrapped__)
-
-
-def _overridable(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if has_torch_function_unary(tensor):
-            made: torch.Tensor = handle_torch_function(
-                initialise, (tensor,), tensor, *args, **kwargs
-            )
-            return made
-        return function(tensor, *args, **kwargs)
-
-    initialise.__name__ = "trunc_normal_"
-    initialise.__wrapped__ = function  # type: ignore[attr-defined]
-    return initialise

@@ -15,9 +15,9 @@ from torchlift.filesystem import is_network
 from torchlift.formats import TensorEntry
 from torchlift.match import Candidate, Match
 from torchlift.place import check_writable, obstacle, repeats
+from torchlift.recipes import require_recipes
 from torchlift.report import Mode, Source
 from torchlift.rules import DISK, AnyMode, Options, entry_like, target_device, target_dtype
-from torchlift.skeleton import require_recipes
 from torchlift.slots import Group, is_blank, is_lazy
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchlift import kinds
-from torchlift.calls import Device, Key, Op, Ref, Track, key_of, tensors_in
+from torchlift.calls import Device, Key, Op, Ref, Track, key_of, keys_of, tensors_in, version_of
 
 #: Arguments of these types are recorded as they are; most are, so they are told apart first.
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
@@ -36,6 +36,9 @@ class Tape(TorchFunctionMode):
         self.tracks: dict[Key, Track] = {}
         #: How many tensors of the finished module have their construction on this tape.
         self.tensors = 0
+        #: Storages that stand for the random numbers after a seed -> that seed.
+        self.seeds: dict[Key, int] = {}
+        self._stream: Key | None = None
         self._default_device = device
         self._twins: dict[Key, Key] = {}
 
@@ -88,6 +91,19 @@ class Tape(TorchFunctionMode):
         offset = int(tensor.storage_offset())
         return Ref(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
 
+    def seed(self, seed: int | None) -> None:
+        """The constructor seeds torch's default generator; None: it goes back to what was before.
+
+        What is drawn after a seed depends on what was drawn since: a storage that every draw reads
+        and writes says so.
+        """
+        self._stream = None
+        if seed is not None:
+            storage = torch.empty(0, device=_META).untyped_storage()
+            self._stream = storage._cdata
+            self.tracks[self._stream] = Track(storage, self._default_device)
+            self.seeds[self._stream] = seed
+
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor that stands for a real one made outside the torch API.
 
@@ -115,7 +131,7 @@ class Tape(TorchFunctionMode):
         if func is torch.Tensor.data_ptr:
             # Meta tensors are all at 0; equal addresses are how some constructors tell ties.
             return key + tensor.storage_offset() * tensor.element_size()
-        device = self._device_of([tensor])
+        device = self.device_of([tensor])
         if func == kinds.DEVICE:
             return device
         wanted = {kinds.IS_META: "meta", kinds.IS_CPU: "cpu", kinds.IS_CUDA: "cuda"}
@@ -136,30 +152,37 @@ class Tape(TorchFunctionMode):
         originals: dict[int, torch.Tensor] = {}
         args, kwargs = self._on_meta((args, kwargs), inputs, originals)
         args, kwargs, device = self._send_to_meta(func, args, kwargs)
-        versions = [_version(tensor) for tensor in inputs]
+        versions = [version_of(tensor) for tensor in inputs]
         # Before the call: an in-place one may change what its own arguments look like.
         seen: dict[Key, None] = {}
-        recorded = self._as_recorded((args, kwargs), seen)
+        recorded = self.as_recorded((args, kwargs), seen)
         if inputs and kinds.only_fills(func, inputs[0]):
             result: Any = inputs[0]
-            written = _keys([inputs[0]])
+            written = keys_of([inputs[0]])
         else:
             try:
                 result = func(*args, **kwargs)
             except (RuntimeError, NotImplementedError, TypeError, ValueError):
                 # What depends on data cannot be answered by meta tensors (`.item()`, a mask as an
                 # index): run this one call on replayed values. A genuine error is raised by that.
-                return self._observe(func, recorded, inputs)
-            written = _keys(
+                from torchlift.questions import answer
+
+                return answer(self, func, recorded, inputs)
+            written = keys_of(
                 tensor
                 for tensor, version in zip(inputs, versions, strict=True)
-                if _version(tensor) != version
+                if version_of(tensor) != version
             )
-        made = self._made(result, device or self._device_of(inputs))
-        self._append(func, recorded, seen, written, made)
+        made = self.made(result, device or self.device_of(inputs))
+        if func is torch.empty_like:
+            # It reads no values: what made those need not be run for it.
+            (ref,) = made.values()
+            func, seen = torch.empty_strided, {}
+            recorded = (ref.shape, ref.stride), {"dtype": ref.dtype, "device": Device}
+        self.append(func, recorded, seen, written, made)
         return originals.get(id(result), result)
 
-    def _append(
+    def append(
         self,
         func: Callable[..., Any],
         recorded: tuple[Any, Any],
@@ -167,14 +190,20 @@ class Tape(TorchFunctionMode):
         written: list[Key],
         made: dict[int, Ref],
     ) -> None:
+        """Write a call down, unless it only looked or made a view."""
         writes = tuple(dict.fromkeys(key for key in written if key in self.tracks))
         writes += tuple(ref.key for ref in made.values())
         if not writes:
-            return  # it only looked, or made a view
+            return
+        random = kinds.is_random(func, recorded[1])
+        if random and self._stream is not None:
+            seen = {**seen, self._stream: None}
+            writes += (self._stream,)
         for key in writes:
             self.tracks[key].writers.append(len(self.ops))
         dtype = torch.get_default_dtype()
-        self.ops.append(Op(func, *recorded, tuple(seen), writes, made, dtype))
+        op = Op(func, *recorded, tuple(seen), writes, made, dtype, random, self._stream)
+        self.ops.append(op)
 
     def _on_meta(
         self, value: Any, inputs: list[torch.Tensor], originals: dict[int, torch.Tensor]
@@ -197,7 +226,8 @@ class Tape(TorchFunctionMode):
             return {k: self._on_meta(item, inputs, originals) for k, item in value.items()}
         return value
 
-    def _as_recorded(self, value: Any, seen: dict[Key, None]) -> Any:
+    def as_recorded(self, value: Any, seen: dict[Key, None]) -> Any:
+        """`value` with tensors and devices replaced by what stands for them; lists storages."""
         kind = type(value)
         if kind in _SCALARS:
             return value
@@ -210,9 +240,9 @@ class Tape(TorchFunctionMode):
         if isinstance(value, torch.device):
             return Device
         if kind is tuple or kind is list:
-            return kind([self._as_recorded(item, seen) for item in value])
+            return kind([self.as_recorded(item, seen) for item in value])
         if kind is dict:
-            return {key: self._as_recorded(item, seen) for key, item in value.items()}
+            return {key: self.as_recorded(item, seen) for key, item in value.items()}
         return value
 
     def _send_to_meta(
@@ -229,15 +259,16 @@ class Tape(TorchFunctionMode):
         elif func is torch.Tensor.to:
             target = args[1] if len(args) > 1 else kwargs.get("other")
             if isinstance(target, torch.Tensor):
-                asked = self._device_of([target])
+                asked = self.device_of([target])
             elif isinstance(target, (torch.device, str, int)):
                 asked, args = torch.device(target), (args[0], _META, *args[2:])
-        if func is torch.Tensor.to and asked not in (None, self._device_of(args[:1])):
+        if func is torch.Tensor.to and asked not in (None, self.device_of(args[:1])):
             # Another device is another memory, which moving from meta to meta would not give.
             args, kwargs["copy"] = args[:4], True
         return args, kwargs, asked
 
-    def _device_of(self, inputs: Iterable[torch.Tensor]) -> torch.device:
+    def device_of(self, inputs: Iterable[torch.Tensor]) -> torch.device:
+        """Where the constructor believes the first of the tensors to be."""
         for tensor in inputs:
             track = self.tracks.get(key_of(tensor) or 0)
             if track is not None:
@@ -246,7 +277,8 @@ class Tape(TorchFunctionMode):
                 return tensor.device
         return self._default_device
 
-    def _made(self, result: Any, device: torch.device) -> dict[int, Ref]:
+    def made(self, result: Any, device: torch.device) -> dict[int, Ref]:
+        """The storages that a call has made, by their position in its result."""
         made: dict[int, Ref] = {}
         for position, tensor in enumerate(tensors_in(result)):
             key = key_of(tensor)
@@ -256,52 +288,3 @@ class Tape(TorchFunctionMode):
                 assert ref is not None
                 made[position] = ref
         return made
-
-    def _observe(
-        self, func: Callable[..., Any], recorded: tuple[Any, Any], inputs: list[torch.Tensor]
-    ) -> Any:
-        """Run a call on replayed values; its own writes are recorded like any other's."""
-        from torchlift.replay import call_for_real
-
-        result, real = call_for_real(self, func, *recorded)
-        seen: dict[Key, None] = {}
-        self._as_recorded(inputs, seen)
-        written = _keys(
-            t for t, (r, version) in zip(inputs, real, strict=True) if _version(r) != version
-        )
-        back = {id(r): tensor for tensor, (r, _) in zip(inputs, real, strict=True)}
-        known = set(_keys(r for r, _ in real))
-        # What the data shape is kept as it is. Anything else is made again with the rest, so that
-        # it agrees with the random numbers of that time, and takes no memory until then.
-        again = not kinds.is_shaped_by_data(func)
-        result = self._keep(result, lambda t: again and key_of(t) not in known, back)
-        self._append(func, recorded, seen, written, self._made(result, self._device_of(inputs)))
-        return result
-
-    def _keep(
-        self,
-        value: Any,
-        again: Callable[[torch.Tensor], bool],
-        back: Mapping[int, torch.Tensor],
-    ) -> Any:
-        """`value` with real tensors replaced by meta ones."""
-        if isinstance(value, torch.Tensor):
-            if id(value) in back:
-                return back[id(value)]
-            if again(value):
-                return torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=_META
-                )
-            return self.adopt(value)
-        if isinstance(value, (tuple, list)):
-            items = [self._keep(item, again, back) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return value
-
-
-def _keys(tensors: Iterable[torch.Tensor]) -> list[Key]:
-    return [key for key in map(key_of, tensors) if key is not None]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
