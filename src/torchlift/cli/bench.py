@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import tempfile
 
@@ -12,8 +11,7 @@ from torchlift.bench import WAYS, Comparison, Result, compare
 from torchlift.cli import UsageError
 from torchlift.cli.output import print_json, printable
 from torchlift.measure import in_child
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+from torchlift.sizes import parse_size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +49,10 @@ def size(text: str) -> int:
         >>> size("2GiB"), size("1.5 kB")
         (2147483648, 1500)
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]I?|)B?", text.strip().upper())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"not a size such as 2GiB or 500MB: {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ Rules are plain values: they print as the call that makes them, and they can be 
 
 from __future__ import annotations
 
+from torchlift.remap.fitting import fit
 from torchlift.remap.maps import by_key, by_location, by_pattern, first_of
 from torchlift.remap.names import rules, strip
 
@@ -18,6 +19,7 @@ __all__ = [
     "by_location",
     "by_pattern",
     "first_of",
+    "fit",
     "rules",
     "strip",
 ]

@@ -24,6 +24,8 @@ Value = Device | torch.dtype
 Rule = Callable[[TensorEntry], "Value | None"] | Value
 V = TypeVar("V", bound="Value")
 
+_DEEPEST = 64
+
 
 class ByKey(dict[str, V]):
     """Dotted prefix -> device or dtype; made by `by_key` and `fit`. The longest prefix wins.
@@ -37,11 +39,7 @@ class ByKey(dict[str, V]):
 
     def at(self, name: str) -> V | None:
         """What the longest prefix of `name` says, or None."""
-        while name not in self:
-            if not name:
-                return None
-            name = name.rpartition(".")[0]
-        return self[name]
+        return next((self[p] for p in reversed(ancestors(name)) if p in self), None)
 
     def check(self, names: Collection[str], *, present: bool = True) -> None:
         """Refuse prefixes that match none of `names` and devices that this machine lacks.
@@ -244,14 +242,21 @@ def first_of(*rules: Rule) -> FirstOf:
     return FirstOf(rules)
 
 
+def ancestors(name: str) -> list[str]:
+    """The dotted prefixes of a name, from the empty one to the name itself.
+
+    Example:
+        >>> ancestors("a.b.c")
+        ['', 'a', 'a.b', 'a.b.c']
+    """
+    # A key of a stranger's file may hold a million dots; no module is nested as deep as this.
+    parts = name.split(".", _DEEPEST)
+    return ["", *(".".join(parts[:end]) for end in range(1, len(parts) + 1))]
+
+
 def prefixes(names: Iterable[str]) -> set[str]:
-    """Every dotted prefix of every name, the names themselves included, without the empty one."""
-    found: set[str] = set()
-    for name in names:
-        while name and name not in found:
-            found.add(name)
-            name = name.rpartition(".")[0]
-    return found
+    """Every dotted prefix of every name, the names themselves included."""
+    return {prefix for name in names for prefix in ancestors(name)}
 
 
 def _valued(value: Any, entry: str) -> Any:
@@ -270,5 +275,5 @@ def _nearest(prefix: str, known: Collection[str]) -> str | None:
     hint = did_you_mean(prefix, same_depth) or did_you_mean(prefix, known)
     if hint:
         return hint
-    tops = sorted(name for name in known if "." not in name)
+    tops = sorted(name for name in known if name and "." not in name)
     return f"At the top there are: {', '.join(tops[:8])}." if tops else None
