@@ -284,15 +284,14 @@ def test_a_weak_reference_on_a_later_parameter_changes_nothing(path, options):
     before = state_of(model)
     with pytest.raises(PlacementError) as caught:
         torchlift.load(model, path, **options)
-    assert str(caught.value) == (
-        "'b': cannot be swapped: it has 1 weak reference. "
-        'Release it first, or load with mode="assign".'
-    )
+    assert caught.value.entry == "b"
+    assert "cannot be swapped" in str(caught.value)
+    assert "weak reference" in str(caught.value)
     assert state_of(model) == before
     assert reference() is model.b
     report = torchlift.load(model, path)
     assert report.mode == {"a": "swap", "b": "assign"}
-    assert report.loaded["b"].note == "not swapped: it has 1 weak reference"
+    assert "weak reference" in report.loaded["b"].note
 
 
 def test_a_tensor_of_inference_mode_changes_nothing(tmp_path):

@@ -343,9 +343,10 @@ def test_nothing_stays_on_meta_in_silence(tmp_path):
     before = state_of(model)
     with pytest.raises(PlacementError) as caught:
         torchlift.load(model, saved({"steps": torch.tensor(3)}, tmp_path), strict=False)
-    assert "tensors are on meta and nothing says how to make them: scale, " in str(caught.value)
+    assert "8 tensors are on meta and nothing says how" in str(caught.value)
+    assert ": scale, frequencies, inner.0.weight, " in str(caught.value)
     assert "torchlift.skeleton" in str(caught.value)
-    with pytest.raises(PlacementError, match=r"1 tensors are on meta.*frequencies"):
+    with pytest.raises(PlacementError, match=r"1 tensors? (is|are) on meta.*frequencies"):
         torchlift.load(model, saved(randomised(Mixed()), tmp_path))
     assert state_of(model) == before
 
@@ -546,7 +547,8 @@ def test_an_optimizer_keeps_seeing_the_parameters(tmp_path, mode, dtype):
     """Loading under an optimizer is the normal case, not a trap."""
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    shadow = weakref.ref(model.a)
+    held = model.a
+    shadow = weakref.ref(held) if mode != "swap" else lambda: held  # swap refuses weak references
     state = {"a": torch.full((2, 3), 5.0), "b": torch.ones(2, 3)}
     torchlift.load(model, saved(state, tmp_path), mode=mode, dtype=dtype)
     model.a.sum().backward()
