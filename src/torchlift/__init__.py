@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchlift import bench, errors, measure, remap
+    from torchlift import bench, errors, measure, remap, swap
     from torchlift.checkpoint import Checkpoint, TensorEntry, open
     from torchlift.errors import (
         CheckpointError,
@@ -44,6 +44,7 @@ __all__ = [
     "plan",
     "remap",
     "skeleton",
+    "swap",
     "verify",
 ]
 
@@ -68,7 +69,7 @@ _HOMES = {
     "skeleton": "skeleton",
     "verify": "verify",
 }
-_ROOMS = ("bench", "errors", "measure", "remap")
+_ROOMS = ("bench", "errors", "measure", "remap", "swap")
 
 
 def __getattr__(name: str) -> object:

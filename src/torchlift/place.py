@@ -7,7 +7,6 @@ whatever reason, is rolled back, so the module is either loaded or as it was.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -15,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchlift.content import RECIPE as RECIPE
+from torchlift.content import can_set_data, exchange_content, obstacle, set_data
+from torchlift.content import exchange as exchange
+from torchlift.content import is_plain as is_plain
+from torchlift.content import successor_of as successor_of
 from torchlift.errors import PlacementError
 from torchlift.slots import Group, is_lazy
-
-#: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
-RECIPE = "_torchlift_recipe"
-
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Commit:
@@ -47,7 +46,7 @@ class Commit:
 
     def put(self, group: Group, new: torch.Tensor) -> None:
         """Swap where that is possible, so that references survive, and assign elsewhere."""
-        if obstacle(group) is None:
+        if can_set_data(group.tensor, new) or obstacle(group) is None:
             self.swap(group, new)
         else:
             self.assign(group, new)
@@ -72,6 +71,11 @@ class Commit:
         if is_lazy(old):
             self._fill_lazy(old, new)
             return
+        if can_set_data(old, new):
+            previous, grad = old.data, old.grad if old.is_leaf else None
+            self._undo.append(lambda: set_data(old, previous, grad))
+            set_data(old, new, grad)
+            return
         reason = obstacle(group)
         if reason is not None:
             raise PlacementError(
@@ -79,14 +83,7 @@ class Commit:
                 entry=group.fqn,
                 hint='Release it first, or load with mode="assign".',
             )
-        if can_set_data(old, new):
-            previous, grad = old.data, old.grad
-            self._undo.append(lambda: _set_data(old, previous, grad))
-            _set_data(old, new, grad)
-            return
-        successor = successor_of(old, new)
-        _exchange_content(group, successor)
-        self._undo.append(lambda: _exchange_content(group, successor))
+        self._undo.append(exchange_content(group, successor_of(old, new)))
 
     def _fill_lazy(self, old: Any, new: torch.Tensor) -> None:
         kind, empty, grad = type(old), old.data, old.requires_grad
@@ -134,83 +131,6 @@ class Commit:
             lambda: vars(module).__setitem__(name, before) if had else vars(module).pop(name, None)
         )
         vars(module)[name] = value
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor or parameter and not of a subclass, which may run code of its own."""
-    return type(tensor) in _PLAIN
-
-
-def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`new` dressed as `old`: its class, its ``requires_grad`` and its Python attributes."""
-    floating = new.is_floating_point() or new.is_complex()
-    grad = old.requires_grad and floating and old.is_leaf
-    if isinstance(old, nn.Parameter):
-        if type(old) is nn.Parameter:
-            made: torch.Tensor = nn.Parameter(new.detach(), requires_grad=grad)
-        else:
-            made = torch.Tensor._make_subclass(type(old), new.detach(), grad)
-    else:
-        made = new.detach().requires_grad_(grad)
-    attributes = {key: value for key, value in old.__dict__.items() if key != RECIPE}
-    if attributes:
-        made.__dict__.update(attributes)
-    return made
-
-
-def obstacle(group: Group) -> str | None:
-    """Why the content of the group's tensor object cannot be exchanged, or None."""
-    tensor = group.tensor
-    if not tensor.is_meta:
-        return None
-    foreign = weakref.getweakrefcount(tensor) - (1 if _flat_references(group) else 0)
-    if foreign > 0:
-        return f"it has {foreign} weak reference{'s' if foreign > 1 else ''}"
-    if tensor._use_count() > 1:  # type: ignore[attr-defined]
-        return "autograd or another tensor still holds its content"
-    return None
-
-
-def _flat_references(group: Group) -> list[tuple[list[Any], int]]:
-    """Where a recurrent layer keeps weak references to this tensor, which is its own weight."""
-    found = []
-    for slot in group.slots:
-        references = vars(slot.module).get("_flat_weight_refs", [])
-        for position, reference in enumerate(references):
-            if reference is not None and reference() is group.tensor:
-                found.append((references, position))
-    return found
-
-
-def _exchange_content(group: Group, other: torch.Tensor) -> None:
-    flat = _flat_references(group)
-    for references, position in flat:
-        references[position] = None  # torch exchanges nothing that is weakly referenced
-    exchange(group.tensor, other)
-    for references, position in flat:
-        references[position] = weakref.ref(group.tensor)
-
-
-def exchange(one: torch.Tensor, two: torch.Tensor) -> None:
-    """Exchange the content of two tensor objects: class, attributes, storage."""
-    torch.utils.swap_tensors(one, two)  # type: ignore[no-untyped-call]
-
-
-def can_set_data(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether assigning ``old.data`` is possible: same kind of tensor, and both are real."""
-    return not old.is_meta and torch._has_compatible_shallow_copy_type(old, new)
-
-
-def _set_data(old: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
-    fits = grad is None or (
-        grad.shape == data.shape and grad.dtype == data.dtype and grad.device == data.device
-    )
-    if not fits:
-        # A gradient of another dtype or device cannot stay: autograd would refuse the next one.
-        old.grad = None
-    old.data = data
-    if fits and old.grad is not grad:
-        old.grad = grad
 
 
 def check_writable(group: Group) -> None:

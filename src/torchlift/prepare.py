@@ -13,8 +13,11 @@ from torchlift.checkpoint import MappedViews, dtype_of
 from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.match import Candidate
+from torchlift.place import is_plain
 from torchlift.slots import is_lazy
 from torchlift.steps import Step
+from torchlift.swap.handlers import handles
+from torchlift.swap.settle import apply
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 Advance = Callable[[int], object]
@@ -33,9 +36,10 @@ def prepare(
         if transform is None:
             _check_cast(step, _file_dtype(step, path), path)
     if transform is None:
-        for step, tensor in zip(steps, _fetch(steps, views, advance), strict=True):
+        plain = [step for step in steps if not step.handled]
+        for step, tensor in zip(plain, _fetch(plain, views, advance), strict=True):
             yield step, _fitted(step, tensor)
-        return
+        steps = [step for step in steps if step.handled]
     own = _overlapping(steps)
     for batch in _batches(steps):
         raw_steps = [step.untransformed(path) for step in batch]
@@ -43,7 +47,7 @@ def prepare(
         # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
         raw = _fetch(raw_steps, views, lambda _: None)
         for step in batch:
-            yield step, _transformed(step, transform, raw.pop(0), path)
+            yield _placeable(step, transform, raw.pop(0), path)
             advance(step.span if step.owned else 0)
 
 
@@ -107,6 +111,23 @@ def _batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
         yield batch
 
 
+def _placeable(
+    step: Step, transform: Transform | None, raw: torch.Tensor, path: str
+) -> tuple[Step, torch.Tensor]:
+    """What a transform and the class of the model's tensor make of one tensor of the checkpoint."""
+    made = raw if transform is None else _transformed(step, transform, raw, path)
+    if step.handled or handles(type(step.group.tensor), type(made)):
+        step, made = apply(step, made, path)
+        if not is_plain(made):
+            return step, made if made.device == step.device else made.to(step.device)
+    if step.in_place:
+        _check_cast(step, made.dtype, path)
+        return step, made.detach()
+    floating = made.is_floating_point() and step.dtype.is_floating_point
+    dtype = step.dtype if step.dtype_is_fixed and floating else made.dtype
+    return step, made.detach().to(step.device, dtype)
+
+
 def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
     made = transform(step.key, raw)
     if not isinstance(made, torch.Tensor):
@@ -129,12 +150,7 @@ def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str)
             expected=list(step.group.tensor.shape),
             found=list(made.shape),
         )
-    if step.in_place:
-        _check_cast(step, made.dtype, path)
-        return made.detach()
-    floating = made.is_floating_point() and step.dtype.is_floating_point
-    dtype = step.dtype if step.dtype_is_fixed and floating else made.dtype
-    return made.detach().to(step.device, dtype)
+    return made
 
 
 def _fitted(step: Step, tensor: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,13 @@ from torchlift.errors import PlacementError
 from torchlift.filesystem import is_network
 from torchlift.formats import TensorEntry
 from torchlift.match import Candidate, Match
-from torchlift.place import check_writable, obstacle, repeats
+from torchlift.place import check_writable, repeats
 from torchlift.recipes import require_recipes
 from torchlift.report import Mode, Source
 from torchlift.rules import DISK, AnyMode, Options, entry_like, target_device, target_dtype
 from torchlift.slots import Group, is_blank, is_lazy
+from torchlift.swap.handlers import handles, is_handled
+from torchlift.swap.settle import settle
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Step:
         owned: whether new memory is filled for it.
         dense: whether its bytes are one run without gaps or repetitions.
         note: why it is done this way, where that is not what was asked for.
+        handled: whether the class of the model's tensor says how it is loaded.
     """
 
     group: Group
@@ -51,6 +54,7 @@ class Step:
     owned: bool
     dense: bool
     note: str | None = None
+    handled: bool = False
 
     @property
     def entry(self) -> TensorEntry | None:
@@ -143,7 +147,7 @@ def steps_for(matched: Match, path: str, options: Options) -> Iterator[Step]:
         if folder not in network:
             network[folder] = is_network(folder)
         steps.append(_decide(group, key, offers, options, path, network[folder]))
-    return _unshare(steps)
+    return settle(_unshare(steps), options.mode)
 
 
 def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
@@ -186,7 +190,8 @@ def _decide(
     else:
         dtype = target_dtype(options.dtype, seen, tensor, file_dtype)
     device = target_device(asked, seen, tensor, present=options.present)
-    mode, note = _mode(options.mode, group, device, dtype)
+    mode, note = _mode(options.mode, tensor, device, dtype), None
+    handled = mode != "copy" and is_handled(tensor)
     in_place = mode == "copy" and not is_blank(tensor)
     if in_place:
         check_writable(group)
@@ -201,7 +206,7 @@ def _decide(
     dense, repeated, aligned = layout(candidate.entry)
     changes = device.type != "cpu" or dtype != file_dtype
     if options.source == "auto":
-        read = network or (changes and not in_place)
+        read = network or (changes and not in_place and not handled)
         source: Source = "read" if read else "mmap"
     else:
         source = options.source
@@ -210,11 +215,23 @@ def _decide(
         source, note = "read", "its layout in the file cannot be used in place"
     fills = mode == "copy" and is_blank(tensor)
     computed = candidate.entry is None
-    owned = source == "read" or (not in_place and (changes or fills or computed))
+    owned = source == "read" or (not in_place and (changes or fills or computed or handled))
     fixed = options.dtype is not None or not tensor.is_meta
     rivals = tuple(offers[1:])
     return Step(
-        group, key, candidate, rivals, mode, source, device, dtype, fixed, owned, dense, note
+        group,
+        key,
+        candidate,
+        rivals,
+        mode,
+        source,
+        device,
+        dtype,
+        fixed,
+        owned,
+        dense,
+        note,
+        handled,
     )
 
 
@@ -244,20 +261,17 @@ def _kept_on_disk(
         )
     mode = options.mode
     if mode == "auto":
-        mode = "swap" if obstacle(group) is None else "assign"
+        mode = "swap"
     return replace(options, mode=mode, source="mmap")
 
 
-def _mode(
-    asked: AnyMode, group: Group, device: torch.device, dtype: torch.dtype
-) -> tuple[Mode, str | None]:
-    tensor = group.tensor
+def _mode(asked: AnyMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> Mode:
     if asked != "auto":
-        return asked, None
-    if not is_blank(tensor) and (device, dtype) == (tensor.device, tensor.dtype):
-        return "copy", None
-    reason = obstacle(group)
-    return ("swap", None) if reason is None else ("assign", f"not swapped: {reason}")
+        return asked
+    stays = not is_blank(tensor) and (device, dtype) == (tensor.device, tensor.dtype)
+    if stays and not handles(type(tensor), torch.Tensor):
+        return "copy"
+    return "swap"  # unless `settle` finds somebody in the way
 
 
 def _as_entry(group: Group, key: str, candidate: Candidate) -> TensorEntry:
