@@ -30,6 +30,19 @@ class Ref(NamedTuple):
     offset: int
 
 
+class Draws(NamedTuple):
+    """Stands in a recorded call where a generator of the constructor's own was.
+
+    Attributes:
+        key: a storage that every draw reads and writes, so that the order of draws is kept.
+        seed, state: the generator as the constructor left it; recording draws nothing.
+    """
+
+    key: Key
+    seed: int
+    state: torch.Tensor
+
+
 @dataclass(slots=True)
 class Op:
     """One recorded call.
@@ -100,3 +113,8 @@ def keys_of(tensors: Iterable[torch.Tensor]) -> list[Key]:
 def version_of(tensor: torch.Tensor) -> int:
     """How often it has been written to."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def device_from(asked: torch.device | str | int) -> torch.device:
+    """A device by name or number; a number needs no accelerator here, unlike `torch.device`."""
+    return torch.device("cuda", asked) if type(asked) is int else torch.device(asked)

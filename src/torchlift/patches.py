@@ -84,7 +84,7 @@ def _seeds(function: Callable[[int], torch.Generator]) -> Callable[[int], torch.
     @wraps(function)
     def manual_seed(seed: int) -> torch.Generator:
         for tape in _tapes():
-            tape.seed(int(seed))
+            tape.randomness.seed(int(seed))
         return function(seed)
 
     return manual_seed
@@ -96,7 +96,7 @@ def _restores(function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tenso
     @wraps(function)
     def set_rng_state(new_state: torch.Tensor) -> None:
         for tape in _tapes():
-            tape.seed(None)
+            tape.randomness.seed(None)
         function(new_state)
 
     return set_rng_state

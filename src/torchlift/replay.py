@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchlift.calls import Device, Key, Op, Ref, tensors_in
+from torchlift.calls import Device, Draws, Key, Op, Ref, tensors_in
 from torchlift.errors import PlacementError
 from torchlift.tape import Tape
 
@@ -21,6 +21,7 @@ class Run:
         self.tape = tape
         self.device = device
         self.memory: dict[Key, torch.UntypedStorage] = {}
+        self._generators: dict[Key, torch.Generator] = {}
         self._stream: Key | None = None
         self._outer = torch.Tensor()
 
@@ -60,8 +61,19 @@ class Run:
         if stream is None:
             torch.default_generator.set_state(self._outer)
         else:
-            torch.manual_seed(self.tape.seeds[stream])
+            torch.manual_seed(self.tape.randomness.seeds[stream])
         self._stream = stream
+
+    def _generator(self, draws: Draws) -> torch.Generator:
+        """A generator like the constructor's, which stays as it is for the next replay."""
+        made = self._generators.get(draws.key)
+        if made is None:
+            made = self._generators[draws.key] = torch.Generator(self.device)
+            if self.device.type == "cpu":
+                made.set_state(draws.state)
+            else:
+                made.manual_seed(draws.seed)  # a state belongs to one kind of device
+        return made
 
     def close(self) -> None:
         """Leave the caller's random numbers as if the constructor had not seeded."""
@@ -75,6 +87,8 @@ class Run:
             return self.tensor(value)
         if value is Device:
             return self.device
+        if kind is Draws:
+            return self._generator(value)
         if kind is tuple or kind is list:
             return kind(self.value(item) for item in value)
         if kind is dict:
@@ -127,7 +141,7 @@ def replay_all(
 
 def _is_real(tape: Tape, op: Op) -> bool:
     # On a meta device that it asked for itself, a constructor draws no numbers.
-    return any(tape.tracks[key].device.type != "meta" for key in op.writes if key not in tape.seeds)
+    return any(tape.tracks[key].device.type != "meta" for key in op.writes)
 
 
 def slice_of(tape: Tape, wanted: Iterable[tuple[Key, int]]) -> list[int]:

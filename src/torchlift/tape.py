@@ -20,7 +20,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torchlift import kinds
-from torchlift.calls import Device, Key, Op, Ref, Track, key_of, keys_of, tensors_in, version_of
+from torchlift.calls import (
+    Device,
+    Key,
+    Op,
+    Ref,
+    Track,
+    device_from,
+    key_of,
+    keys_of,
+    tensors_in,
+    version_of,
+)
+from torchlift.randomness import Randomness
 
 #: Arguments of these types are recorded as they are; most are, so they are told apart first.
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
@@ -36,9 +48,7 @@ class Tape(TorchFunctionMode):
         self.tracks: dict[Key, Track] = {}
         #: How many tensors of the finished module have their construction on this tape.
         self.tensors = 0
-        #: Storages that stand for the random numbers after a seed -> that seed.
-        self.seeds: dict[Key, int] = {}
-        self._stream: Key | None = None
+        self.randomness = Randomness(self.tracks)
         self._default_device = device
         self._twins: dict[Key, Key] = {}
 
@@ -76,7 +86,7 @@ class Tape(TorchFunctionMode):
         made = self.adopt(func(*args, device="cpu", **kwargs).clone())
         key = key_of(made)
         assert key is not None
-        self.tracks[key].device = self._default_device if given is None else torch.device(given)
+        self.tracks[key].device = self._default_device if given is None else device_from(given)
         return made
 
     def ref(self, tensor: torch.Tensor) -> Ref | None:
@@ -90,19 +100,6 @@ class Tape(TorchFunctionMode):
             key = self._twins[key]
         offset = int(tensor.storage_offset())
         return Ref(key, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
-
-    def seed(self, seed: int | None) -> None:
-        """The constructor seeds torch's default generator; None: it goes back to what was before.
-
-        What is drawn after a seed depends on what was drawn since: a storage that every draw reads
-        and writes says so.
-        """
-        self._stream = None
-        if seed is not None:
-            storage = torch.empty(0, device=_META).untyped_storage()
-            self._stream = storage._cdata
-            self.tracks[self._stream] = Track(storage, self._default_device)
-            self.seeds[self._stream] = seed
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor that stands for a real one made outside the torch API.
@@ -142,7 +139,7 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         """``tensor.cpu()`` or ``tensor.cuda(1)`` as the ``tensor.to(device)`` that they mean."""
         options = dict(zip(("non_blocking", "memory_format"), args, strict=False), **kwargs)
-        target = torch.device(kind if device is None else device)
+        target = device_from(kind if device is None else device)
         return self._record(torch.Tensor.to, (tensor, target), options)
 
     def _record(
@@ -162,7 +159,9 @@ class Tape(TorchFunctionMode):
         else:
             try:
                 result = func(*args, **kwargs)
-            except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+                if "leaf Variable" in str(error):
+                    raise  # values are not asked for gradients, so replaying would not object
                 # What depends on data cannot be answered by meta tensors (`.item()`, a mask as an
                 # index): run this one call on replayed values. A genuine error is raised by that.
                 from torchlift.questions import answer
@@ -196,13 +195,14 @@ class Tape(TorchFunctionMode):
         if not writes:
             return
         random = kinds.is_random(func, recorded[1])
-        if random and self._stream is not None:
-            seen = {**seen, self._stream: None}
-            writes += (self._stream,)
+        stream = self.randomness.stream if random else None
+        if stream is not None:
+            seen = {**seen, stream: None}
+        writes += self.randomness.among(seen)
         for key in writes:
             self.tracks[key].writers.append(len(self.ops))
         dtype = torch.get_default_dtype()
-        op = Op(func, *recorded, tuple(seen), writes, made, dtype, random, self._stream)
+        op = Op(func, *recorded, tuple(seen), writes, made, dtype, random, stream)
         self.ops.append(op)
 
     def _on_meta(
@@ -239,6 +239,10 @@ class Tape(TorchFunctionMode):
             return ref
         if isinstance(value, torch.device):
             return Device
+        if kind is torch.Generator:
+            draws = self.randomness.of(value)
+            seen[draws.key] = None
+            return draws
         if kind is tuple or kind is list:
             return kind([self.as_recorded(item, seen) for item in value])
         if kind is dict:
@@ -253,7 +257,7 @@ class Tape(TorchFunctionMode):
         if func in kinds.CONSTRUCTORS or "device" in kwargs:
             given = kwargs.get("device")
             if given is not None or func in kinds.CONSTRUCTORS:
-                asked = self._default_device if given is None else torch.device(given)
+                asked = self._default_device if given is None else device_from(given)
                 kwargs["device"] = _META
             kwargs.pop("pin_memory", None)  # a property of where it will live: replay decides
         elif func is torch.Tensor.to:
@@ -261,7 +265,7 @@ class Tape(TorchFunctionMode):
             if isinstance(target, torch.Tensor):
                 asked = self.device_of([target])
             elif isinstance(target, (torch.device, str, int)):
-                asked, args = torch.device(target), (args[0], _META, *args[2:])
+                asked, args = device_from(target), (args[0], _META, *args[2:])
         if func is torch.Tensor.to and asked not in (None, self.device_of(args[:1])):
             # Another device is another memory, which moving from meta to meta would not give.
             args, kwargs["copy"] = args[:4], True

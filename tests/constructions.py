@@ -1,0 +1,361 @@
+"""Modules whose constructors do what people do, and what is hard to record."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils import weight_norm as old_weight_norm
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+
+Build = Callable[[nn.Module], object]
+
+
+class Made(nn.Module):
+    """A module whose constructor is a function."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        build(self)
+
+
+def buffer(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """Register a buffer that no checkpoint holds."""
+    module.register_buffer(name, tensor, persistent=False)
+
+
+# -- questions about data ---------------------------------------------------------------------
+
+
+def asks_item(m: Any) -> None:
+    rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+    m.layers = nn.ModuleList([nn.Dropout(rate) for rate in rates])
+    m.weight = nn.Parameter(torch.full((len(rates),), rates[-1]))
+
+
+def asks_tolist(m: Any) -> None:
+    sizes = torch.arange(1, 4).cumsum(0).tolist()
+    m.layers = nn.ModuleList([nn.Linear(2, size) for size in sizes])
+
+
+def asks_bool(m: Any) -> None:
+    steps = torch.arange(5)
+    if bool((steps > 3).any()) and steps[2] == 2 and not torch.equal(steps, steps + 1):
+        m.weight = nn.Parameter(torch.randn(3))
+
+
+def asks_float_and_int(m: Any) -> None:
+    total = torch.ones(3, 3).sum()
+    m.weight = nn.Parameter(torch.full((int(total),), float(total / 2)))
+    m.length = len(torch.arange(7)[torch.arange(7) % 2 == 0])
+
+
+def indexes_by_mask(m: Any) -> None:
+    steps = torch.arange(10)
+    buffer(m, "late", steps[steps > 4])
+    mask = torch.zeros(3, 3)
+    mask[torch.triu(torch.ones(3, 3), 1).bool()] = -math.inf
+    buffer(m, "mask", mask)
+
+
+def indexes_by_position(m: Any) -> None:
+    table = torch.arange(12.0).view(3, 4)
+    buffer(m, "rows", table[torch.tensor([2, 0])])
+    table[[0, 2], 1] = 7
+    buffer(m, "table", table)
+    buffer(m, "picked", table.gather(1, torch.tensor([[0], [1], [2]])))
+    buffer(m, "scattered", torch.zeros(5).scatter_(0, torch.tensor([1, 3]), 2.0))
+
+
+def calls_nonzero(m: Any) -> None:
+    where = torch.nonzero(torch.eye(3))
+    buffer(m, "where", where)
+    buffer(m, "kinds", torch.unique(where % 2))
+    buffer(m, "selected", torch.masked_select(torch.arange(4), torch.arange(4) > 1))
+
+
+def goes_through_numpy(m: Any) -> None:
+    angles = torch.linspace(0, 1, 5).numpy()
+    buffer(m, "angles", torch.from_numpy(np.sin(angles)))
+    m.weight = nn.Parameter(torch.from_numpy(np.arange(6.0).reshape(2, 3)).float())
+    buffer(m, "from_meta", torch.tensor(np.asarray(torch.arange(3))))
+
+
+def iterates(m: Any) -> None:
+    first, second = torch.arange(6.0).view(2, 3)
+    buffer(m, "joined", torch.cat([first, second]))
+    buffer(m, "stacked", torch.stack([row * 2 for row in torch.eye(2)]))
+
+
+# -- writes and views -------------------------------------------------------------------------
+
+
+def writes_through_views(m: Any) -> None:
+    table = torch.zeros(6, 4)
+    position = torch.arange(6.0).unsqueeze(1)
+    rate = torch.exp(torch.arange(0, 4, 2) * (-math.log(10000.0) / 4))
+    table[:, 0::2] = torch.sin(position * rate)
+    table[:, 1::2] = torch.cos(position * rate)
+    table.t()[0].mul_(2)
+    table.view(-1)[-1] = 5
+    buffer(m, "table", table.unsqueeze(0))
+
+
+def writes_through_data(m: Any) -> None:
+    m.linear = nn.Linear(3, 2)
+    m.linear.weight.data.normal_(0, 0.02)
+    m.linear.weight.data[0].zero_()
+    m.linear.bias.data = torch.arange(2.0)
+    m.embedding = nn.Embedding(5, 3, padding_idx=1)
+
+
+def shares_views(m: Any) -> None:
+    whole = torch.arange(8.0)
+    buffer(m, "left", whole[:4])
+    buffer(m, "right", whole[4:])
+    whole.add_(1)
+
+
+def writes_after_registering(m: Any) -> None:
+    m.weight = nn.Parameter(torch.empty(3, 3))
+    m.register_buffer("count", torch.zeros((), dtype=torch.long))
+    with torch.no_grad():
+        m.weight.uniform_(-1, 1).fill_diagonal_(0)
+        m.weight[1] += m.weight[0]
+        m.weight /= m.weight.norm()
+    m.count += 3
+
+
+def out_argument(m: Any) -> None:
+    made = torch.empty(3)
+    torch.add(torch.ones(3), torch.arange(3.0), out=made)
+    buffer(m, "made", made)
+
+
+# -- where tensors come from ------------------------------------------------------------------
+
+
+def legacy_constructors(m: Any) -> None:
+    m.weight = nn.Parameter(torch.Tensor(3, 4).uniform_())
+    m.bias = nn.Parameter(torch.FloatTensor([1.0, 2.0]))
+    m.register_buffer("ids", torch.LongTensor([3, 1]))
+    m.scale = nn.Parameter(m.weight.new(2).fill_(4))
+
+
+def from_python(m: Any) -> None:
+    m.register_buffer("listed", torch.tensor([[1.5, 2.5]]))
+    m.register_buffer("scalar", torch.as_tensor(3))
+    m.register_buffer("ranged", torch.asarray(range(4)))
+    buffer(m, "text", torch.frombuffer(bytearray(b"abcd"), dtype=torch.uint8))
+
+
+def numpy_that_changes(m: Any) -> None:
+    array = np.arange(4.0)
+    m.register_buffer("copied", torch.tensor(array))
+    array[:] = -1
+
+
+def new_and_like(m: Any) -> None:
+    base = torch.zeros(2, 3, dtype=torch.float64)
+    buffer(m, "ones", torch.ones_like(base))
+    buffer(m, "fresh", base.new_full((2,), 5.0))
+    buffer(m, "tensor", base.new_tensor([1, 2]))
+    m.weight = nn.Parameter(torch.randn_like(base))
+
+
+def every_initialiser(m: Any) -> None:
+    names = (
+        "uniform_", "normal_", "ones_", "zeros_", "eye_", "xavier_uniform_", "xavier_normal_",
+        "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_",
+    )  # fmt: skip
+    for name in names:
+        m.register_parameter(name, nn.Parameter(torch.empty(4, 6)))
+        getattr(nn.init, name)(getattr(m, name))
+    m.constant = nn.init.constant_(nn.Parameter(torch.empty(2)), 0.3)
+    m.dirac = nn.Parameter(nn.init.dirac_(torch.empty(2, 2, 3)))
+    m.sparse = nn.Parameter(nn.init.sparse_(torch.empty(5, 4), sparsity=0.4))
+    nn.init.trunc_normal_(m.constant, std=2.0, a=-0.1, b=0.1)
+
+
+def every_sampler(m: Any) -> None:
+    m.weight = nn.Parameter(torch.rand(3) + torch.randn(3))
+    buffer(m, "order", torch.randperm(6))
+    buffer(m, "whole", torch.randint(0, 9, (4,)))
+    buffer(m, "drawn", torch.multinomial(torch.ones(4), 2))
+    buffer(m, "coins", torch.bernoulli(torch.full((5,), 0.5)))
+    buffer(m, "normal", torch.normal(torch.zeros(3), torch.ones(3)))
+    buffer(m, "exponential", torch.empty(3).exponential_())
+
+
+def deep_copies(m: Any) -> None:
+    layer = nn.Linear(2, 3)
+    m.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(2)])
+    with torch.no_grad():
+        m.layers[0].weight.add_(1)
+    m.copied = copy.deepcopy(nn.Parameter(torch.arange(3.0), requires_grad=False))
+
+
+def drops_what_it_makes(m: Any) -> None:
+    nn.Linear(7, 7)
+    m.kept = nn.Linear(2, 2)
+    m.kept.weight = nn.Parameter(torch.randn(2, 2))
+    m.last = nn.Parameter(torch.randn(2))
+
+
+def linear_algebra(m: Any) -> None:
+    square, _ = torch.linalg.qr(torch.randn(4, 4))
+    m.square = nn.Parameter(square)
+    buffer(m, "values", torch.linalg.svdvals(square))
+    buffer(m, "window", torch.hann_window(6))
+    buffer(m, "wave", torch.fft.rfft(torch.arange(6.0)))
+    buffer(m, "grid", torch.stack(torch.meshgrid(torch.arange(2), torch.arange(3), indexing="ij")))
+    buffer(m, "padded", F.pad(torch.ones(2), (1, 1)))
+    buffer(m, "product", torch.einsum("i,j->ij", torch.arange(3.0), torch.arange(2.0)))
+
+
+# -- kinds of tensors -------------------------------------------------------------------------
+
+
+def unusual_kinds(m: Any) -> None:
+    m.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    m.whole = nn.Parameter(torch.arange(4), requires_grad=False)
+    m.empty = nn.Parameter(torch.empty(0, 5))
+    m.scalar = nn.Parameter(torch.tensor(2.0))
+    m.register_buffer("flag", torch.tensor(True))
+    m.register_buffer("brain", torch.ones(2, dtype=torch.bfloat16))
+    m.register_buffer("nothing", None)
+    m.register_parameter("absent", None)
+    m.transposed = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    m.images = nn.Parameter(torch.randn(1, 3, 2, 2).to(memory_format=torch.channels_last))
+    buffer(m, "expanded", torch.arange(3.0).expand(2, 3))
+
+
+def plain_attributes(m: Any) -> None:
+    m.table = torch.arange(4.0) * 2
+    m.nested = [torch.ones(2), {"x": (torch.full((2,), 7.0), "text")}]
+    m.linear = nn.Linear(2, 2)
+    m.alias = m.linear.weight
+    m.derived = m.linear.weight.detach() + 1
+
+
+def containers(m: Any) -> None:
+    m.listed = nn.ParameterList([torch.ones(2), nn.Parameter(torch.randn(1))])
+    m.named = nn.ParameterDict({"a": torch.randn(2), "b": nn.Parameter(torch.zeros(3))})
+    m.modules_ = nn.ModuleDict({"one": nn.Linear(1, 2), "two": nn.Conv1d(1, 2, 3)})
+
+
+def changes_dtype(m: Any) -> None:
+    m.small = nn.Linear(2, 3).half()
+    m.large = nn.Linear(2, 3).to(torch.float64)
+    m.brain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(dtype=torch.bfloat16)
+    buffer(m, "cast", torch.arange(3).to(torch.float16).type(torch.float64).float())
+
+
+def changes_default_dtype(m: Any) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        m.wide = nn.Linear(2, 3)
+        buffer(m, "ramp", torch.arange(3) / 2)
+    finally:
+        torch.set_default_dtype(before)
+    m.narrow = nn.Linear(2, 3)
+
+
+def explicit_devices(m: Any) -> None:
+    m.linear = nn.Linear(2, 3, device="cpu")
+    m.weight = nn.Parameter(torch.randn(2, device=torch.device("cpu")))
+    m.moved = nn.Linear(3, 3).cpu().to("cpu").to(torch.device("cpu"), torch.float32)
+    buffer(m, "beside", torch.ones(2, device=m.weight.device))
+    buffer(m, "same", torch.arange(3).to(m.weight))
+    assert m.weight.device.type == "cpu"
+    assert not m.weight.is_cuda
+    assert not m.weight.is_meta
+
+
+def freezes(m: Any) -> None:
+    m.frozen = nn.Linear(2, 3).requires_grad_(False)
+    m.open = nn.Linear(2, 3)
+    m.open.bias.requires_grad = False
+
+
+def ties(m: Any) -> None:
+    m.embedding = nn.Embedding(5, 4)
+    m.head = nn.Linear(4, 5, bias=False)
+    m.head.weight = m.embedding.weight
+    m.block = nn.Linear(4, 4)
+    m.again = m.block
+    m.register_buffer("mask", torch.ones(2))
+    m.register_buffer("mask_again", m.mask)
+
+
+def hides_gradient_modes(m: Any) -> None:
+    with torch.no_grad():
+        m.register_buffer("made", (torch.ones(3) * 2).sqrt())
+    with torch.enable_grad():
+        m.weight = nn.Parameter(torch.randn(3))
+        m.register_buffer("used", (m.weight.detach() ** 2).sum())
+
+
+def generator_of_its_own(m: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    m.weight = nn.Parameter(torch.randn(4, generator=generator))
+    m.bias = nn.Parameter(torch.empty(4).normal_(generator=generator))
+
+
+def seeds_itself(m: Any) -> None:
+    torch.manual_seed(11)
+    m.weight = nn.Parameter(torch.randn(4))
+
+
+def seeds_for_a_while(m: Any) -> None:
+    m.weight = nn.Parameter(torch.randn(4))
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(5)
+        m.kept = nn.Linear(3, 3)
+        buffer(m, "projection", torch.randn(3, 3))
+    m.bias = nn.Parameter(torch.randn(4))
+
+
+CONSTRUCTORS: dict[str, Build] = {
+    made.__name__: made
+    for made in (
+        asks_item, asks_tolist, asks_bool, asks_float_and_int, indexes_by_mask,
+        indexes_by_position, calls_nonzero, goes_through_numpy, iterates, writes_through_views,
+        writes_through_data, shares_views, writes_after_registering, out_argument,
+        legacy_constructors, from_python, numpy_that_changes, new_and_like, every_initialiser,
+        every_sampler, deep_copies, drops_what_it_makes, linear_algebra, unusual_kinds,
+        plain_attributes, containers, changes_dtype, changes_default_dtype, explicit_devices,
+        freezes, ties, hides_gradient_modes, generator_of_its_own, seeds_itself,
+        seeds_for_a_while,
+    )
+}  # fmt: skip
+
+#: name -> a callable that makes the module.
+FACTORIES: dict[str, Callable[[], nn.Module]] = {
+    **{name: partial(Made, build) for name, build in CONSTRUCTORS.items()},
+    "Transformer": lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(8, 2, kdim=4, vdim=4),
+    "LSTM": lambda: nn.LSTM(4, 5, 2, bidirectional=True, proj_size=3),
+    "GRU": lambda: nn.GRU(4, 5),
+    "BatchNorm": lambda: nn.BatchNorm1d(3),
+    "InstanceNorm": lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+    "Conv": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose1d(2, 2, 3)),
+    "Bilinear": lambda: nn.Bilinear(2, 3, 4),
+    "EmbeddingBag": lambda: nn.EmbeddingBag(5, 3, padding_idx=0),
+    "PReLU": nn.PReLU,
+    "AdaptiveSoftmax": lambda: nn.AdaptiveLogSoftmaxWithLoss(32, 20, [5, 10]),
+    "weight_norm": lambda: weight_norm(nn.Linear(3, 4)),
+    "old weight_norm": lambda: old_weight_norm(nn.Conv1d(3, 4, 2)),
+    "spectral_norm": lambda: spectral_norm(nn.Linear(3, 4)),
+    "old spectral_norm": lambda: old_spectral_norm(nn.Linear(3, 4)),
+    "orthogonal": lambda: orthogonal(nn.Linear(3, 3)),
+}
