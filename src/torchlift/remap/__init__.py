@@ -10,16 +10,21 @@ Rules are plain values: they print as the call that makes them, and they can be 
 
 from __future__ import annotations
 
-from torchlift.remap.fitting import fit
-from torchlift.remap.maps import by_key, by_location, by_pattern, first_of
+from torchlift.remap.dispatching import dispatch
+from torchlift.remap.fitting import Fit, fit
+from torchlift.remap.maps import ByKey, ByLocation, by_key, by_location, by_pattern, first_of
 from torchlift.remap.names import rules, strip
 
 __all__ = [
-    "by_key",
     "by_location",
+    "by_key",
     "by_pattern",
     "first_of",
     "fit",
-    "rules",
+    "dispatch",
     "strip",
+    "rules",
+    "ByKey",
+    "ByLocation",
+    "Fit",
 ]
