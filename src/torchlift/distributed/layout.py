@@ -1,0 +1,199 @@
+"""Which part of a whole tensor a rank holds, as ranges of indices; no collective is involved."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from torchlift.errors import PlacementError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+#: A range of indices, start included, stop not.
+Span = tuple[int, int]
+#: For each dimension the ranges of the whole tensor that follow each other in the local one.
+Spans = tuple[tuple[Span, ...], ...]
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether `value` is a DTensor; importing them costs time, so a process without stays without.
+
+    Example:
+        >>> is_dtensor(torch.zeros(2))
+        False
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def everything(shape: Sequence[int]) -> Spans:
+    """The spans of a tensor that is not sharded.
+
+    Example:
+        >>> everything((4, 2))
+        (((0, 4),), ((0, 2),))
+    """
+    return tuple(((0, size),) for size in shape)
+
+
+def spans_of(tensor: torch.Tensor) -> Spans:
+    """What this rank holds of `tensor`, which may be a plain one."""
+    if not is_dtensor(tensor):
+        return everything(tensor.shape)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return tuple(() for _ in tensor.shape)
+    return spans_at(tensor, coordinate)
+
+
+def spans_at(tensor: DTensor, coordinate: Sequence[int]) -> Spans:
+    """What the rank at `coordinate` of the mesh holds of `tensor`."""
+    return shard_spans(tensor.shape, tensor.device_mesh.shape, tensor.placements, coordinate)
+
+
+def shard_spans(
+    shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]
+) -> Spans:
+    """The ranges of a tensor that one rank of a mesh holds.
+
+    Args:
+        shape: of the whole tensor.
+        mesh: sizes of the mesh dimensions.
+        placements: one per mesh dimension: Shard, a strided shard or Replicate.
+        coordinate: the rank's place in the mesh.
+
+    Returns:
+        For each tensor dimension the ranges that follow each other in the local tensor.
+
+    Raises:
+        PlacementError: a placement that holds no values of its own, such as Partial.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> shard_spans((5, 2), (2, 2), (Replicate(), Shard(0)), (0, 1))
+        (((3, 5),), ((0, 2),))
+    """
+    held = [[(0, size)] for size in shape]
+    for axis, strided in _order(placements, mesh):
+        placement = placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = getattr(placement, "dim", None)
+        if dim is None or placement.is_partial():
+            raise PlacementError(
+                "a tensor that is only a partial sum on each rank has no values to load or save",
+                found=placement,
+                hint="Redistribute it to Replicate() or Shard() first.",
+            )
+        held[dim] = _cut(held[dim], mesh[axis], coordinate[axis], strided)
+    return tuple(tuple(spans) for spans in held)
+
+
+def _order(placements: Sequence[Any], mesh: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Mesh dimensions in the order in which they cut, with the pieces each cut is strided over.
+
+    FSDP over tensor parallel is written ``[_StridedShard(0, split_factor=tp), Shard(0)]``: the
+    tensor was cut by the second and then by the first. Cutting in that order is right for sizes
+    that do not divide evenly, where the strided formula is not.
+    """
+    late = []
+    for axis, placement in enumerate(placements):
+        factor = int(getattr(placement, "split_factor", 1) or 1)
+        right = math.prod(
+            size
+            for size, other in zip(mesh[axis + 1 :], placements[axis + 1 :], strict=True)
+            if getattr(other, "dim", None) == getattr(placement, "dim", -1)
+        )
+        if factor > 1 and factor == right:
+            late.append(axis)
+        else:
+            yield axis, factor
+    for axis in reversed(late):
+        yield axis, 1
+
+
+def _cut(spans: list[Span], parts: int, index: int, strided: int) -> list[Span]:
+    pieces = [_chunk(spans, strided, i) for i in range(strided)] if strided > 1 else [spans]
+    return [span for piece in pieces for span in _chunk(piece, parts, index)]
+
+
+def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
+    """The `index`-th of `parts` chunks, as ``torch.chunk`` cuts them, some perhaps empty."""
+    total = sum(stop - start for start, stop in spans)
+    size = -(-total // parts)
+    low, high = min(index * size, total), min((index + 1) * size, total)
+    found = []
+    for start, stop in spans:
+        if low < stop - start and high > 0:
+            found.append((start + max(low, 0), start + min(high, stop - start)))
+        low, high = low - (stop - start), high - (stop - start)
+    return found
+
+
+def local_shape(spans: Spans) -> tuple[int, ...]:
+    """Shape of the local tensor.
+
+    Example:
+        >>> local_shape((((0, 2), (4, 6)), ((0, 3),)))
+        (4, 3)
+    """
+    return tuple(sum(stop - start for start, stop in dim) for dim in spans)
+
+
+def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[Span, ...]]:
+    """Cut a tensor into blocks of at most `limit` elements that are contiguous in memory.
+
+    Example:
+        >>> list(blocks((3, 4), 8))
+        [((0, 2), (0, 4)), ((2, 3), (0, 4))]
+        >>> list(blocks((2, 4), 2))[:2]
+        [((0, 1), (0, 2)), ((0, 1), (2, 4))]
+    """
+    if 0 in shape:
+        return
+    axis, inner = len(shape), 1
+    while axis > 0 and inner * shape[axis - 1] <= limit:
+        axis -= 1
+        inner *= shape[axis]
+    whole = tuple((0, size) for size in shape[axis:])
+    if axis == 0:
+        yield whole
+        return
+    rows = max(1, limit // inner)
+    for outer in itertools.product(*map(range, shape[: axis - 1])):
+        fixed = tuple((i, i + 1) for i in outer)
+        for start in range(0, shape[axis - 1], rows):
+            yield (*fixed, (start, min(start + rows, shape[axis - 1])), *whole)
+
+
+Index = tuple[slice, ...]
+
+
+def overlaps(spans: Spans, block: Sequence[Span]) -> Iterator[tuple[Index, Index]]:
+    """Where a block of the whole tensor goes in the local one: (index in local, index in block).
+
+    Example:
+        >>> list(overlaps((((2, 4),),), [(3, 9)]))
+        [((slice(1, 2, None),), (slice(0, 1, None),))]
+    """
+    dims = [
+        list(_shared(dim, start, stop)) for dim, (start, stop) in zip(spans, block, strict=True)
+    ]
+    for combination in itertools.product(*dims):
+        yield tuple(pair[0] for pair in combination), tuple(pair[1] for pair in combination)
+
+
+def _shared(dim: tuple[Span, ...], start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+    at = 0
+    for low, high in dim:
+        first, last = max(low, start), min(high, stop)
+        if first < last:
+            yield slice(at + first - low, at + last - low), slice(first - start, last - start)
+        at += high - low

@@ -1,0 +1,209 @@
+"""Optimizer state dicts under canonical names: read, flattened, and brought into one form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchlift.distributed.fresh import FreshStates
+from torchlift.distributed.model_state import own
+from torchlift.distributed.names import Names
+from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+
+_STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+
+
+def read_optimizers(
+    names: Names, optimizers: Iterable[torch.optim.Optimizer], options: StateDictOptions
+) -> dict[str, Any]:
+    """The state of `optimizers` by canonical name, neither gathered nor moved.
+
+    A trainable parameter without state gets the state that its first step would start from, so
+    that every rank and every moment gives the same keys. The optimizers are not changed.
+
+    Raises:
+        StateDictMismatch: an optimizer holds a parameter that the model does not.
+    """
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        packed = own(optimizer, "state_dict")()
+        by_id = _names_by_id(optimizer, names)
+        for key, value in packed[_STATE].items():
+            state[by_id.get(key, key) if isinstance(key, int) else key] = value
+        fresh = FreshStates(optimizer)
+        for param in _params(optimizer):
+            name = first_name(param, names)
+            if not state.get(name) and (made := fresh.of(param)):
+                state[name] = made
+        for group in packed[_GROUPS]:
+            groups.append({**group, _PARAMS: [by_id[pid] for pid in group[_PARAMS]]})
+    found = {_STATE: state, _GROUPS: groups}
+    return _flatten(found) if options.flatten_optimizer_state_dict else found
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group[_PARAMS]]
+
+
+def _names_by_id(optimizer: torch.optim.Optimizer, names: Names) -> dict[int, str]:
+    """Torch numbers parameters in the order of the groups, each parameter once."""
+    params = {id(param): param for param in _params(optimizer)}
+    return {number: first_name(param, names) for number, param in enumerate(params.values())}
+
+
+def first_name(param: torch.Tensor, names: Names) -> str:
+    """The name under which the state of a parameter is kept: of tied ones, the first.
+
+    Raises:
+        StateDictMismatch: the model does not have the parameter.
+    """
+    found = names.fqns(param)
+    if not found:
+        raise StateDictMismatch(
+            "the optimizer holds a parameter that the model does not have",
+            found=f"{type(param).__name__} of shape {list(param.shape)}",
+            hint="Make the optimizer from the parameters of this model, after wrapping it.",
+        )
+    return found[0]
+
+
+def _flatten(found: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+
+    def visit(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                visit(f"{prefix}.{key}", item)
+        else:
+            flat[prefix] = value
+
+    for name, state in found[_STATE].items():
+        visit(f"{_STATE}.{name}", state)
+    for group in found[_GROUPS]:
+        for name in group[_PARAMS]:
+            for key, value in group.items():
+                if key != _PARAMS:
+                    flat[f"{_GROUPS}.{name}.{key}"] = value
+    return flat
+
+
+@dataclass
+class Saved:
+    """An optimizer state dict in the one form that loading works with.
+
+    Attributes:
+        state: canonical name -> state.
+        hyper: canonical name -> the hyperparameters of its group.
+        empty: the hyperparameters of groups without parameters, in order.
+        other: state under keys that are no parameter.
+    """
+
+    state: dict[str, Any] = field(default_factory=dict)
+    hyper: dict[str, dict[str, Any]] = field(default_factory=dict)
+    empty: list[dict[str, Any]] = field(default_factory=list)
+    other: dict[Any, Any] = field(default_factory=dict)
+
+
+def normalised(
+    saved: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], names: Names
+) -> Saved:
+    """Any of the three forms of an optimizer state dict as a `Saved`.
+
+    Args:
+        saved: nested under canonical names, flat, or an optimizer's own with numbers for
+            parameters, which then must be in the order of each optimizer.
+        optimizers: only looked at for the last form and for nested flat states.
+        names: of the model.
+
+    Raises:
+        StateDictMismatch: it is none of them.
+    """
+    if not saved:
+        return Saved()
+    if _STATE not in saved or _GROUPS not in saved:
+        return _unflatten(saved, optimizers, names)
+    found = Saved()
+    groups = saved[_GROUPS]
+    numbered = _numbered(groups, optimizers, names)
+    for key, value in saved[_STATE].items():
+        name = numbered.get(key, key)
+        (found.state if isinstance(name, str) else found.other)[name] = value
+    for group in groups:
+        hyper = {key: value for key, value in group.items() if key != _PARAMS}
+        for key in group[_PARAMS]:
+            found.hyper[numbered.get(key, key)] = hyper
+        if not group[_PARAMS]:
+            found.empty.append(hyper)
+    return found
+
+
+def _numbered(
+    groups: Any, optimizers: Iterable[torch.optim.Optimizer], names: Names
+) -> dict[Any, str]:
+    keys = [key for group in groups for key in group[_PARAMS]]
+    if not keys or not all(isinstance(key, int) for key in keys):
+        return {}
+    for optimizer in optimizers:
+        params = _params(optimizer)
+        if len(params) == len(keys):
+            return {k: first_name(p, names) for k, p in zip(keys, params, strict=True)}
+    raise StateDictMismatch(
+        "the optimizer state dict numbers its parameters, and no optimizer has as many",
+        found=f"{len(keys)} parameters",
+        hint="Save it with get_optimizer_state_dict, which names them.",
+    )
+
+
+def _unflatten(
+    flat: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], names: Names
+) -> Saved:
+    found = Saved()
+    live = {
+        name: optimizer.state.get(param, {})
+        for optimizer in optimizers
+        for param in _params(optimizer)
+        for name in names.fqns(param)
+    }
+    for key, value in flat.items():
+        section, _, rest = key.partition(".")
+        if section == _GROUPS:
+            name, _, hyper = rest.rpartition(".")
+            found.hyper.setdefault(name, {})[hyper] = value
+        elif section == _STATE:
+            name = _owner(rest, live)
+            _insert(found.state.setdefault(name, {}), rest[len(name) + 1 :], value, live.get(name))
+        else:
+            raise StateDictMismatch(
+                "not a key of an optimizer state dict",
+                entry=key,
+                expected="'state' and 'param_groups', or keys that begin with them and a dot",
+            )
+    return found
+
+
+def _owner(rest: str, known: Mapping[str, Any]) -> str:
+    """The parameter that a flat key belongs to: the longest name it begins with."""
+    name = rest
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in known:
+            return name
+    return rest.rpartition(".")[0]
+
+
+def _insert(state: dict[Any, Any], path: str, value: Any, live: Any) -> None:
+    """Rebuild nesting from dots; where the live state counts with integers, so does the result."""
+    like = live if isinstance(live, Mapping) else {}
+    if path in like:
+        state[path] = value
+        return
+    head, _, rest = path.partition(".")
+    key: Any = next((k for k in like if not isinstance(k, str) and str(k) == head), head)
+    if rest:
+        _insert(state.setdefault(key, {}), rest, value, like.get(key))
+    else:
+        state[key] = value
