@@ -1,0 +1,513 @@
+"""Skeletons: what building one costs, what `materialize` makes, and what a load leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import same_bits
+from constructions import FACTORIES
+from same_model import all_tensors, assert_same_tensors, scrambled
+from torch import nn
+
+import torchlift
+from torchlift import measure
+from torchlift.skeleton import unmade
+
+MIB = 2**20
+MODES = ("assign", "copy", "swap", "auto")
+SOURCES = ("mmap", "read")
+old_ways = pytest.mark.filterwarnings("ignore:.*(weight_norm|spectral_norm).*:FutureWarning")
+
+
+class Rotary(nn.Module):
+    """A random layer, a table that no checkpoint holds, and a head."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(8.0) / 3, persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.head = nn.Linear(4, classes)
+
+
+def pair() -> nn.Sequential:
+    """Two layers."""
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+
+def saved(model: nn.Module, folder: Path, without: tuple[str, ...] = ()) -> Path:
+    """The model's state dict in a file, some names left out."""
+    state = {k: v for k, v in model.state_dict().items() if not k.startswith(without or ("\0",))}
+    torch.save(state, folder / "model.pt")
+    return folder / "model.pt"
+
+
+# -- what can be built ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factory", "args", "kwargs"),
+    [
+        (nn.Linear, (2, 3), {"bias": False}),
+        (functools.partial(nn.Linear, 2, bias=False), (3,), {}),
+        (lambda width: nn.Linear(2, width, bias=False), (3,), {}),
+    ],
+    ids=["class", "partial", "function"],
+)
+def test_anything_that_returns_a_module_is_a_factory(
+    factory: Any, args: tuple[int, ...], kwargs: dict[str, Any]
+) -> None:
+    """Arguments are passed on as they are."""
+    model = torchlift.skeleton(factory, *args, **kwargs)
+    assert model.weight.is_meta
+    assert torchlift.materialize(model) == ["weight"]
+
+
+def test_a_module_instead_of_a_factory_is_refused_with_the_way_to_write_it() -> None:
+    """A module that exists has been built already."""
+    with pytest.raises(TypeError, match=r"skeleton\(Model, config\) instead of skeleton\(Model"):
+        torchlift.skeleton(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="a class or a function that makes a module, not <class"):
+        torchlift.skeleton(3)  # type: ignore[arg-type]
+
+
+def test_a_factory_that_returns_something_else_is_named() -> None:
+    """The error says what came back."""
+    with pytest.raises(TypeError, match=r"make_config.* returned dict, not a module"):
+        torchlift.skeleton(make_config)  # type: ignore[type-var]
+
+
+def make_config() -> dict[str, int]:
+    """No module."""
+    return {}
+
+
+def test_a_skeleton_in_a_constructor_is_part_of_the_outer_one() -> None:
+    """Nested skeletons are made with the outer one, whether they were made inside or not."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torchlift.skeleton(nn.Linear, 2, 3)
+            self.done = torchlift.skeleton(nn.Linear, 2, 3)
+            torchlift.materialize(self.done)
+
+    model = torchlift.skeleton(Outer)
+    assert all(tensor.is_meta for tensor in all_tensors(model).values())
+    torchlift.materialize(model)
+    assert unmade(model) == []
+    assert model.done.weight.abs().max() < 1
+
+
+def test_modules_from_several_skeletons_are_made_in_one_go() -> None:
+    """Each tensor is made by the skeleton that recorded it; live ones are left alone."""
+    live = nn.Linear(2, 2)
+    model = nn.Sequential(torchlift.skeleton(nn.Linear, 2, 3), pair(), live)
+    model[1] = torchlift.skeleton(pair)
+    assert "0.weight" in torchlift.materialize(model)
+    assert unmade(model) == []
+    assert model[2] is live
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "to_empty"])
+def test_a_meta_device_around_or_in_a_constructor_changes_nothing(where: str) -> None:
+    """People who spare memory by hand get the same values from a skeleton."""
+
+    def by_hand() -> nn.Module:
+        with torch.device("meta"):
+            model = pair()
+        if where == "to_empty":
+            model = model.to_empty(device="cpu")
+            model.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None)
+        return model
+
+    if where == "outside":
+        with torch.device("meta"):
+            model = torchlift.skeleton(pair)
+    else:
+        model = torchlift.skeleton(by_hand)
+    torch.manual_seed(0)
+    torchlift.materialize(model)
+    torch.manual_seed(0)
+    assert_same_tensors(model, pair())
+
+
+# -- copies -----------------------------------------------------------------------------------
+
+
+def test_a_deep_copy_is_made_like_the_original_and_shares_nothing_with_it() -> None:
+    """A teacher copied from a student before either is loaded has its own memory."""
+    student = torchlift.skeleton(Rotary)
+    both = nn.ModuleDict({"student": student, "teacher": copy.deepcopy(student)})
+    torchlift.materialize(both)
+    for name, tensor in all_tensors(both["student"]).items():
+        twin = all_tensors(both["teacher"])[name]
+        assert tensor.data_ptr() != twin.data_ptr()
+        assert twin.shape == tensor.shape
+    assert same_bits(both["teacher"].table, Rotary().table)
+    with torch.no_grad():
+        both["student"].body.weight.zero_()
+    assert both["teacher"].body.weight.abs().max() > 0
+
+
+def test_a_copied_skeleton_can_be_made_after_the_original_is_gone() -> None:
+    """The recorded construction belongs to both."""
+    model = torchlift.skeleton(pair)
+    other = copy.deepcopy(model)
+    torchlift.materialize(model)
+    del model
+    torch.manual_seed(0)
+    torchlift.materialize(other)
+    torch.manual_seed(0)
+    assert_same_tensors(other, pair())
+
+
+def test_another_parameter_put_into_a_copy_is_not_taken_for_the_recorded_one() -> None:
+    """A slot whose parameter the user replaced by one on meta has no recipe."""
+    model = copy.deepcopy(torchlift.skeleton(nn.Linear, 2, 3))
+    model.weight = nn.Parameter(torch.empty(5, 2, device="meta"))
+    with pytest.raises(torchlift.PlacementError, match=r"1 tensor is on meta.*: weight"):
+        torchlift.materialize(model)
+
+
+def test_a_pickled_skeleton_is_a_plain_module_on_meta(tmp_path: Path) -> None:
+    """The calls of a constructor are not written to files; a checkpoint fills the module."""
+    wanted = scrambled(pair())
+    model = pickle.loads(pickle.dumps(torchlift.skeleton(pair)))
+    with pytest.raises(torchlift.PlacementError, match="4 tensors are on meta"):
+        torchlift.materialize(model)
+    torchlift.load(model, saved(wanted, tmp_path))
+    assert_same_tensors(model, wanted)
+
+
+# -- materialize ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "made"),
+    [
+        (["0.weight"], ["0.weight"]),
+        (["1"], ["1.weight", "1.bias"]),
+        ("1", ["1.weight", "1.bias"]),
+        (["1.bias", "0.bias"], ["0.bias", "1.bias"]),
+        (["0", "0.weight"], ["0.weight", "0.bias"]),
+        ([""], ["0.weight", "0.bias", "1.weight", "1.bias"]),
+        (None, ["0.weight", "0.bias", "1.weight", "1.bias"]),
+        ([], []),
+    ],
+)
+def test_names_are_of_tensors_or_of_submodules(names: Any, made: list[str]) -> None:
+    """Exactly what is named is made, in the order of the state dict; the rest stays on meta."""
+    model = torchlift.skeleton(pair)
+    assert torchlift.materialize(model, names=names) == made
+    assert {name for name, t in all_tensors(model).items() if not t.is_meta} == set(made)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("0.weigth", "'0.weight'"), ("hed", "'head'"), ("0weight", "'0.weight'")]
+)
+def test_an_unknown_name_is_an_error_that_offers_near_ones(wrong: str, near: str) -> None:
+    """Nothing has been made then, not even what was named rightly."""
+    model = torchlift.skeleton(lambda: nn.Sequential(pair()[0]).append(Rotary()))
+    model.head = model[1].head
+    with pytest.raises(torchlift.PlacementError) as caught:
+        torchlift.materialize(model, names=["0.bias", wrong])
+    assert str(caught.value).startswith(f"{wrong!r}: the module has no such tensor or submodule")
+    assert f"Did you mean {near}" in str(caught.value)
+    assert all(tensor.is_meta for tensor in all_tensors(model).values())
+
+
+def test_what_is_made_already_is_left_alone() -> None:
+    """Making a model twice is making it once; live values survive."""
+    model = torchlift.skeleton(pair)
+    assert torchlift.materialize(model, names=["0"]) == ["0.weight", "0.bias"]
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    assert torchlift.materialize(model, names=["0"]) == []
+    assert torchlift.materialize(model) == ["1.weight", "1.bias"]
+    assert torchlift.materialize(model) == []
+    assert (model[0].weight == 7).all()
+
+
+def test_a_tied_tensor_is_made_once_under_all_its_names() -> None:
+    """Naming either of the names makes the one tensor, and both are listed."""
+    model: Any = torchlift.skeleton(FACTORIES["ties"])
+    assert torchlift.materialize(model, names=["head.weight"]) == [
+        "embedding.weight",
+        "head.weight",
+    ]
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_plain_meta_model_cannot_be_made_and_the_error_lists_its_tensors() -> None:
+    """Without a recorded construction there is nothing to replay."""
+    with torch.device("meta"):
+        model = pair()
+    with pytest.raises(torchlift.PlacementError) as caught:
+        torchlift.materialize(model)
+    text = str(caught.value)
+    assert "4 tensors are on meta" in text
+    assert "0.weight, 0.bias, 1.weight, 1.bias" in text
+    assert "torchlift.skeleton(Model, ...)" in text
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense"])
+def test_a_device_without_memory_is_refused(device: str) -> None:
+    """Nothing is called made that is not."""
+    model = torchlift.skeleton(pair)
+    with pytest.raises(torchlift.PlacementError, match="cannot go to the device"):
+        torchlift.materialize(model, device=device)
+    assert len(unmade(model)) == 4
+
+
+def test_parameters_keep_their_identity_and_an_optimizer_keeps_its_hold() -> None:
+    """Making a skeleton puts content into the objects that are there."""
+    model = torchlift.skeleton(pair)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: id(tensor) for name, tensor in all_tensors(model).items()}
+    torchlift.materialize(model)
+    assert {name: id(tensor) for name, tensor in all_tensors(model).items()} == before
+    weight = model[1].weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[1].weight, weight)
+
+
+def test_the_recording_is_let_go_once_everything_is_made(tmp_path: Path) -> None:
+    """A made or loaded model holds nothing of the skeleton that it was."""
+    import gc
+    import weakref
+
+    from torchlift.place import RECIPE
+
+    made, loaded = torchlift.skeleton(pair), torchlift.skeleton(pair)
+    tapes = [weakref.ref(model[0].weight.__dict__[RECIPE].tape) for model in (made, loaded)]
+    torchlift.materialize(made)
+    torchlift.load(loaded, saved(pair(), tmp_path))
+    gc.collect()
+    assert [tape() for tape in tapes] == [None, None]
+    for model in (made, loaded):
+        assert not any(RECIPE in vars(module) for module in model.modules())
+        assert not any(RECIPE in tensor.__dict__ for tensor in model.parameters())
+
+
+# -- load -------------------------------------------------------------------------------------
+
+
+@old_ways
+@pytest.mark.parametrize("name", list(FACTORIES))
+def test_a_loaded_skeleton_is_the_model_that_was_saved(name: str, tmp_path: Path) -> None:
+    """Whatever the constructor does, in every mode, from every source."""
+    torch.manual_seed(0)
+    wanted = scrambled(FACTORIES[name]())
+    path = saved(wanted, tmp_path)
+    hidden = set(all_tensors(wanted)) - set(wanted.state_dict())
+    for mode, source in product(MODES, SOURCES):
+        model = torchlift.skeleton(FACTORIES[name])
+        torch.manual_seed(0)
+        report = torchlift.load(model, path, mode=mode, source=source)
+        assert set(report.loaded) == set(wanted.state_dict())
+        assert hidden <= set(report.replayed)
+        found = model.state_dict()
+        for key, tensor in wanted.state_dict().items():
+            assert same_bits(found[key], tensor), key
+            assert found[key].stride() == tensor.stride(), key
+        assert unmade(model) == []
+
+
+def test_hidden_buffers_keep_their_dtype_whatever_the_weights_become(tmp_path: Path) -> None:
+    """bfloat16 weights never round a rotary table, nor an integer."""
+    wanted = Rotary()
+    for dtype in (torch.bfloat16, lambda entry: torch.float16):
+        model = torchlift.skeleton(Rotary)
+        report = torchlift.load(model, saved(wanted, tmp_path), dtype=dtype)
+        assert model.body.weight.dtype.itemsize == 2
+        assert same_bits(model.table, wanted.table)
+        assert model.count.dtype == torch.long
+        assert report.replayed == ["table"]
+
+
+def test_missing_keys_are_replayed_as_the_constructor_would_have_made_them(tmp_path: Path) -> None:
+    """A new head starts with its own initialisation; the report says so."""
+    path = saved(Rotary(), tmp_path, without=("head.", "body.bias"))
+    model = torchlift.skeleton(Rotary)
+    torch.manual_seed(3)
+    report = torchlift.load(model, path, strict=False)
+    assert report.missing_keys == ["body.bias", "head.weight", "head.bias"]
+    assert sorted(report.replayed) == ["body.bias", "head.bias", "head.weight", "table"]
+    other = torchlift.skeleton(Rotary)
+    torch.manual_seed(3)
+    torchlift.materialize(other, names=["body.bias", "head", "table"])
+    assert same_bits(model.head.weight, other.head.weight)
+    assert same_bits(model.body.bias, other.body.bias)
+    assert model.head.weight.abs().max() <= 0.5  # uniform within 1 / sqrt(4)
+    assert model.head.weight.unique().numel() == 12
+    assert unmade(model) == []
+    assert "replayed (4)" in str(report)
+
+
+def test_a_file_without_any_of_the_keys_gives_the_constructors_model(tmp_path: Path) -> None:
+    """Replaying everything with a seed is constructing with that seed."""
+    torch.save({}, tmp_path / "model.pt")
+    model = torchlift.skeleton(Rotary)
+    torch.manual_seed(3)
+    torchlift.load(model, tmp_path / "model.pt", strict=False)
+    torch.manual_seed(3)
+    assert_same_tensors(model, Rotary())
+
+
+def test_a_head_of_another_shape_is_replaced_by_a_replayed_one(tmp_path: Path) -> None:
+    """ignore_mismatched keeps the body and starts the head anew."""
+    path = saved(Rotary(classes=7), tmp_path)
+    with pytest.raises(
+        torchlift.MismatchError, match=r"head.weight: model \[3, 4\], checkpoint \[7, 4\]"
+    ):
+        torchlift.load(torchlift.skeleton(Rotary), path, strict=False)
+    model = torchlift.skeleton(Rotary)
+    report = torchlift.load(model, path, strict=False, ignore_mismatched=True)
+    assert list(report.mismatched) == ["head.weight", "head.bias"]
+    assert set(report.replayed) == {"table", "head.weight", "head.bias"}
+    assert model.head.weight.shape == (3, 4)
+    assert unmade(model) == []
+
+
+def test_a_missing_key_of_a_plain_meta_model_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """Nothing is ever left on meta silently, and the model is not half loaded."""
+    path = saved(Rotary(), tmp_path, without=("head.bias",))
+    with torch.device("meta"):
+        model = Rotary()
+    with pytest.raises(
+        torchlift.PlacementError, match=r"2 tensors are on meta.*table, ?|head.bias"
+    ):
+        torchlift.load(model, path, strict=False)
+    assert all(tensor.is_meta for tensor in all_tensors(model).values())
+
+
+def test_one_submodule_of_a_skeleton_can_be_loaded_alone(tmp_path: Path) -> None:
+    """The rest stays a skeleton that can be made later."""
+    wanted = scrambled(nn.Linear(3, 2))
+    path = saved(wanted, tmp_path)
+    model = torchlift.skeleton(pair)
+    torchlift.load(model[1], path)
+    assert_same_tensors(model[1], wanted)
+    assert torchlift.materialize(model) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap", "copy"])
+def test_references_taken_before_the_load_see_the_loaded_values(mode: Any, tmp_path: Path) -> None:
+    """Parameters and buffers stay the same objects, so an optimizer goes on with them."""
+    wanted = scrambled(Rotary())
+    model = torchlift.skeleton(Rotary)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    held = all_tensors(model)
+    torchlift.load(model, saved(wanted, tmp_path), mode=mode)
+    assert all(all_tensors(model)[name] is tensor for name, tensor in held.items())
+    model.head(model.body(torch.ones(1, 4))).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.head.bias, wanted.head.bias)
+
+
+def test_assign_gives_new_objects_and_leaves_the_old_ones_on_meta(tmp_path: Path) -> None:
+    """That is what assign means; who held the skeleton's tensors still holds them."""
+    model = torchlift.skeleton(Rotary)
+    held = model.body.weight
+    torchlift.load(model, saved(Rotary(), tmp_path), mode="assign")
+    assert model.body.weight is not held
+    assert held.is_meta
+
+
+# -- what it costs ----------------------------------------------------------------------------
+
+_LLAMA = """
+import torchlift, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(hidden_size=args[0], intermediate_size=args[0] * 2, vocab_size=32000,
+                     num_hidden_layers=args[1], num_attention_heads=32)
+"""
+
+
+@pytest.mark.slow
+def test_a_skeleton_of_seven_billion_parameters_takes_less_than_100_mib() -> None:
+    """27 GB of weights are recorded, not allocated; the rotary table then is made alone."""
+    code = """
+model = torchlift.skeleton(LlamaForCausalLM, config)
+names = torchlift.materialize(model, names=["model.rotary_emb"])
+numel = sum(p.numel() for p in model.parameters())
+table = model.model.rotary_emb.inv_freq
+result = [numel, names, table.is_meta, float(table[1])]
+"""
+    setup = _LLAMA.replace("args[0] * 2", "11008")
+    child = measure.in_child(code, 4096, 32, setup=setup)
+    numel, names, is_meta, second = child.value
+    assert numel > 6_700_000_000
+    assert names == ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"]
+    assert not is_meta
+    assert second == pytest.approx(10000 ** (-2 / 128))
+    assert child.memory.added_anonymous < 100 * MIB
+
+
+@pytest.mark.slow
+def test_recording_imports_nothing_that_plain_meta_construction_does_not() -> None:
+    """The first skeleton of a process is not slow: no symbolic shapes, no compiler."""
+    count = """
+import sys
+before = set(sys.modules)
+{build}
+result = sorted(set(sys.modules) - before)
+"""
+    plain = "with torch.device('meta'): model = LlamaForCausalLM(config)"
+    recorded = "model = torchlift.skeleton(LlamaForCausalLM, config)"
+    setup = _LLAMA + "import torchlift.skeleton"
+    both = [
+        measure.in_child(count.format(build=build), 64, 2, setup=setup).value
+        for build in (plain, recorded)
+    ]
+    extra = set(both[1]) - set(both[0])
+    assert {name for name in extra if not name.startswith("torchlift")} == set()
+
+
+@pytest.mark.slow
+def test_recording_simple_layers_imports_no_heavy_module() -> None:
+    """Initialisers and constants alone need neither sympy nor anything of the compiler."""
+    code = """
+import sys
+model = torchlift.skeleton(lambda: torch.nn.Transformer(64, 2, 2, 2, 64))
+torchlift.materialize(model)
+heavy = ("sympy", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
+result = [name for name in heavy if name in sys.modules]
+"""
+    assert measure.in_child(code, setup="import torch, torchlift").value == []
+
+
+@pytest.mark.slow
+def test_materialize_needs_the_memory_of_what_it_makes_and_of_one_tensor_more() -> None:
+    """Intermediate values are freed at once; a dropped layer never adds up."""
+    setup = """
+import torch, torchlift
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ParameterList()
+        for _ in range(4):
+            made = torch.randn(12, 2**20)
+            made = made * 2
+            made = made + 1
+            self.parts.append(made)
+        self.small = nn.Parameter(torch.zeros(3))
+torchlift.materialize(torchlift.skeleton(nn.Linear, 3, 3))
+model = torchlift.skeleton(Model)
+"""
+    part = 48  # beyond what malloc keeps for reuse when it is freed
+    code = "torchlift.materialize(model, names=args or None)"
+    everything = measure.in_child(code, setup=setup).memory.added_anonymous / MIB
+    assert 4 * part <= everything < 4 * part + 1.5 * part
+    alone = measure.in_child(code, "small", setup=setup).memory.added_anonymous / MIB
+    assert alone < 2
