@@ -100,7 +100,7 @@ def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.d
     Args:
         asked: what a caller gave; ``"disk"`` is the CPU, where the file is mapped.
         entry: what an error is about.
-        present: False for any device that torch can name.
+        present: False for any device, whether or not this machine has it.
 
     Raises:
         PlacementError: it is no device, or not one of this machine.
@@ -113,6 +113,8 @@ def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.d
             return torch.device("cpu")
         return torch.empty(0, device=device).device if present else device
     except (RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError) as error:
+        if not present and isinstance(asked, (str, int)):
+            return torch.device("privateuseone")  # a backend that this torch cannot even name
         hint = 'Choose a device of this machine, such as device="cpu".'
         if isinstance(asked, Mapping):
             hint = "Wrap it: remap.by_key(...) for names, remap.by_location(...) for tags."

@@ -47,10 +47,10 @@ class Fit(ByKey[str]):
     def __str__(self) -> str:
         lines = [f"fit: {human(self.nbytes)} on {sum(map(bool, self.contents.values()))} devices"]
         for device, budget in self.budgets.items():
-            limit = "any number" if budget is None else human(budget)
+            limit = "" if budget is None else f" of {human(budget)}"
             kept = self.reserved.get(device, 0)
             room = f", {human(kept)} kept free for the largest layer" if kept else ""
-            lines.append(f"  {device}: {human(self.used[device])} of {limit}{room}")
+            lines.append(f"  {device}: {human(self.used[device])}{limit}{room}")
             runs = _runs(self.contents[device])
             if runs:
                 more = f", and {len(runs) - 8} more" if len(runs) > 8 else ""
@@ -181,16 +181,27 @@ def _result(inventory: Inventory, found: Arrangement, limits: Limits) -> Fit:
         for item in together.items
         for name in item.names
     }
+    return placed(inventory, where, limits, reserved=found.reserved, main=found.main)
+
+
+def placed(
+    inventory: Inventory,
+    where: Mapping[str, str],
+    limits: Limits,
+    *,
+    reserved: Mapping[str, int] | None = None,
+    main: str | None = None,
+) -> Fit:
+    """The map and its numbers, from the device of every name."""
     # In the inventory's order, so that the map reads in the order of execution.
-    where = {name: where[name] for name in inventory.names}
-    result = Fit(_compressed(where))
+    result = Fit(_compressed({name: where[name] for name in inventory.names}))
     result.budgets = dict(limits)
-    result.used = {device: found.used.get(device, 0) for device in limits}
-    result.main = found.main
-    result.reserved = dict(found.reserved)
+    result.reserved = dict(reserved or {})
+    result.main = main
     result.contents = {device: {} for device in limits}
     for item in inventory.items:
         _count(result, item)
+    result.used = {device: sum(parts.values()) for device, parts in result.contents.items()}
     return result
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -20,8 +20,6 @@ from torchlift.remap.names import compiled
 from torchlift.rules import check_rule, usable_device
 
 Value = Device | torch.dtype
-#: Anything that ``device=`` or ``dtype=`` takes.
-Rule = Callable[[TensorEntry], "Value | None"] | Value
 V = TypeVar("V", bound="Value")
 
 _DEEPEST = 64
@@ -91,12 +89,12 @@ class ByLocation(dict[str, Device]):
 
 
 @dataclass(frozen=True, repr=False)
-class ByPattern:
+class ByPattern(Generic[V]):
     """Regular expression -> device or dtype; made by `by_pattern`. The first that is found wins."""
 
-    pairs: tuple[tuple[re.Pattern[str], Value], ...]
+    pairs: tuple[tuple[re.Pattern[str], V], ...]
 
-    def __call__(self, entry: TensorEntry) -> Value | None:
+    def __call__(self, entry: TensorEntry) -> V | None:
         """What the first pattern found in the tensor's name says, or None."""
         for pattern, value in self.pairs:
             if pattern.search(entry.key):
@@ -116,12 +114,12 @@ class ByPattern:
 
 
 @dataclass(frozen=True, repr=False)
-class FirstOf:
+class FirstOf(Generic[V]):
     """Rules of which the first that has an answer gives it; made by `first_of`."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[Callable[[TensorEntry], V | None] | V, ...]
 
-    def __call__(self, entry: TensorEntry) -> Value | None:
+    def __call__(self, entry: TensorEntry) -> V | None:
         """The first answer, or None."""
         for rule in self.rules:
             answer = rule(entry) if callable(rule) else rule
@@ -165,7 +163,7 @@ def by_key(mapping: Mapping[str, V]) -> ByKey[V]:
     return ByKey({key: _valued(value, key) for key, value in mapping.items()})
 
 
-def by_pattern(mapping: Mapping[str, Value]) -> ByPattern:
+def by_pattern(mapping: Mapping[str, V]) -> ByPattern[V]:
     """Say by regular expression where tensors go, or what they become; the first found wins.
 
     Patterns are searched anywhere in the model's names, in the order given, so ``""`` at the end is
@@ -225,7 +223,7 @@ def by_location(mapping: Mapping[str, Device]) -> ByLocation:
     return ByLocation({tag: checked(device, tag) for tag, device in mapping.items()})
 
 
-def first_of(*rules: Rule) -> FirstOf:
+def first_of(*rules: Callable[[TensorEntry], V | None] | V) -> FirstOf[V]:
     """Combine rules: the first that has something to say about a tensor decides.
 
     Args:

@@ -1,0 +1,231 @@
+"""``torchlift plan``: what goes where and what it takes, without any of the devices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchlift.checkpoint import Checkpoint
+from torchlift.checkpoint import open as open_checkpoint
+from torchlift.cli import UsageError
+from torchlift.cli.output import print_json, printable
+from torchlift.match import Rename
+from torchlift.plan import LoadPlan, make_plan
+from torchlift.remap import by_key, by_pattern, fit, rules, strip
+from torchlift.remap.devices import spelled
+from torchlift.remap.fitting import Fit, placed
+from torchlift.remap.inventory import Inventory, take
+from torchlift.report import human
+from torchlift.rules import DtypeRule, Options
+from torchlift.skeleton import skeleton
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.epilog = (
+        "None of the devices needs to be there. With --model, names, shapes and ties are checked\n"
+        "as torchlift.load would; --model imports and runs the module that you name."
+    )
+    parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
+    parser.add_argument("--root", metavar="KEY", help="only this container of the file")
+    parser.add_argument("--model", metavar="MODULE:FACTORY", help="what to load into")
+    parser.add_argument("--no-strict", action="store_true", help="names need not all match")
+    names = parser.add_argument_group("names, applied in this order")
+    names.add_argument("--strip", metavar="PREFIX", action="append", default=[])
+    names.add_argument("--rename", metavar="REGEX=REPLACEMENT", action="append", default=[])
+    names.add_argument("--drop", metavar="REGEX", action="append", default=[])
+    where = parser.add_argument_group("devices").add_mutually_exclusive_group()
+    where.add_argument("--device", metavar="DEVICE", help="one for everything (default: cpu)")
+    where.add_argument("--device-map", metavar="JSON", help="prefix -> device, or a file with it")
+    where.add_argument(
+        "--budget", metavar="DEVICE[=SIZE]", action="append", help="fill these, in this order"
+    )
+    parser.add_argument(
+        "--no-split", metavar="NAME", action="append", default=[], help="with --budget: keep whole"
+    )
+    parser.add_argument(
+        "--dtype", metavar="[REGEX=]DTYPE", action="append", default=[], help="cast to this"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+@dataclass(frozen=True)
+class _Found:
+    inventory: Inventory
+    placement: Fit
+    plan: LoadPlan | None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the plan and print it."""
+    try:
+        rename, dtype = _rename(args), _dtype(args.dtype)
+        with open_checkpoint(args.path, root=args.root) as ckpt:
+            if args.model is None:
+                inventory = take(ckpt, dtype, rename)
+                found = _Found(inventory, _place(args, ckpt, inventory, dtype, rename), None)
+            else:
+                found = _with_model(args, _model(args.model), ckpt, dtype, rename)
+            if args.json:
+                print_json(_to_dict(ckpt, found))
+            else:
+                print(printable(_to_text(ckpt, found), lines=True))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return 0
+
+
+def _with_model(
+    args: argparse.Namespace,
+    model: nn.Module,
+    ckpt: Checkpoint,
+    dtype: DtypeRule,
+    rename: Rename | None,
+) -> _Found:
+    options = Options(rename, None, dtype, strict=not args.no_strict, present=False)
+    loaded = make_plan(model, ckpt, options, check_shapes=True).loaded
+    # A meta tensor takes the checkpoint's dtype: the sizes are those of what will be loaded.
+    becomes = {name: getattr(torch, report.dtype) for name, report in loaded.items()}
+    inventory = take(model, lambda entry: becomes.get(entry.key), None)
+    placement = _place(args, model, inventory, lambda entry: becomes.get(entry.key), None)
+    options = Options(rename, placement, dtype, strict=not args.no_strict, present=False)
+    return _Found(inventory, placement, make_plan(model, ckpt, options, check_shapes=True))
+
+
+def _place(
+    args: argparse.Namespace,
+    source: nn.Module | Checkpoint,
+    inventory: Inventory,
+    dtype: DtypeRule,
+    rename: Rename | None,
+) -> Fit:
+    if args.budget:
+        budgets = dict(map(_budget, args.budget))
+        return fit(source, budgets, args.no_split, dtype=dtype, rename=rename)
+    asked = _device_map(args.device_map) if args.device_map else {"": args.device or "cpu"}
+    rule = by_key(asked)
+    rule.check(inventory.names, present=False)
+    where = {name: spelled(rule.at(name) or "cpu") for name in inventory.names}
+    return placed(inventory, where, dict.fromkeys(where.values()))
+
+
+def _rename(args: argparse.Namespace) -> Rename | None:
+    steps: list[Rename] = [strip(prefix) for prefix in args.strip]
+    pairs: list[tuple[str, str | None]] = []
+    for text in args.rename:
+        pattern, equals, replacement = text.rpartition("=")
+        if not equals:
+            raise UsageError(f"--rename {text!r}: expected REGEX=REPLACEMENT")
+        pairs.append((pattern, replacement))
+    pairs += [(pattern, None) for pattern in args.drop]
+    if pairs:
+        steps.append(rules(pairs))
+    if not steps:
+        return None
+    rename, *rest = steps
+    for step in rest:
+        rename = rename | step  # type: ignore[operator]
+    return rename
+
+
+def _dtype(texts: list[str]) -> DtypeRule:
+    named = [text.rpartition("=")[::2] for text in texts]
+    found: dict[str, torch.dtype] = {}
+    for pattern, name in sorted(named, key=lambda pair: not pair[0]):  # the general one is last
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise UsageError(f"--dtype {name!r}: not a floating-point dtype of torch")
+        found[pattern] = dtype
+    return by_pattern(found) if found else None
+
+
+def _budget(text: str) -> tuple[str, str | None]:
+    device, equals, size = text.partition("=")
+    return device, size if equals else None
+
+
+def _device_map(text: str) -> dict[str, Any]:
+    if not text.lstrip().startswith("{"):
+        with open(text, encoding="utf-8") as file:
+            text = file.read()
+    found = json.loads(text)  # its error is a ValueError
+    if not isinstance(found, dict):
+        raise UsageError("--device-map: expected an object of prefix -> device")
+    return found
+
+
+def _model(name: str) -> nn.Module:
+    import importlib
+
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise UsageError(f"--model {name!r}: expected MODULE:FACTORY")
+    sys.path.insert(0, os.getcwd())  # the command's own folder is there instead
+    try:
+        factory: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            factory = getattr(factory, part)
+        model: nn.Module = skeleton(factory)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UsageError(f"--model {name}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    return model
+
+
+def _to_text(ckpt: Checkpoint, found: _Found) -> str:
+    items = found.inventory.items
+    dtypes = Counter(str(item.dtype).removeprefix("torch.") for item in items)
+    counted = ", ".join(f"{name} ({count:,})" for name, count in dtypes.most_common())
+    lines = [
+        f"{ckpt.path}",
+        f"  {len(items):,} tensors, {human(found.placement.nbytes)}: {counted}",
+    ]
+    lines += str(found.placement).split("\n")[1:]
+    if found.plan is not None:
+        lines += str(found.plan).split("\n")
+    return "\n".join(lines)
+
+
+def _to_dict(ckpt: Checkpoint, found: _Found) -> dict[str, Any]:
+    placement, plan = found.placement, found.plan
+    tensors = Counter(placement.at(item.names[0]) for item in found.inventory.items)
+    data = {
+        "path": ckpt.path,
+        "format": ckpt.format,
+        "tensors": len(found.inventory.items),
+        "nbytes": placement.nbytes,
+        "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in found.inventory.items)),
+        "devices": {
+            device: {
+                "tensors": tensors[device],
+                "used": placement.used[device],
+                "budget": budget,
+                "reserved": placement.reserved.get(device, 0),
+                "contents": placement.contents[device],
+            }
+            for device, budget in placement.budgets.items()
+        },
+        "main_device": placement.main,
+        "device_map": dict(placement),
+    }
+    if plan is not None:
+        data["plan"] = {
+            "loaded": len(plan.loaded),
+            "missing_keys": plan.missing_keys,
+            "unexpected_keys": plan.unexpected_keys,
+            "replayed": plan.replayed,
+            "tied": [list(names) for names in plan.tied],
+            "renamed": dict(plan.renamed),
+            "bytes_to_read": plan.bytes_to_read,
+            "peak_bytes": plan.peak_bytes,
+        }
+    return data
