@@ -1,0 +1,236 @@
+"""Ties: two names that are one tensor in the model, and aliases that only the file has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from same_model import all_tensors, assert_same_tensors, scrambled, ties_of
+from torch import nn
+
+import torchlift
+
+MODES = ("assign", "copy", "swap", "auto")
+SOURCES = ("mmap", "read")
+
+every_way = pytest.mark.parametrize(("mode", "source"), list(product(MODES, SOURCES)))
+
+
+class Tied(nn.Module):
+    """A head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embed(ids))
+        return logits
+
+
+class SharedModule(nn.Module):
+    """One layer at two places, and once more inside another container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = self.first
+        self.rest = nn.ModuleList([nn.ReLU(), self.first])
+
+
+class SharedBuffers(nn.Module):
+    """A buffer that a checkpoint holds under one name and hides under another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("again", self.scale)
+        self.register_buffer("hidden", self.scale, persistent=False)
+        self.weight = nn.Parameter(torch.randn(3))
+
+
+class Untied(nn.Module):
+    """Three tensors that are nothing to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(4, 2))
+        self.b = nn.Parameter(torch.zeros(4, 2))
+        self.part = nn.Parameter(torch.zeros(2, 2))
+
+
+def target(factory: Callable[[], nn.Module], live: bool) -> Any:
+    """A model to load into."""
+    return factory() if live else torchlift.skeleton(factory)
+
+
+def write(state: dict[str, Any], folder: Path) -> Path:
+    """A file of ``torch.save``."""
+    torch.save(state, folder / "model.pt")
+    return folder / "model.pt"
+
+
+@every_way
+@pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
+@pytest.mark.parametrize("factory", [Tied, SharedModule, SharedBuffers])
+def test_ties_survive_every_way_to_load(
+    factory: Callable[[], nn.Module], live: bool, mode: Any, source: Any, tmp_path: Path
+) -> None:
+    """The names that were one tensor are one tensor, with the values of the file."""
+    wanted = scrambled(factory())
+    model = target(factory, live)
+    report = torchlift.load(model, write(wanted.state_dict(), tmp_path), mode=mode, source=source)
+    assert_same_tensors(model, wanted)
+    assert {frozenset(names) for names in report.tied} == {
+        frozenset(names) for names in ties_of(wanted)
+    }
+
+
+@every_way
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_either_name_of_a_tie_is_enough(name: str, mode: Any, source: Any, tmp_path: Path) -> None:
+    """A file that was saved without the duplicate loads, whichever of the two it kept."""
+    weight = torch.randn(5, 4)
+    path = write({name: weight}, tmp_path)
+    for live in (False, True):
+        model = target(Tied, live)
+        report = torchlift.load(model, path, mode=mode, source=source)
+        assert report.missing_keys == []
+        assert set(report.loaded) == {"embed.weight", "head.weight"}
+        assert model.embed.weight is model.head.weight
+        assert torch.equal(model.embed.weight, weight)
+
+
+def test_the_tied_names_are_written_once(tmp_path: Path) -> None:
+    """The plan counts the bytes of a tie once."""
+    path = write(Tied().state_dict(), tmp_path)
+    plan = torchlift.plan(torchlift.skeleton(Tied), path, source="read")
+    assert plan.nbytes == plan.bytes_to_read == 80
+    assert plan.tied == (("embed.weight", "head.weight"),)
+    assert "tied (1): embed.weight = head.weight" in str(plan)
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
+def test_a_tied_weight_trains_once_per_step(live: bool, tmp_path: Path) -> None:
+    """An optimizer that was built before the load moves the one tensor by one step."""
+    wanted = scrambled(Tied())
+    model = target(Tied, live)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, wanted)]
+    torchlift.load(model, write(wanted.state_dict(), tmp_path))
+    for module, optimizer in zip((model, wanted), optimizers, strict=True):
+        module(torch.tensor([1, 2])).square().sum().backward()
+        optimizer.step()
+    assert_same_tensors(model, wanted)
+
+
+@every_way
+@pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
+def test_names_of_a_tie_with_different_values_are_an_error_that_shows_both(
+    live: bool, mode: Any, source: Any, tmp_path: Path
+) -> None:
+    """Neither value is chosen silently, and the model has not changed."""
+    path = write(
+        {"embed.weight": torch.full((5, 4), 1.5), "head.weight": torch.full((5, 4), 2.5)}, tmp_path
+    )
+    model = target(Tied, live)
+    before = None if not live else model.embed.weight.detach().clone()
+    with pytest.raises(torchlift.MismatchError) as caught:
+        torchlift.load(model, path, mode=mode, source=source)
+    text = str(caught.value)
+    assert "'embed.weight': the model ties two keys that have different values" in text
+    assert "the values of 'head.weight': float32 [5, 4] [2.5, 2.5, 2.5, ...]" in text
+    assert "found float32 [5, 4] [1.5, 1.5, 1.5, ...]" in text
+    assert "rename=" in text
+    if before is None:
+        assert model.embed.weight.is_meta
+    else:
+        assert torch.equal(model.embed.weight, before)
+
+
+def test_the_hint_for_a_conflict_works(tmp_path: Path) -> None:
+    """Dropping the wrong one with rename= loads the other."""
+    path = write({"embed.weight": torch.zeros(5, 4), "head.weight": torch.ones(5, 4)}, tmp_path)
+    model = torchlift.skeleton(Tied)
+    torchlift.load(model, path, rename=lambda key: None if key == "embed.weight" else key)
+    assert (model.embed.weight == 1).all()
+
+
+def test_equal_values_in_different_layouts_are_no_conflict(tmp_path: Path) -> None:
+    """Two copies of one value agree, NaN and strides aside."""
+    values = torch.arange(20.0).view(5, 4)
+    values[0, 0] = torch.nan
+    path = write({"embed.weight": values, "head.weight": values.t().contiguous().t()}, tmp_path)
+    model = torchlift.skeleton(Tied)
+    torchlift.load(model, path)
+    assert torch.equal(model.embed.weight[1:], values[1:])
+    assert model.head.weight is model.embed.weight
+
+
+def test_names_of_a_tie_with_different_shapes_are_a_mismatch(tmp_path: Path) -> None:
+    """The name whose shape is wrong is the one that is listed."""
+    path = write({"embed.weight": torch.zeros(5, 4), "head.weight": torch.zeros(6, 4)}, tmp_path)
+    with pytest.raises(torchlift.MismatchError, match=r"head.weight: model \[5, 4\], checkpoint"):
+        torchlift.load(torchlift.skeleton(Tied), path)
+
+
+@every_way
+@pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
+def test_an_alias_of_the_file_is_copied_where_the_model_does_not_tie_it(
+    live: bool, mode: Any, source: Any, tmp_path: Path
+) -> None:
+    """Training one of two parameters that were saved as one storage leaves the other alone."""
+    whole = torch.arange(8.0).view(4, 2)
+    path = write({"a": whole, "b": whole, "part": whole[1:3]}, tmp_path)
+    model = target(Untied, live)
+    torchlift.load(model, path, mode=mode, source=source)
+    with torch.no_grad():
+        model.a.add_(100)
+        model.part.sub_(100)
+    assert torch.equal(model.a, whole + 100)
+    assert torch.equal(model.b, whole)
+    assert torch.equal(model.part, whole[1:3] - 100)
+    assert ties_of(model) == set()
+
+
+def test_a_copied_alias_is_explained(tmp_path: Path) -> None:
+    """The report of a mapped load says which tensors got memory of their own, and why."""
+    whole = torch.arange(8.0).view(4, 2)
+    path = write({"a": whole, "b": whole, "part": whole[1:3]}, tmp_path)
+    report = torchlift.load(torchlift.skeleton(Untied), path, source="mmap")
+    notes = {key: item.note for key, item in report.loaded.items() if item.note}
+    assert len(notes) == 2
+    assert all("shares bytes with another key of the file" in note for note in notes.values())
+
+
+@every_way
+def test_a_tie_made_after_the_skeleton_counts(mode: Any, source: Any, tmp_path: Path) -> None:
+    """What is tied is read from the module at the time of the load."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+            self.head = nn.Linear(4, 5, bias=False)
+
+    weight = torch.randn(5, 4)
+    model = torchlift.skeleton(Late)
+    model.head.weight = model.embed.weight
+    torchlift.load(model, write({"head.weight": weight}, tmp_path), mode=mode, source=source)
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, weight)
+
+
+def test_a_missing_tie_is_replayed_as_one_tensor(tmp_path: Path) -> None:
+    """Both names are missing, and one replayed tensor fills them."""
+    model = torchlift.skeleton(Tied)
+    report = torchlift.load(model, write({}, tmp_path), strict=False)
+    assert report.missing_keys == ["embed.weight", "head.weight"]
+    assert report.replayed == ["embed.weight", "head.weight"]
+    assert model.head.weight is model.embed.weight
+    assert not any(tensor.is_meta for tensor in all_tensors(model).values())
