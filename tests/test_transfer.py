@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchlift import transfer
+from torchlift import pages, transfer
 from torchlift.errors import IntegrityError
 from torchlift.files import Files
 from torchlift.formats import FileStamp
-from torchlift.transfer import Request, allocate, read
+from torchlift.pages import HugePages, allocate
+from torchlift.transfer import Request, read
 
 CONTENT = bytes(random.Random(0).randbytes(3000))
 
@@ -260,9 +261,29 @@ def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):
     def none_left(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(transfer.mmap, "mmap", none_left)
+    monkeypatch.setattr(pages.mmap, "mmap", none_left)
     made = allocate(1 << 20, torch.float32, torch.device("cpu"))
     assert made.fill_(2).sum() == 2 << 20
+
+
+def test_slow_huge_pages_are_followed_by_small_ones(monkeypatch):
+    """One slow page in nine, then in seventeen: where huge pages are dear, few are asked for."""
+    taken: list[int] = []
+    monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page) or 0)
+    monkeypatch.setattr(pages, "_SLOW", -1.0)
+    made = allocate(64 << 20, torch.uint8, torch.device("cpu"))
+    HugePages().back(made.data_ptr(), made.nbytes)
+    assert [(page - made.data_ptr()) >> 21 for page in taken] == [0, 9, 26]
+
+
+def test_huge_pages_stay_inside_the_range(monkeypatch):
+    """A page that reaches beyond the bytes that will be written would be memory for nothing."""
+    taken: list[int] = []
+    monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page) or 0)
+    monkeypatch.setattr(pages, "_SLOW", 1e9)
+    made = allocate(8 << 20, torch.uint8, torch.device("cpu"))
+    HugePages().back(made.data_ptr() + 1, made.nbytes - 2)
+    assert [(page - made.data_ptr()) >> 21 for page in taken] == [1, 2]
 
 
 def test_files_map_the_bytes_that_they_read(files):

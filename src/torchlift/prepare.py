@@ -13,6 +13,7 @@ from torchlift.checkpoint import MappedViews, dtype_of
 from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.match import Candidate
+from torchlift.pages import allocate
 from torchlift.place import is_plain
 from torchlift.slots import is_lazy
 from torchlift.steps import Step
@@ -67,7 +68,7 @@ def _fetch(steps: Sequence[Step], views: MappedViews, advance: Advance) -> list[
             requests.append(request)
         else:
             view = views.view(entry)
-            flat = transfer.allocate(view.numel(), step.dtype, step.host_or_device)
+            flat = allocate(view.numel(), step.dtype, step.host_or_device)
             shaped = (
                 flat.as_strided(view.shape, view.stride()) if step.dense else flat.view_as(view)
             )
@@ -90,7 +91,7 @@ def _request(
     step: Step, entry: TensorEntry, views: MappedViews
 ) -> tuple[torch.Tensor, transfer.Request]:
     (chunk,) = entry.chunks
-    flat = transfer.allocate(entry.numel, step.dtype, step.host_or_device)
+    flat = allocate(entry.numel, step.dtype, step.host_or_device)
     file_dtype = _file_dtype(step, views.index.path)
     request = transfer.Request(chunk.file, chunk.offset, chunk.nbytes, flat, file_dtype)
     # Dense, so the file's own order of the dimensions fits the same number of elements.
