@@ -12,9 +12,10 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
+from torchlift.boxes import steps_in_file
 from torchlift.errors import CheckpointError, FormatError, UnsafeError, did_you_mean
 from torchlift.files import Files
-from torchlift.formats import Index, TensorEntry, read_index
+from torchlift.formats import Chunk, Index, TensorEntry, read_index
 from torchlift.formats.index import under
 from torchlift.formats.summary import to_html, to_text
 
@@ -170,7 +171,12 @@ class MappedViews:
         dtype = dtype_of(entry, self.index.path)
         if not entry.chunks:
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
+        if len(entry.chunks) > 1:
+            made = torch.empty(entry.shape, dtype=dtype, device="cpu")
+            return self.fill(made, entry)
         (chunk,) = entry.chunks
+        if entry.storage not in self.index.storages:
+            return self._piece(entry, chunk, dtype)
         base = self._base(entry.storage, dtype.itemsize)
         first = (chunk.offset - self.index.storages[entry.storage].offset) // dtype.itemsize
         # set_ on a fresh tensor instead of view().as_strided(): storage sizes need not be a
@@ -178,6 +184,38 @@ class MappedViews:
         # because a caller may have set another default.
         empty = torch.empty(0, dtype=dtype, device="cpu")
         return empty.set_(base.untyped_storage(), first, entry.shape, entry.stride)
+
+    def fill(self, target: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+        """Copy every chunk of `entry` out of the map into its box of `target`, which is returned.
+
+        Casts and moves as `Tensor.copy_` does; no second copy of the tensor is made.
+        """
+        dtype = dtype_of(entry, self.index.path)
+        for chunk in entry.chunks:
+            box = target
+            for dim, (start, size) in enumerate(zip(chunk.start, chunk.shape, strict=True)):
+                box = box.narrow(dim, start, size)
+            steps = steps_in_file(entry, chunk)
+            whole_rows = box.dim() and box.stride(-1) == steps[-1] == 1
+            if whole_rows and box.dtype == dtype and chunk.offset % dtype.itemsize:
+                # As bytes, which may lie anywhere: as numbers, they would have to be cloned first.
+                size = dtype.itemsize
+                raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
+                shape = (*chunk.shape[:-1], chunk.shape[-1] * size)
+                strides = (*(step * size for step in steps[:-1]), 1)
+                box.view(torch.uint8).copy_(raw.as_strided(shape, strides))
+            else:
+                box.copy_(self._piece(entry, chunk, dtype))
+        return target
+
+    def _piece(self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+        """The box of one chunk as a view of the map, in a storage that is its run of bytes."""
+        raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        steps = steps_in_file(entry, chunk)
+        return empty.set_(raw.untyped_storage(), 0, chunk.shape, steps)
 
     def _base(self, name: str, itemsize: int) -> torch.Tensor:
         with self._lock:
@@ -202,7 +240,8 @@ def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint
 
     Args:
         path: a file or a directory; the format is found from the content. Torch zip files,
-            safetensors, and Hugging Face's sharded ``*.index.json`` or a directory holding one.
+            safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one, and
+            directories of ``torch.distributed.checkpoint`` (DCP).
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``. None keeps everything.
 

@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from torchlift.checkpoint import Checkpoint, MappedViews
 from torchlift.collector import collection_paused
+from torchlift.distributed.shards import held, is_sharded
+from torchlift.distributed.status import tensors_of, together
 from torchlift.errors import IntegrityError, MismatchError
-from torchlift.hooks import has_post_hooks, run_post_hooks
+from torchlift.hooks import has_post_hooks, reshard, run_post_hooks
 from torchlift.interrupts import uninterrupted
 from torchlift.match import Rename
 from torchlift.place import Commit, is_plain
@@ -44,6 +47,7 @@ def load(
     transform: Transform | None = None,
     verify: bool = False,
     progress: bool = False,
+    collective: bool | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a module, live or on meta, in the memory of one copy.
 
@@ -71,12 +75,18 @@ def load(
             process owns; ``"auto"`` maps on a local file system and reads on a network one, and
             wherever new memory must be filled anyway because of a cast or a move.
         transform: callable from (name in the model, tensor as the checkpoint holds it) to a tensor.
-            It gets one tensor at a time, and its result is cast, moved and placed.
+            It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
+            parameter it gets a DTensor of that layout, of which only the local shard was read, and
+            returns one: so that what it computes means the same on any mesh.
         verify: recompute the checksums that the file has, before anything else.
         progress: show a bar of bytes on stderr.
+        collective: whether the ranks of a process group load together: before anything changes
+            they exchange whether all are ready, and an error of one is raised by every one. None
+            means when the model has DTensors; True also when it has none (a replica on each rank);
+            False never.
 
     Returns:
-        What was done, key by key.
+        What was done, key by key; on a mesh, what this rank did.
 
     Raises:
         MismatchError: the names or shapes do not fit; one error that lists all of them.
@@ -96,13 +106,16 @@ def load(
     start = time.perf_counter()
     options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
     # A transform is the caller's code and may make garbage; without one, nothing here does.
-    with collection_paused() if transform is None else nullcontext():
+    reshard(model)
+    pause = collection_paused() if transform is None else nullcontext()
+    with together(tensors_of(model), collective) as agree, pause:
         opened, owned = resolve(ckpt, root)
         try:
             if verify:
                 _verify(opened)
             made = make_plan(model, opened, options, check_shapes=transform is None)
-            missing, unexpected = _execute(model, opened, made, transform, progress, strict)
+            run = _Run(made, transform, progress, strict, agree)
+            missing, unexpected = _execute(model, opened, run)
         finally:
             if owned:
                 opened.close()
@@ -111,20 +124,25 @@ def load(
     return replace(report, missing_keys=missing, unexpected_keys=unexpected)
 
 
-def _execute(
-    model: nn.Module,
-    ckpt: Checkpoint,
-    plan: LoadPlan,
-    transform: Transform | None,
-    progress: bool,
-    strict: bool,
-) -> tuple[list[str], list[str]]:
+class _Run(NamedTuple):
+    """What is to be done, and how."""
+
+    plan: LoadPlan
+    transform: Transform | None
+    progress: bool
+    strict: bool
+    agree: Callable[[], None]
+
+
+def _execute(model: nn.Module, ckpt: Checkpoint, run: _Run) -> tuple[list[str], list[str]]:
     """Prepare every tensor, then place them all."""
-    views = MappedViews(ckpt.index)
+    views, plan = MappedViews(ckpt.index), run.plan
     try:
-        with _bar(progress, plan.bytes_to_read) as advance:
-            tensors = list(prepare(plan.work.steps, views, transform, advance))
-            return _commit(model, plan, tensors, _make(plan.work.makings), strict, advance)
+        with _bar(run.progress, plan.bytes_to_read) as advance:
+            tensors = list(prepare(plan.work.steps, views, run.transform, advance))
+            made = _make(plan.work.makings)
+            run.agree()
+            return _commit(model, plan, tensors, made, run.strict, advance)
     finally:
         views.close()
 
@@ -139,6 +157,9 @@ def _commit(
 ) -> tuple[list[str], list[str]]:
     """Place everything; return what is missing and unexpected after the modules had their say."""
     missing, unexpected = list(plan.missing_keys), list(plan.unexpected_keys)
+    # Told apart while what is on meta still is: it is live as soon as it has its content.
+    in_place = [item for item in tensors if item[0].in_place]
+    fresh = [item for item in tensors if not item[0].in_place]
     with uninterrupted() as deliver, Commit() as commit:
         for module, state in plan.work.extra:
             commit.extra_state(module, state)
@@ -146,18 +167,13 @@ def _commit(
             commit.attribute(module, name, value)
         for group, tensor in made:
             commit.put(group, tensor)
-        for step, tensor in tensors:
-            if step.mode == "assign":
-                commit.assign(step.group, _shaped(step, tensor))
-            elif step.mode == "copy" and not step.in_place:
-                commit.put(step.group, _shaped(step, tensor))
-            elif not step.in_place:
-                commit.swap(step.group, _shaped(step, tensor))
+        ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
+        for step, tensor in fresh:
+            ways[step.mode](step.group, _shaped(step, tensor))
         # Last, because what was written over cannot be taken back: everything that can refuse,
         # here and in the checks of the plan, has had its chance, and so has an interrupt.
         # Subclasses come before plain tensors: they run code of their own, and are backed up.
         deliver()
-        in_place = [item for item in tensors if item[0].in_place]
         hooked = has_post_hooks(model)  # which may still refuse
         for step, tensor in sorted(in_place, key=lambda item: is_plain(item[0].group.tensor)):
             commit.copy(step.group, _shaped(step, tensor), backup=hooked)
@@ -178,6 +194,7 @@ def _commit(
 
 def _shaped(step: Step, tensor: torch.Tensor) -> torch.Tensor:
     slot = step.group.tensor
+    slot = slot if is_sharded(tensor) else held(slot)
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 

@@ -19,6 +19,7 @@ from torchlift.content import can_set_data, exchange_content, obstacle, set_data
 from torchlift.content import exchange as exchange
 from torchlift.content import is_plain as is_plain
 from torchlift.content import successor_of as successor_of
+from torchlift.distributed.shards import held
 from torchlift.errors import PlacementError
 from torchlift.slots import Group, is_lazy
 
@@ -109,7 +110,7 @@ class Commit:
 
         Only with a backup, which takes a second copy in memory, can this be undone.
         """
-        old = group.tensor
+        old = held(group.tensor)
         if backup or not is_plain(old):
             # A subclass may fail half-way in code of its own.
             before = old.detach().clone()

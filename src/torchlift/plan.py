@@ -13,7 +13,7 @@ from torchlift import transfer
 from torchlift.checkpoint import Checkpoint
 from torchlift.checkpoint import open as open_checkpoint
 from torchlift.errors import MismatchError
-from torchlift.hooks import Outcome, has_post_hooks, run_hooks, run_post_hooks
+from torchlift.hooks import Outcome, has_post_hooks, reshard, run_hooks, run_post_hooks
 from torchlift.match import Candidate, Match, Rename, match, renamed, suggestion
 from torchlift.report import KeyReport, LoadReport, human, summarise
 from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules
@@ -114,6 +114,7 @@ def make_plan(
     model: nn.Module, ckpt: Checkpoint, options: Options, *, check_shapes: bool
 ) -> LoadPlan:
     """`plan` on an open checkpoint; `check_shapes` is False when a transform may change them."""
+    reshard(model)
     groups = collect(model)
     check_rules(options, [name for group in groups for name in group.names])
     names = renamed([*ckpt.entries, *ckpt.blocked_keys], options.rename, ckpt.path)

@@ -9,9 +9,12 @@ from functools import cache
 import torch
 
 from torchlift import transfer
+from torchlift.boxes import is_pieced, runs, shortest_run
 from torchlift.checkpoint import MappedViews, dtype_of
+from torchlift.distributed.shards import dressed, is_sharded, undressed
 from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import TensorEntry
+from torchlift.heap import trim
 from torchlift.match import Candidate
 from torchlift.pages import allocate
 from torchlift.place import is_plain
@@ -23,6 +26,9 @@ from torchlift.swap.settle import apply
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 Advance = Callable[[int], object]
 
+#: Below this many bytes, the pieces of a tensor are copied out of the map instead of being read one
+#: by one: the kernel reads whole pages anyway.
+_SMALL_RUN = 4096
 #: Bytes of untransformed tensors in memory at a time; the rest of the budget is for staging.
 _BATCH = transfer.BUDGET // 4
 
@@ -39,7 +45,7 @@ def prepare(
     if transform is None:
         plain = [step for step in steps if not step.handled]
         for step, tensor in zip(plain, _fetch(plain, views, advance), strict=True):
-            yield step, _fitted(step, tensor)
+            yield step, _worn(step, _fitted(step, tensor))
         steps = [step for step in steps if step.handled]
     own = _overlapping(steps)
     for batch in _batches(steps):
@@ -50,6 +56,7 @@ def prepare(
         for step in batch:
             yield _placeable(step, transform, raw.pop(0), path)
             advance(step.span if step.owned else 0)
+        trim()  # what a transform or a handler took and freed
 
 
 def _fetch(steps: Sequence[Step], views: MappedViews, advance: Advance) -> list[torch.Tensor]:
@@ -66,6 +73,14 @@ def _fetch(steps: Sequence[Step], views: MappedViews, advance: Advance) -> list[
             tensor, request = _request(step, entry, views)
             tensors.append(tensor)
             requests.append(request)
+        elif is_pieced(entry):
+            flat = allocate(entry.numel, step.dtype, step.host_or_device)
+            tensors.append(flat.view(entry.shape))
+            if step.source == "read" and shortest_run(entry) >= _SMALL_RUN:
+                requests += _pieces(entry, flat, _file_dtype(step, views.index.path))
+            else:
+                views.fill(tensors[-1], entry)
+                advance(step.span)
         else:
             view = views.view(entry)
             flat = allocate(view.numel(), step.dtype, step.host_or_device)
@@ -98,6 +113,21 @@ def _request(
     return flat.as_strided(entry.shape, entry.stride), request
 
 
+def _pieces(
+    entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype
+) -> Iterator[transfer.Request]:
+    size = entry.itemsize
+    for run in runs(entry):
+        target = flat[run.at : run.at + run.numel]
+        yield transfer.Request(run.file, run.offset, run.numel * size, target, dtype)
+
+
+def _worn(step: Step, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it will be placed: a DTensor's successor, where a new one is to be made."""
+    like = step.group.tensor
+    return dressed(like, tensor) if is_sharded(like) and not step.in_place else tensor
+
+
 def _batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
     batch: list[Step] = []
     size = 0
@@ -116,17 +146,30 @@ def _placeable(
     step: Step, transform: Transform | None, raw: torch.Tensor, path: str
 ) -> tuple[Step, torch.Tensor]:
     """What a transform and the class of the model's tensor make of one tensor of the checkpoint."""
+    like = step.group.tensor
+    if is_sharded(like) and not step.handled:
+        # A transform sees one tensor of the model, so that what it computes means the same on any
+        # mesh: a DTensor, whose local shard is all that was read.
+        assert transform is not None
+        whole = _transformed(step, transform, dressed(like, raw), path)
+        local = undressed(whole, like, step.key).contiguous()
+        return step, _worn(step, _settled(step, local, path))
     made = raw if transform is None else _transformed(step, transform, raw, path)
     if step.handled or handles(type(step.group.tensor), type(made)):
         step, made = apply(step, made, path)
         if not is_plain(made):
             return step, made if made.device == step.device else made.to(step.device)
+    return step, _settled(step, made, path)
+
+
+def _settled(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
+    """What a transform made, with the dtype and on the device that it is to have."""
     if step.in_place:
         _check_cast(step, made.dtype, path)
-        return step, made.detach()
+        return made.detach()
     floating = made.is_floating_point() and step.dtype.is_floating_point
     dtype = step.dtype if step.dtype_is_fixed and floating else made.dtype
-    return step, made.detach().to(step.device, dtype)
+    return made.detach().to(step.device, dtype)
 
 
 def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchlift.collector import collection_paused
+from torchlift.distributed.shards import dressed, is_sharded, shard_of_value
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.patches import recordable
 from torchlift.place import Commit, exchange, successor_of
@@ -126,6 +127,9 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
     for (_, _, device), positions in batches.items():
         refs = [recipes[position].ref for position in positions]
         for at, tensor in replay_all(recipes[positions[0]].tape, refs, device):
+            like = groups[positions[at]].tensor
+            if is_sharded(like):  # the rest is freed at once: one whole tensor exists at a time
+                tensor = dressed(like, shard_of_value(tensor, like, groups[positions[at]].fqn))
             made[positions[at]] = tensor
     return [made[position] for position in range(len(groups))]
 

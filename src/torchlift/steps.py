@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from torchlift.boxes import is_pieced
 from torchlift.checkpoint import dtype_of
+from torchlift.distributed.shards import home, is_sharded, shard_of_entry, shard_of_value
 from torchlift.errors import PlacementError
 from torchlift.filesystem import is_network
 from torchlift.formats import TensorEntry
@@ -63,8 +65,12 @@ class Step:
 
     @property
     def span(self) -> int:
-        """Bytes in the file from the first to the last."""
-        return sum(chunk.nbytes for chunk in self.entry.chunks) if self.entry else 0
+        """Bytes in the file from the first to the last; of a pieced tensor, those of its pieces."""
+        if self.entry is None:
+            return 0
+        if is_pieced(self.entry):
+            return self.entry.nbytes
+        return sum(chunk.nbytes for chunk in self.entry.chunks)
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +99,7 @@ class Step:
         """This step as far as fetching the tensor as the checkpoint holds it, on the host."""
         if self.entry is None:
             return self
-        owned = self.source == "read"
+        owned = self.source == "read" or is_pieced(self.entry)
         return replace(
             self, dtype=dtype_of(self.entry, path), device=torch.device("cpu"), owned=owned
         )
@@ -141,6 +147,8 @@ def steps_for(matched: Match, path: str, options: Options) -> Iterator[Step]:
     network: dict[str, bool] = {}
     steps = []
     for group, key, offers in matched.pairs:
+        if is_sharded(group.tensor):
+            _check_sharded(group, offers)
         entry = offers[0].entry
         file = entry.chunks[0].file if entry and entry.chunks else path
         folder = os.path.dirname(file)
@@ -162,6 +170,8 @@ def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
         tensor = group.tensor
         seen = entry_like(group.fqn, group)
         device = target_device(options.device, seen, tensor, present=options.present)
+        if is_sharded(tensor) and options.device is None:
+            device = home(tensor)
         dtype = tensor.dtype
         if tensor.is_meta and group.persistent:
             dtype = target_dtype(options.dtype, seen, tensor, tensor.dtype)
@@ -190,9 +200,14 @@ def _decide(
     else:
         dtype = target_dtype(options.dtype, seen, tensor, file_dtype)
     device = target_device(asked, seen, tensor, present=options.present)
+    if is_sharded(tensor):
+        # Rules have seen the whole tensor; from here on there is only this rank's part of it.
+        device = home(tensor) if asked is None else device
+        offers = [_shard(group, offer) for offer in offers]
+        candidate = offers[0]
     mode, note = _mode(options.mode, tensor, device, dtype), None
-    handled = mode != "copy" and is_handled(tensor)
     in_place = mode == "copy" and not is_blank(tensor)
+    handled = mode != "copy" and is_handled(tensor)
     if in_place:
         check_writable(group)
         if (device, dtype) != (tensor.device, tensor.dtype):
@@ -204,18 +219,23 @@ def _decide(
                 hint='Load with mode="swap" or mode="auto".',
             )
     dense, repeated, aligned = layout(candidate.entry)
-    changes = device.type != "cpu" or dtype != file_dtype
+    pieced = candidate.entry is not None and is_pieced(candidate.entry)
+    changes = device.type != "cpu" or dtype != file_dtype or pieced
     if options.source == "auto":
         read = network or (changes and not in_place and not handled)
         source: Source = "read" if read else "mmap"
     else:
         source = options.source
     # The map of a misaligned storage is a copy of it: reading does without that copy.
-    if source == "mmap" and (not aligned or (repeated and not in_place and not changes)):
+    if source == "mmap" and (
+        not (aligned or pieced) or (repeated and not in_place and not changes)
+    ):
         source, note = "read", "its layout in the file cannot be used in place"
     fills = mode == "copy" and is_blank(tensor)
     computed = candidate.entry is None
     owned = source == "read" or (not in_place and (changes or fills or computed or handled))
+    # Several chunks are no view of the map: they are put together in memory, or not at all.
+    owned = owned or (pieced and (not aligned or len(candidate.entry.chunks) > 1))  # type: ignore[union-attr]
     fixed = options.dtype is not None or not tensor.is_meta
     rivals = tuple(offers[1:])
     return Step(
@@ -233,6 +253,26 @@ def _decide(
         note,
         handled,
     )
+
+
+def _check_sharded(group: Group, offers: list[Candidate]) -> None:
+    """Refuse what a checkpoint cannot offer to a distributed tensor."""
+    for offer in offers:
+        if offer.entry is not None and repeats(offer.entry.shape, offer.entry.stride):
+            raise PlacementError(
+                "elements share their bytes in the file, so that no rank's part is a range of them",
+                entry=group.fqn,
+                found=f"strides {list(offer.entry.stride)}",
+                hint="Save a contiguous() tensor.",
+            )
+
+
+def _shard(group: Group, offer: Candidate) -> Candidate:
+    """What a checkpoint offers to this rank for a distributed tensor."""
+    if offer.entry is not None:
+        return replace(offer, entry=shard_of_entry(offer.entry, group.tensor, group.fqn))
+    assert offer.value is not None
+    return replace(offer, value=shard_of_value(offer.value, group.tensor, group.fqn))
 
 
 def _kept_on_disk(
@@ -289,6 +329,8 @@ def layout(entry: TensorEntry | None) -> tuple[bool, bool, bool]:
     """
     if entry is None or not entry.chunks:
         return True, False, True
+    if is_pieced(entry):
+        return False, False, all(c.offset % entry.itemsize == 0 for c in entry.chunks)
     span = sum(chunk.nbytes for chunk in entry.chunks)
     repeated = repeats(entry.shape, entry.stride)
     aligned = entry.chunks[0].offset % entry.itemsize == 0

@@ -29,6 +29,8 @@ class Chunk:
         nbytes: length in bytes.
         start: index of the box's first element in the tensor; all zeros for a whole tensor.
         shape: extent of the box; the tensor's shape for a whole tensor.
+        stride: strides of the box inside the run, in elements, where the run holds more than the
+            box. None: those of the tensor for its only chunk, row-major for one of several.
     """
 
     file: str
@@ -36,6 +38,7 @@ class Chunk:
     nbytes: int
     start: tuple[int, ...]
     shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class TensorEntry:
         location: the device tag it was saved with, such as ``"cuda:1"``. Information, never obeyed.
         storage: identity of the bytes; two entries with an equal ``storage`` share memory.
         chunks: where the bytes are. One chunk covers the span from the first to the last element
-            of a strided tensor; an empty tensor has none.
+            of a strided tensor; an empty tensor has none. Several are boxes that together are the
+            tensor, as a distributed checkpoint stores it.
     """
 
     key: str
@@ -177,13 +181,18 @@ def under(index: Index, root: str) -> Index | None:
     if not (entries or objects or blocked):
         return None
     used = {entry.storage for entry in entries.values()}
+    spots = {(c.file, c.offset) for e in entries.values() if len(e.chunks) > 1 for c in e.chunks}
     return replace(
         index,
         entries=entries,
         objects=objects,
         blocked_keys=blocked,
         blocked=tuple(dict.fromkeys(blocked.values())),
-        storages={name: s for name, s in index.storages.items() if name in used},
+        storages={
+            name: storage
+            for name, storage in index.storages.items()
+            if name in used or (storage.file, storage.offset) in spots
+        },
         module_versions={
             k[cut:] if k != root else "": v
             for k, v in index.module_versions.items()
