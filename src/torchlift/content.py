@@ -27,6 +27,15 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def content_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's values, which a wrapper holds in tensors of its own."""
+    if not is_wrapper(tensor):
+        return tensor.numel() * tensor.itemsize
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    inner = [getattr(tensor, name) for name in flatten()[0]] if flatten else []
+    return sum(content_bytes(item) for item in inner)
+
+
 def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """`new` dressed as `old`: its class, its ``requires_grad`` and its Python attributes.
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from torchlift.boxes import is_pieced
 from torchlift.checkpoint import dtype_of
+from torchlift.content import content_bytes
 from torchlift.distributed.shards import home, is_sharded, shard_of_entry, shard_of_value
 from torchlift.errors import PlacementError
 from torchlift.filesystem import is_network
@@ -108,6 +109,8 @@ class Step:
     def owned_bytes(self) -> int:
         """Anonymous memory, in bytes, that the new tensor takes on the host."""
         on_host = self.device.type == "cpu" or self.in_place
+        if self.handled and on_host:
+            return content_bytes(self.group.tensor)
         return self.candidate.numel * self.dtype.itemsize if self.owned and on_host else 0
 
 
@@ -207,7 +210,7 @@ def _decide(
         candidate = offers[0]
     mode, note = _mode(options.mode, tensor, device, dtype), None
     in_place = mode == "copy" and not is_blank(tensor)
-    handled = mode != "copy" and is_handled(tensor)
+    handled = not in_place and is_handled(tensor)
     if in_place:
         check_writable(group)
         if (device, dtype) != (tensor.device, tensor.dtype):

@@ -10,6 +10,7 @@ import gc
 import types
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 #: How far from a tensor the object with a name may be: reference, dict, weak dict, its owner.
 _LEVELS = 5
-_WIDTH = 256  # objects looked at per level
+_WIDTH = 24  # objects looked at per level
 _GRAPH = 50_000  # nodes of recorded graphs looked at
 _LOCAL = "a local variable of a running function"
 _FLAT = "_flat_weight_refs"  # a recurrent layer's own, and no obstacle
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, weakref.ref, types.MethodType, partial)
+_COMPILER = "a guard of torch.compile"
+_COMPILERS = ("torch._dynamo", "torch._C._dynamo", "torch._guards", "torch._subclasses")
 
 REDUCER = "the gradient hooks of a DistributedDataParallel module"
 
@@ -101,19 +106,13 @@ def _made_by(tensor: torch.Tensor) -> str:
 
 def _live_tensors() -> tuple[list[torch.Tensor], list[Any]]:
     """All tensors, and all modules that reduce gradients, that the collector knows."""
-    tensors: list[torch.Tensor] = []
-    reducers: list[Any] = []
-    kinds: dict[type, list[Any] | None] = {}
-    for item in gc.get_objects():
-        kind = type(item)
-        if kind not in kinds:
-            is_tensor = issubclass(kind, torch.Tensor)
-            into = reducers if issubclass(kind, DistributedDataParallel) else None
-            kinds[kind] = tensors if is_tensor else into
-        found = kinds[kind]
-        if found is not None:
-            found.append(item)
-    return [item for item in tensors if _is_ordinary(item)], reducers
+    everything = gc.get_objects()
+    kinds = set(map(type, everything))
+    tensor_kinds = {kind for kind in kinds if issubclass(kind, torch.Tensor)}
+    wanted = tensor_kinds | {kind for kind in kinds if issubclass(kind, DistributedDataParallel)}
+    found = [item for item in everything if type(item) in wanted]
+    tensors = [item for item in found if type(item) in tensor_kinds and _is_ordinary(item)]
+    return tensors, [item for item in found if type(item) not in tensor_kinds]
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
@@ -192,7 +191,7 @@ class _Referrers:
     def _named(self, parent: Any, item: object, depth: int) -> list[str]:
         kind = type(parent)
         if _is_compiler(kind):
-            return ["a guard of torch.compile"]
+            return [_COMPILER]
         if isinstance(parent, types.FrameType):
             return [f"a local variable of {parent.f_code.co_name}()"]
         if isinstance(parent, dict):
@@ -207,7 +206,7 @@ class _Referrers:
         if plain:
             # Held by what is no obstacle, and by nothing else.
             return above or ([] if id(parent) in self._parents else [_a(kind)])
-        return [f"{_a(kind)}, {text}" for text in above] or [_a(kind)]
+        return [_within(_a(kind), text) for text in above] or [_a(kind)]
 
     def _in_dict(self, parent: dict[Any, Any], item: object, depth: int) -> list[str]:
         key = next((key for key, value in list(parent.items()) if value is item), None)
@@ -215,6 +214,8 @@ class _Referrers:
             return [f"the global variable {key!r} of {parent['__name__']}"]
         for owner in self._parents.get(id(parent), []):
             if _dict_of(owner) is parent:
+                if _is_compiler(type(owner)):
+                    return [_COMPILER]
                 if key == _FLAT:
                     return []
                 if _is_nameless(owner):
@@ -222,15 +223,25 @@ class _Referrers:
                 return [f"attribute {key!r} of {_a(type(owner))}"]
         inside = "a dict" if key is None or not isinstance(key, str) else f"item {key!r} of a dict"
         above = self._words(parent, depth + 1)
-        return [f"{inside}, {text}" for text in above] or [inside]
+        return [_within(inside, text, key) for text in above] or [inside]
+
+
+def _within(what: str, above: str, key: object = None) -> str:
+    """What holds something, and what holds that, as people call it."""
+    if above == _COMPILER:
+        return above
+    for registry, name in (("_buffers", "buffer"), ("_parameters", "parameter")):
+        prefix = f"attribute {registry!r} of "
+        if above.startswith(prefix):
+            return f"{name} {key!r} of {above.removeprefix(prefix)}"
+    return f"{what}, {above}"
 
 
 def _is_nameless(item: object) -> bool:
     """Whether only what holds this object can say what it is for."""
     if isinstance(item, nn.Module):
         return False
-    containers = (dict, list, tuple, set, frozenset, weakref.ref, types.MethodType)
-    return isinstance(item, containers) or type(item).__module__ in ("weakref", "torch.utils.weak")
+    return isinstance(item, _CONTAINERS) or type(item).__module__ in ("weakref", "torch.utils.weak")
 
 
 def _is_ours(item: object) -> bool:
@@ -240,7 +251,7 @@ def _is_ours(item: object) -> bool:
 
 
 def _is_compiler(kind: type) -> bool:
-    return str(kind.__module__).startswith(("torch._dynamo", "torch._C._dynamo", "torch._guards"))
+    return str(kind.__module__).startswith(_COMPILERS)
 
 
 def _dict_of(item: object) -> object:

@@ -35,8 +35,9 @@ def settle(steps: Iterable[Step], asked: AnyMode) -> Iterator[Step]:
     """
     steps = list(steps)
     swapped = [step for step in steps if step.mode == "swap"]
-    for step in swapped:
-        _require_handler(step)
+    for step in steps:
+        if step.mode == "swap" or (step.mode == "copy" and not step.in_place):
+            _require_handler(step)
     found = find([step.group for step in swapped])
     if found and asked == "swap":
         raise refusal(found, hint=_RELEASE)
@@ -89,8 +90,8 @@ def _require_handler(step: Step) -> None:
     if not is_wrapper(tensor) or step.handled or kind.__module__.startswith("torch.distributed"):
         return
     raise PlacementError(
-        f"is a {kind.__name__}, which holds its values in tensors of its own and does not say how "
-        "a plain tensor becomes one",
+        f"its class {kind.__name__} holds its values in tensors of its own and does not say how a "
+        "plain tensor becomes one",
         entry=step.group.fqn,
         hint=f"Register a handler: swap.module_load({kind.__name__}, handler).",
     )

@@ -1,0 +1,301 @@
+"""A tensor subclass says how it is loaded, to torch and to torchlift alike."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from int8_weights import Int8, load_int8, quantise_linear, registered
+from small_models import Two, on_meta, saved, state_of
+from torch import nn
+
+import torchlift
+from torchlift import PlacementError, measure, swap
+
+
+def network() -> nn.Sequential:
+    """Two linear layers."""
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A full-precision checkpoint of `network`."""
+    return saved(network().state_dict(), tmp_path)
+
+
+def assert_quantised(model: nn.Module, path) -> None:
+    """Weights are int8 with a scale, biases are the floats of the file."""
+    state = torchlift.open(path).state_dict()
+    for at in (0, 2):
+        weight = model[at].weight
+        wanted = Int8.quantised(state[f"{at}.weight"])
+        assert type(weight) is Int8
+        assert isinstance(weight, nn.Parameter)
+        assert torch.equal(weight.values_int8, wanted.values_int8)
+        assert torch.equal(weight.scale, wanted.scale)
+        assert torch.equal(model[at].bias, state[f"{at}.bias"])
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap", "assign", "copy"])
+@pytest.mark.parametrize("source", ["mmap", "read"])
+@pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
+def test_quantised_on_load(path, mode, source, live):
+    """The weights of the model are int8, the file's are float; objects stay where that is asked."""
+    model = network() if live else torchlift.skeleton(network)
+    quantise_linear(model, "cpu" if live else "meta")
+    held = model[0].weight
+    with registered():
+        report = torchlift.load(model, path, mode=mode, source=source)
+    assert_quantised(model, path)
+    assert (model[0].weight is held) == (mode != "assign")
+    if mode == "auto":
+        assert report.mode["0.weight"] == "swap"
+        assert report.mode["0.bias"] == ("copy" if live else "swap")
+
+
+def test_without_a_handler_a_wrapper_on_meta_is_not_filled_with_floats(path):
+    """It would be a model that is no longer quantised, in silence."""
+    model = quantise_linear(torchlift.skeleton(network))
+    with pytest.raises(PlacementError) as caught:
+        torchlift.load(model, path)
+    assert str(caught.value) == (
+        "'0.weight': its class Int8 holds its values in tensors of its own and does not say how a "
+        "plain tensor becomes one. Register a handler: swap.module_load(Int8, handler)."
+    )
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap", "assign"])
+@pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
+def test_de_quantised_on_load(path, mode, live):
+    """A transform makes the subclass of what the file has, the handler makes floats of it."""
+    model = network() if live else torchlift.skeleton(network)
+    wanted = quantise_linear(network(), None)
+    with registered():
+        torchlift.load(wanted, path)
+        torchlift.load(
+            model, path, mode=mode,
+            transform=lambda key, t: Int8.quantised(t) if key.endswith("weight") else t,
+        )  # fmt: skip
+    assert type(model[0].weight) is nn.Parameter
+    assert torch.equal(model[0].weight, wanted[0].weight.dequantised())
+
+
+def test_torch_asks_the_same_handlers(path):
+    """Plain into subclass, subclass into plain, subclass into subclass, and both assigned."""
+    state = torchlift.open(path).state_dict()
+    with registered(), swap.preserving_references():
+        for assign in (False, True):
+            int8, plain, again = quantise_linear(network(), None), network(), network()
+            held = int8[0].weight
+            quantise_linear(again, "cpu")
+            int8.load_state_dict(state, assign=assign)
+            assert int8[0].weight is held
+            assert_quantised(int8, path)
+            plain.load_state_dict(int8.state_dict(), assign=assign)
+            assert type(plain[0].weight) is nn.Parameter
+            assert torch.equal(plain[0].weight, int8[0].weight.dequantised())
+            again.load_state_dict(int8.state_dict(), assign=assign)
+            assert_quantised(again, path)
+
+
+def test_the_full_precision_model_is_never_in_memory(tmp_path):
+    """256 MiB of floats become 64 MiB of int8, one tensor of 16 MiB at a time."""
+    path = tmp_path / "wide.pt"
+    torch.save({f"{i}.weight": torch.ones(2048, 2048) for i in range(16)}, path)
+    code = """
+with registered():
+    torchlift.load(model, args[0], source=args[1])
+result = sum(type(layer.weight).__name__ == "Int8" for layer in model)
+"""
+    setup = """
+import torch, torchlift
+from int8_weights import quantise_linear, registered
+def build():
+    return torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(16)])
+model = quantise_linear(torchlift.skeleton(build))
+torch.ones(2048, 2048).abs().amax(1)
+"""
+    for source in ("mmap", "read"):
+        child = measure.in_child(code, str(path), source, setup=setup)
+        assert child.value == 16
+        assert child.memory.added_anonymous / 2**20 < 64 + 16 + 64
+
+
+def test_what_a_handler_writes_to_its_destination_is_thrown_away(tmp_path):
+    """A later tensor may still be refused; the model must be as it was."""
+    model = quantise_linear(network(), None)
+    state = network().state_dict()
+    del state["2.bias"]
+    state["2.bias"] = torch.zeros(4, dtype=torch.complex64)
+    before = {at: model[at].weight.dequantised() for at in (0, 2)}
+
+    def in_place(destination, source, assign):
+        destination.values_int8.fill_(1)
+        return destination.copy_(source).detach()
+
+    with swap.module_load(Int8, in_place), pytest.raises(PlacementError, match="complex"):
+        torchlift.load(model, saved(state, tmp_path))
+    assert all(torch.equal(model[at].weight.dequantised(), before[at]) for at in before)
+
+
+def test_the_handler_is_told_whether_to_take_the_sources_kind(path):
+    """True for assign and for a destination on meta, False for a live one that is swapped."""
+    told = []
+
+    def handler(destination, source, assign):
+        told.append(assign)
+        return load_int8(destination, source, assign)
+
+    with swap.module_load(Int8, handler):
+        for live, mode in [(True, "swap"), (True, "auto"), (True, "assign"), (False, "swap")]:
+            model = network() if live else torchlift.skeleton(network)
+            torchlift.load(quantise_linear(model, "cpu" if live else "meta"), path, mode=mode)
+    assert told == [False] * 4 + [True] * 4
+
+
+class Base(torch.Tensor):
+    """A plain subclass."""
+
+
+class Derived(Base):
+    """One that inherits from it."""
+
+
+class Unrelated(torch.Tensor):
+    """And one that does not."""
+
+
+def loaded(destination, source, *, assign=False):
+    """What torch's load_state_dict would exchange."""
+    return destination.module_load(source, assign=assign)
+
+
+def marking(name, calls, answer=True):
+    """A handler that says it was called."""
+
+    def handler(destination, source, assign):
+        calls.append(name)
+        return source.detach().clone() if answer else NotImplemented
+
+    return handler
+
+
+def test_handlers_compose_by_inheritance_and_order():
+    """The class itself, then its bases; the newest first; the destination's before the source's."""
+    calls = []
+    plain, base, derived = torch.ones(2), torch.ones(2).as_subclass(Base), torch.ones(2)
+    derived, other = derived.as_subclass(Derived), torch.ones(2).as_subclass(Unrelated)
+    with (
+        swap.module_load(Base, marking("base", calls)),
+        swap.module_load(Derived, marking("derived", calls, False)),
+        swap.module_load(Derived, marking("newer", calls, False)),
+        swap.module_load(Unrelated, marking("unrelated", calls)),
+    ):
+        for destination, source, wanted in [
+            (derived, plain, ["newer", "derived", "base"]),
+            (plain, derived, ["newer", "derived", "base"]),
+            (base, plain, ["base"]),
+            (base, derived, ["newer", "derived", "base"]),
+            (other, base, ["unrelated"]),
+            (base, other, ["base"]),
+            (plain, torch.zeros(2), []),
+        ]:
+            calls.clear()
+            loaded(destination, source)
+            assert calls == wanted
+    calls.clear()
+    loaded(derived, plain)
+    assert calls == []
+
+
+def test_a_handler_may_ask_for_what_would_happen_without_it():
+    """Calling ``module_load`` inside reaches the next handler, and torch at the end."""
+    calls = []
+
+    def outer(destination, source, assign):
+        calls.append("outer")
+        return destination.module_load(source + 1, assign=assign)
+
+    destination = torch.zeros(2).as_subclass(Derived)
+    with swap.module_load(Base, marking("base", calls)), swap.module_load(Derived, outer):
+        assert loaded(destination, torch.ones(2)).eq(2).all()
+    assert calls == ["outer", "base"]
+    with swap.module_load(Derived, outer):
+        assert loaded(destination, torch.ones(2)).eq(2).all()
+
+
+def test_torch_is_as_it_was_when_the_last_handler_is_gone():
+    """Also when one is removed twice, or out of order."""
+    original = torch.Tensor.module_load
+    one = swap.module_load(Base, load_int8)
+    two = swap.module_load(Derived, load_int8)
+    assert torch.Tensor.module_load is not original
+    one.remove()
+    one.remove()
+    assert torch.Tensor.module_load is not original
+    two.remove()
+    assert torch.Tensor.module_load is original
+    assert repr(two) == "<module_load handler load_int8 for Derived>"
+    gc.collect()
+
+
+MISTAKES = {
+    "int": (lambda d, s, assign: 3, "returned int, not a tensor"),
+    "destination": (lambda d, s, assign: d, "returned its own destination: return a new tensor"),
+    "source": (lambda d, s, assign: s, "returned its own source: return a new tensor"),
+    "shape": (lambda d, s, assign: s[:1].clone(), "returned the shape [1, 3], where the module"),
+    "meta": (lambda d, s, assign: s.to("meta"), "returned a tensor on meta, which has no values"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_a_handler_is_explained(tmp_path, mistake):
+    """By torch with its own words around it, by torchlift with the key, and nothing changes."""
+    handler, words = MISTAKES[mistake]
+    model = Two()
+    model.b = nn.Parameter(torch.zeros(2, 3).as_subclass(Base))
+    state = {"a": torch.ones(2, 3), "b": torch.ones(2, 3)}
+    before = state_of(model)
+    with swap.module_load(Base, handler):
+        with pytest.raises(PlacementError) as caught:
+            torchlift.load(model, saved(state, tmp_path))
+        assert state_of(model) == before
+        with swap.preserving_references(), pytest.raises(RuntimeError) as torchs:
+            model.load_state_dict(state)
+    assert caught.value.entry == "b"
+    assert words in str(caught.value)
+    assert words in str(torchs.value)
+
+
+def test_a_handler_is_refused_for_every_tensor_there_is():
+    """Only a class that somebody wrote can have one."""
+    for wrong in (torch.Tensor, nn.Parameter):
+        with pytest.raises(TypeError, match="would take over every tensor"):
+            swap.module_load(wrong, load_int8)
+    for wrong in (int, "Int8", torch.ones(1)):
+        with pytest.raises(TypeError, match=r"takes a subclass of torch\.Tensor"):
+            swap.module_load(wrong, load_int8)
+    with pytest.raises(TypeError, match="cannot be called"):
+        swap.module_load(Int8, 3)
+
+
+def test_a_hand_written_class_is_asked_too(tmp_path):
+    """With ``mode="swap"`` and on meta its own ``__torch_function__`` decides."""
+
+    class Negated(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.module_load:
+                return (-args[1]).as_subclass(cls)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    path = saved({"a": torch.ones(2, 3)}, tmp_path)
+    for model in (nn.ParameterDict({"a": torch.zeros(2, 3)}), on_meta({"a": torch.ones(2, 3)})):
+        held = nn.Parameter(model.a.detach().as_subclass(Negated))
+        model.a = held
+        torchlift.load(model, path, mode="swap")
+        assert model.a is held
+        assert model.a.eq(-1).all()
+        assert type(model.a) is Negated
