@@ -47,6 +47,9 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = new if isinstance(new, nn.Parameter) else new.detach()
         if isinstance(old, nn.Parameter):
             made = made.requires_grad_(grad) if made is new else nn.Parameter(new, grad)
+    elif is_lazy(old):
+        kind: Any = type(old)
+        made = kind.cls_to_become(new.detach(), *([grad] if isinstance(old, nn.Parameter) else ()))
     elif not isinstance(old, nn.Parameter):
         made = new.detach().requires_grad_(grad)
     elif type(old) is nn.Parameter or is_wrapper(old):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,8 @@ from torchlift.checkpoint import MappedViews
 from torchlift.errors import MismatchError
 from torchlift.formats import Index
 from torchlift.match import Candidate
-from torchlift.slots import is_lazy, walk
+from torchlift.slots import walk
+from torchlift.understudy import stand_in_for, tensors_of
 
 _EXTRA = "_extra_state"
 
@@ -136,12 +137,12 @@ class _Run:
         self.views = MappedViews(index)
         self.outcome = Outcome()
         self.state: dict[str, Any] = {}
-        self.origin: dict[tuple[object, ...], str] = {}
+        self.origin: dict[tuple[object, ...], tuple[str, int]] = {}
         self.versions: dict[str, Mapping[str, object]] = {}
         for key, name in names.items():
             view = self.views.view(index.entries[key])
             self.state[name] = view
-            self.origin[_identity(view)] = key
+            self.origin[_identity(view)] = (key, view._version)
             old, new = key.rpartition(".")[0], name.rpartition(".")[0]
             if old in index.module_versions:
                 self.versions[new] = index.module_versions[old]
@@ -169,7 +170,7 @@ class _Run:
     def _override(
         self, prefix: str, module: nn.Module, local: OrderedDict[str, Any], metadata: dict[str, Any]
     ) -> None:
-        stand_in, before = _stand_in(module)
+        stand_in, before = stand_in_for(module)
         missing: list[str] = []
         unexpected: list[str] = []
         errors: list[str] = []
@@ -182,7 +183,7 @@ class _Run:
         # torch's own words for a shape that differs; the plan has its own, with all of them.
         self._raise([text for text in errors if "size mismatch" not in text], prefix)
         self.outcome.extra += [(module, state) for state in extras]
-        for name, tensor in _tensors_of(stand_in):
+        for name, tensor in tensors_of(stand_in):
             full = prefix + name
             old, version = before.get(name, (None, 0))
             if tensor is not old or (not tensor.is_meta and tensor._version != version):
@@ -240,8 +241,9 @@ class _Run:
             self.order = sorted(self.state)
 
     def _candidate(self, name: str, value: torch.Tensor) -> Candidate:
-        key = self.origin.get(_identity(value))
-        if key is not None:
+        key, version = self.origin.get(_identity(value), ("", 0))
+        # A hook that wrote to it did so in this private map: the file still has the old values.
+        if key and value._version == version:
             return Candidate(key, self.index.entries[key])
         return Candidate(name, value=value)
 
@@ -270,41 +272,6 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _takes_extra(module: nn.Module) -> bool:
     return type(module).set_extra_state is not nn.Module.set_extra_state
-
-
-def _stand_in(module: nn.Module) -> tuple[nn.Module, dict[str, tuple[torch.Tensor, int]]]:
-    """A module that an override can load into, and its tensors with their versions before.
-
-    It shares everything with the real one but the registries of tensors, which hold copies.
-    """
-    made = object.__new__(type(module))
-    made.__dict__.update(vars(module))
-    parameters: dict[str, Any] = {}
-    for name, parameter in module._parameters.items():
-        parameters[name] = None if parameter is None else _copy_of(parameter)
-    buffers = {
-        name: None if buffer is None else _copy_of(buffer)
-        for name, buffer in module._buffers.items()
-    }
-    made.__dict__.update(_parameters=parameters, _buffers=buffers)
-    return made, {name: (tensor, tensor._version) for name, tensor in _tensors_of(made)}
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    if is_lazy(tensor):
-        return tensor
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
-    return tensor.detach().clone()
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
 
 
 def _nested(local: OrderedDict[str, Any], keys: list[str], prefix: str) -> dict[str, object]:

@@ -147,8 +147,11 @@ def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
     drop = _prefix(lacking, extra)
     add = _prefix(extra, lacking)
     if drop[0] and drop[1] >= add[1]:
+        others = any(not name.startswith(drop[0]) for name in extra)
+        root = f", or root={drop[0][:-1]!r} to leave the rest of the file out" if others else ""
         return (
-            f"The checkpoint's names start with {drop[0]!r}: pass rename=remap.strip({drop[0]!r})."
+            f"The checkpoint's names start with {drop[0]!r}: "
+            f"pass rename=remap.strip({drop[0]!r}){root}."
         )
     if add[0]:
         return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -42,7 +43,10 @@ class Commit:
         if kind is not None:
             with torch.no_grad():
                 while self._undo:
-                    self._undo.pop()()
+                    # One that fails (a `set_extra_state` that refuses what it had) must neither
+                    # keep the rest from being undone nor hide the error that brought us here.
+                    with suppress(Exception):
+                        self._undo.pop()()
         self._undo.clear()
 
     def put(self, group: Group, new: torch.Tensor) -> None:

@@ -1,0 +1,624 @@
+"""The modules' own loading code: hooks, overrides, extra state, lazy modules; what plan says."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import same_bits
+from same_model import all_tensors, assert_same_tensors, scrambled
+from torch import nn
+from torch.nn.utils import weight_norm as old_weight_norm
+from torch.nn.utils.parametrizations import weight_norm
+
+import torchlift
+
+MODES = ("assign", "copy", "swap", "auto")
+SOURCES = ("mmap", "read")
+
+every_way = pytest.mark.parametrize(("mode", "source"), list(product(MODES, SOURCES)))
+live_or_not = pytest.mark.parametrize("live", [False, True], ids=["skeleton", "live"])
+
+
+def target(factory: Callable[[], nn.Module], live: bool) -> Any:
+    """A model to load into."""
+    return factory() if live else torchlift.skeleton(factory)
+
+
+def write(state: Any, folder: Path, name: str = "model.pt") -> Path:
+    """A file of ``torch.save``."""
+    torch.save(state, folder / name)
+    return folder / name
+
+
+# -- extra state ------------------------------------------------------------------------------
+
+
+class Extra(nn.Module):
+    """A parameter and a state of any kind."""
+
+    def __init__(self, state: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@live_or_not
+@pytest.mark.parametrize("nested", [False, True], ids=["root", "nested"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"step": 3, "name": "x", "deep": {"rate": 0.5}},
+        torch.arange(4.0),
+        {"scale": torch.ones(2), "amax": {"history": torch.zeros(3)}},
+        17,
+        "text",
+        None,
+    ],
+    ids=["dict", "tensor", "tensors", "number", "text", "none"],
+)
+def test_extra_state_arrives_as_it_was_saved(
+    state: Any, nested: bool, live: bool, tmp_path: Path
+) -> None:
+    """A dict, a tensor, a dict of tensors, or plain data: whatever get_extra_state returned."""
+    wanted: Any = Extra(state)
+    factory: Callable[[], nn.Module] = Extra
+    if nested:
+        wanted = nn.Sequential(nn.Linear(2, 2), wanted)
+        factory = lambda: nn.Sequential(nn.Linear(2, 2), Extra())  # noqa: E731
+    model = target(factory, live)
+    torchlift.load(model, write(wanted.state_dict(), tmp_path))
+    found = (model[1] if nested else model).state
+    assert plain(found) == plain(state)
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists with their dtype, so that states can be compared by ==."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.tolist())
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def test_a_missing_extra_state_is_a_missing_key(tmp_path: Path) -> None:
+    """As in load_state_dict; strict=False leaves the state alone."""
+    path = write({"weight": torch.ones(3)}, tmp_path)
+    model = Extra("mine")
+    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): _extra_state"):
+        torchlift.load(model, path)
+    report = torchlift.load(model, path, strict=False)
+    assert report.missing_keys == ["_extra_state"]
+    assert model.state == "mine"
+    assert (model.weight == 1).all()
+
+
+def test_extra_state_that_a_module_refuses_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    """An error in set_extra_state is the caller's to see, and nothing is half loaded."""
+
+    class Picky(Extra):
+        def set_extra_state(self, state: Any) -> None:
+            raise ValueError(f"no {state}")
+
+    model = nn.ModuleDict({"first": Extra("old"), "second": Picky("old")})
+    wanted = nn.ModuleDict({"first": Extra("new"), "second": Extra("new")})
+    before = {name: tensor.detach().clone() for name, tensor in all_tensors(model).items()}
+    with pytest.raises(ValueError, match="no new"):
+        torchlift.load(model, write(wanted.state_dict(), tmp_path))
+    assert model["first"].state == "old"
+    assert all(torch.equal(all_tensors(model)[name], tensor) for name, tensor in before.items())
+
+
+# -- _load_from_state_dict --------------------------------------------------------------------
+
+
+class Versioned(nn.Module):
+    """Reads files of its first version, in which the weight had another name and half the size."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("offset", torch.zeros(2))
+        self.seen: object = None
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        self.seen = local_metadata.get("version")
+        if (self.seen or 1) < 2 and prefix + "kernel" in state_dict:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel") * 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@live_or_not
+@every_way
+def test_an_override_upgrades_an_old_file(
+    mode: Any, source: Any, live: bool, tmp_path: Path
+) -> None:
+    """It sees the version of the file, and what it renames and computes is what is loaded."""
+    state: Any = OrderedDict({"0.kernel": torch.arange(3.0), "0.offset": torch.ones(2)})
+    state._metadata = OrderedDict({"": {"version": 1}, "0": {"version": 1}})
+    path = write(state, tmp_path)
+    model = target(lambda: nn.Sequential(Versioned()), live)
+    report = torchlift.load(model, path, mode=mode, source=source)
+    assert model[0].weight.tolist() == [0, 2, 4]
+    assert model[0].offset.tolist() == [1, 1]
+    assert model[0].seen == 1
+    assert set(report.loaded) == {"0.weight", "0.offset"}
+    assert report.unexpected_keys == []
+
+
+def test_an_override_reads_the_version_that_the_file_has(tmp_path: Path) -> None:
+    """A file that a current module saved carries the current version; none means None."""
+    wanted = Versioned()
+    model = torchlift.skeleton(Versioned)
+    torchlift.load(model, write(wanted.state_dict(), tmp_path))
+    assert model.seen == 2
+    model = torchlift.skeleton(Versioned)
+    torchlift.load(model, write(dict(wanted.state_dict()), tmp_path, "plain.pt"))
+    assert model.seen is None
+
+
+def test_planning_runs_overrides_without_touching_the_model(tmp_path: Path) -> None:
+    """A plan tells what an override makes of the file; the module is as it was."""
+    path = write({"kernel": torch.arange(3.0), "offset": torch.ones(2)}, tmp_path)
+    model = Versioned()
+    plan = torchlift.plan(model, path)
+    assert set(plan.loaded) == {"weight", "offset"}
+    assert model.seen is None
+    assert model.weight.tolist() == [0, 0, 0]
+    assert model.offset.tolist() == [0, 0]
+
+
+def test_an_error_that_an_override_reports_refuses_the_load(tmp_path: Path) -> None:
+    """error_msgs of torch become a MismatchError that names the module."""
+
+    class Refusing(nn.Linear):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            args[-1].append("made for another tokenizer")
+
+    path = write(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path)
+    model = nn.Sequential(Refusing(2, 2))
+    before = model[0].weight.detach().clone()
+    with pytest.raises(torchlift.MismatchError, match=r"'0': .*made for another tokenizer"):
+        torchlift.load(model, path)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_an_override_that_assigns_by_itself_is_believed(tmp_path: Path) -> None:
+    """Code that sets its tensors without calling super is run as it is."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+            self.packed = False
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+            self.weight = nn.Parameter(state_dict.pop(prefix + "packed") + 1)
+            self.packed = True
+
+    for live in (False, True):
+        model = target(Own, live)
+        torchlift.load(model, write({"packed": torch.ones(2)}, tmp_path))
+        assert model.weight.tolist() == [2, 2]
+        assert model.packed
+
+
+# -- pre-hooks --------------------------------------------------------------------------------
+
+
+class Split(nn.Module):
+    """Two projections that older files hold as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(4, 4, bias=False)
+        self.k = nn.Linear(4, 4, bias=False)
+        self.register_load_state_dict_pre_hook(split)
+
+
+def split(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+    """Split what is fused."""
+    fused = state_dict.pop(prefix + "qk", None)
+    if fused is not None:
+        state_dict[prefix + "q.weight"] = fused[:4]
+        state_dict[prefix + "k.weight"] = fused[4:]
+
+
+@live_or_not
+@every_way
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_pre_hook_splits_a_fused_weight(
+    depth: int, mode: Any, source: Any, live: bool, tmp_path: Path
+) -> None:
+    """The halves are two tensors: training one leaves the other alone."""
+    fused = torch.arange(32.0).view(8, 4)
+    factory = (lambda: nn.ModuleDict({"attention": Split()})) if depth else Split
+    path = write({"attention.qk" if depth else "qk": fused}, tmp_path)
+    model = target(factory, live)
+    report = torchlift.load(model, path, mode=mode, source=source)
+    inner = model["attention"] if depth else model
+    with torch.no_grad():
+        inner.q.weight.add_(100)
+    assert torch.equal(inner.q.weight, fused[:4] + 100)
+    assert torch.equal(inner.k.weight, fused[4:])
+    assert report.unexpected_keys == []
+
+
+def test_what_a_pre_hook_computes_does_not_write_to_the_file(tmp_path: Path) -> None:
+    """A hook that edits its dict in place edits a private view of the map."""
+
+    class Doubling(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2, bias=False)
+            self.register_load_state_dict_pre_hook(double)
+
+    def double(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+        state_dict[prefix + "weight"].mul_(2)
+
+    path = write({"weight": torch.ones(2, 2)}, tmp_path)
+    before = path.read_bytes()
+    for live in (False, True):
+        for source in SOURCES:
+            model = target(Doubling, live)
+            torchlift.load(model, path, source=source)
+            assert (model.weight == 2).all()
+    assert path.read_bytes() == before
+
+
+def test_hooks_of_both_kinds_get_what_torch_gives_them(tmp_path: Path) -> None:
+    """With the module and without, with the prefix, strict and the lists to report to."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Hooked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2, bias=False)
+            self._register_load_state_dict_pre_hook(self.plain)
+            self._register_load_state_dict_pre_hook(with_module, with_module=True)
+
+        def plain(
+            self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *lists: Any
+        ) -> None:
+            seen.append(
+                ("plain", list(state_dict), prefix, metadata["version"], strict, len(lists))
+            )
+
+    def with_module(module: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
+        seen.append((type(module).__name__, list(state_dict), prefix, rest[1]))
+
+    model = nn.ModuleDict({"a": Hooked(), "b": nn.Linear(1, 1)})
+    torchlift.load(model, write(model.state_dict(), tmp_path), strict=False)
+    assert seen == [
+        ("plain", ["a.weight"], "a.", 1, False, 3),
+        ("Hooked", ["a.weight"], "a.", False),
+    ]
+
+
+def test_a_hook_of_the_root_sees_and_changes_the_whole_dict(tmp_path: Path) -> None:
+    """Renaming everything in a root hook is as good as rename=."""
+
+    def strip(module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for key in list(state_dict):
+            state_dict[key.removeprefix("old.")] = state_dict.pop(key)
+
+    def factory() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        model.register_load_state_dict_pre_hook(strip)
+        return model
+
+    wanted = scrambled(factory())
+    state = {"old." + key: value for key, value in wanted.state_dict().items()}
+    model = torchlift.skeleton(factory)
+    report = torchlift.load(model, write(state, tmp_path))
+    assert_same_tensors(model, wanted)
+    assert report.loaded["0.weight"].entry == "old.0.weight"
+    assert set(report.source.values()) == {"mmap"}
+
+
+def test_a_pre_hook_that_raises_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    """Hooks run before anything is written, and their errors come out unchanged."""
+
+    def refuse(*args: Any) -> None:
+        raise LookupError("wrong family")
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].register_load_state_dict_pre_hook(refuse)
+    path = write(scrambled(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).state_dict(), tmp_path)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(LookupError, match="wrong family"):
+        torchlift.load(model, path)
+    assert torch.equal(model[0].weight, before)
+
+
+# -- post-hooks -------------------------------------------------------------------------------
+
+
+@live_or_not
+def test_a_post_hook_excuses_missing_and_unexpected_keys(live: bool, tmp_path: Path) -> None:
+    """What it removes from the lists is no error, and the missing tensor is made."""
+
+    def excuse(module: nn.Module, keys: Any) -> None:
+        keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith("bias")]
+        keys.unexpected_keys.clear()
+
+    def factory() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.register_load_state_dict_post_hook(excuse)
+        return model
+
+    path = write({"0.weight": torch.ones(2, 2), "stale": torch.ones(1)}, tmp_path)
+    model = target(factory, live)
+    report = torchlift.load(model, path)
+    assert (model[0].weight == 1).all()
+    assert not model[0].bias.is_meta
+    assert report.missing_keys == report.unexpected_keys == []
+    model._load_state_dict_post_hooks.clear()
+    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): 0.bias; unexpected"):
+        torchlift.load(model, path)
+
+
+def test_a_post_hook_sees_the_loaded_model(tmp_path: Path) -> None:
+    """Children first, as in load_state_dict, and with the values in place."""
+    seen: list[tuple[str, float]] = []
+
+    def look(module: Any, keys: Any) -> None:
+        weight = module.weight if isinstance(module, nn.Linear) else module[0].weight
+        seen.append((type(module).__name__, weight.sum().item()))
+
+    def factory() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False))
+        model.register_load_state_dict_post_hook(look)
+        model[0].register_load_state_dict_post_hook(look)
+        return model
+
+    path = write({"0.weight": torch.ones(2, 2)}, tmp_path)
+    for live in (False, True):
+        seen.clear()
+        torchlift.load(target(factory, live), path)
+        assert seen == [("Linear", 4.0), ("Sequential", 4.0)]
+
+
+def test_a_post_hook_that_reports_a_key_is_an_error_and_the_model_is_rolled_back(
+    tmp_path: Path,
+) -> None:
+    """A hook may find something missing; with strict that refuses the load."""
+
+    def complain(module: nn.Module, keys: Any) -> None:
+        keys.missing_keys.append("vocabulary")
+
+    def factory() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_load_state_dict_post_hook(complain)
+        return model
+
+    model = torchlift.skeleton(factory)
+    path = write(nn.Linear(2, 2).state_dict(), tmp_path)
+    with pytest.raises(torchlift.MismatchError, match=r"a hook of the model reports.*vocabulary"):
+        torchlift.load(model, path)
+    assert model.weight.is_meta
+    assert torchlift.load(model, path, strict=False).missing_keys == ["vocabulary"]
+
+
+def test_a_post_hook_that_returns_something_is_refused(tmp_path: Path) -> None:
+    """torch asserts that; a value returned would be lost."""
+    model = nn.Linear(2, 2)
+    model.register_load_state_dict_post_hook(lambda module, keys: keys)
+    path = write(nn.Linear(2, 2).state_dict(), tmp_path)
+    with pytest.raises(TypeError, match="register_load_state_dict_post_hook returned a value"):
+        torchlift.load(model, path)
+
+
+# -- modules of torch that load in their own way ----------------------------------------------
+
+
+@live_or_not
+def test_batch_norm_files_without_a_counter_load(live: bool, tmp_path: Path) -> None:
+    """torch < 0.4.1 had no num_batches_tracked: version 1 files get a zero."""
+    wanted = nn.BatchNorm1d(3)
+    with torch.no_grad():
+        wanted.running_mean.add_(2)
+    state = {k: v for k, v in wanted.state_dict().items() if k != "num_batches_tracked"}
+    model = target(lambda: nn.Sequential(nn.BatchNorm1d(3)), live)
+    report = torchlift.load(model, write({"0." + k: v for k, v in state.items()}, tmp_path))
+    assert_same_tensors(model[0], wanted)
+    assert report.missing_keys == []
+
+
+def test_a_current_batch_norm_file_without_a_counter_misses_it(tmp_path: Path) -> None:
+    """A version 2 file should have it, as load_state_dict says too."""
+    state = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
+    del state["0.num_batches_tracked"]
+    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): 0.num_batches_tracked"):
+        torchlift.load(nn.Sequential(nn.BatchNorm1d(3)), write(state, tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@live_or_not
+@every_way
+def test_files_of_the_old_weight_norm_load_into_the_new(
+    mode: Any, source: Any, live: bool, tmp_path: Path
+) -> None:
+    """weight_g and weight_v become the originals of the parametrization."""
+    old = old_weight_norm(nn.Linear(3, 4))
+    model = target(lambda: weight_norm(nn.Linear(3, 4)), live)
+    torchlift.load(model, write(old.state_dict(), tmp_path), mode=mode, source=source)
+    assert same_bits(model.parametrizations.weight.original0, old.weight_g)
+    assert same_bits(model.parametrizations.weight.original1, old.weight_v)
+    inputs = torch.randn(2, 3)
+    torch.testing.assert_close(model(inputs), old(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@live_or_not
+def test_the_old_weight_norm_computes_its_weight_from_what_was_loaded(
+    live: bool, tmp_path: Path
+) -> None:
+    """The weight that it keeps as a plain attribute follows at the next forward pass."""
+    wanted = scrambled(old_weight_norm(nn.Linear(3, 4)))
+    model = target(lambda: old_weight_norm(nn.Linear(3, 4)), live)
+    torchlift.load(model, write(wanted.state_dict(), tmp_path))
+    inputs = torch.randn(2, 3)
+    assert torch.equal(model(inputs), wanted(inputs))
+    model(inputs).sum().backward()
+    assert model.weight_v.grad is not None
+
+
+def lazy() -> nn.Module:
+    """Modules that learn their shape from their first input."""
+    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
+
+
+def shaped() -> nn.Module:
+    """The same with their shapes known."""
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+@live_or_not
+@pytest.mark.parametrize("mode", ["assign", "swap", "auto"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_lazy_modules_take_their_shape_from_the_file(
+    live: bool, mode: Any, source: Any, tmp_path: Path
+) -> None:
+    """After the load they are what their first forward pass would have made of them."""
+    wanted = scrambled(shaped()).eval()
+    model = target(lazy, live).eval()
+    torchlift.load(model, write(wanted.state_dict(), tmp_path), mode=mode, source=source)
+    for name, tensor in wanted.state_dict().items():
+        assert same_bits(model.state_dict()[name], tensor), name
+    inputs = torch.randn(5, 3)
+    assert torch.equal(model(inputs), wanted(inputs))
+    assert type(model[0]) is nn.Linear
+    assert type(model[0].weight) is nn.Parameter
+
+
+@live_or_not
+def test_lazy_modules_without_values_stay_lazy(live: bool, tmp_path: Path) -> None:
+    """strict=False leaves them to their first input, on the CPU."""
+    model = target(lazy, live)
+    report = torchlift.load(model, write({"2.bias": torch.ones(2)}, tmp_path), strict=False)
+    assert "0.weight" in report.missing_keys
+    assert model(torch.randn(5, 3)).shape == (5, 2)
+    assert model[0].weight.shape == (4, 3)
+    assert model[0].weight.device.type == "cpu"
+    assert (model[2].bias == 1).all()
+
+
+# -- what plan says ---------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Something for every list of a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.LayerNorm(3)
+        self.new = nn.Linear(3, 2)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+def test_a_plan_tells_everything_that_the_load_then_does(tmp_path: Path) -> None:
+    """Loaded, tied, replayed, missing, unexpected, mismatched, renamed and cast."""
+    path = write(
+        {
+            "embed.weight": torch.randn(4, 3), "ln.weight": torch.ones(3), "ln.bias": torch.ones(3),
+            "new.weight": torch.randn(7, 3), "stale": torch.ones(2),
+        },
+        tmp_path,
+    )  # fmt: skip
+    options: Any = {
+        "rename": lambda key: key.replace("ln.", "norm."),
+        "strict": False,
+        "ignore_mismatched": True,
+        "dtype": torch.float16,
+    }
+    model = torchlift.skeleton(Everything)
+    plan = torchlift.plan(model, path, **options)
+    assert all(tensor.is_meta for tensor in all_tensors(model).values())
+    assert list(plan.loaded) == ["embed.weight", "head.weight", "norm.weight", "norm.bias"]
+    assert plan.tied == (("embed.weight", "head.weight"),)
+    assert sorted(plan.replayed) == ["new.bias", "new.weight", "table"]
+    assert set(plan.missing_keys) == {"new.bias", "new.weight"}
+    assert plan.unexpected_keys == ["stale"]
+    assert {key: (item.expected, item.found) for key, item in plan.mismatched.items()} == {
+        "new.weight": ((2, 3), (7, 3))
+    }
+    assert plan.renamed == {"ln.weight": "norm.weight", "ln.bias": "norm.bias"}
+    assert {item.cast_from for item in plan.loaded.values()} == {"float32"}
+    text = str(plan)
+    for line in (
+        "cast float32 to float16: 4",
+        "missing (2): new.bias, new.weight",
+        "unexpected (1): stale",
+        "mismatched (1): new.weight: model [2, 3], checkpoint [7, 3]",
+        "tied (1): embed.weight = head.weight",
+        "renamed (2): ln.weight -> norm.weight, ln.bias -> norm.bias",
+    ):
+        assert line in text
+
+    report = torchlift.load(model, path, **options)
+    for name in ("missing_keys", "unexpected_keys", "mismatched", "tied", "replayed", "renamed"):
+        assert getattr(report, name) == getattr(plan, name), name
+    assert dict(report.loaded) == dict(plan.loaded)
+    assert report.bytes_read == plan.bytes_to_read
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod."])
+def test_a_prefix_of_the_file_is_named_with_the_rename_that_strips_it(
+    prefix: str, tmp_path: Path
+) -> None:
+    """The hint works when it is followed."""
+    wanted = scrambled(Everything())
+    path = write({prefix + k: v for k, v in wanted.state_dict().items()}, tmp_path)
+    model = torchlift.skeleton(Everything)
+    with pytest.raises(torchlift.MismatchError) as caught:
+        torchlift.load(model, path)
+    hint = str(caught.value.hint)
+    assert f"names start with {prefix!r}" in hint
+    assert f"rename=remap.strip({prefix!r})" in hint
+    torchlift.load(model, path, rename=torchlift.remap.strip(prefix))
+    assert_same_tensors(model, wanted)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model."])
+def test_a_prefix_of_the_model_is_named_with_the_rename_that_adds_it(
+    prefix: str, tmp_path: Path
+) -> None:
+    """A wrapped model and a bare file: the way round that strip does not help."""
+    inner = scrambled(Everything())
+    path = write(inner.state_dict(), tmp_path)
+    model = torchlift.skeleton(lambda: nn.ModuleDict({prefix[:-1]: Everything()}))
+    with pytest.raises(torchlift.MismatchError, match=f"model's names start with '{prefix}'"):
+        torchlift.load(model, path)
+    torchlift.load(model, path, rename=lambda key: prefix + key)
+    assert_same_tensors(model[prefix[:-1]], inner)
+
+
+def test_a_container_of_the_file_is_named_with_the_root_that_opens_it(tmp_path: Path) -> None:
+    """A training checkpoint holds the model beside other things: root= leaves those out."""
+    wanted = scrambled(nn.Linear(3, 2))
+    path = write(
+        {"model": wanted.state_dict(), "epoch": 3, "optimizer": {"state": {0: torch.ones(2)}}},
+        tmp_path,
+    )
+    model = torchlift.skeleton(nn.Linear, 3, 2)
+    with pytest.raises(torchlift.MismatchError, match="root='model'"):
+        torchlift.load(model, path)
+    torchlift.load(model, path, root="model")
+    assert_same_tensors(model, wanted)
