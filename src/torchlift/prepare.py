@@ -63,12 +63,19 @@ def _fetch(steps: Sequence[Step], views: MappedViews, advance: Advance) -> list[
     """The tensors of the steps: mapped, copied out of the map, or read in one parallel transfer."""
     tensors: list[torch.Tensor] = []
     requests: list[transfer.Request] = []
+    bases: dict[object, torch.Tensor] = {}
     for step in steps:
         entry = step.entry
         if entry is None:
             tensors.append(_computed(step))
         elif not step.owned:
             tensors.append(views.view(entry))
+        elif step.base is not None:
+            key = (step.base.entry.storage, step.base.entry.chunks, step.dtype, step.device)
+            if key not in bases:
+                bases[key], request = _request(step, step.base.entry, views)
+                requests.append(request)
+            tensors.append(step.base.view(bases[key], entry))
         elif step.source == "read" and step.dense and entry.chunks:
             tensor, request = _request(step, entry, views)
             tensors.append(tensor)

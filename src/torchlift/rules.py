@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -92,6 +92,55 @@ def target_device(
     if isinstance(asked, torch.device) and asked == tensor.device and not tensor.is_meta:
         return asked
     return usable_device(asked, entry.key, present=present)
+
+
+def asked_device(
+    rule: DeviceRule, seen: TensorEntry, group: Group
+) -> tuple[torch.device | str | int | None, str | None]:
+    """What the rule says, and a note where it says several things about one tied tensor."""
+    if not callable(rule):
+        return rule, None
+    if len(group.slots) == 1:
+        return rule(seen), None
+    names = dict.fromkeys([seen.key, *group.names])
+    answers = {name: rule(replace(seen, key=name)) for name in names}
+    said = [(name, answer) for name, answer in answers.items() if answer is not None]
+    if not said:
+        return None, None
+    (_, first), *others = said
+    torn = [f"{name!r} to {answer}" for name, answer in others if str(answer) != str(first)]
+    note = f"tied, one tensor: the rule would send {', '.join(torn)}" if torn else None
+    return first, note
+
+
+def kept_on_disk(
+    options: Options, group: Group, seen: TensorEntry, file_dtype: torch.dtype
+) -> Options:
+    """The options for a tensor that a rule leaves on disk: mapped as it is, on any file system.
+
+    Raises:
+        PlacementError: what else was asked for takes memory for it.
+    """
+    blank = torch.empty(0, dtype=group.tensor.dtype, device="meta")
+    dtype = target_dtype(options.dtype, seen, blank, file_dtype)
+    if dtype != file_dtype:
+        raise PlacementError(
+            "cannot stay on disk and be cast",
+            entry=group.fqn,
+            expected=f"{file_dtype}, as in the file",
+            found=f"{dtype} asked for",
+            hint="Give it room on another device, or convert the file to that dtype first.",
+        )
+    if options.mode == "copy":
+        raise PlacementError(
+            "cannot stay on disk and be copied",
+            entry=group.fqn,
+            hint='Load with mode="auto", "assign" or "swap".',
+        )
+    mode = options.mode
+    if mode == "auto":
+        mode = "swap"
+    return replace(options, mode=mode, source="mmap")
 
 
 def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.device:

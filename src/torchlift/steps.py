@@ -20,7 +20,17 @@ from torchlift.match import Candidate, Match
 from torchlift.place import check_writable, repeats
 from torchlift.recipes import require_recipes
 from torchlift.report import Mode, Source
-from torchlift.rules import DISK, AnyMode, Options, entry_like, target_device, target_dtype
+from torchlift.rules import (
+    DISK,
+    AnyMode,
+    Options,
+    asked_device,
+    entry_like,
+    kept_on_disk,
+    target_device,
+    target_dtype,
+)
+from torchlift.sharing import Base, share, unshare
 from torchlift.slots import Group, is_blank, is_lazy
 from torchlift.swap.handlers import handles, is_handled
 from torchlift.swap.settle import settle
@@ -43,6 +53,7 @@ class Step:
         dense: whether its bytes are one run without gaps or repetitions.
         note: why it is done this way, where that is not what was asked for.
         handled: whether the class of the model's tensor says how it is loaded.
+        base: what it is a view of, together with other tensors of the model.
     """
 
     group: Group
@@ -58,6 +69,7 @@ class Step:
     dense: bool
     note: str | None = None
     handled: bool = False
+    base: Base | None = None
 
     @property
     def entry(self) -> TensorEntry | None:
@@ -69,6 +81,8 @@ class Step:
         """Bytes in the file from the first to the last; of a pieced tensor, those of its pieces."""
         if self.entry is None:
             return 0
+        if self.base is not None:
+            return self.base.entry.nbytes if self.base.first else 0
         if is_pieced(self.entry):
             return self.entry.nbytes
         return sum(chunk.nbytes for chunk in self.entry.chunks)
@@ -102,7 +116,11 @@ class Step:
             return self
         owned = self.source == "read" or is_pieced(self.entry)
         return replace(
-            self, dtype=dtype_of(self.entry, path), device=torch.device("cpu"), owned=owned
+            self,
+            dtype=dtype_of(self.entry, path),
+            device=torch.device("cpu"),
+            owned=owned,
+            base=None,
         )
 
     @property
@@ -111,7 +129,10 @@ class Step:
         on_host = self.device.type == "cpu" or self.in_place
         if self.handled and on_host:
             return content_bytes(self.group.tensor)
-        return self.candidate.numel * self.dtype.itemsize if self.owned and on_host else 0
+        numel = self.candidate.numel
+        if self.base is not None:
+            numel = self.base.entry.numel if self.base.first else 0
+        return numel * self.dtype.itemsize if self.owned and on_host else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +179,7 @@ def steps_for(matched: Match, path: str, options: Options) -> Iterator[Step]:
         if folder not in network:
             network[folder] = is_network(folder)
         steps.append(_decide(group, key, offers, options, path, network[folder]))
-    return settle(_unshare(steps), options.mode)
+    return settle(unshare(share(steps)), options.mode)
 
 
 def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
@@ -197,9 +218,9 @@ def _decide(
     else:
         assert candidate.value is not None
         file_dtype = candidate.value.dtype
-    asked = options.device(seen) if callable(options.device) else options.device
+    asked, note = asked_device(options.device, seen, group)
     if asked == DISK:
-        options, dtype = _kept_on_disk(options, group, seen, file_dtype), file_dtype
+        options, dtype = kept_on_disk(options, group, seen, file_dtype), file_dtype
     else:
         dtype = target_dtype(options.dtype, seen, tensor, file_dtype)
     device = target_device(asked, seen, tensor, present=options.present)
@@ -208,7 +229,7 @@ def _decide(
         device = home(tensor) if asked is None else device
         offers = [_shard(group, offer) for offer in offers]
         candidate = offers[0]
-    mode, note = _mode(options.mode, tensor, device, dtype), None
+    mode = _mode(options.mode, tensor, device, dtype)
     in_place = mode == "copy" and not is_blank(tensor)
     handled = not in_place and is_handled(tensor)
     if in_place:
@@ -278,36 +299,6 @@ def _shard(group: Group, offer: Candidate) -> Candidate:
     return replace(offer, value=shard_of_value(offer.value, group.tensor, group.fqn))
 
 
-def _kept_on_disk(
-    options: Options, group: Group, seen: TensorEntry, file_dtype: torch.dtype
-) -> Options:
-    """The options for a tensor that a rule leaves on disk: mapped as it is, on any file system.
-
-    Raises:
-        PlacementError: what else was asked for takes memory for it.
-    """
-    blank = torch.empty(0, dtype=group.tensor.dtype, device="meta")
-    dtype = target_dtype(options.dtype, seen, blank, file_dtype)
-    if dtype != file_dtype:
-        raise PlacementError(
-            "cannot stay on disk and be cast",
-            entry=group.fqn,
-            expected=f"{file_dtype}, as in the file",
-            found=f"{dtype} asked for",
-            hint="Give it room on another device, or convert the file to that dtype first.",
-        )
-    if options.mode == "copy":
-        raise PlacementError(
-            "cannot stay on disk and be copied",
-            entry=group.fqn,
-            hint='Load with mode="auto", "assign" or "swap".',
-        )
-    mode = options.mode
-    if mode == "auto":
-        mode = "swap"
-    return replace(options, mode=mode, source="mmap")
-
-
 def _mode(asked: AnyMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> Mode:
     if asked != "auto":
         return asked
@@ -338,25 +329,3 @@ def layout(entry: TensorEntry | None) -> tuple[bool, bool, bool]:
     repeated = repeats(entry.shape, entry.stride)
     aligned = entry.chunks[0].offset % entry.itemsize == 0
     return span == entry.nbytes and not repeated, repeated, aligned
-
-
-def _unshare(steps: list[Step]) -> Iterator[Step]:
-    """Give mapped tensors that overlap in the file memory of their own, all but the first.
-
-    The model does not tie them, or they would be one step; two parameters over one memory would
-    train each other.
-    """
-    end: dict[str, int] = {}
-    changed: dict[int, Step] = {}
-    mapped = [
-        (step.entry.chunks[0], step)
-        for step in steps
-        if step.entry and step.entry.chunks and not step.owned and not step.in_place
-    ]
-    for chunk, step in sorted(mapped, key=lambda item: (item[0].file, item[0].offset)):
-        if chunk.offset < end.get(chunk.file, 0):
-            note = "shares bytes with another key of the file, which the model does not tie"
-            changed[id(step)] = replace(step, source="read", owned=True, note=note)
-        else:
-            end[chunk.file] = chunk.offset + chunk.nbytes
-    return (changed.get(id(step), step) for step in steps)
