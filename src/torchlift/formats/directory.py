@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 from torchlift.errors import FormatError
+from torchlift.formats.dcp import metadata_files, read_dcp
 from torchlift.formats.index import Index
 from torchlift.formats.sharded import locate, read_set, read_sharded
 from torchlift.formats.sniff import is_zip
@@ -21,7 +22,8 @@ _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 def read_directory_of_files(path: str, read_file: Callable[[str], Index]) -> Index:
     """Read the checkpoint in a directory.
 
-    In this order: an ``*.index.json`` and its shards; safetensors files; torch files. Within each,
+    In this order: the metadata of a distributed checkpoint (DCP); an ``*.index.json`` and its
+    shards; safetensors files; torch files. Within each,
     a single file is taken, or a complete set ``x-00001-of-0000N``, or the one that is named as the
     model of a Hugging Face repository. Anything else is ambiguous, and an error that lists it.
 
@@ -34,11 +36,9 @@ def read_directory_of_files(path: str, read_file: Callable[[str], Index]) -> Ind
         UnsafeError: a link leads out of the directory.
     """
     names = sorted(os.listdir(path))
-    if ".metadata" in names:
-        raise FormatError(
-            "a distributed checkpoint (DCP), which torchlift does not read yet",
-            hint="Convert it with torch.distributed.checkpoint.format_utils.dcp_to_torch_save.",
-        )
+    described = metadata_files(names)
+    if described:
+        return read_dcp(path, described)
     indexes = [name for name in names if name.endswith(_INDEX)]
     if indexes:
         name = _choose(indexes, [name + _INDEX for name in _PREFERRED])

@@ -46,7 +46,7 @@ class Source:
         return data
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """Close the descriptor; the stamp and the size stay."""
         self._file.close()
 
     def __enter__(self) -> Source:
@@ -59,3 +59,29 @@ class Source:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Window:
+    """A part of an open file that is a file of its own; positions count from its start."""
+
+    def __init__(self, source: Source, offset: int, size: int) -> None:
+        self.path = source.path
+        self.stamp = source.stamp
+        self.size = size
+        self._source = source
+        self._offset = offset
+
+    def read(self, offset: int, nbytes: int, entry: str | None = None) -> bytes:
+        """Read exactly `nbytes` bytes at `offset` of the window.
+
+        Raises:
+            FormatError: the range is not inside the window.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise FormatError(
+                "a byte range lies outside the item",
+                entry=entry,
+                expected=f"at most {self.size} bytes",
+                found=f"bytes {offset} to {offset + nbytes}",
+            )
+        return self._source.read(self._offset + offset, nbytes, entry)

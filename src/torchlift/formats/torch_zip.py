@@ -10,7 +10,7 @@ from torchlift.collector import collection_paused
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import Flat, flatten
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
-from torchlift.formats.source import Source
+from torchlift.formats.source import Source, Window
 from torchlift.formats.stand_ins import Blocked, StorageRef, TensorRef
 from torchlift.formats.torch_globals import TorchWorld
 from torchlift.formats.torch_records import read_torch_pickle
@@ -35,10 +35,19 @@ def read_torch_zip(path: str) -> Index:
         FormatError: not such an archive, damaged, or inconsistent.
     """
     with collection_paused(), Source(path) as source:
-        return _read(source)
+        return read_archive(source)
 
 
-def _read(source: Source) -> Index:
+def read_archive(source: Source | Window, key: str | None = None) -> Index:
+    """Read an archive that may be a part of a file.
+
+    Args:
+        source: the archive; offsets in the index count from its start.
+        key: a name for the whole object, under which everything in it comes; None for no name.
+
+    Raises:
+        FormatError: see `read_torch_zip`.
+    """
     records = read_directory(source)
     top = _top_directory(records)
     notes = _read_notes(source, records, top)
@@ -50,7 +59,7 @@ def _read(source: Source) -> Index:
     world = TorchWorld()
     root = read_torch_pickle(data, world)
     _refuse_module(root)
-    flat = flatten(root, len(data))
+    flat = flatten(root if key is None else {key: root}, len(data))
     entries, storages = _Resolver(source.path, records, top).resolve(flat)
     return Index(
         path=source.path,
@@ -98,7 +107,7 @@ def _top_directory(records: dict[str, Record]) -> str:
     return top
 
 
-def _read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
+def _read_notes(source: Source | Window, records: dict[str, Record], top: str) -> dict[str, str]:
     """The small text records beside the pickle; they may be missing but not absurd."""
     notes = {}
     for name in (".format_version", ".storage_alignment", "byteorder", "version"):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchlift.errors import FormatError
-from torchlift.formats.source import Source
+from torchlift.formats.source import Source, Window
 
 STORED, DEFLATED = 0, 8
 
@@ -63,7 +63,7 @@ class _Raw(NamedTuple):
     method: int
 
 
-def read_directory(source: Source) -> dict[str, Record]:
+def read_directory(source: Source | Window) -> dict[str, Record]:
     """Read every record of a zip archive, in directory order.
 
     Returns:
@@ -90,7 +90,7 @@ def read_directory(source: Source) -> dict[str, Record]:
     return records
 
 
-def read_record(source: Source, record: Record, limit: int) -> bytes:
+def read_record(source: Source | Window, record: Record, limit: int) -> bytes:
     """Read one record whole, inflate it if necessary, and check its CRC32 where one was written.
 
     Args:
@@ -144,7 +144,7 @@ def _inflate(data: bytes, record: Record) -> bytes:
     return result
 
 
-def _find_directory(source: Source) -> tuple[int, int, int]:
+def _find_directory(source: Source | Window) -> tuple[int, int, int]:
     """Locate the central directory: (number of records, first byte, length in bytes)."""
     tail_start = max(0, source.size - _END.size - _FULL16)
     tail = source.read(tail_start, source.size - tail_start)
@@ -178,7 +178,7 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
     return count, start, nbytes
 
 
-def _find_directory64(source: Source, end: int) -> tuple[int, int, int, int, int, int]:
+def _find_directory64(source: Source | Window, end: int) -> tuple[int, int, int, int, int, int]:
     """The same from the zip64 end record, plus disk numbers and where the record starts."""
     at = end - _END64_LOCATOR.size
     magic, disk, position, _ = _END64_LOCATOR.unpack(
@@ -242,7 +242,7 @@ def _widen(extra: bytes, size: int, nbytes: int, header: int, name: bytes) -> tu
     )
 
 
-def _payload_offsets(source: Source, records: list[_Raw], limit: int) -> list[int]:
+def _payload_offsets(source: Source | Window, records: list[_Raw], limit: int) -> list[int]:
     """First payload byte of each record, from local headers; checks that nothing overlaps."""
     order = sorted(range(len(records)), key=lambda i: records[i].header)
     offsets = [0] * len(records)
@@ -273,7 +273,7 @@ def _payload_offsets(source: Source, records: list[_Raw], limit: int) -> list[in
 
 
 def _header_reader(
-    source: Source, count: int, limit: int
+    source: Source | Window, count: int, limit: int
 ) -> Callable[[int, int, bytes], tuple[bytes, int]]:
     """A function (position, length, name) -> (buffer, index in it), buffered when that pays."""
     window = _WINDOW if count and limit // count < _DENSE else 0

@@ -1,0 +1,328 @@
+"""Directories of torch.distributed.checkpoint, read without an unpickler and without a group."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import torchlift
+from torchlift.errors import FormatError, UnsafeError
+
+# What torch says of a save or load without a process group, which is what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory with tensors of several layouts, an optimizer and plain objects."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "opt": optimizer.state_dict(),
+        "odd": torch.arange(6).view(2, 3).t(),
+        "none": torch.empty(0, 4),
+        "step": 7,
+        "names": ["a", "b"],
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "ck", no_dist=True)
+    return tmp_path / "ck"
+
+
+def metadata_of(path: Path) -> Metadata:
+    with open(path / ".metadata", "rb") as file:
+        return pickle.load(file)  # type: ignore[no-any-return]
+
+
+def change(path: Path, edit: Callable[[Metadata], object]) -> Path:
+    metadata = metadata_of(path)
+    edit(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def in_chunks(
+    path: Path, whole: torch.Tensor, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> Path:
+    """Write a directory by hand in which the tensor "w" consists of these boxes."""
+    path.mkdir()
+    info = {}
+    data = b""
+    for at, (start, shape) in enumerate(boxes):
+        piece = whole[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].clone()
+        torch.save(piece, path / "piece")
+        item = (path / "piece").read_bytes()
+        info[MetadataIndex("w", start, at)] = _StorageInfo("__0_0.distcp", len(data), len(item))
+        data += item
+    (path / "piece").unlink()
+    (path / "__0_0.distcp").write_bytes(data)
+    chunks = [ChunkStorageMetadata(torch.Size(a), torch.Size(n)) for a, n in boxes]
+    described = TensorStorageMetadata(
+        TensorProperties(dtype=whole.dtype), torch.Size(whole.shape), chunks
+    )
+    metadata = Metadata({"w": described}, None, info)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def test_tensors_and_objects_are_what_was_saved(saved: Path) -> None:
+    """Every leaf comes out under its dotted key, tensors with their values, objects plain."""
+    with torchlift.open(saved) as ckpt:
+        assert ckpt.format == "dcp"
+        expected = torch.nn.Linear(3, 2)
+        dcp.load({"model": (state := expected.state_dict())}, checkpoint_id=saved, no_dist=True)
+        for key, value in state.items():
+            assert torch.equal(ckpt[f"model.{key}"], value)
+        assert torch.equal(ckpt["odd"], torch.arange(6).view(2, 3).t())
+        assert ckpt["none"].shape == (0, 4)
+        assert ckpt.objects["step"] == 7
+        assert ckpt.objects["opt.param_groups.0.betas"] == (0.9, 0.999)
+        assert ckpt.metadata["dcp_version"] == "1.0.0"
+        assert ckpt.entries["opt.state.0.step"].shape == ()
+
+
+def test_a_directory_loads_into_one_process_without_a_group(saved: Path) -> None:
+    """Root, plan and load work as for any other format; no process group is made."""
+    model = torchlift.skeleton(nn.Linear, 3, 2)
+    torchlift.load(model, saved, root="model")
+    with torchlift.open(saved) as ckpt:
+        assert torch.equal(model.weight, ckpt["model.weight"])
+    assert not torch.distributed.is_initialized()
+
+
+def test_reading_needs_no_torch(saved: Path) -> None:
+    """The format room stays on the standard library, for DCP too."""
+    code = (
+        "import sys; from torchlift.formats import read_index; "
+        f"print(len(read_index({str(saved)!r}).entries), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["10", "False"]
+
+
+def test_checksums_of_items_are_verified(saved: Path) -> None:
+    """Each item is an archive with checksums of its own, and a flipped bit in one is found."""
+    report = torchlift.verify(saved)
+    assert report.ok
+    entry = torchlift.open(saved).entries["model.weight"]
+    file = Path(entry.chunks[0].file)
+    data = bytearray(file.read_bytes())
+    data[entry.chunks[0].offset] ^= 1
+    file.write_bytes(data)
+    assert not torchlift.verify(saved).ok
+
+
+GRID = [((0, 0), (3, 2)), ((0, 2), (3, 3)), ((3, 0), (2, 5))]
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (5, 5))],
+        [((0, 0), (2, 5)), ((2, 0), (2, 5)), ((4, 0), (1, 5))],
+        [((0, 0), (5, 1)), ((0, 1), (5, 4))],
+        GRID,
+        [((0, 0), (5, 5)), ((5, 0), (0, 5))],
+    ],
+    ids=["one", "rows", "columns", "grid", "empty"],
+)
+@pytest.mark.parametrize("source", ["mmap", "read"])
+@pytest.mark.parametrize("mode", ["assign", "copy", "swap"])
+def test_a_tensor_in_chunks_is_put_together(
+    tmp_path: Path, boxes: Any, source: Any, mode: Any
+) -> None:
+    """Whatever the boxes: as a view, into a live model, onto a skeleton, cast or not."""
+    whole = torch.randn(5, 5)
+    path = in_chunks(tmp_path / "ck", whole, boxes)
+    with torchlift.open(path) as ckpt:
+        assert torch.equal(ckpt["w"], whole)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(5, 5))
+
+    for model in (Model(), torchlift.skeleton(Model)):
+        torchlift.load(model, path, mode=mode, source=source)
+        assert torch.equal(model.w, whole)
+    model = torchlift.skeleton(Model)
+    torchlift.load(model, path, mode=mode, source=source, dtype=torch.float16)
+    assert torch.equal(model.w, whole.half())
+    doubled = torchlift.skeleton(Model)
+    torchlift.load(doubled, path, transform=lambda key, t: t * 2, source=source)
+    assert torch.equal(doubled.w, whole * 2)
+
+
+def test_long_rows_are_read_and_short_ones_copied(tmp_path: Path) -> None:
+    """Both ways of putting columns together give the same numbers."""
+    for width in (3, 4096):
+        whole = torch.randn(4, 2 * width)
+        boxes = [((0, 0), (4, width)), ((0, width), (4, width))]
+        path = in_chunks(tmp_path / str(width), whole, boxes)
+        layer = nn.Linear(2 * width, 4, bias=False)
+        report = torchlift.load(layer, path, source="read", rename={"w": "weight"}.get)
+        assert torch.equal(layer.weight, whole)
+        assert report.bytes_read == whole.nbytes
+
+
+def test_metadata_per_rank_is_merged(tmp_path: Path, saved: Path) -> None:
+    """Without coordination each rank writes its own metadata; replicas count once."""
+    os.rename(saved / ".metadata", saved / "__0.metadata")
+    (saved / "__1.metadata").write_bytes((saved / "__0.metadata").read_bytes())
+    with torchlift.open(saved) as ckpt:
+        assert ckpt.objects["step"] == 7
+        assert ckpt["model.weight"].shape == (2, 3)
+    change_rank(saved, "__1.metadata")
+    with pytest.raises(FormatError, match="the metadata of two ranks disagree"):
+        torchlift.open(saved)
+
+
+def change_rank(path: Path, name: str) -> None:
+    with open(path / name, "rb") as file:
+        metadata = pickle.load(file)
+    metadata.state_dict_metadata["model.weight"].size = torch.Size([3, 3])
+    (path / name).write_bytes(pickle.dumps(metadata))
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("echo run > evil",)
+
+
+def _info(metadata: Metadata, key: str) -> _StorageInfo:
+    return next(v for k, v in metadata.storage_data.items() if k.fqn == key)
+
+
+def _set(key: str, **values: object) -> Callable[[Metadata], None]:
+    def edit(metadata: Metadata) -> None:
+        vars(_info(metadata, key)).update(values)
+
+    return edit
+
+
+def _chunks(*boxes: tuple[list[int], list[int]]) -> Callable[[Metadata], None]:
+    def edit(metadata: Metadata) -> None:
+        metadata.state_dict_metadata["model.weight"].chunks = [
+            ChunkStorageMetadata(torch.Size(a), torch.Size(n)) for a, n in boxes
+        ]
+
+    return edit
+
+
+REFUSED: dict[str, tuple[Callable[[Metadata], object], type[Exception], str]] = {
+    "foreign global": (
+        lambda m: m.state_dict_metadata.update(x=Evil()),
+        UnsafeError,
+        r"posix.system.*global that describes no checkpoint",
+    ),
+    "foreign planner": (lambda m: setattr(m, "planner_data", Evil()), UnsafeError, "global"),
+    "parent folder": (
+        _set("model.weight", relative_path="../evil.distcp"),
+        UnsafeError,
+        r"leaves the directory",
+    ),
+    "absolute": (_set("model.weight", relative_path="/etc/passwd"), UnsafeError, "plain relative"),
+    "missing file": (
+        _set("model.weight", relative_path="__9_0.distcp"),
+        FormatError,
+        "a shard is missing",
+    ),
+    "past the end": (
+        _set("model.weight", length=1 << 40),
+        FormatError,
+        r"'model.weight': an item reaches past the end of its file",
+    ),
+    "negative": (_set("model.weight", offset=-5), FormatError, "impossible size or offset"),
+    "not a number": (_set("model.weight", offset="5"), FormatError, "impossible size or offset"),
+    "elsewhere": (_set("model.weight", offset=3), FormatError, "__0_0.distcp"),
+    "another item": (
+        lambda m: vars(_info(m, "model.weight")).update(vars(_info(m, "model.bias"))),
+        FormatError,
+        r"an item is not what the metadata says; expected float32 \[2, 3\]",
+    ),
+    "transformed": (
+        _set("model.weight", transform_descriptors=["zstd"]),
+        FormatError,
+        "transformed as it was written.*zstd",
+    ),
+    "overlap": (
+        _chunks(([0, 0], [2, 2]), ([0, 1], [2, 2])),
+        FormatError,
+        r"'model.weight': the chunks of a tensor overlap",
+    ),
+    "gap": (_chunks(([0, 0], [1, 3])), FormatError, "leave gaps; expected 6 elements; found 3"),
+    "no chunk": (_chunks(), FormatError, "leave gaps"),
+    "outside": (_chunks(([1, 0], [2, 3])), FormatError, "reaches outside its tensor"),
+    "fewer dimensions": (_chunks(([0], [6])), FormatError, "has not the dimensions"),
+    "no file": (lambda m: m.storage_data.clear(), FormatError, "does not say in which file"),
+    "not a mapping": (lambda m: setattr(m, "storage_data", None), FormatError, "incomplete"),
+    "huge": (
+        lambda m: setattr(m.state_dict_metadata["model.weight"], "size", torch.Size([2**62 - 1])),
+        FormatError,
+        "dimensions",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_metadata_is_refused_and_nothing_runs(
+    saved: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is an error that says what is wrong, before a byte is allocated for it."""
+    edit, kind, text = REFUSED[what]
+    change(saved, edit)
+    monkeypatch.chdir(saved)
+    with pytest.raises(kind, match=f"(?s){text}"):
+        torchlift.open(saved)
+    assert not (saved / "evil").exists()
+
+
+def test_a_link_out_of_the_directory_is_refused(saved: Path, tmp_path: Path) -> None:
+    """An item file that is a link elsewhere is not followed."""
+    os.rename(saved / "__0_0.distcp", tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", saved / "__0_0.distcp")
+    with pytest.raises(UnsafeError, match="a link that leaves the directory"):
+        torchlift.open(saved)
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", pickle.dumps({"a": 1})])
+def test_metadata_that_is_none_is_refused(saved: Path, data: bytes) -> None:
+    """Whatever the file is instead, the message names it."""
+    (saved / ".metadata").write_bytes(data)
+    with pytest.raises(FormatError, match=r"\.metadata"):
+        torchlift.open(saved)
+
+
+def test_objects_that_need_code_are_listed_and_blocked(tmp_path: Path) -> None:
+    """They come neither as tensors nor as objects, and asking for one says why."""
+    dcp.save(
+        {"w": torch.ones(2), "bad": Evil(), "mixed": {"t": torch.ones(1)}},
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    with torchlift.open(tmp_path) as ckpt:
+        assert set(ckpt) == {"w", "mixed.t"}
+        assert ckpt.blocked == ("posix.system",)
+        with pytest.raises(UnsafeError, match=r"posix.system"):
+            ckpt["bad"]
