@@ -203,6 +203,22 @@ def test_a_recurrent_layers_references_to_its_own_weights_are_not_in_the_way():
     assert holder.followed() is model.weight_hh_l0
 
 
+def test_a_state_dict_keeps_what_it_was_taken_for(tmp_path):
+    """It holds tensors over the same memory and is not in the way: its values are the old ones."""
+    model = Mixed()
+    state = model.state_dict()
+    path = saved(randomised(model), tmp_path)
+    assert swap.preflight(model) == []
+    torchlift.load(model, path, mode="swap")
+    assert state["scale"].eq(0.5).all()
+    assert not model.scale.eq(0.5).any()
+    state = model.state_dict()
+    held = Average(state["scale"][:1])
+    (blocker,) = swap.preflight(model)
+    assert blocker.holders == ("a tensor of shape [1] in attribute 'followed' of an Average",)
+    assert held.followed.shape == (1,)
+
+
 def test_an_expanded_buffer_is_not_held_by_what_it_was_expanded_from():
     """Unless somebody still has that."""
     model = nn.Module()

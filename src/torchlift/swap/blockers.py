@@ -21,7 +21,7 @@ from torchlift.content import flat_references, is_plain
 from torchlift.errors import PlacementError
 from torchlift.slots import Group, collect, is_lazy
 from torchlift.swap import handlers
-from torchlift.swap.holders import Search
+from torchlift.swap.holders import Search, memory_of, state_dict_tensors
 
 #: Tensors whose holders are looked for. Comparing every reference of a process with 8 objects takes
 #: 50 ms, at each of a few levels; with 10,000 it would take minutes.
@@ -43,7 +43,7 @@ class Blocker:
     holders: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        held = f" (held by: {'; '.join(self.holders)})" if self.holders else ""
+        held = f" (held by {'; '.join(self.holders)})" if self.holders else ""
         return f"{self.key}: {self.reason}{held}"
 
 
@@ -69,7 +69,8 @@ def preflight(module: nn.Module) -> list[Blocker]:
     the old values), a graph that a forward pass recorded or a gradient hook of
     ``DistributedDataParallel``, classes with slots, and a ``__torch_function__`` that returns its
     own input from ``module_load``. An optimizer is not: it holds the object, which stays. Nor are
-    the weak references that a recurrent layer keeps to its own weights, which are released.
+    the weak references that a recurrent layer keeps to its own weights, which are released, nor a
+    dict that ``state_dict`` returned, which goes on holding the values it was taken for.
 
     The conditions are those of ``torch.utils.swap_tensors`` and stricter in one point: torch does
     not look for other tensors over the same memory.
@@ -104,6 +105,9 @@ def find(groups: Sequence[Group]) -> list[Blocker]:
             facts = count(groups)
         suspects = [item for item in facts if not item.is_free]
     known = {id(group.tensor) for group in groups}
+    if any(item.owners > 0 for item in suspects):
+        known |= _discount_state_dicts(suspects, known)
+        suspects = [item for item in suspects if not item.is_free]
     search = Search([item.group.tensor for item in suspects[:_NAMED]], known) if suspects else None
     returning: dict[type, str | None] = {}
     found = []
@@ -169,6 +173,21 @@ def _count(group: Group) -> Facts:
     if weak:
         weak -= _own_references(group)
     return Facts(group, weak, tensor._use_count() - 1, 0)  # type: ignore[attr-defined]
+
+
+def _discount_state_dicts(suspects: Sequence[Facts], known: set[int]) -> set[int]:
+    """Forgive what a state dict holds, which was taken to keep values; return those tensors."""
+    by_memory: dict[int | None, list[Facts]] = {}
+    for item in suspects:
+        by_memory.setdefault(memory_of(item.group.tensor), []).append(item)
+    by_memory.pop(None, None)
+    forgiven: set[int] = set()
+    for tensor in state_dict_tensors():
+        if id(tensor) not in known | forgiven and memory_of(tensor) in by_memory:
+            forgiven.add(id(tensor))
+            for item in by_memory[memory_of(tensor)]:
+                item.owners -= 1
+    return forgiven
 
 
 def _own_references(group: Group) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -47,7 +48,7 @@ class Search:
         self._others: dict[int, list[torch.Tensor]] = {id(tensor): [] for tensor in targets}
         by_memory: dict[int | None, list[int]] = {}
         for tensor in targets:
-            by_memory.setdefault(_memory(tensor), []).append(id(tensor))
+            by_memory.setdefault(memory_of(tensor), []).append(id(tensor))
         by_memory.pop(None, None)
         asked: list[object] = [ref for tensor in targets for ref in weakref.getweakrefs(tensor)]
         for other in tensors:
@@ -57,7 +58,7 @@ class Search:
             if base in self._views:
                 self._views[base].append(other)
                 asked.append(other)
-            elif by_memory and (memory := _memory(other)) in by_memory:
+            elif by_memory and (memory := memory_of(other)) in by_memory:
                 for target in by_memory[memory]:
                     self._others[target].append(other)
                 asked.append(other)
@@ -119,7 +120,15 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def _memory(tensor: torch.Tensor) -> int | None:
+def state_dict_tensors() -> list[torch.Tensor]:
+    """The tensors in all dicts that `torch.nn.Module.state_dict` made and that are still there."""
+    dicts = [item for item in gc.get_objects() if type(item) is OrderedDict]
+    taken = [item for item in dicts if hasattr(item, "_metadata")]
+    return [value for item in taken for value in item.values() if isinstance(value, torch.Tensor)]
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """What identifies the memory that a tensor and others may share, or None without any."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, ValueError):

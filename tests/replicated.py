@@ -1,0 +1,65 @@
+"""One rank of the test of replicas: loads a file into a model that is being trained by several."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchlift
+from torchlift import PlacementError, swap
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """A few steps on inputs that differ between the ranks."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.full((2, 4), float(dist.get_rank() + step))
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+
+def agree(model: nn.Module) -> bool:
+    """Whether all ranks have the same parameters."""
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    return all(torch.equal(mine, other) for other in everyones)
+
+
+def main(path: str) -> None:
+    """Load with every mode under the wrapper, and train on."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    fresh = copy.deepcopy(model)
+    fresh.load_state_dict(torch.load(path))
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
+    train(replica, optimizer, 2)
+    blockers = swap.preflight(model)
+    assert {item.key for item in blockers} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    for item in blockers:
+        assert item.holders == ("the gradient hooks of a DistributedDataParallel module",), item
+    with pytest.raises(PlacementError, match="hooks of a DistributedDataParallel module"):
+        torchlift.load(model, path, mode="swap")
+    with pytest.raises(PlacementError, match="Load before wrapping the module"):
+        torchlift.load(model, path, dtype=torch.float64)
+    report = torchlift.load(replica, path, rename=lambda key: "module." + key)
+    assert set(report.mode.values()) == {"copy"}
+    other = DistributedDataParallel(fresh)
+    train(replica, optimizer, 5)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.01), 5)
+    for mine, wanted in zip(replica.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, wanted)
+    assert agree(replica)
+    print("replicas agree", flush=True)
+    dist.destroy_process_group()
+
+
+main(sys.argv[1])

@@ -1,0 +1,175 @@
+"""Loading a model that others follow: averages, scalers, compilers, parametrizations, replicas."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import saved
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import torchlift
+from torchlift import PlacementError, measure, swap
+
+
+def network() -> nn.Sequential:
+    """Two linear layers."""
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def same(model: nn.Module, other: nn.Module) -> bool:
+    """Whether both compute the same, bit by bit."""
+    inputs = torch.linspace(-1, 1, 12).reshape(3, 4)
+    return torch.equal(model(inputs), other(inputs))
+
+
+@pytest.fixture
+def wanted(tmp_path):
+    """A model with the weights of the file, and the file."""
+    model = network()
+    return model, saved(model.state_dict(), tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap"])
+def test_an_average_goes_on_with_the_loaded_model(wanted, mode):
+    """The model under it is loaded; so can the average be, which names its model ``module``."""
+    fresh, path = wanted
+    model = network()
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    average.update_parameters(model)
+    before = [p.detach().clone() for p in average.parameters()]
+    torchlift.load(model, path, mode=mode)
+    assert same(model, fresh)
+    average.update_parameters(model)
+    for was, now, new in zip(before, average.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(now, (was + new) / 2)
+    held = list(average.parameters())
+    torchlift.load(average, path, mode=mode, strict=False, rename=lambda key: "module." + key)
+    assert same(average, fresh)
+    assert all(now is then for now, then in zip(average.parameters(), held, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap"])
+def test_a_gradient_scaler_goes_on(wanted, mode):
+    """Its state is about the optimizer, not about the tensors."""
+    fresh, path = wanted
+    model = network()
+    scaler, other = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+
+    def steps(trained, optimizer, scaling, count):
+        losses = []
+        for _ in range(count):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = trained(torch.ones(3, 4)).float().square().mean()
+            scaling.scale(loss).backward()
+            scaling.step(optimizer)
+            scaling.update()
+            losses.append(loss.item())
+        return losses
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps(model, optimizer, scaler, 3)
+    other.load_state_dict(scaler.state_dict())
+    torchlift.load(model, path, mode=mode)
+    others = torch.optim.SGD(fresh.parameters(), lr=0.1)
+    assert steps(model, optimizer, scaler, 10) == steps(fresh, others, other, 10)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_compiled_model_computes_with_the_loaded_weights(wanted, backend, dtype):
+    """The one from before the load; a changed dtype is compiled again."""
+    fresh, path = wanted
+    model = network()
+    compiled = torch.compile(model, backend=backend)
+    inputs = torch.linspace(-1, 1, 12).reshape(3, 4)
+    compiled(inputs)
+    torchlift.load(model, path, dtype=dtype)
+    inputs = inputs.to(dtype or torch.float32)
+    found, expected = compiled(inputs), fresh.to(dtype or torch.float32)(inputs)
+    assert torch.allclose(found, expected, atol=1e-6)
+    torch._dynamo.reset()
+
+
+def test_swap_says_that_a_compiled_graph_guards_the_parameters(wanted):
+    """Weak references of guards outlive the compilation (pytorch#186796); auto does not mind."""
+    fresh, path = wanted
+    model = network()
+    guarding = []
+
+    def backend(graph, inputs):
+        with pytest.raises(PlacementError, match=r"a guard of torch\.compile") as caught:
+            torchlift.load(model, path, mode="swap")
+        guarding.append(caught.value.entry)
+        torchlift.load(model, path)
+        return graph
+
+    torch.compile(model, backend=backend)(torch.ones(1, 4))
+    assert guarding == ["0.weight"]
+    assert same(model, fresh)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap"])
+@pytest.mark.parametrize("kind", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_a_parametrized_layer(tmp_path, mode, kind):
+    """What is loaded are the tensors from which the weight is computed."""
+    model, fresh = kind(nn.Linear(4, 4)), kind(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 4)).sum().backward()
+    model.zero_grad()
+    torchlift.load(model, saved(fresh.state_dict(), tmp_path), mode=mode)
+    assert same(model, fresh)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert not same(model, fresh)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_replicas_stay_replicas(tmp_path, ranks):
+    """Under DistributedDataParallel, in processes of their own."""
+    torch.manual_seed(5)
+    path = saved(network().state_dict(), tmp_path)
+    script = Path(__file__).with_name("replicated.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={ranks}", str(script), str(path)],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("replicas agree") == ranks
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap"])
+def test_swapping_takes_the_destination_and_one_tensor(tmp_path, mode):
+    """256 MiB of bfloat16 over 512 MiB of float32, under an optimizer."""
+    path = tmp_path / "wide.pt"
+    torch.save({f"{i}.weight": torch.ones(4096, 1024) for i in range(32)}, path)
+    setup = """
+import torch, torchlift
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 4096, bias=False) for _ in range(32)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+    code = "torchlift.load(model, args[0], mode=args[1], dtype=torch.bfloat16, source='read')"
+    finish = "result = [str(p.dtype) for p in optimizer.param_groups[0]['params'][:1]]"
+    child = measure.in_child(code, str(path), mode, setup=setup, finish=finish)
+    assert child.value == ["torch.bfloat16"]
+    assert child.memory.added_anonymous / 2**20 < 256 + 16 + 64
+
+
+def test_preflight_looks_into_what_wraps_the_module():
+    """A compiled module and an average are modules like any other."""
+    model = network()
+    compiled = torch.compile(model, backend="eager")
+    held = model[0].weight.view(-1)
+    (blocker,) = swap.preflight(compiled)
+    assert blocker.key == "_orig_mod.0.weight"
+    assert held.shape == (32,)
