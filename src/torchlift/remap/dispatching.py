@@ -262,8 +262,8 @@ def _check_runnable(prefix: str, module: nn.Module, away: bool) -> None:
 
 
 def _home(rule: ByKey[Device], group: Group) -> str:
-    """Where the map keeps a tensor: what it says about its first name; else where it is."""
-    asked = rule.at(group.fqn)
+    """Where the map keeps a tensor: what it says about its first known name; else where it is."""
+    asked = next((a for name in group.names if (a := rule.at(name)) is not None), None)
     if asked is None:
         return str(group.tensor.device)
     return DISK if asked == DISK else str(usable_device(asked, group.fqn))

@@ -1,0 +1,274 @@
+"""`remap`: rules for names, devices and dtypes, what they answer and what they refuse."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import Mixed, Tied, entry, randomised, saved, state_of, tensors_of
+
+import torchlift
+from torchlift import remap
+from torchlift.errors import PlacementError
+
+segments = st.lists(st.sampled_from(["a", "b", "layers", "1", "10"]), min_size=1, max_size=5)
+names = segments.map(".".join)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint of `Mixed` with other values."""
+    return saved(randomised(Mixed()), tmp_path)
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("prefix", ["module.", "module"])
+def test_strip_takes_a_whole_name_off_and_nothing_else(prefix) -> None:
+    """The dot may be left out; a longer word and a second occurrence are not touched."""
+    rename = remap.strip(prefix)
+    assert rename("module.fc.weight") == "fc.weight"
+    assert rename("modules.fc.weight") == "modules.fc.weight"
+    assert rename("net.module.weight") == "net.module.weight"
+    assert rename("module.module.weight") == "module.weight"
+    assert rename("module") == "module"
+
+
+@pytest.mark.parametrize("prefix", ["", "."])
+def test_strip_of_nothing_is_refused(prefix) -> None:
+    """It would change no key and hide a mistake."""
+    with pytest.raises(ValueError, match="nothing to strip"):
+        remap.strip(prefix)
+
+
+@given(
+    names,
+    st.lists(st.tuples(st.sampled_from(["a", r"(\d+)", "^b", r"\."]), st.sampled_from("xy_"))),
+)
+def test_rules_do_what_re_sub_does_in_turn(name, pairs) -> None:
+    """The reference is `re.sub`, pair by pair."""
+    expected = name
+    for pattern, replacement in pairs:
+        expected = re.sub(pattern, replacement, expected)
+    assert remap.rules(pairs)(name) == expected
+
+
+def test_rules_drop_what_a_pattern_without_replacement_finds() -> None:
+    """None as replacement, at the time its turn comes."""
+    rename = remap.rules([("^old", "new"), (r"^new\.head", None)])
+    assert rename("old.head.weight") is None
+    assert rename("old.body.weight") == "new.body.weight"
+
+
+def test_rules_take_functions_and_compiled_patterns() -> None:
+    """As `re.sub` does."""
+    shift = (re.compile(r"LAYERS\.(\d+)", re.I), lambda m: f"layers.{int(m[1]) + 1}")
+    assert remap.rules([shift])("layers.9.w") == "layers.10.w"
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        (("(", "x"), "'(' is no regular expression: missing )"),
+        (("[a", None), "'[a' is no regular expression"),
+        (("(a)", r"\2"), r"'\\2' does not fit its pattern '(a)': invalid group reference 2"),
+        (("(?x) a # c", r"\g<b>"), "unknown group name 'b'"),
+        (("a", 3), "neither str, function nor None"),
+    ],
+)
+def test_a_bad_rule_is_refused_at_once_and_named(pair, said) -> None:
+    """Not when a key first matches it."""
+    with pytest.raises(ValueError, match=re.escape(said)):
+        remap.rules([("fine", "x"), pair])
+
+
+def test_renames_compose_in_the_order_they_are_written() -> None:
+    """Functions take part; what one drops, the next ones do not see."""
+    rename = str.lower | remap.strip("module") | remap.rules([("^x", None)]) | (lambda k: k + "!")
+    assert rename("MODULE.A") == "a!"
+    assert rename("module.x") is None
+
+
+def test_a_rename_loads_what_another_wrapper_saved(tmp_path) -> None:
+    """DistributedDataParallel and torch.compile put their names in front."""
+    state = randomised(Mixed())
+    path = saved({f"_orig_mod.module.{key}": value for key, value in state.items()}, tmp_path)
+    model = torchlift.skeleton(Mixed)
+    torchlift.load(model, path, rename=remap.strip("_orig_mod.") | remap.strip("module."))
+    assert all(same_bits(tensors_of(model)[key], value) for key, value in state.items())
+
+
+# ---- by key, by pattern
+
+
+@given(names, st.dictionaries(st.one_of(names, st.just("")), st.integers(0, 7)))
+def test_the_longest_prefix_that_ends_at_a_dot_wins(name, mapping) -> None:
+    """The reference compares lists of segments."""
+    parts = name.split(".")
+    matching = [key for key in mapping if not key or key.split(".") == parts[: key.count(".") + 1]]
+    expected = mapping[max(matching, key=len)] if matching else None
+    assert remap.by_key(mapping)(entry(name)) == expected
+
+
+def test_a_key_of_a_million_dots_is_answered_at_once() -> None:
+    """A stranger's file must not make a lookup quadratic."""
+    assert remap.by_key({"": "cpu"}).at("." * 1_000_000) == "cpu"
+
+
+def test_the_first_pattern_that_is_found_wins() -> None:
+    """Anywhere in the name; the empty one is about the rest."""
+    rule = remap.by_pattern({r"norm\d?\.": torch.float32, "bias$": torch.float64, "": torch.half})
+    assert rule(entry("layers.0.norm1.bias")) is torch.float32
+    assert rule(entry("layers.0.fc.bias")) is torch.float64
+    assert rule(entry("layers.0.fc.weight")) is torch.half
+
+
+def test_the_first_rule_with_an_answer_decides() -> None:
+    """A plain value always answers; without one the default applies."""
+    rule = remap.first_of(remap.by_key({"a": "cuda:1"}), remap.by_location({"mps": 3}))
+    assert rule(entry("a.b")) == "cuda:1"
+    assert rule(entry("c")) is None
+    assert remap.first_of(rule, "cpu")(entry("c")) == "cpu"
+
+
+def test_devices_and_dtypes_by_name_in_one_pass(path) -> None:
+    """Norms keep float32 while the rest is halved; integers are never cast."""
+    model = torchlift.skeleton(Mixed)
+    dtype = remap.by_key({"": torch.bfloat16, "inner.1": torch.float32})
+    report = torchlift.load(model, path, device=remap.by_key({"inner": "cpu"}), dtype=dtype)
+    assert model.inner[0].weight.dtype is torch.bfloat16
+    assert model.inner[1].weight.dtype is torch.float32
+    assert model.inner[1].num_batches_tracked.dtype is torch.int64
+    assert report.loaded["scale"].cast_from == "float32"
+
+
+def test_a_rule_without_an_answer_leaves_the_default(path) -> None:
+    """A live tensor stays as it is, one on meta goes to the CPU with the file's dtype."""
+    live, meta = Mixed().double(), torchlift.skeleton(Mixed)
+    nothing = remap.by_location({"cuda": "cpu"})
+    for model in (live, meta):
+        torchlift.load(model, path, device=nothing, dtype=remap.by_pattern({"^$": torch.half}))
+    assert (live.scale.dtype, live.scale.device.type) == (torch.float64, "cpu")
+    assert (meta.scale.dtype, meta.scale.device.type) == (torch.float32, "cpu")
+
+
+RULES = [
+    remap.strip("module."),
+    remap.rules([(r"^a\.(\d)", r"b.\1"), ("x", None)]),
+    remap.strip("module.") | remap.rules([("a", "b")]),
+    remap.by_key({"a": "cuda:0", "": torch.device("cpu")}),
+    remap.by_key({"a": torch.float16}),
+    remap.by_location({"cuda:1": "cuda:0", "cuda": "cpu", "": 0}),
+    remap.by_pattern({"norm": torch.float32}),
+    remap.first_of(remap.by_key({"a": "cpu"}), remap.by_location({"cuda": "cpu"}), "cuda"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_a_rule_prints_as_the_call_that_makes_it_and_travels_between_processes(rule) -> None:
+    """So that a log can be pasted, and ranks and workers can be sent one."""
+    scope = {name: getattr(remap, name) for name in remap.__all__}
+    scope |= {"torch": torch, "device": torch.device}
+    again = eval(repr(rule), scope)
+    assert repr(again) == repr(rule)
+    assert again == rule
+    assert pickle.loads(pickle.dumps(rule)) == rule
+
+
+# ---- what is refused, before anything happens
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (remap.by_key({"inner": "cpu", "iner.0": "cpu"}), "'iner.0': .* Did you mean 'inner.0'"),
+        (remap.by_key({"inner.1": "cpu", "inner.10": "cpu"}), "'inner.10': is mapped, but no ten"),
+        (remap.by_key({"scale": "nochip:0"}), "'scale': cannot go .* 'nochip:0'"),
+        (remap.by_key({"inner": "meta"}), "'inner': cannot go .* holds no values"),
+        (remap.by_location({"cuda:1": "nochip"}), "'cuda:1': cannot go .* 'nochip'"),
+        (remap.by_pattern({"^sc": "nochip"}), r"'\^sc': cannot go .* 'nochip'"),
+        (remap.first_of(remap.by_key({"scal": "cpu"}), "cpu"), "'scal': .* Did you mean 'scale'"),
+        ({"inner": "cpu"}, r"Wrap it: remap.by_key\(...\)"),
+        (remap.by_key({"inner": torch.float16}), "torch.float16"),
+    ],
+)
+def test_a_map_that_cannot_be_followed_is_one_error_that_names_its_entry(path, rule, said) -> None:
+    """And the model is as it was."""
+    model = Mixed()
+    before = state_of(model)
+    for act in (torchlift.plan, torchlift.load):
+        with pytest.raises(PlacementError, match=said):
+            act(model, path, device=rule)
+    assert state_of(model) == before
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "xpu:1", "mps", "hpu", 0])
+def test_a_device_that_is_not_there_is_refused_with_its_entry(path, device) -> None:
+    """Whichever way torch itself says no."""
+    with pytest.raises(PlacementError, match=f"'inner': cannot go .* found {device!r}"):
+        torchlift.plan(Mixed(), path, device=remap.by_key({"inner": device}))
+
+
+@pytest.mark.parametrize(
+    "value", ["cdua", "cuda0", "cuda:x", "cuda:-1", "", None, 1.5, True, -1, ("cpu",)]
+)
+def test_what_can_be_no_device_is_refused_when_the_map_is_made(value) -> None:
+    """A slip of the pen, as opposed to a backend that only another machine has."""
+    with pytest.raises(PlacementError, match=r"'a\.b': is mapped to something that is no device"):
+        remap.by_key({"a.b": value})
+    with pytest.raises(PlacementError, match="'cuda:1'"):
+        remap.by_location({"cuda:1": value})
+
+
+@pytest.mark.parametrize("tag", ["cuda:x", "cuda:", "a b", ":0"])
+def test_what_can_be_no_tag_is_refused(tag) -> None:
+    """It would never be found in a file."""
+    with pytest.raises(PlacementError, match="is no location tag"):
+        remap.by_location({tag: "cpu"})
+
+
+# ---- disk and ties
+
+
+@pytest.mark.parametrize("source", ["auto", "read"])
+@pytest.mark.parametrize("kind", ["live", "meta"])
+def test_what_a_map_leaves_on_disk_stays_mapped(path, source, kind) -> None:
+    """Nothing of it is read, also where the rest is."""
+    model = Mixed() if kind == "live" else torchlift.skeleton(Mixed)
+    report = torchlift.load(model, path, device=remap.by_key({"": "disk"}), source=source)
+    assert report.bytes_read == 0
+    assert set(report.source.values()) == {"mmap"}
+    state = randomised(Mixed())
+    assert all(same_bits(tensors_of(model)[key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": torch.float16}, "'scale': cannot stay on disk and be cast"),
+        ({"mode": "copy"}, "'scale': cannot stay on disk and be copied"),
+    ],
+)
+def test_what_takes_memory_cannot_stay_on_disk(path, options, said) -> None:
+    """The error comes from the plan."""
+    with pytest.raises(PlacementError, match=said):
+        torchlift.plan(
+            torchlift.skeleton(Mixed), path, device=remap.by_key({"": "disk"}), **options
+        )
+
+
+def test_a_tie_goes_where_the_map_sends_either_name(tmp_path) -> None:
+    """It is one tensor; where the map wants two places, a note says so."""
+    path = saved(randomised(Tied()), tmp_path)
+    one = torchlift.plan(Tied(), path, device=remap.by_key({"head": "disk"}), source="read")
+    assert one.source["embed.weight"] == "mmap"
+    two = torchlift.plan(Tied(), path, device=remap.by_key({"head": "disk", "embed": "cpu"}))
+    assert "the rule would send 'head.weight' to disk" in str(two)

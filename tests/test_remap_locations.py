@@ -1,0 +1,173 @@
+"""Location tags: information about where a checkpoint comes from, never a trap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import same_bits
+from device_files import TAGS, write_tagged
+from small_models import Holder, on_meta, tensors_of
+
+import torchlift
+from torchlift import remap
+from torchlift.formats.summary import to_json
+from torchlift.plan import make_plan
+from torchlift.rules import Options
+
+
+def blank(path: Path) -> Holder:
+    """A model on meta with the tensors of a file."""
+    with torchlift.open(path) as ckpt:
+        return on_meta({key: torch.empty(entry.shape) for key, entry in ckpt.entries.items()})
+
+
+def destinations(path: Path, rule: Any) -> dict[str, str]:
+    """Key -> the device that a plan gives it, on a machine that has them all."""
+    with torchlift.open(path) as ckpt:
+        options = Options(device=rule, present=False)
+        made = make_plan(blank(path), ckpt, options, check_shapes=True)
+    return {key: report.device for key, report in made.loaded.items()}
+
+
+@pytest.fixture
+def everywhere(tmp_path: Path) -> Path:
+    """A file with tensors from every kind of backend."""
+    return write_tagged(tmp_path / "tagged.pt", *TAGS)
+
+
+def test_tags_of_every_backend_are_listed_and_counted(everywhere) -> None:
+    """In the entries, in what is printed, and in the JSON of inspect."""
+    ckpt = torchlift.open(everywhere)
+    assert [entry.location for entry in ckpt.entries.values()] == list(TAGS)
+    assert to_json(ckpt.index)["locations"] == Counter(TAGS)
+    text = str(ckpt)
+    assert all(f"{tag} (1)" in text for tag in TAGS[:10])
+
+
+@pytest.mark.parametrize("options", [{}, {"source": "read"}, {"dtype": torch.bfloat16}])
+def test_a_file_from_anywhere_loads_on_a_cpu_without_an_argument(everywhere, options) -> None:
+    """And without a warning, which would be an error here."""
+    model = blank(everywhere)
+    torchlift.load(model, everywhere, **options)
+    for i, tensor in enumerate(tensors_of(model).values()):
+        assert tensor.device.type == "cpu"
+        assert tensor.tolist() == [i] * 4
+
+
+def test_a_file_saved_on_eight_gpus_loads_on_a_cpu(tmp_path) -> None:
+    """torch.load refuses it on such a machine, and says to pass map_location."""
+    path = write_tagged(tmp_path / "eight.pt", *(f"cuda:{i}" for i in range(8)))
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="map_location"):
+            torch.load(path)
+    model = blank(path)
+    report = torchlift.load(model, path)
+    assert {item.device for item in report.loaded.values()} == {"cpu"}
+
+
+def test_the_most_specific_tag_wins(everywhere) -> None:
+    """A kind without a number is about all of that kind; without an entry the default applies."""
+    rule = remap.by_location({"cuda:1": "cuda:0", "cuda": "xpu:1", "npu": "cuda:3", "hpu:0": 4})
+    found = dict(zip(TAGS, destinations(everywhere, rule).values(), strict=True))
+    assert found["cuda:1"] == "cuda:0"
+    assert found["cuda:0"] == found["cuda:7"] == "xpu:1"
+    assert found["npu:3"] == "cuda:3"
+    assert found["hpu"] == found["mps"] == found["meta"] == found["somebodys_chip:2"] == "cpu"
+
+
+def test_the_empty_tag_is_about_all_the_rest(everywhere) -> None:
+    """Also about what the file does not hold."""
+    rule = remap.by_location({"cuda": "cpu", "": "cuda:0"})
+    found = dict(zip(TAGS, destinations(everywhere, rule).values(), strict=True))
+    assert {tag for tag, device in found.items() if device == "cpu"} == {
+        tag for tag in TAGS if tag.startswith("cuda")
+    }
+
+
+def test_a_live_tensor_without_an_entry_stays(everywhere) -> None:
+    """Where it is saved says nothing about where it belongs."""
+    model = Holder({f"w{i}": torch.zeros(4, dtype=torch.float64) for i in range(len(TAGS))})
+    torchlift.load(model, everywhere, device=remap.by_location({"npu": "cpu"}))
+    assert {tensor.dtype for tensor in tensors_of(model).values()} == {torch.float64}
+
+
+def test_a_tag_that_the_file_lacks_is_no_mistake(tmp_path) -> None:
+    """One map serves the files of many machines."""
+    path = write_tagged(tmp_path / "one.pt", "cuda:0")
+    torchlift.load(blank(path), path, device=remap.by_location({"cuda": "cpu", "npu:7": "cpu"}))
+
+
+# ---- map_location in all its forms, and how the same is said here
+
+Load = Callable[[Path], dict[str, torch.Tensor]]
+
+
+def into_model(device: Any = None) -> Load:
+    """Load into a blank model and give its tensors."""
+
+    def load(path: Path) -> dict[str, torch.Tensor]:
+        model = blank(path)
+        torchlift.load(model, path, device=device)
+        return tensors_of(model)
+
+    return load
+
+
+def stays(storage: torch.UntypedStorage, tag: str) -> torch.UntypedStorage:
+    """The classic: every storage stays on the CPU, where it is read."""
+    return storage
+
+
+#: Form -> (tags in the file, map_location, the same with torchlift).
+EQUIVALENTS: dict[str, tuple[tuple[str, ...], Any, Load]] = {
+    "None": (("cpu", "cpu"), None, into_model()),
+    "a string": (("cuda:0", "cpu"), "cpu", into_model()),
+    "a string, spelled out": (("cuda:0", "cpu"), "cpu", into_model("cpu")),
+    "a device": (("cuda:3", "xpu:1"), torch.device("cpu"), into_model(torch.device("cpu"))),
+    "a dict": (
+        ("cuda:0", "cuda:1", "cpu"),
+        {"cuda:0": "cpu", "cuda:1": "cpu"},
+        into_model(remap.by_location({"cuda:0": "cpu", "cuda:1": "cpu"})),
+    ),
+    "a dict that is about less than the file": (
+        ("cuda:1", "cpu"), {"cuda:1": "cpu"}, into_model(remap.by_location({"cuda:1": "cpu"})),
+    ),
+    "a callable": (("cuda:0", "mps", "cpu"), stays, into_model()),
+    "a callable that looks at the tag": (
+        ("cuda:0", "cpu"),
+        lambda storage, tag: storage if tag.startswith("cuda") else None,
+        into_model(lambda entry: "cpu" if entry.location.startswith("cuda") else None),
+    ),
+    "a plain dict of tensors": (
+        ("cuda:0", "npu:1"), "cpu", lambda path: torchlift.open(path).state_dict(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", EQUIVALENTS)
+def test_every_form_of_map_location_has_an_equivalent(tmp_path, form) -> None:
+    """torch's own result is the reference: devices, dtypes and values."""
+    tags, map_location, load = EQUIVALENTS[form]
+    path = write_tagged(tmp_path / "model.pt", *tags)
+    expected = torch.load(path, map_location=map_location)
+    found = load(path)
+    assert list(found) == list(expected)
+    for key, tensor in expected.items():
+        assert found[key].device == tensor.device, key
+        assert same_bits(found[key], tensor), key
+
+
+def test_map_location_meta_is_the_index(tmp_path) -> None:
+    """Shapes and dtypes without values need no tensors at all."""
+    path = write_tagged(tmp_path / "model.pt", "cuda:0", "cpu")
+    expected = torch.load(path, map_location="meta")
+    with torchlift.open(path) as ckpt:
+        for key, tensor in expected.items():
+            assert tensor.is_meta
+            assert ckpt.entries[key].shape == tuple(tensor.shape)
+            assert f"torch.{ckpt.entries[key].dtype}" == str(tensor.dtype)
