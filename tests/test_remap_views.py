@@ -1,0 +1,132 @@
+"""Views of one memory: they share it after a load, wherever they go and whatever they become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import same_bits
+from small_models import saved, tensors_of
+from torch import nn
+
+import torchlift
+from torchlift import remap
+from torchlift.plan import make_plan
+from torchlift.rules import Options
+
+
+class Views(nn.Module):
+    """Buffers that look into one memory: a matrix, a row, the transposed rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        full = torch.arange(12.0).view(3, 4)
+        self.register_buffer("full", full)
+        self.register_buffer("row", full[1])
+        self.register_buffer("rest", full[1:].t())
+        self.other = nn.Parameter(torch.ones(2))
+
+
+class Apart(nn.Module):
+    """The same names, each with a memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("full", (3, 4)), ("row", (4,)), ("rest", (4, 2))):
+            self.register_buffer(name, torch.zeros(shape))
+        self.other = nn.Parameter(torch.ones(2))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """`Views` with other values, as torch.save stores it: one storage for three keys."""
+    model = Views()
+    model.full += 100
+    return saved(model.state_dict(), tmp_path)
+
+
+def memories(model: nn.Module) -> int:
+    """Number of memories behind the three buffers."""
+    return len({model.get_buffer(n).untyped_storage().data_ptr() for n in ("full", "row", "rest")})
+
+
+@pytest.mark.parametrize("kind", ["live", "meta"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"source": "read"},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float64, "source": "mmap"},
+        {"mode": "assign"},
+        {"mode": "assign", "dtype": torch.float16},
+        {"mode": "copy"},
+        {"device": remap.by_key({"": "disk"})},
+    ],
+    ids=str,
+)
+def test_views_share_memory_after_every_kind_of_load(path, kind, options) -> None:
+    """With the right values, and a change to one is seen in the others."""
+    model = Views() if kind == "live" else torchlift.skeleton(Views)
+    torchlift.load(model, path, **options)
+    assert memories(model) == 1
+    expected = (torch.arange(12.0).view(3, 4) + 100).to(model.full.dtype)
+    assert same_bits(model.full, expected)
+    assert same_bits(model.rest, expected[1:].t())
+    model.full[1] = 7
+    assert model.row.tolist() == model.rest[:, 0].tolist() == [7] * 4
+
+
+def test_a_shared_memory_is_read_and_counted_once(path) -> None:
+    """The plan says so as well."""
+    model = torchlift.skeleton(Views)
+    assert torchlift.plan(model, path, source="read").bytes_to_read == 48 + 8
+    assert torchlift.load(model, path, source="read").bytes_read == 48 + 8
+
+
+def test_what_only_the_file_stores_together_is_kept_apart(path) -> None:
+    """Two tensors over one memory would train each other."""
+    model = torchlift.skeleton(Apart)
+    torchlift.load(model, path)
+    assert memories(model) == 3
+
+
+def test_views_of_another_geometry_than_the_file_s_are_kept_apart(tmp_path) -> None:
+    """The bytes are right; the sharing is not what the file has."""
+    full = torch.arange(12.0).view(3, 4)
+    state = {"full": full, "row": full[2], "rest": full[1:].t(), "other": torch.ones(2)}
+    model = torchlift.skeleton(Views)
+    torchlift.load(model, saved(state, tmp_path))
+    assert model.row.tolist() == [8, 9, 10, 11]
+    assert memories(model) == 2
+
+
+def test_a_dtype_rule_that_cuts_views_makes_copies_and_says_so(path) -> None:
+    """The rest of them still share."""
+    model = torchlift.skeleton(Views)
+    report = torchlift.load(model, path, dtype=remap.by_key({"row": torch.float16}))
+    assert memories(model) == 2
+    assert report.loaded["row"].note == (
+        "a copy: 'full', whose memory it shared, becomes torch.float32"
+    )
+    assert "note: a copy" in str(report)
+
+
+def test_a_map_that_sends_views_to_several_devices_makes_copies_and_says_so(path) -> None:
+    """In the plan, which needs none of the devices here."""
+    rule = remap.by_key({"": "cuda:0", "row": "cuda:1", "rest": "cuda:0"})
+    with torchlift.open(path) as ckpt:
+        options = Options(device=rule, present=False)
+        plan = make_plan(torchlift.skeleton(Views), ckpt, options, check_shapes=True)
+    assert plan.loaded["row"].note == "a copy: 'full', whose memory it shared, goes to cuda:0"
+    assert plan.loaded["rest"].note is None
+    assert plan.bytes_to_read == 48 + 16 + 8
+
+
+def test_a_transform_gets_and_gives_each_view_by_itself(path) -> None:
+    """What it returns has no memory in common with anything."""
+    model = torchlift.skeleton(Views)
+    torchlift.load(model, path, transform=lambda key, value: value * 2)
+    assert tensors_of(model)["row"].tolist() == [208, 210, 212, 214]
+    assert memories(model) == 3
