@@ -1,0 +1,377 @@
+"""Optimizer state dicts in one process: true counters, partial loads, saved dtypes, any groups."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from state_models import FLAT, PARTIAL, Tied, equal, step, trained, two_layers
+from torch import nn
+
+import torchlift.distributed as ours
+from torchlift.distributed import StateDictOptions
+
+MAKERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "NAdam": torch.optim.NAdam,
+    "Adagrad": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.5),
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": torch.optim.RMSprop,
+    "Rprop": torch.optim.Rprop,
+    "LBFGS": torch.optim.LBFGS,
+    "SparseAdam": torch.optim.SparseAdam,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_reading_the_state_takes_no_step(name: str) -> None:
+    """torch steps with zero gradients, and Adam counts it (pytorch/pytorch#164929)."""
+    model = two_layers()
+    optimizer = MAKERS[name](model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    calls: list[object] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    found = ours.get_optimizer_state_dict(model, optimizer)
+    assert equal(dict(model.state_dict()), dict(before[0]))
+    assert equal(optimizer.state_dict(), before[1])
+    assert not calls
+    assert all(param.grad is None for param in model.parameters())
+    for state in found["state"].values():
+        assert state.get("step", 0) == 0
+    del scheduler
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS.keys() - {"LBFGS", "SparseAdam"}))
+def test_a_state_read_before_the_first_step_continues_like_a_new_optimizer(name: str) -> None:
+    """Saved, loaded and stepped, it gives the weights that the first step gives."""
+    results = []
+    for loaded in (False, True):
+        model = two_layers()
+        optimizer = MAKERS[name](model.parameters())
+        if loaded:
+            saved = ours.get_optimizer_state_dict(model, MAKERS[name](model.parameters()))
+            ours.set_optimizer_state_dict(model, optimizer, copy.deepcopy(saved))
+        step(model, optimizer, 3)
+        results.append((dict(model.state_dict()), optimizer.state_dict()["state"]))
+    assert equal(*results)
+
+
+def test_a_parameter_that_never_had_a_gradient_is_saved_like_the_others() -> None:
+    """torch leaves it out, and then cannot load what it saved."""
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters())
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    optimizer.step()
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    assert saved["state"]["0.weight"]["step"] == 1
+    assert saved["state"]["1.bias"]["step"] == 0
+    ours.set_optimizer_state_dict(model, torch.optim.Adam(model.parameters()), saved)
+
+
+def test_what_a_new_optimizer_gave_is_kept_by_it_and_not_copied() -> None:
+    """Reading, ``dcp.load`` into what was read, and loading takes the memory of one state."""
+    model = two_layers()
+    optimizer, other = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    ours.set_optimizer_state_dict(model, optimizer, saved)
+    assert optimizer.state[model[0].weight]["exp_avg"] is saved["state"]["0.weight"]["exp_avg"]
+    ours.set_optimizer_state_dict(model, other, saved)
+    assert other.state[model[0].weight]["exp_avg"] is not saved["state"]["0.weight"]["exp_avg"]
+
+
+@pytest.mark.parametrize("options", [StateDictOptions(), FLAT], ids=["nested", "flat"])
+def test_the_caller_s_dict_is_not_touched_by_the_load_or_by_later_steps(options: Any) -> None:
+    """Neither its keys nor, once the optimizer runs, its tensors."""
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(*trained(), options=options))
+    kept = copy.deepcopy(saved)
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters())
+    ours.set_optimizer_state_dict(model, optimizer, saved, options=options)
+    step(model, optimizer, 2)
+    assert equal(saved, kept)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_missing_state_is_an_error_or_a_report(flat: bool) -> None:
+    """pytorch/pytorch#34660, #132628; torch's flat form crashes elsewhere (#192224)."""
+    options = FLAT if flat else StateDictOptions()
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(*trained(1), options=options))
+    if flat:
+        saved = {k: v for k, v in saved.items() if not k.startswith("state.1.bias.")}
+    else:
+        del saved["state"]["1.bias"]
+    saved_more = ours.get_optimizer_state_dict(*trained(1))["state"]["1.weight"]
+    if not flat:
+        saved["state"]["other.weight"] = saved_more
+    model, optimizer = trained()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match=r"missing '1.bias \(optimizer state\)'"):
+        ours.set_optimizer_state_dict(model, optimizer, saved, options=options)
+    assert equal(optimizer.state_dict(), before)
+    report = ours.set_optimizer_state_dict(
+        model, optimizer, saved, options=StateDictOptions(strict=False)
+    )
+    assert report.loaded == ["0.weight", "0.bias", "1.weight"]
+    assert report.missing_keys == ["1.bias"]
+    assert report.unexpected_keys == ([] if flat else ["other.weight"])
+    assert equal(optimizer.state_dict()["state"][3], before["state"][3])
+
+
+def test_moments_keep_the_dtype_they_were_saved_with() -> None:
+    """torch casts them to the dtype of the weights (pytorch/pytorch#43706), hooks or not."""
+    for hook in (False, True):
+        model = two_layers().bfloat16()
+        optimizer = torch.optim.Adam(model.parameters())
+        seen: list[object] = []
+        if hook:
+            optimizer.register_load_state_dict_post_hook(seen.append)
+        saved = copy.deepcopy(ours.get_optimizer_state_dict(*trained()))
+        ours.set_optimizer_state_dict(model, optimizer, saved)
+        assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.float32
+        assert equal(ours.get_optimizer_state_dict(model, optimizer)["state"], saved["state"])
+        assert bool(seen) == hook
+
+
+@pytest.mark.parametrize("options", [StateDictOptions(), FLAT], ids=["nested", "flat"])
+def test_the_state_of_frozen_parameters_is_kept(options: Any) -> None:
+    """Those that were trained and then frozen (pytorch/pytorch#192202)."""
+    model, optimizer = trained()
+    model[0].requires_grad_(False)
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer, options=options))
+    other = two_layers()
+    other[0].requires_grad_(False)
+    loaded = torch.optim.Adam(other.parameters())
+    ours.set_optimizer_state_dict(other, loaded, saved, options=options)
+    assert equal(loaded.state_dict()["state"], optimizer.state_dict()["state"])
+    never = torch.optim.Adam(other.parameters())
+    step(other, never)
+    ours.set_optimizer_state_dict(
+        other, loaded, ours.get_optimizer_state_dict(other, never), options=StateDictOptions()
+    )
+
+
+def groups(model: nn.Sequential, order: str) -> torch.optim.Optimizer:
+    """An optimizer whose groups come in any order, some empty, with a learning rate each."""
+    rates = {"0": 0.1, "1": 0.2}
+    made = [
+        {"params": list(model[int(name)].parameters()), "lr": rates[name]}
+        if name in rates
+        else {"params": [], "lr": 0.7}
+        for name in order
+    ]
+    return torch.optim.Adam(made)
+
+
+@pytest.mark.parametrize("order", ["01", "10", "e10", "0e1e"])
+@pytest.mark.parametrize("options", [StateDictOptions(), FLAT], ids=["nested", "flat"])
+def test_groups_are_found_by_their_parameters(order: str, options: Any) -> None:
+    """In whatever order, beside empty ones of any number (pytorch/pytorch#143828)."""
+    model = two_layers()
+    saving = groups(model, "0e1")
+    step(model, saving)
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, saving, options=options))
+    loading = groups(model, order)
+    for group in loading.param_groups:
+        group["lr"] = 9.0
+    ours.set_optimizer_state_dict(model, loading, saved, options=options)
+    rates = {"0": 0.1, "1": 0.2}
+    for name, group in zip(order, loading.param_groups, strict=True):
+        if name in rates:
+            assert group["lr"] == rates[name]
+    for param, state in saving.state.items():
+        assert equal(loading.state[param], state)
+    step(model, loading)
+
+
+def test_groups_may_be_split_and_may_not_be_mixed() -> None:
+    """Parameters that were saved with different values cannot share a group."""
+    model = two_layers()
+    one = torch.optim.Adam(model.parameters(), lr=0.3)
+    step(model, one)
+    split = groups(model, "10")
+    ours.set_optimizer_state_dict(model, split, ours.get_optimizer_state_dict(model, one))
+    assert [group["lr"] for group in split.param_groups] == [0.3, 0.3]
+    saved = ours.get_optimizer_state_dict(model, groups(model, "01"))
+    with pytest.raises(ours.StateDictMismatch, match="different values of 'lr'"):
+        ours.set_optimizer_state_dict(model, one, saved)
+
+
+def test_several_optimizers_share_one_state_dict() -> None:
+    """Each takes what it holds."""
+    model = two_layers()
+
+    def pair() -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.Adam(model[0].parameters(), lr=0.1),
+            torch.optim.SGD(model[1].parameters(), lr=0.2, momentum=0.9),
+        ]
+
+    first, second = pair(), pair()
+    for optimizer in first:
+        step(model, optimizer)
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, first))
+    report = ours.set_optimizer_state_dict(model, second[::-1], saved)
+    assert not report.unexpected_keys
+    assert equal([o.state_dict() for o in second], [o.state_dict() for o in first])
+
+
+def test_tied_parameters_are_saved_once_and_found_by_any_name() -> None:
+    """Nested and flat, and where they were not tied when they were saved."""
+    for options in (StateDictOptions(), FLAT):
+        model = Tied()
+        optimizer = torch.optim.Adam(model.parameters())
+        step(model, optimizer)
+        saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer, options=options))
+        other = torch.optim.Adam(model.parameters())
+        ours.set_optimizer_state_dict(model, other, saved, options=options)
+        assert equal(other.state_dict(), optimizer.state_dict())
+        renamed = {
+            "state": {"head.weight": optimizer.state[model.head.weight]},
+            "param_groups": [{"lr": 0.1, "params": ["head.weight"]}],
+        }
+        assert ours.set_optimizer_state_dict(model, other, renamed).loaded == ["head.weight"]
+
+
+def test_flat_round_trips_of_stateless_optimizers_leave_no_junk() -> None:
+    """torch loads an empty state for every parameter (pytorch/pytorch#192225)."""
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    ours.set_optimizer_state_dict(model, optimizer, saved, options=FLAT)
+    assert optimizer.state_dict()["state"] == {}
+
+
+class Odd(torch.optim.Optimizer):
+    """State of every kind: nested, counted by integers, absent, text, and beside parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "names": ("a", "b")})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                state["blocks"] = {0: {"left": torch.ones(2)}, 1: {"left": torch.zeros(3)}}
+                state["kind"], state["none"], state["flag"] = "dense", None, True
+                state["history"] = [torch.ones(1), (2, 3)]
+
+
+def test_states_of_every_kind_travel() -> None:
+    """Numbers, texts, None, nested dicts with integer keys, lists and tuples."""
+    model = two_layers()
+    for options in (StateDictOptions(), StateDictOptions(full_state_dict=True), FLAT):
+        optimizer, other = Odd(model.parameters()), Odd(model.parameters())
+        fresh = ours.get_optimizer_state_dict(model, optimizer)
+        assert fresh["state"]["0.weight"]["count"] == 0
+        optimizer.step()
+        other.step()
+        other.step()
+        saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer, options=options))
+        ours.set_optimizer_state_dict(model, other, saved, options=options)
+        assert equal(other.state_dict(), optimizer.state_dict())
+
+
+def test_state_beside_the_parameters_is_kept() -> None:
+    """Keys of an optimizer's state need not be parameters."""
+    model, optimizer = trained()
+    optimizer.state["seed"] = torch.tensor(3)  # type: ignore[index]
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    assert saved["state"]["seed"] == 3
+
+
+def test_two_states_that_trade_places_do() -> None:
+    """The second must not read what was written for the first."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    expected = copy.deepcopy(saved["state"])
+    state = saved["state"]
+    state["0.weight"], state["1.weight"] = state["1.weight"], state["0.weight"]
+    ours.set_optimizer_state_dict(model, optimizer, saved)
+    found = ours.get_optimizer_state_dict(model, optimizer)["state"]
+    assert equal(found["0.weight"], expected["1.weight"])
+    assert equal(found["1.weight"], expected["0.weight"])
+
+
+def test_the_optimizer_s_own_state_dict_loads_too() -> None:
+    """Its numbers are matched by position, as the optimizer itself would."""
+    model, optimizer = trained(1)
+    other = torch.optim.Adam(model.parameters(), lr=0.5)
+    ours.set_optimizer_state_dict(model, other, optimizer.state_dict())
+    assert equal(other.state_dict(), optimizer.state_dict())
+    few = torch.optim.Adam(model[0].parameters())
+    with pytest.raises(ours.StateDictMismatch, match="no optimizer has as many"):
+        ours.set_optimizer_state_dict(model, few, optimizer.state_dict())
+
+
+def test_a_state_of_another_shape_is_an_error_and_changes_nothing() -> None:
+    """Before the first step, too, where only a trial tells what the shape would be."""
+    for model, optimizer in (trained(), (two_layers(), None)):
+        optimizer = optimizer or torch.optim.Adam(model.parameters())
+        saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer))
+        saved["state"]["1.bias"]["exp_avg"] = torch.ones(5)
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ours.StateDictMismatch, match=r"1.bias.exp_avg.*expected \[2\]"):
+            ours.set_optimizer_state_dict(model, optimizer, saved, options=PARTIAL)
+        assert equal(optimizer.state_dict(), before)
+
+
+def test_model_and_optimizer_load_together_or_not_at_all() -> None:
+    """An error in the second leaves the first alone."""
+    model, optimizer = trained()
+    states = copy.deepcopy(ours.get_state_dict(*trained(1)))
+    before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+    del states[1]["state"]["0.bias"]
+    arguments = {"model_state_dict": states[0], "optim_state_dict": states[1]}
+    with pytest.raises(ours.StateDictMismatch):
+        ours.set_state_dict(model, optimizer, **arguments)
+    assert equal((dict(model.state_dict()), optimizer.state_dict()), before)
+    done = ours.set_state_dict(model, optimizer, **arguments, options=PARTIAL)
+    assert done == ([], [])
+    assert done.optimizer.missing_keys == ["0.bias"]  # type: ignore[attr-defined]
+    assert "missing (1): 0.bias" in str(done.optimizer)  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_of_another_model_is_an_error() -> None:
+    """Wrapping a model after the optimizer was made can do that."""
+    optimizer = torch.optim.Adam(two_layers().parameters())
+    with pytest.raises(ours.StateDictMismatch, match="the model does not have"):
+        ours.get_optimizer_state_dict(two_layers(), optimizer)
+
+
+def test_an_optimizer_that_loads_itself_is_left_to_it() -> None:
+    """A subclass with its own ``load_state_dict`` gets its own numbered form."""
+
+    class Own(torch.optim.Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            assert set(state_dict["state"]) == {0, 1, 2, 3}
+            self.loaded = True
+            super().load_state_dict(state_dict)
+
+    model = two_layers()
+    optimizer = Own(model.parameters())
+    ours.set_optimizer_state_dict(model, optimizer, ours.get_optimizer_state_dict(*trained()))
+    assert optimizer.loaded
+    assert isinstance(optimizer.state, defaultdict)
+
+
+def test_not_an_optimizer_state_dict_is_said() -> None:
+    """The state dict of a model, say."""
+    model, optimizer = trained()
+    with pytest.raises(ours.StateDictMismatch, match="not a key of an optimizer state dict"):
+        ours.set_optimizer_state_dict(model, optimizer, dict(model.state_dict()))
+    with pytest.raises(ours.StateDictMismatch, match="missing"):
+        ours.set_optimizer_state_dict(model, optimizer, {})

@@ -1,0 +1,266 @@
+"""The state dict functions in one process and without a process group."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import itertools
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as theirs
+from state_models import PARTIAL, Tied, equal, step, trained, two_layers
+from torch import nn
+
+import torchlift.distributed as ours
+from torchlift import MismatchError
+from torchlift.distributed import StateDictOptions
+from torchlift.distributed.layout import blocks, overlaps, shard_spans
+
+FUNCTIONS = [name for name in ours.__all__ if name.startswith(("get_", "set_"))]
+
+
+# ---- a drop-in
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_and_defaults_are_torch_s(name: str) -> None:
+    """A program that changes the import keeps working."""
+    mine, other = (inspect.signature(getattr(api, name)).parameters for api in (ours, theirs))
+    assert list(mine) == list(other)
+    for key, parameter in other.items():
+        assert (mine[key].kind, mine[key].default) == (parameter.kind, parameter.default)
+
+
+def test_options_are_torch_s_and_either_class_is_accepted() -> None:
+    """Fields and defaults are the same, so objects of one class serve the other library too."""
+    assert dataclasses.asdict(StateDictOptions()) == dataclasses.asdict(theirs.StateDictOptions())
+    model = torch.compile(two_layers(), backend="eager")
+    found = ours.get_model_state_dict(model, options=theirs.StateDictOptions(cpu_offload=True))
+    assert found.keys() == theirs.get_model_state_dict(model, options=StateDictOptions()).keys()
+
+
+def test_options_that_contradict_each_other_are_an_error() -> None:
+    """What rank 0 sends are whole tensors."""
+    options = StateDictOptions(broadcast_from_rank0=True)
+    with pytest.raises(ValueError, match="full_state_dict must be True"):
+        ours.get_model_state_dict(two_layers(), options=options)
+    with pytest.raises(TypeError, match="must be a StateDictOptions"):
+        ours.get_model_state_dict(two_layers(), options="full")  # type: ignore[arg-type]
+
+
+def test_broadcast_without_a_process_group_says_so() -> None:
+    """There is nobody to receive anything."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(ours.StateDictMismatch, match="needs a process group"):
+        ours.set_model_state_dict(two_layers(), two_layers().state_dict(), options=options)
+
+
+def test_no_optimizer_is_a_runtime_error() -> None:
+    """As in torch."""
+    with pytest.raises(RuntimeError, match="none was passed"):
+        ours.get_optimizer_state_dict(two_layers(), ())
+    assert ours.get_state_dict(two_layers(), ())[1] == {}
+
+
+# ---- the model
+
+
+def test_a_strict_error_lists_everything_and_changes_nothing() -> None:
+    """It is a MismatchError of this library and a RuntimeError as torch's."""
+    model, before = two_layers(), copy.deepcopy(two_layers().state_dict())
+    state = {key: value + 1 for key, value in before.items()} | {"odd": torch.ones(1)}
+    del state["1.bias"]
+    with pytest.raises(RuntimeError, match=r"missing '1.bias'; unexpected 'odd'") as caught:
+        ours.set_model_state_dict(model, state)
+    assert isinstance(caught.value, MismatchError)
+    assert caught.value.missing_keys == ["1.bias"]
+    assert equal(dict(model.state_dict()), dict(before))
+    found = ours.set_model_state_dict(model, state, options=PARTIAL)
+    assert found == (["1.bias"], ["odd"])
+
+
+def test_a_shape_that_differs_is_an_error_even_without_strict() -> None:
+    """Nothing has changed then either."""
+    model, before = two_layers(), copy.deepcopy(two_layers().state_dict())
+    state = {**two_layers(1).state_dict(), "1.bias": torch.ones(3)}
+    with pytest.raises(ours.StateDictMismatch, match=r"1.bias: model \[2\], state dict \[3\]"):
+        ours.set_model_state_dict(model, state, options=PARTIAL)
+    assert equal(dict(model.state_dict()), dict(before))
+
+
+def test_the_caller_s_dict_stays_as_it_was() -> None:
+    """torch renames its keys for a wrapped model (pytorch/torchtitan#971)."""
+    model = torch.compile(two_layers(), backend="eager")
+    state = two_layers(1).state_dict()
+    metadata = copy.deepcopy(state._metadata)
+    given = OrderedDict(state)
+    given._metadata = state._metadata  # type: ignore[attr-defined]
+    for full in (False, True):
+        ours.set_model_state_dict(model, given, options=StateDictOptions(full_state_dict=full))
+    assert list(given) == list(state)
+    assert all(given[key] is state[key] for key in state)
+    assert state._metadata == metadata
+
+
+def test_missing_keys_are_reported_for_whole_state_dicts_too() -> None:
+    """torch fills them in from the model and then reports none (pytorch/pytorch#153350)."""
+    state = two_layers(1).state_dict()
+    del state["0.weight"]
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    assert ours.set_model_state_dict(two_layers(), state, options=options) == (["0.weight"], [])
+
+
+def test_tied_parameters_stay_tied_and_one_name_is_enough() -> None:
+    """Also where they are made from meta tensors."""
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = Tied()
+        ours.set_model_state_dict(model, {"head.weight": torch.ones(4, 3)})
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.embed.weight, torch.ones(4, 3))
+        assert isinstance(model.embed.weight, nn.Parameter)
+
+
+def test_a_meta_model_gets_memory_of_its_own() -> None:
+    """What is live keeps its object, which an optimizer may hold."""
+    model = two_layers()
+    model[1] = nn.Linear(4, 2, device="meta")
+    kept, state = model[0].weight, two_layers(1).state_dict()
+    ours.set_model_state_dict(model, state)
+    assert model[0].weight is kept
+    assert equal(dict(model.state_dict()), dict(state))
+    with torch.no_grad():
+        model[1].weight.zero_()
+    assert state["1.weight"].abs().sum() > 0
+
+
+def test_submodules_and_modules_as_keys() -> None:
+    """Whatever the model is wrapped in."""
+    inner = two_layers()
+    model = torch.compile(nn.ModuleDict({"a": inner, "b": nn.Linear(2, 2)}), backend="eager")
+    short = StateDictOptions(keep_submodule_prefixes=False)
+    assert set(ours.get_model_state_dict(model, submodules={inner[0]})) == {
+        "a.0.weight",
+        "a.0.bias",
+    }
+    found = ours.get_model_state_dict(model, submodules={inner[0]}, options=short)
+    assert set(found) == {"weight", "bias"}
+    with pytest.raises(ours.StateDictMismatch, match="same canonical name"):
+        ours.get_model_state_dict(model, submodules={inner[0], inner[1]}, options=short)
+    ours.set_model_state_dict(model, {inner: two_layers(1).state_dict()}, options=PARTIAL)
+    assert equal(dict(inner.state_dict()), dict(two_layers(1).state_dict()))
+    with pytest.raises(ours.StateDictMismatch, match="not part of the model"):
+        ours.set_model_state_dict(model, {nn.Linear(1, 1): {}})
+
+
+def test_frozen_parameters_are_left_out_under_every_name() -> None:
+    """torch leaves the second name of a tied one in."""
+    model = Tied()
+    model.embed.weight.requires_grad_(False)
+    options = StateDictOptions(ignore_frozen_params=True)
+    assert ours.get_model_state_dict(model, options=options) == {}
+
+
+def test_extra_state_and_buffers_travel() -> None:
+    """Objects that are no tensors, and buffers of which only the persistent ones count."""
+
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.register_buffer("cache", torch.zeros(1), persistent=False)
+            self.seen: object = {"words", 3}
+
+        def get_extra_state(self) -> object:
+            return self.seen
+
+        def set_extra_state(self, state: object) -> None:
+            self.seen = state
+
+    model, other = Counter(), Counter()
+    other.seen = None
+    full = StateDictOptions(full_state_dict=True)
+    state = ours.get_model_state_dict(torch.compile(model, backend="eager"), options=full)
+    assert "cache" not in state
+    ours.set_model_state_dict(other, state, options=full)
+    assert other.seen == {"words", 3}
+    old = OrderedDict((k, v) for k, v in state.items() if "tracked" not in k)
+    old._metadata = {"norm": {"version": 1}}  # type: ignore[attr-defined]
+    assert ours.set_model_state_dict(other, old) == ([], [])
+
+
+def test_modules_that_rename_their_keys_are_asked_what_they_hide() -> None:
+    """By the method that `dsd_fqn_modifiers` names."""
+
+    class Hiding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2, bias=False)
+            self.register_state_dict_post_hook(self._rename)
+            self.register_load_state_dict_pre_hook(self._restore)
+
+        def _modifiers(self) -> dict[str, str]:
+            return {"weight": "inner"}
+
+        @staticmethod
+        def _rename(module: Any, state: Any, prefix: str, _: Any) -> None:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}inner.weight")
+
+        @staticmethod
+        def _restore(module: Any, state: Any, prefix: str, *_: Any) -> None:
+            state[f"{prefix}inner.weight"] = state.pop(f"{prefix}weight")
+
+    model = torch.compile(nn.Sequential(Hiding()), backend="eager")
+    optimizer = torch.optim.Adam(model.parameters())
+    options = StateDictOptions(dsd_fqn_modifiers="_modifiers")
+    states = ours.get_state_dict(model, optimizer, options=options)
+    assert list(states[0]) == list(states[1]["state"]) == ["0.weight"]
+    new = {"0.weight": torch.ones(2, 2)}
+    assert ours.set_model_state_dict(model, new, options=options) == ([], [])
+    assert torch.equal(model._orig_mod[0].inner.weight, torch.ones(2, 2))
+
+
+def test_patched_objects_speak_canonical_names() -> None:
+    """And the functions still see the methods of the class beneath."""
+    model = torch.compile(two_layers(), backend="eager")
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    expected = ours.get_state_dict(model, optimizer)
+    ours.patch_model_state_dict(model)
+    ours.patch_optimizer_state_dict(model, optimizers=optimizer)
+    assert equal(model.state_dict(), expected[0])
+    assert equal(optimizer.state_dict(), expected[1])
+    assert equal(ours.get_state_dict(model, optimizer), expected)
+    model.load_state_dict(two_layers(1).state_dict())
+    optimizer.load_state_dict(ours.get_optimizer_state_dict(*trained(1)))
+    assert equal(dict(model.state_dict()), dict(two_layers(1).state_dict()))
+
+
+# ---- which part of a tensor a rank holds
+
+
+@pytest.mark.parametrize("shape", [(9,), (7, 5), (3, 1, 4), (0, 2), (16, 2)])
+def test_the_shards_of_a_mesh_cover_a_tensor_once(shape: tuple[int, ...]) -> None:
+    """For every pair of placements, even and uneven, and in blocks of any size."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    whole = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape)
+    kinds = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+    pairs = [*itertools.product(kinds, kinds), (_StridedShard(0, split_factor=3), Shard(0))]
+    for pair, limit in itertools.product(pairs, (1, 3, 100)):
+        seen = torch.zeros_like(whole)
+        copies = 1
+        for axis, size in enumerate((2, 3)):
+            copies *= size if pair[axis].is_replicate() else 1
+        for place in itertools.product(range(2), range(3)):
+            spans = shard_spans(shape, (2, 3), pair, place)
+            for block in blocks(shape, limit):
+                values = seen[tuple(slice(*span) for span in block)]
+                for _, out_of in overlaps(spans, block):
+                    values[out_of] += 1
+        assert torch.equal(seen, torch.full_like(seen, copies)), pair

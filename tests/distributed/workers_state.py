@@ -1,0 +1,325 @@
+"""What the state dict functions do where torch's go wrong, checked on every rank of a group.
+
+Started by ``python -m torch.distributed.run`` with a folder for the results.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as theirs
+from compare_states import CHECKS, reads_as_torch_does
+from ranks import main
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from wrapped_models import (
+    OPTIMIZERS,
+    WRAPPERS,
+    Net,
+    built,
+    cloned,
+    containers,
+    fsdp,
+    net,
+    same,
+    train,
+)
+
+import torchlift.distributed as ours
+
+
+def check(*worlds: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        for world in worlds:
+            CHECKS[world][function.__name__] = function
+        return function
+
+    return register
+
+
+def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> Any:
+    return cloned((containers(model.state_dict()), optim.state_dict()))
+
+
+def raises(call: Callable[[], object], *words: str) -> None:
+    """Every rank raises an error with these words in it."""
+    with pytest.raises(ours.StateDictMismatch) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+@check(2, 4)
+def a_key_that_one_rank_lacks_is_an_error_on_every_rank() -> None:
+    full = ours.StateDictOptions(full_state_dict=True)
+    for wrap in ("ddp", "fsdp blocks", "tensor parallel"):
+        model, optim = built(wrap)
+        states = cloned(ours.get_state_dict(*built(wrap, seed=5), options=full))
+        if dist.get_rank() == 1:
+            del states[0]["inp.weight"]
+        before = state_of(model, optim)
+        load = partial(ours.set_state_dict, model, optim, options=full)
+        call = partial(load, model_state_dict=states[0], optim_state_dict=states[1])
+        raises(call, "on rank 1", "missing 'inp.weight'")
+        same(state_of(model, optim), before)
+
+
+@check(2)
+def an_optimizer_state_that_one_rank_lacks_is_an_error_on_every_rank() -> None:
+    model, optim = built("fsdp blocks")
+    states = ours.get_optimizer_state_dict(model, optim)
+    if dist.get_rank() == 0:
+        del states["state"]["scale"]
+    before = state_of(model, optim)
+    raises(lambda: ours.set_optimizer_state_dict(model, optim, states), "on rank 0", "scale")
+    same(state_of(model, optim), before)
+
+
+@check(2, 4)
+def rank_0_loads_for_everybody_and_the_others_pass_nothing() -> None:
+    """torch's set_state_dict takes the empty dict of the others for "no model"."""
+    options = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for wrap in ("ddp", "compiled fsdp", "tensor parallel"):
+        source = built(wrap, seed=5)
+        states = ours.get_state_dict(*source, options=ours.StateDictOptions(full_state_dict=True))
+        model, optim = built(wrap)
+        given = cloned(states) if dist.get_rank() == 0 else ({}, {})
+        ours.set_state_dict(
+            model, optim, model_state_dict=given[0], optim_state_dict=given[1], options=options
+        )
+        same(state_of(model, optim), state_of(*source), wrap)
+
+
+@check(2)
+def a_bucket_smaller_than_a_tensor_changes_nothing() -> None:
+    from torchlift.distributed import gather, moves
+
+    budget = moves.BUDGET
+    try:
+        moves.BUDGET = gather.BUDGET = 64
+        rank_0_loads_for_everybody_and_the_others_pass_nothing()
+        reads_as_torch_does("fsdp blocks", "adamw")
+    finally:
+        moves.BUDGET = gather.BUDGET = budget
+
+
+@check(2)
+def offloading_a_broadcast_without_strict_skips_what_the_model_lacks() -> None:
+    """pytorch/pytorch#149516: torch raises a KeyError."""
+    options = ours.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False
+    )
+    source = built("fsdp blocks", seed=5)[0]
+    full = ours.get_model_state_dict(source, options=ours.StateDictOptions(full_state_dict=True))
+    full = {**full, "nobody.knows": torch.ones(3)}
+    del full["inp.bias"]
+    model = built("fsdp blocks")[0]
+    kept = cloned(model.state_dict()["inp.bias"])
+    found = ours.set_model_state_dict(model, full if dist.get_rank() == 0 else {}, options=options)
+    assert found == (["inp.bias"], ["nobody.knows"]), found
+    same(model.state_dict()["inp.bias"], kept)
+    same(model.state_dict()["inp.weight"], source.state_dict()["inp.weight"])
+
+
+@check(2)
+def an_unexpected_key_on_rank_0_is_an_error_everywhere() -> None:
+    options = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    model = built("fsdp blocks")[0]
+    full = ours.get_model_state_dict(model, options=ours.StateDictOptions(full_state_dict=True))
+    full = {key: torch.zeros_like(value) for key, value in full.items()} | {"odd": torch.ones(3)}
+    before = cloned(containers(model.state_dict()))
+    raises(lambda: ours.set_model_state_dict(model, full, options=options), "unexpected 'odd'")
+    same(containers(model.state_dict()), before)
+
+
+@check(2)
+def each_stage_of_a_pipeline_takes_its_own_part() -> None:
+    """The state dict of rank 0 holds the stages of all ranks."""
+    whole = nn.ModuleDict({"0": nn.Linear(3, 4), "1": nn.Linear(4, 5)})
+    mine = nn.ModuleDict({str(dist.get_rank()): nn.Linear(*((3, 4), (4, 5))[dist.get_rank()])})
+    optim = torch.optim.Adam(mine.parameters())
+    other = torch.optim.Adam(whole.parameters())
+    train(other)
+    states = ours.get_state_dict(whole, other)
+    options = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = states if dist.get_rank() == 0 else ({}, {})
+    ours.set_state_dict(
+        mine, optim, model_state_dict=given[0], optim_state_dict=given[1], options=options
+    )
+    for name, value in mine.state_dict().items():
+        same(value, states[0][name], name)
+    found = ours.get_optimizer_state_dict(mine, optim)["state"]
+    for name, value in found.items():
+        same(value, states[1]["state"][name], name)
+
+
+@check(2, 4)
+def a_sharded_meta_model_receives_what_it_lacks() -> None:
+    source = built("fsdp blocks", seed=5)[0]
+    full = ours.get_model_state_dict(source, options=ours.StateDictOptions(full_state_dict=True))
+    for broadcast in (False, True):
+        with torch.device("meta"):
+            model = Net()
+        model = fsdp(model)
+        options = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        given = cloned(full) if not broadcast or dist.get_rank() == 0 else {}
+        ours.set_model_state_dict(model, given, options=options)
+        same(containers(model.state_dict()), containers(source.state_dict()))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.hidden = torch.zeros(3)  # not persistent, so no state dict has it
+        model(torch.ones(4, 5)).sum().backward()
+        optim.step()
+
+
+@check(2)
+def whole_tensors_on_every_rank_are_sliced_without_moving_weights() -> None:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    model, optim = built("fsdp blocks")
+    options = ours.StateDictOptions(full_state_dict=True)
+    states = cloned(ours.get_state_dict(*built("fsdp blocks", seed=5), options=options))
+    with CommDebugMode() as counted:
+        ours.set_state_dict(
+            model, optim, model_state_dict=states[0], optim_state_dict=states[1], options=options
+        )
+    kinds = {str(kind) for kind in counted.get_comm_counts()}
+    assert not any("scatter" in kind or "broadcast" in kind for kind in kinds), kinds
+
+
+@check(2)
+def no_step_is_taken_to_read_the_state_of_a_new_optimizer() -> None:
+    """pytorch/pytorch#164929, and optimizers whose step DTensor cannot run at all."""
+    for name, make in OPTIMIZERS.items():
+        model = WRAPPERS["fsdp blocks"](net())
+        optim = make(model.parameters())
+        before = cloned(containers(model.state_dict()))
+        found = ours.get_optimizer_state_dict(model, optim)
+        assert name == "adagrad" or not optim.state, name  # which makes its state at once
+        same(containers(model.state_dict()), before)
+        for state in found["state"].values():
+            assert state.get("step", torch.zeros(())).item() == 0, name
+        other = make(net().parameters())
+        plain = ours.get_optimizer_state_dict(net_of(other), other)
+        full = ours.get_optimizer_state_dict(
+            model, optim, options=ours.StateDictOptions(full_state_dict=True)
+        )
+        same(full, plain, name)
+
+
+def net_of(optim: torch.optim.Optimizer) -> nn.Module:
+    """A model that holds the parameters of an optimizer under the names of `Net`."""
+    model = Net()
+    params = iter(optim.param_groups[0]["params"])
+    for path, _ in list(model.named_parameters()):
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, next(params))
+    return model
+
+
+@check(2)
+def factored_moments_come_from_a_plain_model_and_go_back() -> None:
+    """Adafactor's have shapes of their own, and torch cannot step them on a mesh."""
+    plain, trained = built("plain", "adafactor", seed=5)
+    states = ours.get_optimizer_state_dict(plain, trained)
+    model = WRAPPERS["fsdp blocks"](net())
+    optim = OPTIMIZERS["adafactor"](model.parameters())
+    full = ours.StateDictOptions(full_state_dict=True)
+    ours.set_optimizer_state_dict(model, optim, states, options=full)
+    found = ours.get_optimizer_state_dict(model, optim, options=full)
+    same(found["state"], states["state"])
+
+
+@check(2)
+def stateless_optimizers_load_from_whole_state_dicts() -> None:
+    """torch stops with an AssertionError, "Expected device to be set"."""
+    model = WRAPPERS["fsdp blocks"](net())
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = {
+        "state": {},
+        "param_groups": [{"lr": 0.5, "params": [*dict(net().named_parameters())]}],
+    }
+    full = ours.StateDictOptions(full_state_dict=True)
+    ours.set_optimizer_state_dict(model, optim, saved, options=full)
+    assert optim.param_groups[0]["lr"] == 0.5
+    assert not any(optim.state.values())
+
+
+@check(2)
+def whole_moments_without_full_state_dict_are_an_error() -> None:
+    model, optim = built("fsdp blocks")
+    states = ours.get_optimizer_state_dict(
+        model, optim, options=ours.StateDictOptions(full_state_dict=True)
+    )
+    raises(lambda: ours.set_optimizer_state_dict(model, optim, states), "full_state_dict=True")
+
+
+@check(2)
+def state_dicts_work_between_forward_and_backward() -> None:
+    """FSDP2 then holds whole parameters, which the optimizer does not know."""
+    model = fully_shard(net(), reshard_after_forward=False)
+    optim = torch.optim.Adam(model.parameters())
+    train(optim)
+    loss = model(torch.ones(4, 5)).sum()
+    states = cloned(ours.get_state_dict(model, optim))
+    model(torch.ones(4, 5))
+    ours.set_state_dict(model, optim, model_state_dict=states[0], optim_state_dict=states[1])
+    same(containers(model.state_dict()), containers(states[0]))
+    del loss
+
+
+@check(2)
+def compiled_modules_inside_checkpointing_have_canonical_names() -> None:
+    """torch leaves `_orig_mod` in the keys, so that they load into no other model."""
+    model = net()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = checkpoint_wrapper(torch.compile(block, backend="eager"))
+    model = DistributedDataParallel(model)
+    optim = torch.optim.Adam(model.parameters())
+    train(optim)
+    states = cloned(ours.get_state_dict(model, optim))
+    assert states[0].keys() == net().state_dict().keys()
+    other, fresh = built("fsdp blocks", seed=3)
+    full = ours.StateDictOptions(full_state_dict=True)
+    ours.set_state_dict(
+        other, fresh, model_state_dict=states[0], optim_state_dict=states[1], options=full
+    )
+    same(ours.get_state_dict(other, fresh, options=full)[1]["state"], states[1]["state"])
+
+
+@check(2)
+def fully_sharded_data_parallel_goes_through_torch() -> None:
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        layers = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+        optim = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        return model, optim
+
+    full = {"full_state_dict": True}
+    source, target = make(0), make(1)
+    mine = ours.get_state_dict(*source, options=ours.StateDictOptions(**full))
+    same(mine, theirs.get_state_dict(*source, options=theirs.StateDictOptions(**full)))
+    given = containers(mine)
+    ours.set_state_dict(
+        *target,
+        model_state_dict=given[0],
+        optim_state_dict=given[1],
+        options=ours.StateDictOptions(**full),
+    )
+    same(given, containers(mine))
+    same(ours.get_state_dict(*target, options=ours.StateDictOptions(**full)), mine)
+
+
+if __name__ == "__main__":
+    main(CHECKS[int(os.environ["WORLD_SIZE"])])

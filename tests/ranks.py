@@ -1,0 +1,69 @@
+"""Start a worker module on several gloo ranks and collect what each of its checks came to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def run_workers(module: Path, ranks: int, out: Path, timeout: float = 150) -> dict[str, str]:
+    """Run every check of `module` on `ranks` ranks.
+
+    Returns:
+        Check -> what went wrong on which rank, or an empty text.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", str(module), str(out)]
+    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    quiet["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **quiet},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"{ranks} ranks hang: {error.stdout!r} {error.stderr!r}") from error
+    found: dict[str, str] = {}
+    for rank in range(ranks):
+        path = out / f"{rank}.json"
+        running = path.with_suffix(".running")
+        at = running.read_text(encoding="utf-8") if running.exists() else "the start"
+        assert path.exists(), f"rank {rank} died in {at!r}:\n{done.stdout}\n{done.stderr}"
+        for check, text in json.loads(path.read_text(encoding="utf-8")).items():
+            found[check] = found.get(check, "") + (f"[rank {rank}] {text}" if text else "")
+    assert done.returncode == 0, done.stderr
+    return found
+
+
+def main(checks: dict[str, Callable[[], None]]) -> None:
+    """The body of a worker process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    results = {}
+    path = Path(sys.argv[1]) / f"{dist.get_rank()}.json"
+    for name, check in checks.items():
+        path.with_suffix(".running").write_text(name, encoding="utf-8")
+        torch.manual_seed(0)
+        try:
+            check()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+    path.write_text(json.dumps(results), encoding="utf-8")
+    dist.barrier()
+    # The threads of gloo and DDP may still run when the interpreter is torn down, and then abort.
+    os._exit(0)
