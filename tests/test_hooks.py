@@ -65,8 +65,10 @@ class Extra(nn.Module):
         17,
         "text",
         None,
+        {"l": [1, torch.arange(3)], "a.b": {0: torch.ones(1), "x": (2, "s", {})}, 5: None},
+        [torch.ones(1), {"k": [torch.zeros(2)]}],
     ],
-    ids=["dict", "tensor", "tensors", "number", "text", "none"],
+    ids=["dict", "tensor", "tensors", "number", "text", "none", "keys", "lists"],
 )
 def test_extra_state_arrives_as_it_was_saved(
     state: Any, nested: bool, live: bool, tmp_path: Path
@@ -89,6 +91,8 @@ def plain(value: Any) -> Any:
         return (value.dtype, value.tolist())
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(item) for item in value)
     return value
 
 

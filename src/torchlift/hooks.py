@@ -24,6 +24,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from torchlift.checkpoint import MappedViews
 from torchlift.errors import MismatchError
+from torchlift.extra_state import gather, templates_by_name
 from torchlift.formats import Index
 from torchlift.match import Candidate
 from torchlift.slots import walk
@@ -135,6 +136,7 @@ class _Run:
         self.index = index
         self.strict = strict
         self.views = MappedViews(index)
+        self.templates = templates_by_name(index, {**names, **objects})
         self.outcome = Outcome()
         self.state: dict[str, Any] = {}
         self.origin: dict[tuple[object, ...], tuple[str, int]] = {}
@@ -155,6 +157,8 @@ class _Run:
         local = OrderedDict((name, self.state[name]) for name in self._under(prefix))
         metadata = dict(self.versions.get(prefix[:-1], {}))
         metadata["assign_to_params_buffers"] = True
+        if _takes_extra(module):
+            gather(local, prefix + _EXTRA, self.templates)
         if _overrides_load(module):
             self._override(prefix, module, local, metadata)
         else:
@@ -212,10 +216,6 @@ class _Run:
         name = prefix + _EXTRA
         if name in local:
             self.outcome.extra.append((module, local.pop(name)))
-            return
-        inside = [key for key in local if key.startswith(name + ".")]
-        if inside:
-            self.outcome.extra.append((module, _nested(local, inside, name + ".")))
         else:
             self.outcome.missing.append(name)
 
@@ -272,18 +272,6 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _takes_extra(module: nn.Module) -> bool:
     return type(module).set_extra_state is not nn.Module.set_extra_state
-
-
-def _nested(local: OrderedDict[str, Any], keys: list[str], prefix: str) -> dict[str, object]:
-    """An extra state that was a dict: its leaves were flattened with the rest of the file."""
-    state: dict[str, Any] = {}
-    for key in keys:
-        *path, last = key[len(prefix) :].split(".")
-        place = state
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = local.pop(key)
-    return state
 
 
 def run_post_hooks(model: nn.Module, missing: list[str], unexpected: list[str]) -> None:

@@ -8,10 +8,12 @@ that an optimizer's ``param_groups`` stay what they are. A file that holds a bar
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchlift.errors import FormatError
+from torchlift.formats.index import Leaf
 from torchlift.formats.stand_ins import (
     Blocked,
     Global,
@@ -25,6 +27,7 @@ from torchlift.formats.stand_ins import (
 ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
 
 _MAX_DEPTH = 100
+_EXTRA_STATE = "_extra_state"
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
@@ -36,6 +39,7 @@ class Flat:
     objects: dict[str, object] = field(default_factory=dict)
     blocked: dict[str, str] = field(default_factory=dict)
     versions: dict[str, dict[str, object]] = field(default_factory=dict)
+    templates: dict[str, object] = field(default_factory=dict)
 
 
 class _NotPlain(Exception):
@@ -98,6 +102,9 @@ class _Flattener:
 
     def _visit(self, key: str, value: object, depth: int) -> None:
         """File one value under its key, or descend into it."""
+        if key.endswith(_EXTRA_STATE) and isinstance(value, (dict, list, tuple)):
+            with suppress(_NotPlain):
+                self.flat.templates[key] = self._template(key, value, depth)
         if isinstance(value, TensorRef):
             self.flat.tensors[key] = value
         elif isinstance(value, dict) and value:
@@ -110,6 +117,26 @@ class _Flattener:
                 self.flat.objects[key] = self._plain(value, key, depth)
             except _NotPlain as error:
                 self.flat.blocked[key] = str(error)
+
+    def _template(self, key: str, value: object, depth: int) -> object:
+        """The containers of a value, with a `Leaf` for what is filed under a key of its own."""
+        inner = depth + 1
+        self._spend(len(key) + 8, key)
+        if inner > _MAX_DEPTH:
+            raise FormatError("containers nest too deep", entry=key)
+        if isinstance(value, dict) and value:
+            return {
+                self._plain(name, key, inner): self._template(
+                    f"{key}.{name if type(name) is str else _key_text(name, key)}", part, inner
+                )
+                for name, part in value.items()
+            }
+        if isinstance(value, (list, tuple)) and self._has_tensor(value, depth):
+            kind = list if isinstance(value, list) else tuple
+            return kind(
+                [self._template(f"{key}.{at}", part, inner) for at, part in enumerate(value)]
+            )
+        return Leaf(key)
 
     def _has_tensor(self, value: object, depth: int) -> bool:
         """Whether a tensor is anywhere inside; each container is looked at once."""

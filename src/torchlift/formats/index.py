@@ -122,6 +122,13 @@ class FileStamp:
 
 
 @dataclass(frozen=True, slots=True)
+class Leaf:
+    """Stands, in a template of a container, for the value that the index has under a key."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
     """Everything a checkpoint says about itself, without its weights.
 
@@ -136,6 +143,8 @@ class Index:
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
         module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
         blocked_keys: key -> the name of the global that its value would have needed.
+        templates: key of a module's extra state -> its containers as they were, with a `Leaf` for
+            every value. Dotted keys alone do not tell a list from a dict, nor 1 from "1".
     """
 
     path: str
@@ -148,6 +157,7 @@ class Index:
     blocked: tuple[str, ...] = ()
     module_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     blocked_keys: Mapping[str, str] = field(default_factory=dict)
+    templates: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -193,9 +203,23 @@ def under(index: Index, root: str) -> Index | None:
             for name, storage in index.storages.items()
             if name in used or (storage.file, storage.offset) in spots
         },
+        templates={
+            k[cut:]: _cut_leaves(tree, cut)
+            for k, tree in index.templates.items()
+            if k.startswith(prefix)
+        },
         module_versions={
             k[cut:] if k != root else "": v
             for k, v in index.module_versions.items()
             if k == root or k.startswith(prefix)
         },
     )
+
+
+def _cut_leaves(tree: object, cut: int) -> object:
+    if isinstance(tree, Leaf):
+        return Leaf(tree.key[cut:])
+    if isinstance(tree, dict):
+        return {key: _cut_leaves(value, cut) for key, value in tree.items()}
+    assert isinstance(tree, (list, tuple))
+    return type(tree)([_cut_leaves(value, cut) for value in tree])

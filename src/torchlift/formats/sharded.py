@@ -154,6 +154,7 @@ class _Merge:
         self.metadata: dict[str, str] = {}
         self.blocked: dict[str, None] = {}
         self.versions: dict[str, Any] = {}
+        self.templates: dict[str, object] = {}
         self.blocked_keys: dict[str, str] = {}
         for name, shard in shards.items():
             self._add(name, shard)
@@ -175,6 +176,7 @@ class _Merge:
         self.metadata = {**shard.metadata, **self.metadata}
         self.blocked.update(dict.fromkeys(shard.blocked))
         self.versions.update(shard.module_versions)
+        self.templates.update(shard.templates)
 
     def _claims(self, key: str, name: str) -> bool:
         """Whether `key` is to be taken from the shard `name`."""
@@ -201,5 +203,6 @@ class _Merge:
             metadata={**self.metadata, **extra},
             blocked=tuple(self.blocked),
             module_versions=self.versions,
+            templates=self.templates,
             blocked_keys=self.blocked_keys,
         )

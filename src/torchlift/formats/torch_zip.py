@@ -72,6 +72,7 @@ def read_archive(source: Source | Window, key: str | None = None) -> Index:
         blocked=tuple(world.blocked),
         module_versions=flat.versions,
         blocked_keys=flat.blocked,
+        templates=flat.templates,
     )
 
 
