@@ -238,3 +238,29 @@ def test_ties_stay(tmp_path, mode):
     path = saved(Tied().state_dict(), tmp_path)
     torchlift.load(model, path, mode=mode, dtype=torch.float64)
     assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["auto", "swap"])
+def test_another_device_under_an_optimizer(tmp_path, mode):
+    """From the CPU to an accelerator, gradients dropped, and the same losses from then on."""
+    device = torch.accelerator.current_accelerator()
+    model, fresh = Net(""), Net("").to(device)
+    path = saved(Net("").state_dict(), tmp_path)
+    optimizer = optimizer_for("SGD", model)
+    train(model, optimizer, 2)
+    report = torchlift.load(model, path, mode=mode, device=device)
+    assert {p.device.type for p in model.parameters()} == {device.type}
+    assert all("its .grad is dropped" in item.note for item in report.loaded.values())
+    fresh.load_state_dict(torch.load(path))
+    tokens = torch.arange(12, device=device).reshape(3, 4)
+    others = optimizer_for("SGD", fresh)
+    for _ in range(10):
+        losses = []
+        for trained, stepped in [(model, optimizer), (fresh, others)]:
+            stepped.zero_grad()
+            loss = trained(tokens)
+            loss.backward()
+            stepped.step()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]

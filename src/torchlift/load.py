@@ -69,8 +69,10 @@ def load(
             value, or is replayed from the skeleton's construction.
         ignore_mismatched: treat a key whose shape differs as missing instead of raising.
         mode: ``"assign"`` puts a new tensor in the slot; ``"copy"`` writes in place; ``"swap"``
-            gives the same Python object new content, so that an optimizer keeps seeing it;
-            ``"auto"`` takes, per tensor, what preserves references and needs the least memory.
+            gives the same Python object new content, so that an optimizer keeps seeing it, and
+            refuses before anything changes where somebody would keep the old content (see
+            `torchlift.swap.preflight`); ``"auto"`` takes, per tensor, what preserves references and
+            needs the least memory.
         source: ``"mmap"`` leaves the weights file-backed; ``"read"`` reads them into memory the
             process owns; ``"auto"`` maps on a local file system and reads on a network one, and
             wherever new memory must be filled anyway because of a cast or a move.

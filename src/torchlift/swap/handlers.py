@@ -35,12 +35,13 @@ class Registration:
 
     def remove(self) -> None:
         """Forget the handler; doing so twice is no error."""
-        global _registered
+        global _registered, _torch_module_load
         with _lock:
             _registered = tuple(item for item in _registered if item is not self)
             # If somebody wrapped the method meanwhile, taking ours out would take theirs out.
             if not _registered and vars(torch.Tensor).get("module_load") is _dispatch:
                 torch.Tensor.module_load = _torch_module_load  # type: ignore[method-assign]
+                _torch_module_load = None
 
     def __enter__(self) -> Registration:
         return self
@@ -111,7 +112,7 @@ def module_load(subclass: type[torch.Tensor], handler: Handler) -> Registration:
         raise TypeError(f"the handler for {subclass.__name__} cannot be called: {handler!r}")
     made = Registration(subclass, handler)
     with _lock:
-        if vars(torch.Tensor).get("module_load") is not _dispatch and not _registered:
+        if _torch_module_load is None:
             _torch_module_load = torch.Tensor.module_load
             torch.Tensor.module_load = _dispatch  # type: ignore[method-assign]
         _registered = (*_registered, made)
@@ -176,19 +177,21 @@ def apply(destination: torch.Tensor, source: torch.Tensor, *, assign: bool) -> t
 def _dispatch(self: torch.Tensor, other: torch.Tensor, assign: bool = False) -> torch.Tensor:
     """What stands in for ``Tensor.module_load`` while a handler is registered."""
     busy: tuple[Registration, ...] = getattr(_active, "items", ())
-    for item in _handlers(type(self), type(other)):
-        if item in busy:
-            continue  # it called module_load itself, to reach the next one
-        _active.items = (*busy, item)
-        try:
+    # One that is busy called module_load itself, to reach the next one.
+    asked = [item for item in _handlers(type(self), type(other)) if item not in busy]
+    try:
+        for item in asked:
+            _active.items = (*busy, item)
             made = item.handler(self, other, assign=assign)
-        finally:
-            _active.items = busy
-        if made is not NotImplemented:
-            _check(made, self, other, f"handler {_name(item.handler)}")
-            return made
-    result: torch.Tensor = _torch_module_load(self, other, assign=assign)
-    return result
+            if made is not NotImplemented:
+                _check(made, self, other, f"handler {_name(item.handler)}")
+                return made
+        # torch comes back here, through the __torch_function__ of the class.
+        _active.items = (*busy, *asked)
+        result: torch.Tensor = _torch_module_load(self, other, assign=assign)
+        return result
+    finally:
+        _active.items = busy
 
 
 def _handlers(destination: type, source: type) -> list[Registration]:
