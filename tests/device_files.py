@@ -1,4 +1,4 @@
-"""Checkpoints that carry the location tags of other machines, made without these machines."""
+"""Checkpoints with the location tags of other machines, and what a map puts on each device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import struct
 from pathlib import Path
 
 from checkpoint_files import tensor, write_zip
+from torch import nn
+
+from torchlift.remap import ByKey
+from torchlift.slots import collect
 
 #: Tags as the backends write them: `torch.serialization.location_tag` of each, and private ones.
 TAGS = (
@@ -21,3 +25,15 @@ def write_tagged(path: Path, *tags: str) -> Path:
     }
     storages = {str(i): struct.pack("<4f", *[float(i)] * 4) for i in range(len(tags))}
     return write_zip(path, content, storages=storages)
+
+
+def used(model: nn.Module, device_map: ByKey[str]) -> dict[str, int]:
+    """Device -> bytes of the model's tensors there, each counted once: not by the code tested."""
+    found: dict[str, int] = {}
+    for group in collect(model):
+        devices = {device_map.at(name) for name in group.names}
+        assert len(devices) == 1, f"{group.names} on {devices}"
+        (device,) = devices
+        assert device is not None, group.names
+        found[device] = found.get(device, 0) + group.tensor.nbytes
+    return found

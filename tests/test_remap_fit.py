@@ -1,0 +1,215 @@
+"""`remap.fit`: modules into budgets, without a device, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import write_safetensors
+from device_files import used
+from small_models import Tied, saved
+from torch import nn
+
+import torchlift
+from torchlift import remap
+from torchlift.errors import PlacementError
+
+KIB = 1024
+
+
+class Block(nn.Module):
+    """8 KiB: a parameter of its own and two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(KIB // 4))
+        self.up = nn.Linear(32, 32, bias=False)
+        self.down = nn.Linear(32, 24, bias=False)
+
+
+class Model(nn.Module):
+    """4 KiB of embedding, four blocks, a head; the head may be the embedding."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(32, 32, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_devices_are_filled_in_the_order_of_execution() -> None:
+    """The map has the shortest prefixes, its numbers are those of the tensors."""
+    model = torchlift.skeleton(Model)
+    found = remap.fit(model, {"cuda:0": "21KiB", "cuda:1": 20 * KIB})
+    assert found == {
+        "embed": "cuda:0", "blocks.0": "cuda:0", "blocks.1": "cuda:0",
+        "blocks.2": "cuda:1", "blocks.3": "cuda:1", "head": "cuda:1",
+    }  # fmt: skip
+    assert found.used == used(model, found) == {"cuda:0": 20 * KIB, "cuda:1": 20 * KIB}
+    assert found.contents["cuda:1"] == {"blocks.2": 8192, "blocks.3": 8192, "head": 4096}
+    assert found.budgets == {"cuda:0": 21 * KIB, "cuda:1": 20 * KIB}
+    assert "embed, blocks.0 to blocks.1" in str(found)
+
+
+def test_what_fits_on_one_device_is_one_entry() -> None:
+    """Of an empty prefix."""
+    assert remap.fit(Model(), {"mps": "1MiB"}) == {"": "mps"}
+
+
+def test_numbers_mean_accelerators() -> None:
+    """Of this machine, or CUDA's where it has none."""
+    (device,) = set(remap.fit(Model(), {1: "1MiB"}).values())
+    assert device.endswith(":1")
+
+
+def test_ties_stay_together_and_are_counted_once() -> None:
+    """A head that is the embedding takes no room, and goes where that goes."""
+    found = remap.fit(Model(tied=True), {"cuda:0": "20KiB", "cuda:1": "16KiB"})
+    assert found.at("head.weight") == "cuda:0"
+    assert found.nbytes == 36 * KIB
+    assert used(Model(tied=True), found) == {"cuda:0": 20 * KIB, "cuda:1": 16 * KIB}
+
+
+def test_views_of_one_memory_stay_together_and_are_counted_once() -> None:
+    """As far as they overlap."""
+    full = torch.zeros(64, 16)
+    model = nn.Sequential(nn.Module(), nn.Module(), nn.Module())
+    for module, view in zip(model, (full[:40], full[30:], torch.zeros(16, 16)), strict=True):
+        module.register_buffer("x", view)
+    found = remap.fit(model, {"cuda:0": 64 * 16 * 4, "cuda:1": 1024})
+    assert found == {"0": "cuda:0", "1": "cuda:0", "2": "cuda:1"}
+
+
+def test_sizes_are_those_after_casting() -> None:
+    """By the same rule that load gets; integers keep their size."""
+    model = nn.BatchNorm1d(100)
+    dtype = remap.by_key({"": torch.bfloat16, "weight": torch.float64})
+    assert remap.fit(model, {"cpu": "1MiB"}, dtype=dtype).nbytes == 800 + 3 * 200 + 8
+
+
+def test_blocks_stay_whole_where_that_takes_no_more_devices() -> None:
+    """Members of numbered lists do so unasked, and are split where they must be."""
+    whole = remap.fit(Model(), {"cuda:0": "18KiB", "cuda:1": "1MiB"})
+    assert whole.used["cuda:0"] == 12 * KIB
+    split = remap.fit(Model(), {"cuda:0": "18KiB", "cuda:1": "23KiB"})
+    assert split["blocks.1.up"] == "cuda:0"
+    assert split["blocks.1.down"] == "cuda:1"
+
+
+@pytest.mark.parametrize("no_split", [[Block], ["Block"], "Block", ["blocks.*"], [nn.ModuleList]])
+def test_what_must_not_be_split_is_not(no_split) -> None:
+    """By class, by its name, or by path; a class means its subclasses too."""
+    with pytest.raises(PlacementError, match=r"does not fit"):
+        remap.fit(Model(), {"cuda:0": "18KiB", "cuda:1": "23KiB"}, no_split)
+    found = remap.fit(Model(), {"cuda:0": "18KiB", "cuda:1": "1MiB"}, no_split)
+    assert all(len({found.at(f"blocks.{i}.{n}") for n in ("up", "down")}) == 1 for i in range(4))
+
+
+def test_a_module_s_own_tensors_are_never_separated() -> None:
+    """It could not run."""
+    with pytest.raises(PlacementError, match="does not fit"):
+        remap.fit(nn.Linear(32, 32), {"cuda:0": "4KiB", "cuda:1": "4KiB"})
+
+
+def test_room_is_left_for_the_largest_layer_that_is_kept_elsewhere() -> None:
+    """On the first accelerator, which runs it; none where nothing is kept elsewhere."""
+    found = remap.fit(Model(), {"cuda:0": "24KiB", "cpu": "1MiB"})
+    assert (found.main, found.reserved) == ("cuda:0", {"cuda:0": 8 * KIB})
+    assert found.used["cuda:0"] + 8 * KIB <= 24 * KIB
+    assert remap.fit(Model(), {"cuda:0": "1MiB", "cpu": "1MiB"}).reserved == {}
+    full = remap.fit(Model(), {"cuda:0": "24KiB", "cpu": "1MiB"}, largest_layer=False)
+    assert full.used["cuda:0"] == 20 * KIB
+
+
+def test_disk_takes_what_fits_nowhere() -> None:
+    """None is any number of bytes."""
+    found = remap.fit(Model(), {"cuda:0": "20KiB", "cpu": "17KiB", "disk": None})
+    assert found.used == {"cuda:0": 12 * KIB, "cpu": 16 * KIB, "disk": 12 * KIB}
+    assert found["head"] == "disk"
+    assert "disk: 12.0 KiB\n" in str(found)
+
+
+def test_what_does_not_fit_is_said_with_numbers_for_each_device() -> None:
+    """And what the next step would have been."""
+    with pytest.raises(PlacementError) as caught:
+        remap.fit(Model(), {"cuda:0": "12KiB", "cuda:1": "17KiB"})
+    assert str(caught.value) == (
+        "'blocks.3.up': does not fit: 40.0 KiB in all, budgets of 29.0 KiB; "
+        "used cuda:0 12.0 KiB of 12.0 KiB; cuda:1 17.0 KiB of 17.0 KiB; "
+        "11.0 KiB are left over, and the next to place takes 4.0 KiB. "
+        'Raise a budget, give a smaller dtype=, or add "disk": None for what fits nowhere.'
+    )
+
+
+@pytest.mark.parametrize(
+    ("budgets", "no_split", "said"),
+    [
+        ({"cudaa": 1}, (), "'cudaa': is mapped to something that is no device.*'cuda'"),
+        ({"cpu": "1GiB", "meta": "1GiB"}, (), "'meta': budgets: the device holds no values"),
+        ({"cuda:0": 1, torch.device("cuda:0"): 1}, (), "'cuda:0': .*is given twice"),
+        ({"cpu": "1MiB"}, ["Blok"], "'Blok': no_split: .* Did you mean 'Block'"),
+    ],
+)
+def test_a_budget_or_class_that_means_nothing_is_refused(budgets, no_split, said) -> None:
+    """With the nearest name."""
+    with pytest.raises(PlacementError, match=said):
+        remap.fit(Model(), budgets, no_split)
+
+
+@pytest.mark.parametrize("budgets", [{"cpu": "much"}, {"cpu": -1}, {"cpu": True}, {}])
+def test_a_size_that_is_none_is_refused(budgets) -> None:
+    """Before anything is computed."""
+    with pytest.raises(ValueError, match="budgets"):
+        remap.fit(Model(), budgets)
+
+
+def test_a_fit_survives_the_way_to_another_process() -> None:
+    """With its numbers."""
+    found = remap.fit(Model(), {"cuda:0": "20KiB", "cpu": "1MiB"})
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found
+    assert str(again) == str(found)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("root", [None, "net"])
+def test_a_checkpoint_is_fitted_as_the_model_is(tmp_path: Path, root) -> None:
+    """The tie is found in the file; a path does as well as an open checkpoint."""
+    model = Model(tied=True)
+    path = saved({root: model.state_dict()} if root else model.state_dict(), tmp_path)
+    budgets = {"cuda:0": "20KiB", "cuda:1": "16KiB"}
+    with torchlift.open(path, root=root) as ckpt:
+        assert remap.fit(ckpt, budgets) == remap.fit(model, budgets)
+    if root is None:
+        assert remap.fit(path, budgets) == remap.fit(model, budgets)
+
+
+def test_numbered_lists_in_a_file_are_taken_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """Alphabetical order, which safetensors files have, puts layer 10 before layer 2."""
+    names = sorted(f"layers.{i}.w" for i in range(12))
+    header = {
+        name: {"dtype": "F32", "shape": [4], "data_offsets": [16 * i, 16 * i + 16]}
+        for i, name in enumerate(names)
+    }
+    path = write_safetensors(tmp_path / "m.safetensors", header, bytes(16 * 12))
+    found = remap.fit(path, {"cuda:0": 64, "cuda:1": 128})
+    assert [name for name, device in found.items() if device == "cuda:0"] == [
+        f"layers.{i}" for i in range(4)
+    ]
+
+
+def test_a_checkpoint_s_map_can_have_the_model_s_names(tmp_path: Path) -> None:
+    """By the rename that load gets, so that the map is a device= for it."""
+    path = saved({f"module.{k}": v for k, v in Tied().state_dict().items()}, tmp_path)
+    rename = remap.strip("module.")
+    found = remap.fit(path, {"cpu": "1MiB"}, rename=rename, dtype=torch.float16)
+    assert found.nbytes == 5 * 3 * 2
+    model = torchlift.skeleton(Tied)
+    torchlift.load(model, path, rename=rename, device=found)
+    assert model.head.weight is model.embed.weight
