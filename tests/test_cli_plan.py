@@ -1,0 +1,180 @@
+"""``torchlift plan``: what goes where, from the shell, on a machine without the devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoint_files import write_safetensors
+from device_files import write_tagged
+from small_models import saved
+from torch import nn
+
+from torchlift import cli
+
+MODEL = """
+from torch import nn
+
+def make():
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+class Broken:
+    def __init__(self):
+        raise ValueError("no such thing")
+"""
+LAYER = 16 * 17 * 4
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Four layers of 1088 bytes, as a wrapper saves them, beside something else."""
+    state = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).state_dict()
+    model = {f"module.{key}": value for key, value in state.items()}
+    return saved({"model": model, "step": 3}, tmp_path)
+
+
+@pytest.fixture
+def run(path: Path, capsys, monkeypatch):
+    """Run the command in the file's folder, with --root and --strip; (status, output, errors)."""
+    path.with_name("mymodel.py").write_text(MODEL, encoding="utf-8")
+    monkeypatch.chdir(path.parent)
+
+    def call(*words: object, wrapped: bool = True) -> tuple[int, str, str]:
+        unwrap = ["--root", "model", "--strip", "module"] if wrapped else []
+        status = cli.main(["plan", *map(str, words), *unwrap])
+        found = capsys.readouterr()
+        return status, found.out, found.err
+
+    return call
+
+
+def test_a_checkpoint_alone_is_planned_into_budgets(run, path) -> None:
+    """The table names devices that are nowhere near, with what they hold of their budgets."""
+    status, out, err = run(path, "--budget", "cuda:0=4352B", "--budget", "npu:1=1.1KB",
+                           "--budget", "disk")  # fmt: skip
+    assert (status, err) == (0, "")
+    assert "8 tensors, 4.2 KiB: float32 (8)" in out
+    assert "cuda:0: 4.2 KiB of 4.2 KiB\n    everything" in out
+
+
+def test_json_has_every_number(run, path) -> None:
+    """Bytes, so that a script can draw them."""
+    status, out, _ = run(path, "--budget", f"cuda:0={3 * LAYER}", "--budget", "cpu=1MiB", "--json")
+    data = json.loads(out)
+    assert status == 0
+    assert data["nbytes"] == 4 * LAYER
+    assert data["devices"]["cuda:0"] == {
+        "tensors": 4, "used": 2 * LAYER, "budget": 3 * LAYER, "reserved": LAYER,
+        "contents": {"0": LAYER, "1": LAYER},
+    }  # fmt: skip
+    assert data["device_map"] == {"0": "cuda:0", "1": "cuda:0", "2": "cpu", "3": "cpu"}
+    assert data["main_device"] == "cuda:0"
+    assert "plan" not in data
+
+
+def test_dtypes_are_those_after_casting(run, path) -> None:
+    """In general and by pattern."""
+    _, out, _ = run(path, "--dtype", "bfloat16", "--dtype", r"^3\.=float64", "--json")
+    data = json.loads(out)
+    assert data["dtypes"] == {"bfloat16": 6, "float64": 2}
+    assert data["nbytes"] == 3 * LAYER // 2 + 2 * LAYER
+    assert data["device_map"] == {"": "cpu"}
+
+
+@pytest.mark.parametrize("given_as", ["text", "file"])
+def test_a_device_map_is_json_or_a_file_of_it(run, path, given_as) -> None:
+    """The longest prefix wins, as everywhere."""
+    text = '{"": "cpu", "3": "cuda:7", "2.bias": "disk"}'
+    if given_as == "file":
+        path.with_name("map.json").write_text(text, encoding="utf-8")
+        text = "map.json"
+    status, out, _ = run(path, "--device-map", text, "--json")
+    assert status == 0
+    used = {name: device["used"] for name, device in json.loads(out)["devices"].items()}
+    assert used == {"cpu": 3 * LAYER - 64, "cuda:7": LAYER, "disk": 64}
+
+
+def test_with_a_model_names_and_shapes_are_checked_and_the_memory_is_estimated(run, path) -> None:
+    """The module of the working folder is found; none of the devices is."""
+    status, out, err = run(path, "--model", "mymodel:make", "--device", "xpu:0", "--dtype",
+                           "float16", "--json")  # fmt: skip
+    assert (status, err) == (0, "")
+    data = json.loads(out)
+    assert data["devices"]["xpu:0"]["used"] == 2 * LAYER
+    assert data["plan"]["loaded"] == 8
+    assert data["plan"]["bytes_to_read"] == 4 * LAYER
+    assert data["plan"]["peak_bytes"] > 0
+    status, out, _ = run(path, "--model", "mymodel:make", "--budget", "cuda:0")
+    assert "plan: 8 tensors" in out
+    assert "renamed (8)" in out
+
+
+def test_a_model_that_does_not_fit_the_names_is_told_so(run, path) -> None:
+    """With the way out, and without it where that is wanted."""
+    words = (path, "--root", "model", "--model", "mymodel:make")
+    status, _, err = run(*words, wrapped=False)
+    assert status == 1
+    assert "missing (8)" in err
+    status, out, _ = run(*words, "--no-strict", "--json", wrapped=False)
+    assert status == 0
+    assert len(json.loads(out)["plan"]["missing_keys"]) == 8
+
+
+def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None:
+    """As the functions of remap do it; a pattern may hold an equals sign."""
+    _, out, _ = run(path, "--rename", r"^(\d)(?=\.)=layers.\1", "--drop", "bias$", "--json")
+    assert json.loads(out)["devices"]["cpu"]["contents"] == {"": 4 * 1024}
+    _, out, _ = run(path, "--rename", r"^(\d)(?=\.)=layers.\1", "--budget", f"cuda:0={LAYER}",
+                    "--budget", "cpu=1MB", "--no-split", "layers", "--json")  # fmt: skip
+    assert json.loads(out)["device_map"] == {"": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--budget", "cuda:0=1KiB"], 1, "does not fit: 4.2 KiB in all, budgets of 1.0 KiB"),
+        (["--budget", "cdua=1KiB"], 1, "'cdua': is mapped to something that is no device"),
+        (["--budget", "cuda:0=much"], 2, "budgets['cuda:0']: not a size such as 2GiB"),
+        (["--device-map", '{"33": "cpu"}'], 1, "Did you mean '3'?"),
+        (["--device-map", "{"], 2, "Expecting property name"),
+        (["--device-map", "nowhere.json"], 1, "nowhere.json: No such file"),
+        (["--device", "cuda:x"], 1, "no device"),
+        (["--device", "cpu", "--budget", "cpu"], 2, "not allowed with argument"),
+        (["--dtype", "int8"], 2, "--dtype 'int8': not a floating-point dtype"),
+        (["--rename", "(=x"], 2, "'(' is no regular expression"),
+        (["--rename", "x"], 2, "expected REGEX=REPLACEMENT"),
+        (["--model", "mymodel"], 2, "expected MODULE:FACTORY"),
+        (["--model", "mymodel:nothing"], 2, "has no attribute 'nothing'"),
+        (["--model", "mymodel:Broken"], 2, "ValueError: no such thing"),
+        (["--model", "nomodule:make"], 2, "No module named 'nomodule'"),
+        (["--budget", "cpu=1GB", "--no-split", "9"], 1, "no_split: no module has this"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, status, said) -> None:
+    """2 for arguments that make no sense, 1 for a file that does not fit."""
+    found, out, err = run(path, *words)
+    assert (found, out) == (status, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_file_from_machines_that_are_not_here_is_planned(run, tmp_path) -> None:
+    """Its tags do not matter."""
+    tagged = write_tagged(tmp_path / "tagged.pt", "cuda:3", "npu:0", "somebodys_chip:1")
+    status, out, _ = run(tagged, wrapped=False)
+    assert status == 0
+    assert "cpu: 48 B" in out
+
+
+def test_a_hostile_key_does_not_reach_the_terminal(run, tmp_path) -> None:
+    """Nor does one of a million dots take time."""
+    keys = ["w\x1b[2J", "." * 100_000 + "w"]
+    header = {
+        key: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
+        for i, key in enumerate(keys)
+    }
+    path = write_safetensors(tmp_path / "hostile.safetensors", header, bytes(8))
+    status, out, _ = run(path, "--budget", "cuda:0=4", "--budget", "cuda:1=4", wrapped=False)
+    assert status == 0
+    assert "\x1b" not in out
