@@ -257,3 +257,14 @@ def test_long_lists_are_shortened_when_printed(tmp_path):
 def test_sizes_are_printed_for_people(nbytes, text):
     """Units of 1024 with their proper names."""
     assert human(nbytes) == text
+
+
+def test_a_forgotten_prefix_is_pointed_out_even_without_strict(tmp_path):
+    """Without strict nothing raises, and a load that loads nothing must not look like success."""
+    path = tmp_path / "wrapped.pt"
+    torch.save({f"module.{k}": v for k, v in nn.Linear(3, 2).state_dict().items()}, path)
+    made = torchlift.plan(nn.Linear(3, 2), path, strict=False)
+    assert made.hint is not None
+    assert "remap.strip('module.')" in made.hint
+    assert f"hint: {made.hint}" in str(made)
+    assert torchlift.plan(nn.Linear(3, 2), path, strict=False, rename=lambda k: k[7:]).hint is None

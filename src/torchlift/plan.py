@@ -15,7 +15,7 @@ from torchlift.checkpoint import open as open_checkpoint
 from torchlift.errors import MismatchError
 from torchlift.hooks import Outcome, has_post_hooks, reshard, run_hooks, run_post_hooks
 from torchlift.match import Candidate, Match, Rename, match, renamed, suggestion
-from torchlift.report import KeyReport, LoadReport, human, summarise
+from torchlift.report import KeyReport, LoadReport, human, summarise, tensors
 from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules
 from torchlift.skeleton import strays
 from torchlift.slots import Group, collect
@@ -39,7 +39,7 @@ class LoadPlan(LoadReport):
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"plan: {len(self.loaded)} tensors, {human(self.nbytes)}, from {self.path}",
+                f"plan: {tensors(len(self.loaded))}, {human(self.nbytes)}, from {self.path}",
                 f"  to read {human(self.bytes_to_read)}, "
                 f"anonymous memory at the peak {human(self.peak_bytes)}",
                 *summarise(self),
@@ -161,6 +161,7 @@ def _assemble(
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
         mismatched=matched.mismatched,
+        hint=suggestion(matched.missing, matched.unexpected),
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
         replayed=[name for group in work.replayed for name in group.names],
         renamed={old: new for old, new in names.items() if old != new},
@@ -194,7 +195,9 @@ def _name(value: torch.Tensor | None) -> str:
 def _peak(work: Work) -> int:
     steps, makings = work.steps, work.makings
     staged = sum(
-        step.owned and step.source == "read" and step.dense and step.is_changed for step in steps
+        step.span
+        for step in steps
+        if step.owned and step.source == "read" and step.dense and step.is_changed
     )
     made = sum(
         item.group.tensor.numel() * item.dtype.itemsize

@@ -64,6 +64,7 @@ class LoadReport:
         tied: groups of names that are one tensor in the model.
         replayed: names whose value came from replaying their construction.
         renamed: name in the checkpoint -> name in the model, where they differ.
+        hint: what would make more names fit, where a prefix seems to be in the way, else None.
         seconds: wall time of the load.
         bytes_read: bytes copied out of the files; what stays mapped counts nothing.
     """
@@ -76,6 +77,7 @@ class LoadReport:
     tied: tuple[tuple[str, ...], ...] = ()
     replayed: list[str] = field(default_factory=list)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    hint: str | None = None
     seconds: float = 0.0
     bytes_read: int = 0
 
@@ -103,7 +105,7 @@ class LoadReport:
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"loaded {_tensors(len(self.loaded))}, {human(self.nbytes)}, from {self.path}",
+                f"loaded {tensors(len(self.loaded))}, {human(self.nbytes)}, from {self.path}",
                 f"  in {self.seconds:.3f} s, {human(self.bytes_read)} read",
                 *summarise(self),
             ]
@@ -125,8 +127,10 @@ def summarise(report: LoadReport) -> list[str]:
     lines += _listed("replayed", report.replayed)
     lines += _listed("tied", [" = ".join(names) for names in report.tied])
     lines += _listed("renamed", [f"{old} -> {new}" for old, new in report.renamed.items()])
+    if report.hint:
+        lines.append(f"  hint: {report.hint}")
     notes = Counter(item.note for item in report.loaded.values() if item.note)
-    lines += [f"  note: {note} ({_tensors(n)})" for note, n in notes.items()]
+    lines += [f"  note: {note} ({tensors(n)})" for note, n in notes.items()]
     return lines
 
 
@@ -137,7 +141,8 @@ def _listed(title: str, items: list[str], limit: int = 5) -> list[str]:
     return [f"  {title} ({len(items)}): {', '.join(items[:limit])}{more}"]
 
 
-def _tensors(count: int) -> str:
+def tensors(count: int) -> str:
+    """A number of tensors for people."""
     return f"{count} tensor" + ("" if count == 1 else "s")
 
 

@@ -59,9 +59,9 @@ class Request:
         return self.destination.dtype == self.dtype and self.destination.device.type == "cpu"
 
 
-def stage_bytes(requests: int) -> int:
-    """Anonymous memory, in bytes, that `read` takes to stage so many cast or moved requests."""
-    return min(requests, _STAGES) * PIECE
+def stage_bytes(nbytes: int) -> int:
+    """Anonymous memory, in bytes, that `read` takes to stage so much that is cast or moved."""
+    return min(nbytes, _STAGES * PIECE)
 
 
 def read(
