@@ -36,6 +36,10 @@ nitpick_ignore_regex = [
     ("py:.*", r"torchlift\.(\w+\.)*_\w+"),
     ("py:.*", r"torchlift\.(\w+\.)*[A-Z]"),
     ("py:class", r"'.*'"),
+    # A base class with its parameters is split at the comma.
+    ("py:class", r"collections\.abc\.Mapping\[str"),
+    # What torch's own functions return has no page there either.
+    ("py:class", r"torch\.nn\.modules\.module\._IncompatibleKeys"),
     # A plan carries the engine's own records, for the engine.
     ("py:class", r"torchlift\.(match|slots|steps)\.\w+|Work"),
 ]

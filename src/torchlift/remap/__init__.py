@@ -1,4 +1,4 @@
-"""Where tensors go, what they become and what they are called: rules for `plan` and `load`.
+"""Where tensors go, what they become, what they are called: rules for `torchlift.load`.
 
 - For ``device=``, and for ``dtype=`` with dtypes as values: `by_key`, `by_pattern`, `first_of`; for
   ``device=`` alone `by_location`, and `fit`, which makes a `by_key` map within budgets of memory.
@@ -12,8 +12,17 @@ from __future__ import annotations
 
 from torchlift.remap.dispatching import dispatch
 from torchlift.remap.fitting import Fit, fit
-from torchlift.remap.maps import ByKey, ByLocation, by_key, by_location, by_pattern, first_of
-from torchlift.remap.names import rules, strip
+from torchlift.remap.maps import (
+    ByKey,
+    ByLocation,
+    ByPattern,
+    FirstOf,
+    by_key,
+    by_location,
+    by_pattern,
+    first_of,
+)
+from torchlift.remap.names import Renaming, rules, strip
 
 __all__ = [
     "by_location",
@@ -26,5 +35,8 @@ __all__ = [
     "rules",
     "ByKey",
     "ByLocation",
+    "ByPattern",
+    "FirstOf",
     "Fit",
+    "Renaming",
 ]

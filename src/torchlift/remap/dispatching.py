@@ -1,4 +1,4 @@
-"""`dispatch`: a module that is spread over devices runs, with the hooks of `accelerate`."""
+"""`dispatch`: a module that is spread over devices runs, with the hooks of ``accelerate``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dispatch(
 ) -> M:
     """Make a module run whose tensors are on several devices.
 
-    Hooks of the `accelerate` library move the inputs of each module to where its weights are, and
+    Hooks of the ``accelerate`` library move the inputs of each module to where its weights are, and
     the output back to where the input came from. What the map leaves on the host or on disk runs on
     the main device: its weights go there for the time of the call, straight from the file where
     `torchlift.load` has left them mapped. Without an accelerator in the map everything runs on the
@@ -57,7 +57,7 @@ def dispatch(
         The same module.
 
     Raises:
-        ModuleNotFoundError: `accelerate` is needed and not installed.
+        ModuleNotFoundError: ``accelerate`` is needed and not installed.
         PlacementError: a tensor is on meta, a prefix matches nothing, a device is not there, or a
             module holds tensors that would run on different devices.
 
