@@ -17,6 +17,7 @@ from torchlift.distributed.model_state import own
 from torchlift.distributed.moves import Move, Sent, whole_move
 from torchlift.distributed.names import Names, Slot
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift.distributed.shards import dressed, home
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -221,18 +222,9 @@ def _empty(
 ) -> torch.Tensor:
     """A tensor with memory in place of a meta one; ties stay ties because it is made once."""
     if is_dtensor(live):
-        from torch.distributed.tensor import DTensor
-
-        kind = torch.device("cpu" if options.cpu_offload else live.device_mesh.device_type)
-        local = torch.empty(local_shape(spans_of(live)), dtype=value.dtype, device=kind)
-        made: torch.Tensor = DTensor.from_local(
-            local,
-            live.device_mesh,
-            live.placements,
-            run_check=False,
-            shape=live.shape,
-            stride=live.stride(),
-        )
+        where = torch.device("cpu") if options.cpu_offload else home(live)
+        local = torch.empty(local_shape(spans_of(live)), dtype=value.dtype, device=where)
+        made: torch.Tensor = dressed(live, local)
     else:
         made = torch.empty(live.shape, dtype=value.dtype, device=device)
     if isinstance(live, nn.Parameter):

@@ -11,6 +11,7 @@ from torchlift.distributed.fresh import FreshStates, adopt
 from torchlift.distributed.layout import is_dtensor, local_shape, spans_of
 from torchlift.distributed.moves import Move, Sent, whole_move
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift.distributed.shards import dressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +182,7 @@ def _empty(
         if isinstance(value, torch.Tensor):
             return torch.empty_like(value, device=device, dtype=dtype, requires_grad=False)
         return torch.empty(value.shape, device=device, dtype=dtype)
-    from torch.distributed.tensor import DTensor
-
-    local = torch.empty(local_shape(spans_of(like)), device=device, dtype=dtype)
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return dressed(like, torch.empty(local_shape(spans_of(like)), device=device, dtype=dtype))
 
 
 def _move(value: torch.Tensor | Sent, into: torch.Tensor) -> Move:
