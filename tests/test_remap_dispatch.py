@@ -240,16 +240,25 @@ def test_real_architectures_give_the_same_with_every_weight_on_disk(family) -> N
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is told by /proc")
 def test_what_is_on_disk_is_never_held_in_memory(tmp_path: Path) -> None:
     """128 MiB of weights run with less than 32 MiB of anonymous memory."""
-    setup = """
-import sys, torch, torchlift
+    path = str(tmp_path / "model.pt")
+    make = """
+import torch
 from torch import nn
-from torchlift import remap
 make = lambda: nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+"""
+    # In a process of its own, whose freed memory the measured one cannot use again.
+    measure.in_child("torch.save(make().state_dict(), args[0])", path, setup=make)
+    setup = (
+        make
+        + """
+import torchlift
+from torchlift import remap
+import torchlift.prepare
 torch.set_num_threads(1)
-torch.save(make().state_dict(), args[0])
-import accelerate.hooks, torchlift.prepare
+remap.dispatch
 with torch.no_grad(): nn.Linear(8, 8)(torch.ones(1, 8))
 """
+    )
     code = """
 model = torchlift.skeleton(make)
 device_map = remap.fit(model, {"cpu": "20MiB", "disk": None})
@@ -257,6 +266,6 @@ torchlift.load(model, args[0], device=remap.by_key({"": "disk"}))
 remap.dispatch(model, device_map)
 with torch.no_grad(): result = list(model(torch.ones(1, 2048)).shape)
 """
-    child = measure.in_child(code, str(tmp_path / "model.pt"), setup=setup)
+    child = measure.in_child(code, path, setup=setup)
     assert child.value == [1, 2048]
     assert child.memory.added_anonymous < 32 * 2**20

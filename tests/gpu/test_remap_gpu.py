@@ -1,0 +1,143 @@
+"""`remap` with an accelerator: real tags, maps that cross devices, weights that come for a call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import same_bits
+from small_models import Mixed, randomised, saved, tensors_of
+from torch import nn
+
+import torchlift
+from torchlift import remap
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def accelerator() -> torch.device:
+    """This machine's, with the number of the current device."""
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+@pytest.fixture
+def path(tmp_path: Path, accelerator: torch.device) -> Path:
+    """A checkpoint of `Mixed` that was saved from the accelerator."""
+    state = {key: value.to(accelerator) for key, value in randomised(Mixed()).items()}
+    return saved(state, tmp_path)
+
+
+def test_a_real_tag_is_read_and_not_obeyed(path, accelerator) -> None:
+    """torch.load puts it back; a load without an argument goes to the CPU."""
+    with torchlift.open(path) as ckpt:
+        assert {entry.location for entry in ckpt.entries.values()} == {str(accelerator)}
+    assert torch.load(path)["scale"].device == accelerator
+    model = torchlift.skeleton(Mixed)
+    torchlift.load(model, path)
+    assert all(same_bits(tensors_of(model)[k], v) for k, v in randomised(Mixed()).items())
+
+
+@pytest.mark.parametrize("spelling", ["type", "whole", "number", "device"])
+def test_every_spelling_means_the_current_device(path, accelerator, spelling) -> None:
+    """As torch.load's map_location does."""
+    device = {
+        "type": accelerator.type, "whole": str(accelerator), "number": accelerator.index,
+        "device": accelerator,
+    }[spelling]  # fmt: skip
+    model = torchlift.skeleton(Mixed)
+    rules = (device, remap.by_key({"": device}), remap.by_location({accelerator.type: device}))
+    for rule in rules:
+        torchlift.load(model, path, device=rule)
+        for key, value in torch.load(path, map_location=accelerator).items():
+            found = tensors_of(model)[key]
+            assert found.device == accelerator
+            assert same_bits(found.cpu(), value.cpu())
+
+
+def test_an_index_that_does_not_exist_is_refused_before_anything_happens(path, accelerator) -> None:
+    """The error names the entry of the map."""
+    model = torchlift.skeleton(Mixed)
+    device = f"{accelerator.type}:{torch.accelerator.device_count()}"
+    with pytest.raises(torchlift.PlacementError, match=f"'inner': .*{device}"):
+        torchlift.load(model, path, device=remap.by_key({"inner": device}))
+    assert model.scale.is_meta
+
+
+class Shared(nn.Module):
+    """Two buffers over one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        full = torch.arange(12.0).view(3, 4)
+        self.register_buffer("full", full)
+        self.register_buffer("row", full[1])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_views_share_memory_on_the_accelerator(tmp_path, accelerator, dtype) -> None:
+    """Moved, and moved and cast."""
+    path = saved(Shared().state_dict(), tmp_path)
+    model = torchlift.skeleton(Shared)
+    torchlift.load(model, path, device=accelerator, dtype=dtype)
+    model.full[1] = 7
+    assert model.row.tolist() == [7] * 4
+
+
+class Block(nn.Module):
+    """A residual around two layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc(self.norm(x))
+
+
+def blocks(count: int = 4, width: int = 1024) -> nn.Module:
+    """Four blocks of 4 MiB."""
+    return nn.Sequential(*(Block(width) for _ in range(count)))
+
+
+@pytest.mark.parametrize("rest", ["cpu", "disk"])
+def test_a_module_that_is_partly_elsewhere_runs_on_the_accelerator(
+    tmp_path, accelerator, rest
+) -> None:
+    """Within its budget: the weights that are elsewhere come for their call and go again."""
+    original = blocks().eval()
+    path = saved(original.state_dict(), tmp_path)
+    x = torch.randn(2, 1024)
+    expected = original(x)
+    model = torchlift.skeleton(blocks).eval()
+    budget = sum(p.nbytes for p in original.parameters()) // 2
+    device_map = remap.fit(model, {str(accelerator): budget, rest: None})
+    assert set(device_map.values()) == {str(accelerator), rest}
+    torchlift.load(model, path, device=device_map)
+    before = torch.accelerator.memory_allocated()
+    remap.dispatch(model, device_map)
+    with torch.no_grad():
+        found = model(x)
+    assert found.device == x.device
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert torch.accelerator.memory_allocated() <= before + (32 << 20)
+
+
+def test_the_host_can_run_what_it_keeps(tmp_path, accelerator) -> None:
+    """With main_device="cpu" the inputs travel and the weights stay."""
+    original = blocks().eval()
+    path = saved(original.state_dict(), tmp_path)
+    x = torch.randn(2, 1024)
+    model = torchlift.skeleton(blocks).eval()
+    device_map = remap.by_key({"": str(accelerator), "1": "cpu", "2": "disk"})
+    torchlift.load(model, path, device=device_map)
+    remap.dispatch(model, device_map, main_device="cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), original(x), rtol=1e-3, atol=1e-3)
+    assert model[1].fc.weight.device.type == "cpu"
+    assert model[3].fc.weight.device == accelerator
