@@ -31,6 +31,10 @@ _STAGES = 4  # staging buffers of PIECE bytes each: half the budget, the rest is
 _MAX_GAP = 4096  # padding between two small tensors that is cheaper to read than to skip
 _MAX_WASTE = 0.01  # but no more of what is asked for than this, once it is more than a header
 _MAX_BUFFERS = 512  # below the kernel's limit of 1024 buffers in one preadv
+# Below torch's grain of 32,768 elements a copy is not split over torch's own threads. Every reader
+# would start a team of them, and on a busy machine these wait for each other: 2.1 GB cast to
+# bfloat16, alternated beside other work, took 1.8 s in the median like this and 4.3 s with them.
+_SERIAL = 32_704
 _THREADS = max(2, min(8, os.cpu_count() or 2))
 
 
@@ -92,7 +96,8 @@ def read(
         stage = _stage() if jobs and jobs[0].staged else None
         for job in jobs:
             _fetch(job, descriptors[job.file], stage, pages)
-            report(_finish(job, stage, pages))
+            _deliver(job, stage, pages)
+            report(job.asked)
     else:
         _read_parallel(jobs, descriptors, pages, report)
     return sum(request.nbytes for request in todo)
@@ -108,6 +113,16 @@ class _Job:
     end: int
     #: (start in the file, end in the file, request)
     parts: list[tuple[int, int, Request]] = field(default_factory=list)
+
+    @property
+    def asked(self) -> int:
+        """Bytes that the requests asked for; padding between them does not count."""
+        return sum(end - start for start, end, _ in self.parts)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether everything goes to the CPU's memory."""
+        return all(request.destination.device.type == "cpu" for *_, request in self.parts)
 
 
 def _jobs(requests: Sequence[Request]) -> Iterator[_Job]:
@@ -157,20 +172,22 @@ def _read_parallel(
     with ThreadPoolExecutor(min(_THREADS, len(jobs)), "torchlift-read") as pool:
         try:
             while held is not None or running:
-                # Threads only read. Casting and copying to a device happen here, in the caller's
-                # thread: torch's own worker threads would otherwise be started once per reader.
+                # Readers cast what stays on the host; what goes to a device is sent from here, so
+                # that it uses the caller's stream.
                 while held is not None and len(running) < 4 * _THREADS:
                     if held.staged and not free:
                         break
                     stage = free.pop() if held.staged else None
-                    future = pool.submit(_fetch, held, descriptors[held.file], stage, pages)
+                    future = pool.submit(_read_one, held, descriptors[held.file], stage, pages)
                     running[future] = (held, stage)
                     held = next(waiting, None)
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     job, stage = running.pop(future)
                     future.result()
-                    report(_finish(job, stage, pages))
+                    if not job.on_host:
+                        _deliver(job, stage, pages)
+                    report(job.asked)
                     if stage is not None:
                         free.append(stage)
         except BaseException:
@@ -182,8 +199,15 @@ def _stage() -> torch.Tensor:
     return torch.empty(PIECE, dtype=torch.uint8, device="cpu")
 
 
+def _read_one(job: _Job, descriptor: int, stage: torch.Tensor | None, pages: HugePages) -> None:
+    """One job on a reader thread."""
+    _fetch(job, descriptor, stage, pages)
+    if job.on_host:
+        _deliver(job, stage, pages)
+
+
 def _fetch(job: _Job, descriptor: int, stage: torch.Tensor | None, pages: HugePages) -> None:
-    """Fill the job's buffers; runs on a reader thread."""
+    """Fill the job's buffers from the file."""
     buffers: list[memoryview] = []
     first = at = job.offset
     for start, end, request in job.parts:
@@ -223,20 +247,20 @@ def _read_run(job: _Job, descriptor: int, buffers: list[memoryview], start: int,
             buffers[0] = buffers[0][got:]
 
 
-def _finish(job: _Job, stage: torch.Tensor | None, pages: HugePages) -> int:
-    """Cast and copy what was staged; return the bytes of the job that were asked for."""
-    total = 0
+def _deliver(job: _Job, stage: torch.Tensor | None, pages: HugePages) -> None:
+    """Cast and copy what was staged."""
+    if stage is None:
+        return
     for start, end, request in job.parts:
-        total += end - start
-        if stage is not None:
-            size = request.dtype.itemsize
-            source = stage[start - job.offset : end - job.offset].view(request.dtype)
-            first = (start - request.offset) // size
-            target = request.destination[first : first + source.numel()]
-            if target.device.type == "cpu":
-                pages.back(target.data_ptr(), target.nbytes)
+        source = stage[start - job.offset : end - job.offset].view(request.dtype)
+        first = (start - request.offset) // request.dtype.itemsize
+        target = request.destination[first : first + source.numel()]
+        if target.device.type != "cpu":
             target.copy_(source)
-    return total
+            continue
+        pages.back(target.data_ptr(), target.nbytes)
+        for at in range(0, source.numel(), _SERIAL):
+            target[at : at + _SERIAL].copy_(source[at : at + _SERIAL])
 
 
 def _failed(job: _Job, reason: str, found: str | None = None) -> IntegrityError:
