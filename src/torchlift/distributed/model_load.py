@@ -22,6 +22,9 @@ from torchlift.distributed.shards import dressed, home
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+#: Name -> (shape in the model, shape in the state dict).
+Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
 
 @dataclass
 class ModelPlan:
@@ -64,7 +67,7 @@ def plan_model(
     plan = ModelPlan(assign=any(s.tensor is not None and s.tensor.is_meta for s in names.slots))
     known = {slot.fqn for slot in names.slots}
     plan.unexpected = [k for k in offered if k not in known and not _custom(names, k)]
-    shapes = {}
+    shapes: Shapes = {}
     new: dict[int, torch.Tensor] = {}
     for slot in names.slots:
         if slot.fqn not in offered:
@@ -83,17 +86,21 @@ def plan_model(
     for slot in names.slots:  # a tied name that is not offered gets what its twin got
         if slot.fqn not in plan.handed and id(slot.tensor) in new:
             plan.handed[slot.fqn] = new[id(slot.tensor)]
-    missing = plan.missing if options.strict else []
-    unexpected = plan.unexpected if options.strict and alone else []
+    _refuse(plan, shapes, options.strict, alone)
+    return plan
+
+
+def _refuse(plan: ModelPlan, shapes: Shapes, strict: bool, alone: bool) -> None:
+    missing = plan.missing if strict else []
+    unexpected = plan.unexpected if strict and alone else []
     if shapes or missing or unexpected:
         raise mismatch(missing, unexpected, shapes)
-    return plan
 
 
 def mismatch(
     missing: list[str],
     unexpected: list[str],
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    shapes: Shapes,
     what: str = "model",
 ) -> StateDictMismatch:
     """The one error that lists everything that does not fit.
