@@ -195,3 +195,12 @@ def _follows(chunk: Chunk, steps: Sequence[int]) -> bool:
 
 def _plain(chunk: Chunk) -> Chunk:
     return replace(chunk, stride=None)
+
+
+def run_count(entry: TensorEntry) -> int:
+    """How many `runs` a tensor has, without listing them."""
+    steps = row_major(entry.shape)
+    return sum(
+        math.prod(c.shape[: _inner(c.shape, steps_in_file(entry, c), steps)[0]])
+        for c in entry.chunks
+    )

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from torchlift.distributed.optimizer_load import OptimizerReport
     from torchlift.distributed.options import StateDictMismatch, StateDictOptions
     from torchlift.distributed.patch import patch_model_state_dict, patch_optimizer_state_dict
+    from torchlift.distributed.reader import CheckpointReader
+    from torchlift.distributed.save import save_consolidated
+    from torchlift.distributed.simulation import Simulation, simulate
     from torchlift.distributed.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
@@ -22,7 +25,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "CheckpointReader",
     "OptimizerReport",
+    "Simulation",
     "StateDictMismatch",
     "StateDictOptions",
     "get_model_state_dict",
@@ -30,19 +35,24 @@ __all__ = [
     "get_state_dict",
     "patch_model_state_dict",
     "patch_optimizer_state_dict",
+    "save_consolidated",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
+    "simulate",
 ]
 
 # Where each public name lives: imported when first used, since torch.distributed is slow to import.
 _HOMES = {
     "CheckpointReader": "reader",
+    "Simulation": "simulation",
     "OptimizerReport": "optimizer_load",
     "StateDictMismatch": "options",
     "StateDictOptions": "options",
     "patch_model_state_dict": "patch",
     "patch_optimizer_state_dict": "patch",
+    "save_consolidated": "save",
+    "simulate": "simulation",
 }
 
 

@@ -52,13 +52,13 @@ def together(
     def agree() -> None:
         nonlocal asked
         asked = True
-        _settle(_exchange(groups, None), None)
+        settle(_exchange(groups, None), None)
 
     try:
         yield agree
     except BaseException as error:
         if not asked:
-            _settle(_exchange(groups, error), error)
+            settle(_exchange(groups, error), error)
         raise
 
 
@@ -99,6 +99,28 @@ def _exchange(groups: list[Any], error: BaseException | None) -> Problems:
     return known
 
 
+def world_of() -> tuple[int, int]:
+    """(this process's rank, number of processes); (0, 1) without a process group.
+
+    Example:
+        >>> world_of()
+        (0, 1)
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def exchange(error: BaseException | None, value: object) -> tuple[Problems, dict[int, Any]]:
+    """What every rank of the process group met, and a small value of each."""
+    dist = torch.distributed
+    mine = (dist.get_rank(), None if error is None else _portable(error), value)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return {rank: met for rank, met, _ in parts}, {rank: value for rank, _, value in parts}
+
+
 def _portable(error: BaseException) -> CheckpointError:
     """The error as another process can have it."""
     if isinstance(error, CheckpointError):
@@ -110,7 +132,7 @@ def _portable(error: BaseException) -> CheckpointError:
     return CheckpointError(f"{type(error).__name__}: {error}")
 
 
-def _settle(problems: Problems, own: BaseException | None) -> None:
+def settle(problems: Problems, own: BaseException | None) -> None:
     """Return when nobody met anything; else raise the error of the first rank that did.
 
     Raises:

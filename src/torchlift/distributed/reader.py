@@ -1,0 +1,182 @@
+"""`CheckpointReader`: what `torchlift.open` reads, for ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torchlift import transfer
+from torchlift.boxes import cut, runs, shortest_run
+from torchlift.checkpoint import Checkpoint, MappedViews, dtype_of
+from torchlift.checkpoint import open as open_checkpoint
+from torchlift.errors import FormatError
+from torchlift.formats import TensorEntry
+
+#: Shorter runs of bytes are copied out of the map instead of being read one by one.
+_SMALL_RUN = 4096
+
+
+class CheckpointReader(StorageReader):
+    """Reads a checkpoint of any format for ``torch.distributed.checkpoint.load``.
+
+    The state dict may be laid out over any mesh. Each rank reads the byte ranges of its own shards,
+    whether the checkpoint is one ``.pt`` file, sharded safetensors, or a DCP directory that was
+    saved on another number of ranks; nothing in it is executed.
+
+    Args:
+        path: a path that `torchlift.open` reads, or the checkpoint itself.
+        root: keep only what is under this container of the checkpoint, and strip it.
+
+    Raises:
+        FormatError: `path` is not a checkpoint. Here and not while loading, so that no rank waits
+            for another.
+
+    Example:
+        >>> import torch, torch.distributed.checkpoint as dcp, tempfile, os, warnings
+        >>> from torchlift.distributed import CheckpointReader
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save({"model": {"weight": torch.arange(4.0)}}, path)
+        >>> state = {"weight": torch.zeros(4)}
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # torch says that there is no process group
+        ...     dcp.load(state, storage_reader=CheckpointReader(path, root="model"))
+        >>> state["weight"]
+        tensor([0., 1., 2., 3.])
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Checkpoint, root: str | None = None) -> None:
+        self.root = root
+        self._open(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start over, with another checkpoint where one is named."""
+        if checkpoint_id is not None:
+            self._open(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds, in the terms of DCP."""
+        described: dict[str, Any] = {
+            key: TensorStorageMetadata(
+                TensorProperties(dtype=dtype_of(entry, self.path)),
+                torch.Size(entry.shape),
+                [
+                    ChunkStorageMetadata(torch.Size(start), torch.Size(shape))
+                    for start, shape in _boxes(entry)
+                ],
+            )
+            for key, entry in self._ckpt.entries.items()
+        }
+        described.update({key: BytesStorageMetadata() for key in self._ckpt.objects})
+        return Metadata(
+            described,
+            planner_data={key: (key,) for key in described},
+            storage_data={},
+            storage_meta=StorageMeta(checkpoint_id=self.path),
+        )
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: the index is all that is needed."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items in one parallel transfer, and hand them to the planner.
+
+        Raises:
+            IntegrityError: a file changed or could not be read.
+            FormatError: the plan asks for what the checkpoint does not hold.
+        """
+        views = MappedViews(self._ckpt.index)
+        requests: list[transfer.Request] = []
+        targets: list[tuple[ReadItem, torch.Tensor]] = []
+        try:
+            for item in plan.items:
+                key = item.storage_index.fqn
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._object(key))
+                    continue
+                part = self._part(key, item)
+                target = planner.resolve_tensor(item).detach()
+                targets.append((item, target))
+                if target.is_contiguous() and shortest_run(part) >= _SMALL_RUN:
+                    requests += _requests(part, target.view(-1), dtype_of(part, self.path))
+                else:
+                    views.fill(target, part)
+            transfer.read(requests, views.files)
+        finally:
+            views.close()
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether there is such a file or directory."""
+        return os.path.exists(checkpoint_id)
+
+    def _open(self, path: str | os.PathLike[str] | Checkpoint) -> None:
+        if isinstance(path, Checkpoint):
+            self._ckpt = path if self.root is None else Checkpoint(path.index, root=self.root)
+        else:
+            self._ckpt = open_checkpoint(path, root=self.root)
+        self.path = self._ckpt.path
+
+    def _object(self, key: str) -> io.BytesIO:
+        if key not in self._ckpt.objects:
+            raise self._lacks(key)
+        stream = io.BytesIO()
+        torch.save(self._ckpt.objects[key], stream)
+        stream.seek(0)
+        return stream
+
+    def _part(self, key: str, item: ReadItem) -> TensorEntry:
+        """The entry of the box that an item asks for."""
+        entry = self._ckpt.entries.get(key)
+        if entry is None:
+            raise self._lacks(key)
+        # Offsets count from the chunk that the item names.
+        start = item.storage_index.offset or (0,) * len(entry.shape)
+        first = [a + b for a, b in zip(start, item.storage_offsets, strict=True)]
+        return cut(entry, [[(a, a + n)] for a, n in zip(first, item.lengths, strict=True)])
+
+    def _lacks(self, key: str) -> FormatError:
+        return FormatError("the checkpoint does not hold this", file=self.path, entry=key)
+
+
+def _boxes(entry: TensorEntry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    if len(entry.chunks) > 1:
+        return [(chunk.start, chunk.shape) for chunk in entry.chunks]
+    return [((0,) * len(entry.shape), entry.shape)]
+
+
+def _requests(
+    part: TensorEntry, flat: torch.Tensor, dtype: torch.dtype
+) -> Iterator[transfer.Request]:
+    for run in runs(part):
+        target = flat[run.at : run.at + run.numel]
+        yield transfer.Request(run.file, run.offset, run.numel * part.itemsize, target, dtype)

@@ -1,0 +1,103 @@
+"""Loading into tensors that are spread over ranks, from files that any number of ranks wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from ranks import run_workers
+
+# Eight starts of up to four processes, which share whatever the machine has.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+WORLDS = (1, 2, 3, 4)
+WORKERS = Path(__file__).with_name("workers_load.py")
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[dict[int, dict[str, str]]]:
+    """Every check on every number of ranks, after each number of ranks has saved."""
+    with TemporaryDirectory() as folder:
+        for phase in ("save", "load"):
+            found = {}
+            for ranks in WORLDS:
+                out = Path(folder, f"{phase}-{ranks}")
+                out.mkdir()
+                found[ranks] = run_workers(WORKERS, ranks, out)
+            if phase == "save":
+                assert not any(text for checks in found.values() for text in checks.values()), found
+        yield found
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize(
+    "check",
+    [
+        "loads_into_fsdp",
+        "loads_into_hsdp",
+        "loads_into_tensor_parallel",
+        "loads_into_two_dimensions",
+        "loads_every_placement",
+        "refuses_partial_sums",
+        "reads_its_shards_and_no_more",
+        "a_transform_gets_a_tensor_of_the_same_layout",
+        "what_the_file_lacks_is_replayed_in_shards",
+        "loads_after_a_forward_pass",
+    ],
+)
+def test_each_rank_loads_its_shards(
+    results: dict[int, dict[str, str]], ranks: int, check: str
+) -> None:
+    """Live, meta and skeleton models, every mode and source: equal to what torch distributes."""
+    assert results[ranks][check] == ""
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize(
+    "check",
+    [
+        "one_rank_that_fails_stops_all",
+        "a_wrong_argument_on_one_rank_stops_all",
+        "what_all_ranks_meet_is_said_plainly",
+        "replicas_load_together_when_asked",
+    ],
+)
+def test_all_ranks_load_or_none_does(
+    results: dict[int, dict[str, str]], ranks: int, check: str
+) -> None:
+    """An error of one rank is raised by every rank before anything has changed."""
+    assert results[ranks][check] == ""
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("check", ["loads_what_any_number_of_ranks_saved", "the_reader_serves_dcp"])
+def test_checkpoints_of_any_mesh_load_onto_any_other(
+    results: dict[int, dict[str, str]], ranks: int, check: str
+) -> None:
+    """DCP directories (sync, async) and consolidated files of 1 to 4 ranks, onto 1 to 4."""
+    assert results[ranks][check] == ""
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_a_failed_consolidated_save_leaves_the_old_file(
+    results: dict[int, dict[str, str]], ranks: int
+) -> None:
+    """Every rank raises, the file is what it was, and there is no debris."""
+    assert results[ranks]["a_save_that_fails_leaves_the_old_file"] == ""
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_the_simulator_predicts_what_is_read(
+    results: dict[int, dict[str, str]], ranks: int
+) -> None:
+    """Its bytes per rank are the measured ones, for FSDP and tensor parallel."""
+    assert results[ranks]["simulation_equals_what_was_read"] == ""
+
+
+def test_no_check_is_forgotten(results: dict[int, dict[str, str]]) -> None:
+    """Whatever the workers checked, and is not named above, went well too."""
+    for ranks, checks in results.items():
+        failed = {name: text for name, text in checks.items() if text}
+        assert not failed, ranks

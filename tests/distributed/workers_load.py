@@ -1,0 +1,530 @@
+"""Checks of reading and consolidated saving that run on every rank of a process group.
+
+The name of the results folder says which: ``save-N`` writes checkpoints from N ranks, ``load-N``
+does everything else, on checkpoints of every number of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import main
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import torchlift
+from torchlift import measure
+from torchlift.distributed.reader import CheckpointReader
+from torchlift.distributed.save import save_consolidated
+from torchlift.distributed.simulation import simulate
+from torchlift.errors import CheckpointError, FormatError, MismatchError, PlacementError
+
+warnings.simplefilter("ignore")
+
+OUT = Path(sys.argv[1])
+SHARED = OUT.parent
+PHASE = OUT.name.partition("-")[0]
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, buffers of both kinds, a tie, a head, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.norm = nn.LayerNorm(8)
+        self.odd = nn.Parameter(torch.randn(7, 3))
+        self.thin = nn.Parameter(torch.randn(1, 5))
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("inv_freq", 1.0 / torch.arange(1.0, 5.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(x) + self.down(torch.relu(self.up(self.embed(x)))))
+        return self.head(x) + self.odd.sum() + self.thin.sum() + self.inv_freq.sum()
+
+
+class Untied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 12, bias=False)
+
+
+def net(kind: type[nn.Module] = Net, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def meta(kind: type[nn.Module] = Net) -> Any:
+    with torch.device("meta"):
+        made: Any = kind()
+    made.inv_freq = 1.0 / torch.arange(1.0, 5.0)
+    return made
+
+
+STARTS: dict[str, Callable[[], Any]] = {
+    "live": lambda: net(seed=1),
+    "meta": meta,
+    "skeleton": lambda: torchlift.skeleton(Net),
+}
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    fully_shard(model.down)
+    return fully_shard(model)
+
+
+def hsdp(model: nn.Module) -> nn.Module:
+    world = dist.get_world_size()
+    shards = 2 if world % 2 == 0 else 1
+    mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("rep", "shard"))
+    return fully_shard(model, mesh=mesh)
+
+
+PLAN: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def tp(model: nn.Module) -> nn.Module:
+    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), PLAN)
+
+
+def two_d(model: nn.Module) -> nn.Module:
+    world = dist.get_world_size()
+    cuts = 2 if world % 2 == 0 else 1
+    mesh = init_device_mesh("cpu", (world // cuts, cuts), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], PLAN)
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+WRAPS = {"fsdp": fsdp, "hsdp": hsdp, "tp": tp, "two_d": two_d}
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def require_equal(model: nn.Module, expected: dict[str, torch.Tensor], what: object) -> None:
+    """Every tensor, put together from all ranks, is the expected one."""
+    state = model.state_dict()
+    assert set(state) == set(expected), what
+    for key, value in state.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert not value.is_meta, (what, key)
+        assert whole.dtype == expected[key].dtype, (what, key)
+        assert torch.equal(whole, expected[key]), (what, key)
+
+
+def everywhere(value: object) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@contextmanager
+def read_bytes() -> Iterator[list[int]]:
+    """How many bytes this process asked the kernel for, by read calls of any kind."""
+
+    def so_far() -> int:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").split("\n")
+        return int(lines[0].split()[1])
+
+    found = [so_far()]
+    yield found
+    found[0] = so_far() - found[0]
+
+
+# ---- one file from which everybody reads ----------------------------------------------------
+
+
+def full_file(kind: type[nn.Module] = Net, name: str = "net") -> Path:
+    path = SHARED / f"{name}-{dist.get_world_size()}.pt"
+    if dist.get_rank() == 0:
+        torch.save(net(kind).state_dict(), path)
+    dist.barrier()
+    return path
+
+
+def loads(wrap: str) -> None:
+    path, expected = full_file(), net().state_dict()
+    x = torch.tensor([[1, 5, 11]])
+    modes = ("auto", "assign", "copy", "swap") if wrap in ("fsdp", "two_d") else ("auto", "copy")
+    for start, make in STARTS.items():
+        for mode in modes:
+            for source in ("mmap", "read"):
+                model: Any = WRAPS[wrap](make())
+                report = torchlift.load(model, path, mode=mode, source=source)
+                what = (wrap, start, mode, source)
+                require_equal(model, expected, what)
+                tied = model.head.weight is model.embed.weight
+                assert tied or wrap == "tp", what
+                local = sum(local_of(p).nbytes for p in model.parameters()) + model.count.nbytes
+                assert report.nbytes == local, what
+                assert torch.equal(model.inv_freq, net().inv_freq), what
+                made = local_of(model(x))
+                assert torch.allclose(made, net()(x), atol=1e-5), what
+                model(x).sum().backward()
+
+
+@check
+def loads_into_fsdp() -> None:
+    loads("fsdp")
+
+
+@check
+def loads_into_hsdp() -> None:
+    loads("hsdp")
+
+
+@check
+def loads_into_tensor_parallel() -> None:
+    loads("tp")
+
+
+@check
+def loads_into_two_dimensions() -> None:
+    loads("two_d")
+
+
+class One(nn.Module):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+
+
+def meshes() -> Iterator[tuple[DeviceMesh, list[list[Any]]]]:
+    world = dist.get_world_size()
+    line = init_device_mesh("cpu", (world,))
+    yield line, [[Shard(0)], [Shard(1)], [Shard(2)], [Replicate()]]
+    if world % 2 == 0:
+        grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("a", "b"))
+        pairs = [Shard(0), Shard(1), Shard(2), Replicate()]
+        yield (
+            grid,
+            [[a, b] for a in pairs for b in pairs] + [[_StridedShard(0, split_factor=2), Shard(0)]],
+        )
+
+
+@check
+def loads_every_placement() -> None:
+    """Uneven and empty shards on any dimension, several mesh dimensions, strided ones."""
+    for shape in ((8, 4, 6), (5, 3, 7), (1, 2, 3), (64, 8, 2048)):
+        whole = torch.randn(shape)
+        path = SHARED / f"one-{dist.get_world_size()}.pt"
+        if dist.get_rank() == 0:
+            torch.save({"w": whole}, path)
+        dist.barrier()
+        for mesh, layouts in meshes():
+            for placements in layouts:
+                strided = any(isinstance(p, _StridedShard) for p in placements)
+                if strided and shape[0] % mesh.size():
+                    continue
+                expected = distribute_tensor(whole, mesh, placements)
+                for start in (torch.zeros(shape), torch.empty(shape, device="meta")):
+                    for source in ("mmap", "read"):
+                        for dtype in (None, torch.float64):
+                            model = One(distribute_tensor(start, mesh, placements))
+                            torchlift.load(model, path, source=source, dtype=dtype)
+                            local = model.w.to_local()
+                            want = expected.to_local().to(dtype or torch.float32)
+                            what = (shape, placements, source, dtype)
+                            assert local.is_contiguous(), what
+                            assert torch.equal(local, want), what
+                            assert model.w.placements == tuple(placements), what
+        dist.barrier()
+
+
+@check
+def refuses_partial_sums() -> None:
+    path = full_one(torch.ones(4, 4))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = One(DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()], run_check=False))
+    with pytest.raises(PlacementError) as caught:
+        torchlift.load(model, path)
+    assert "partial sum" in str(caught.value)
+    assert "'w'" in str(caught.value)
+
+
+def full_one(whole: torch.Tensor) -> Path:
+    path = SHARED / f"full_one-{dist.get_world_size()}.pt"
+    if dist.get_rank() == 0:
+        torch.save({"w": whole}, path)
+    dist.barrier()
+    return path
+
+
+class Big(nn.Module):
+    """64 MiB in eight matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8192, 256, bias=False) for _ in range(8)])
+
+
+@check
+def reads_its_shards_and_no_more() -> None:
+    """Bytes within one percent; anonymous memory within the budget; not one collective."""
+    path = full_file(Big, "big")
+    for wrap in (lambda model: fully_shard(model), split_columns):
+        for source in ("read", "mmap"):
+            model = wrap(torchlift.skeleton(Big))
+            with CommDebugMode() as comm, read_bytes() as asked, measure.memory() as use:
+                report = torchlift.load(model, path, source=source, collective=False)
+            shards = sum(local_of(p).nbytes for p in model.parameters())
+            assert comm.get_total_counts() == 0, comm.get_comm_counts()
+            contiguous = wrap is not split_columns
+            if source == "read":
+                assert report.bytes_read == shards, (report.bytes_read, shards)
+                assert abs(asked[0] - shards) < 0.01 * shards + (1 << 16), (asked, shards)
+                assert use.added_anonymous < shards + (64 << 20), use
+            elif contiguous:
+                assert report.bytes_read == 0, report
+                if 256 % dist.get_world_size():
+                    continue  # FSDP pads uneven shards, in memory of its own
+                assert use.added_anonymous < 8 << 20, use
+
+
+def split_columns(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(1)]))
+    return model
+
+
+@check
+def simulation_equals_what_was_read() -> None:
+    world = dist.get_world_size()
+    path = full_file(Untied, "untied")
+    for wrap, mesh in (("fsdp", f"fsdp={world}"), ("tp", f"tp={world}")):
+        model: Any = WRAPS[wrap](torchlift.skeleton(Untied))
+        report = torchlift.load(model, path, source="read", collective=False)
+        tp_plan = {"up": "colwise", "down": "rowwise"}
+        found = simulate(torchlift.skeleton(Untied), mesh, tp=tp_plan)
+        assert list(found.bytes) == everywhere(report.bytes_read), (wrap, found.bytes)
+
+
+@check
+def a_transform_gets_a_tensor_of_the_same_layout() -> None:
+    path, expected = full_file(), net().state_dict()
+    seen: list[bool] = []
+
+    def double(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(isinstance(tensor, DTensor) and tensor.shape == expected[key].shape)
+        return tensor * 2
+
+    for make in STARTS.values():
+        seen.clear()
+        model = fsdp(make())
+        torchlift.load(model, path, transform=double)
+        assert sum(seen) == 9, seen
+        require_equal(model, {key: value * 2 for key, value in expected.items()}, "transform")
+    with pytest.raises((PlacementError, MismatchError)) as caught:
+        torchlift.load(model, path, transform=lambda key, t: local_of(t).clone())
+    assert "transform" in str(caught.value)
+
+
+@check
+def what_the_file_lacks_is_replayed_in_shards() -> None:
+    path = SHARED / f"part-{dist.get_world_size()}.pt"
+    whole = net().state_dict()
+    if dist.get_rank() == 0:
+        torch.save({k: v for k, v in whole.items() if not k.startswith("up.")}, path)
+    dist.barrier()
+    model = fsdp(torchlift.skeleton(Net))
+    torch.manual_seed(7)
+    report = torchlift.load(model, path, strict=False)
+    assert set(report.replayed) == {"up.weight", "up.bias", "inv_freq"}, report
+    state = model.state_dict()
+    weight = state["up.weight"].full_tensor()
+    assert weight.abs().max() <= 8**-0.5
+    assert weight.std() > 0.1
+    assert torch.equal(state["down.weight"].full_tensor(), whole["down.weight"])
+
+
+@check
+def loads_after_a_forward_pass() -> None:
+    """FSDP may have left whole parameters in the slots; the next pass uses what was loaded."""
+    path, x = full_file(), torch.tensor([[1, 5, 11]])
+    for mode in ("copy", "assign", "swap", "auto"):
+        model: Any = fully_shard(net(seed=1), reshard_after_forward=False)
+        with torch.no_grad():
+            model(x)
+        torchlift.load(model, path, mode=mode)
+        assert torch.allclose(model(x), net()(x), atol=1e-5), mode
+        require_equal(model, net().state_dict(), mode)
+
+
+# ---- one rank fails --------------------------------------------------------------------------
+
+
+def broken_file(how: str) -> Path:
+    good, bad = full_file(), SHARED / f"bad-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
+    if how == "missing":
+        return SHARED / "nowhere.pt"
+    data = good.read_bytes()
+    if how == "cut":
+        bad.write_bytes(data[: len(data) // 2])
+    else:
+        state = net().state_dict()
+        state["up.weight"] = torch.zeros(3, 3)
+        torch.save(state, bad)
+    return bad
+
+
+@check
+def one_rank_that_fails_stops_all() -> None:
+    """The same error everywhere, with the rank in it; nothing has changed anywhere."""
+    good, last = full_file(), dist.get_world_size() - 1
+    for how, kind in (("missing", FormatError), ("cut", FormatError), ("shape", MismatchError)):
+        for wrap in ("fsdp", "two_d"):
+            model = WRAPS[wrap](net(seed=1))
+            before = {key: local_of(value).clone() for key, value in model.state_dict().items()}
+            bad = broken_file(how)
+            path = bad if dist.get_rank() == last else good
+            with pytest.raises(kind) as caught:
+                torchlift.load(model, path)
+            text = str(caught.value)
+            assert f"on rank {last}: " in text or last == 0, text
+            assert len(set(everywhere(text))) == 1, everywhere(text)
+            for key, value in model.state_dict().items():
+                assert torch.equal(local_of(value), before[key]), (how, key)
+
+
+@check
+def a_wrong_argument_on_one_rank_stops_all() -> None:
+    good, last = full_file(), dist.get_world_size() - 1
+    model = fsdp(net(seed=1))
+    rename: Any = (lambda key: 5) if dist.get_rank() == last else None
+    failed = dist.get_rank() == last
+    with pytest.raises(TypeError if failed else CheckpointError) as caught:
+        torchlift.load(model, good, rename=rename)
+    assert failed or f"on rank {last}: TypeError" in str(caught.value)
+
+
+@check
+def what_all_ranks_meet_is_said_plainly() -> None:
+    model = fsdp(net(seed=1))
+    with pytest.raises(FormatError) as caught:
+        torchlift.load(model, SHARED / "nowhere.pt")
+    assert "on rank" not in str(caught.value)
+
+
+@check
+def replicas_load_together_when_asked() -> None:
+    good, last = full_file(), dist.get_world_size() - 1
+    model = net(seed=1)
+    path = SHARED / "nowhere.pt" if dist.get_rank() == last else good
+    with pytest.raises(FormatError):
+        torchlift.load(model, path, collective=True)
+    require_equal(model, net(seed=1).state_dict(), "unchanged")
+    dist.barrier()
+
+
+# ---- from any number of ranks to any other ---------------------------------------------------
+
+
+def saved(name: str) -> list[Path]:
+    return sorted(SHARED.glob(f"{name}-from-*"))
+
+
+def writes_checkpoints() -> None:
+    world = dist.get_world_size()
+    for wrap in ("fsdp", "two_d"):
+        model = WRAPS[wrap](net(Untied))
+        dcp.save(model.state_dict(), checkpoint_id=SHARED / f"dcp-from-{world}-{wrap}")
+        wrote = save_consolidated(model, SHARED / f"one-from-{world}-{wrap}", metadata={"a": "b"})
+        total = sum(v.numel() * v.itemsize for v in net(Untied).state_dict().values())
+        assert sum(everywhere(wrote)) == total, wrote
+    columns = {
+        "odd": distribute_tensor(net().odd.detach(), init_device_mesh("cpu", (world,)), [Shard(1)])
+    }
+    dcp.save(columns, checkpoint_id=SHARED / f"columns-from-{world}")
+    future = dcp.async_save(columns, checkpoint_id=SHARED / f"columns-from-{world}-async")
+    future.result()
+
+
+@check
+def loads_what_any_number_of_ranks_saved() -> None:
+    expected = net(Untied).state_dict()
+    paths = saved("dcp") + saved("one")
+    assert len(paths) == 16, paths
+    for path in paths:
+        for start in (lambda: net(Untied, 1), lambda: torchlift.skeleton(Untied)):
+            for source in ("mmap", "read"):
+                for wrap in ("fsdp", "two_d"):
+                    model = WRAPS[wrap](start())
+                    report = torchlift.load(model, path, source=source)
+                    require_equal(model, expected, (path.name, source, wrap))
+                    if source == "read":
+                        local = sum(local_of(v).nbytes for v in model.state_dict().values())
+                        assert report.bytes_read == local, (path.name, report)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for path in saved("columns"):
+        for placement in (Shard(0), Shard(1), Replicate()):
+            made = One(distribute_tensor(torch.zeros(7, 3), mesh, [placement]))
+            torchlift.load(made, path, rename=lambda key: "w")
+            assert torch.equal(made.w.full_tensor(), net().odd), (path, placement)
+
+
+@check
+def the_reader_serves_dcp() -> None:
+    """dcp.load through CheckpointReader: from a torch file, safetensors and DCP, onto this mesh."""
+    expected = net(Untied).state_dict()
+    wrapped = SHARED / f"wrapped-{dist.get_world_size()}.pt"
+    if dist.get_rank() == 0:
+        torch.save({"model": expected, "step": 7}, wrapped)
+    dist.barrier()
+    sources = [(wrapped, "model"), *((path, None) for path in saved("dcp") + saved("one"))]
+    for path, root in sources:
+        for wrap in ("fsdp", "two_d"):
+            model = WRAPS[wrap](net(Untied, 1))
+            state = model.state_dict()
+            dcp.load(state, storage_reader=CheckpointReader(path, root=root))
+            require_equal(model, expected, (path.name, wrap))
+    found = {"step": 0}
+    dcp.load(found, storage_reader=CheckpointReader(wrapped))
+    assert found == {"step": 7}
+
+
+@check
+def a_save_that_fails_leaves_the_old_file() -> None:
+    world = dist.get_world_size()
+    path = SHARED / f"kept-{world}.safetensors"
+    save_consolidated(fsdp(net()), path)
+    before = path.read_bytes()
+    dist.barrier()
+    state: dict[str, Any] = dict(fsdp(net(seed=1)).state_dict())
+    if dist.get_rank() == world - 1:
+        state["odd"] = torch.zeros(7, 3, dtype=torch.complex32)
+    with pytest.raises(PlacementError) as caught:
+        save_consolidated(state, path)
+    assert "cannot be stored in a safetensors file" in str(caught.value)
+    dist.barrier()
+    assert path.read_bytes() == before
+    assert not list(SHARED.glob(f".kept-{world}*")), list(SHARED.iterdir())
+
+
+if __name__ == "__main__":
+    main({"writes_checkpoints": writes_checkpoints} if PHASE == "save" else CHECKS)

@@ -1,0 +1,76 @@
+"""Boxes of tensors as runs of bytes: against slicing, for every layout in the file."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from torchlift.boxes import cut, is_pieced, row_major, run_count, runs, shortest_run
+from torchlift.formats import Chunk, TensorEntry
+
+
+def entry(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> TensorEntry:
+    stride = row_major(shape) if stride is None else stride
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    chunk = Chunk("f", 0, span, (0,) * len(shape), shape)
+    numel = len(list(itertools.product(*map(range, shape))))
+    return TensorEntry("w", "uint8", shape, stride, numel, "cpu", "s", (chunk,))
+
+
+def gathered(part: TensorEntry) -> list[int]:
+    """The positions in the file of a part's elements, in row-major order of the part."""
+    found = [-1] * part.nbytes
+    for run in runs(part):
+        for i in range(run.numel):
+            assert found[run.at + i] == -1, "an element was read twice"
+            found[run.at + i] = run.offset + i
+    return found
+
+
+def positions(stride: tuple[int, ...], spans: Any) -> list[int]:
+    dims = [[i for start, stop in dim for i in range(start, stop)] for dim in spans]
+    return [
+        sum(i * s for i, s in zip(index, stride, strict=True)) for index in itertools.product(*dims)
+    ]
+
+
+SPANS = [
+    [[(0, 4)], [(0, 6)], [(0, 5)]],
+    [[(1, 3)], [(0, 6)], [(0, 5)]],
+    [[(0, 4)], [(2, 5)], [(0, 5)]],
+    [[(0, 4)], [(0, 6)], [(4, 5)]],
+    [[(0, 1), (3, 4)], [(0, 6)], [(0, 5)]],
+    [[(0, 4)], [(0, 2), (4, 6)], [(1, 2), (3, 5)]],
+    [[(2, 2)], [(0, 6)], [(0, 5)]],
+]
+
+
+@pytest.mark.parametrize("stride", [(30, 5, 1), (1, 4, 24), (60, 10, 2)])
+@pytest.mark.parametrize("spans", SPANS)
+def test_a_part_is_exactly_its_elements(stride: tuple[int, ...], spans: Any) -> None:
+    """Every element once, in its place, for contiguous, transposed and gapped tensors."""
+    part = cut(entry((4, 6, 5), stride), spans)
+    assert gathered(part) == positions(stride, spans)
+    assert run_count(part) == len(list(runs(part)))
+    assert shortest_run(part) == min((run.numel for run in runs(part)), default=0)
+
+
+def test_a_part_of_a_part_is_a_part() -> None:
+    """Cutting twice gives what cutting once would have."""
+    first = cut(entry((4, 6, 5)), [[(1, 4)], [(0, 3), (5, 6)], [(0, 5)]])
+    twice = cut(first, [[(1, 3)], [(2, 4)], [(1, 2)]])
+    assert gathered(twice) == positions((30, 5, 1), [[(2, 4)], [(2, 3), (5, 6)], [(1, 2)]])
+
+
+def test_rows_are_one_run_and_the_whole_is_itself() -> None:
+    """What is contiguous in the file stays a view of it; a whole tensor keeps its storage."""
+    whole = entry((4, 6, 5))
+    rows = cut(whole, [[(1, 3)], [(0, 6)], [(0, 5)]])
+    assert not is_pieced(rows)
+    assert (rows.chunks[0].offset, rows.chunks[0].nbytes) == (30, 60)
+    assert cut(whole, [[(0, 4)], [(0, 6)], [(0, 5)]]) is whole
+    assert is_pieced(cut(whole, [[(0, 4)], [(0, 3)], [(0, 5)]]))
+    scalar = entry(())
+    assert cut(scalar, []) is scalar
