@@ -60,8 +60,9 @@ def load(
         ckpt: a checkpoint, or a path that `torchlift.open` reads.
         root: keep only what is under this container of the checkpoint.
         rename: callable from a name in the checkpoint to a name in the model, or to None to drop.
-        device: None, a device, or a callable from `TensorEntry` (its ``key`` is the model's name)
-            to a device. None leaves a live tensor where it is and puts a meta one on the CPU.
+        device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
+            ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
+            and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file.
         dtype: None, a floating-point dtype, or a callable from `TensorEntry` to a dtype or None. It
             casts floating-point parameters and persistent buffers, nothing else. None keeps a live
             tensor's dtype and gives a meta one the checkpoint's.

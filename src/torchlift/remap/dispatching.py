@@ -50,7 +50,7 @@ def dispatch(
         main_device: where layers run that are kept on the host or on disk. None: as `fit` chose, or
             the first accelerator of the map. ``"cpu"`` runs them on the host.
         whole: classes whose weights are moved all at once for a call, because their forward uses
-            weights of submodules without calling these.
+            weights of submodules without calling these: to torch they are on meta otherwise.
         skip_keys: keyword arguments that are not moved; None: what a transformers model declares.
 
     Returns:

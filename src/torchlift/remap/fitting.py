@@ -88,7 +88,9 @@ def fit(
     None of the devices needs to exist, and nothing is allocated. Tensors that are tied or share
     memory stay together and are counted once; the tensors that a module holds itself are never
     separated. The members of numbered lists (``layers.0``), and what a transformers model names in
-    ``_no_split_modules``, stay whole as long as that does not take more devices.
+    ``_no_split_modules``, stay whole as long as that does not take more devices. A device that has
+    room for less than two layers is left out where that takes fewer devices, and so is the last one
+    where what it holds fits into the gaps on those before it.
 
     Args:
         model_or_ckpt: a module, live or a skeleton; or a checkpoint, or its path. A module's order
