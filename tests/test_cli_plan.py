@@ -178,3 +178,23 @@ def test_a_hostile_key_does_not_reach_the_terminal(run, tmp_path) -> None:
     status, out, _ = run(path, "--budget", "cuda:0=4", "--budget", "cuda:1=4", wrapped=False)
     assert status == 0
     assert "\x1b" not in out
+
+
+def test_a_mesh_says_what_each_rank_would_read(run, path) -> None:
+    """Bytes per rank, amplification and byte ranges, as text and as JSON."""
+    status, out, err = run(path, "--mesh", "dp=2,fsdp=4")
+    assert (status, err) == (0, "")
+    assert "mesh: dp 2 x fsdp 4, 8 ranks, 4.2 KiB of tensors" in out
+    assert "2.00 times the file" in out
+    _, out, _ = run(path, "--mesh", "fsdp=4", "--json")
+    found = json.loads(out)
+    assert found["bytes"] == [LAYER] * 4
+    assert found["requests"] == [8] * 4
+
+
+def test_a_mesh_that_means_nothing_is_wrong_usage(run, path) -> None:
+    """So is a device for a rank."""
+    assert run(path, "--mesh", "warp=4")[0] == 2
+    status, _, err = run(path, "--mesh", "fsdp=4", "--device", "cpu")
+    assert status == 2
+    assert "the ranks of a mesh have the devices that they have" in err

@@ -54,6 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", metavar="[REGEX=]DTYPE", action="append", default=[], help="cast to this"
     )
+    parser.add_argument(
+        "--mesh", metavar="DIM=N,...", help="what each rank would read, such as fsdp=1024,tp=8"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -69,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         rename, dtype = _rename(args), _dtype(args.dtype)
         with open_checkpoint(args.path, root=args.root) as ckpt:
+            if args.mesh:
+                return _on_mesh(args, ckpt)
             if args.model is None:
                 inventory = take(ckpt, dtype, rename)
                 found = _Found(inventory, _place(args, ckpt, inventory, dtype, rename), None)
@@ -80,6 +85,20 @@ def run(args: argparse.Namespace) -> int:
                 print(printable(_to_text(ckpt, found), lines=True))
     except ValueError as error:
         raise UsageError(str(error)) from error
+    return 0
+
+
+def _on_mesh(args: argparse.Namespace, ckpt: Checkpoint) -> int:
+    """Print which bytes each rank of a mesh would read."""
+    if args.device or args.device_map or args.budget:
+        raise UsageError("--mesh: the ranks of a mesh have the devices that they have")
+    from torchlift.distributed.simulation import simulate
+
+    found = simulate(ckpt, args.mesh)
+    if args.json:
+        print_json(found.to_dict())
+    else:
+        print(printable(f"{ckpt.path}\n{found}", lines=True))
     return 0
 
 

@@ -1,0 +1,144 @@
+"""A full checkpoint into a sharded model, each way in turn on the same ranks.
+
+    python -m torchlift.bench.sharded --ranks 2 --size 2GiB
+
+prints the time of the slowest rank for each way, how many times faster it is than broadcasting from
+rank 0, and each rank's anonymous memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from torchlift.sizes import parse_size
+
+_BROADCAST = "broadcast_from_rank0"
+_WAYS = (_BROADCAST, "full_state_dict, mmap", "torchlift read", "torchlift mmap")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make a checkpoint, start the ranks, print the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m torchlift.bench.sharded")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--size", type=parse_size, default=2 << 30, help="such as 2GiB")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds; medians are printed")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="torchlift-bench-") as folder:
+        from torchlift.bench.generate import make_checkpoint
+
+        path, out = os.path.join(folder, "full.pt"), os.path.join(folder, "result.json")
+        shape = make_checkpoint(path, nbytes=args.size)
+        job = json.dumps([path, list(shape), args.repeat, out])
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={args.ranks}", "--no-python", sys.executable, "-m"]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHLIFT_BENCH": job}
+        done = subprocess.run([*command, "torchlift.bench.sharded"], env=environment, check=False)
+        if done.returncode:
+            return done.returncode
+        with open(out, encoding="utf-8") as file:
+            print(table(json.load(file)))
+    return 0
+
+
+def table(results: dict[str, list[tuple[float, float]]]) -> str:
+    """The results as text.
+
+    Args:
+        results: way -> for each round (seconds of the slowest rank, most anonymous bytes).
+
+    Example:
+        >>> print(table({"broadcast_from_rank0": [(2.0, 1 << 20)], "torchlift read": [(0.1, 0)]}))
+        way                    seconds   faster   anonymous memory per rank
+        broadcast_from_rank0     2.000       1x     1.0 MiB
+        torchlift read           0.100      20x     0.0 MiB
+    """
+    times = {way: median(seconds for seconds, _ in rounds) for way, rounds in results.items()}
+    lines = [f"{'way':<22} {'seconds':>7}   {'faster':>6}   anonymous memory per rank"]
+    for way, rounds in results.items():
+        ratio = times[_BROADCAST] / times[way]
+        memory = max(nbytes for _, nbytes in rounds) / 2**20
+        lines.append(f"{way:<22} {times[way]:>7.3f}   {ratio:>5.0f}x   {memory:>5.1f} MiB")
+    return "\n".join(lines)
+
+
+def _rank(job: str) -> None:
+    """One process: every way in turn, several rounds, after a round that is not counted."""
+    import torch.distributed as dist
+
+    path, shape, repeat, out = json.loads(job)
+    dist.init_process_group("gloo")
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
+    with tempfile.TemporaryDirectory() as folder:
+        from torchlift.bench.generate import make_checkpoint
+
+        small = os.path.join(folder, "small.pt")
+        tiny = make_checkpoint(small, nbytes=1 << 20, tensors=4)
+        for way in _WAYS:
+            _timed(way, small, tiny)
+    for _ in range(repeat):
+        for way in _WAYS:
+            seconds, added = _timed(way, path, shape)
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, (seconds, added))
+            found[way].append((max(s for s, _ in gathered), max(a for _, a in gathered)))
+    if dist.get_rank() == 0:
+        with open(out, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _timed(way: str, path: str, shape: Sequence[int]) -> tuple[float, float]:
+    """(seconds, anonymous bytes added) on this rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from torchlift.bench.generate import Stack
+    from torchlift.measure import memory
+
+    with torch.device("meta"):
+        model = Stack(*shape)
+    fully_shard(model)
+    dist.barrier()
+    with memory() as use:
+        start = time.perf_counter()
+        _load(way)(model, path)
+        seconds = time.perf_counter() - start
+    return seconds, use.added_anonymous
+
+
+def _load(way: str) -> Callable[[Any, str], object]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import state_dict as theirs
+
+    import torchlift
+
+    def torch_way(model: Any, path: str) -> None:
+        from_rank0 = way == _BROADCAST
+        needed = not from_rank0 or dist.get_rank() == 0
+        state = torch.load(path, mmap=True, weights_only=True) if needed else {}
+        options = theirs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
+        theirs.set_model_state_dict(model, state, options=options)
+
+    if way.startswith("torchlift"):
+        source: Any = way.rpartition(" ")[2]
+        return lambda model, path: torchlift.load(model, path, source=source)
+    return torch_way
+
+
+if __name__ == "__main__":
+    if "TORCHLIFT_BENCH" in os.environ:
+        _rank(os.environ["TORCHLIFT_BENCH"])
+    else:
+        sys.exit(main())

@@ -1,0 +1,50 @@
+"""Who raises what when ranks agree, without any rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchlift.distributed.status import settle, tensors_of, together, world_of
+from torchlift.errors import CheckpointError, FormatError, MismatchError
+
+
+def test_without_a_group_everybody_agrees() -> None:
+    """One process is always of one mind; its errors pass through unchanged."""
+    assert world_of() == (0, 1)
+    model = torch.nn.Linear(2, 2)
+    with together(tensors_of(model), True) as agree:
+        agree()
+    with pytest.raises(FormatError, match=r"^bad$"), together([], None):
+        raise FormatError("bad")
+
+
+def test_all_well_is_silent() -> None:
+    """Nobody met anything."""
+    settle({0: None, 1: None}, None)
+
+
+def test_the_first_rank_s_error_is_everybody_s() -> None:
+    """Same class, same attributes, the rank in its text; the original is not changed."""
+    met = MismatchError("does not fit", file="f.pt", missing_keys=["a"])
+    other = FormatError("cut")
+    for own in (None, met):
+        with pytest.raises(MismatchError) as caught:
+            settle({0: None, 1: met, 2: other}, own)
+        assert str(caught.value) == "f.pt: on rank 1 (and 1 other): does not fit"
+        assert caught.value.missing_keys == ["a"]
+        assert caught.value.__cause__ is own
+    assert met.reason == "does not fit"
+
+
+def test_what_all_met_is_left_to_each() -> None:
+    """A wrong name of a file is the same everywhere, and needs no rank in its text."""
+    met = FormatError("no such file")
+    settle({0: met, 1: met}, met)
+
+
+def test_a_mistake_of_the_program_stays_what_it_is() -> None:
+    """On the rank that made it a TypeError is raised as such; others hear of it."""
+    settle({0: None, 1: CheckpointError("TypeError: x")}, TypeError("x"))
+    with pytest.raises(CheckpointError, match="on rank 1: TypeError: x"):
+        settle({0: None, 1: CheckpointError("TypeError: x")}, None)
