@@ -30,6 +30,7 @@ NOT_IN_A_RECIPE: dict[str, str] = {
     "errors": "recipes catch the errors by their own names",
     "bench": "the command is shown, torchlift bench",
     "remap": "the recipes on devices belong to a later chapter",
+    "distributed": "imported from, never used as an attribute",
     "swap": "the recipes on live models belong to a later chapter",
     "VerifyReport": "shown by what it prints, returned by verify",
     "verify": "the recipe on checksums belongs to a later chapter",

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchlift import bench, errors, measure, remap, swap
+    from torchlift import bench, distributed, errors, measure, remap, swap
     from torchlift.checkpoint import Checkpoint, TensorEntry, open
     from torchlift.errors import (
         CheckpointError,
@@ -36,6 +36,7 @@ __all__ = [
     "UnsafeError",
     "VerifyReport",
     "bench",
+    "distributed",
     "errors",
     "load",
     "materialize",
@@ -69,7 +70,7 @@ _HOMES = {
     "skeleton": "skeleton",
     "verify": "verify",
 }
-_ROOMS = ("bench", "errors", "measure", "remap", "swap")
+_ROOMS = ("bench", "distributed", "errors", "measure", "remap", "swap")
 
 
 def __getattr__(name: str) -> object:
