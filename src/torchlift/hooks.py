@@ -10,7 +10,6 @@ stand-in of the module, so that what it decides becomes part of the plan.
 from __future__ import annotations
 
 import bisect
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torchlift.checkpoint import MappedViews
+from torchlift.distributed.fsdp import is_fsdp
 from torchlift.errors import MismatchError
 from torchlift.extra_state import gather, templates_by_name
 from torchlift.formats import Index
@@ -85,7 +85,7 @@ def run_hooks(
 
 
 def _has_code(module: nn.Module, prefix: str, offered: set[str]) -> bool:
-    hooks = [h for h in module._load_state_dict_pre_hooks.values() if not _is_fsdp(h)]
+    hooks = [h for h in module._load_state_dict_pre_hooks.values() if not is_fsdp(h)]
     if type(module)._load_from_state_dict is _NormBase._load_from_state_dict:
         # Batch norm adds a counter to files of torch < 0.4.1, and otherwise loads as any module.
         own = prefix + "num_batches_tracked" not in offered
@@ -102,25 +102,6 @@ def _is_lazy_hook(hook: Any) -> bool:
     # It gives an uninitialised parameter its shape, which placing the tensor does anyway.
     inner = getattr(hook, "hook", hook)
     return getattr(inner, "__func__", None) is LazyModuleMixin._lazy_load_hook
-
-
-def _is_fsdp(hook: Any) -> bool:
-    """Whether it is one of FSDP2's own, which look at the module and not at the state dict."""
-    function = getattr(hook, "hook", hook)
-    return getattr(function, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
-
-
-def reshard(model: nn.Module) -> None:
-    """Have FSDP2 put the sharded parameters back into their slots, as it does before any load.
-
-    A forward pass outside of training may have left whole ones there.
-    """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
-    for _, module in walk(model):
-        for hook in module._load_state_dict_pre_hooks.values():
-            if _is_fsdp(hook):
-                hook(None, "", {}, True, [], [], [])
 
 
 class _Run:
@@ -164,7 +145,7 @@ class _Run:
         else:
             errors: list[str] = []
             for hook in module._load_state_dict_pre_hooks.values():
-                if not _is_lazy_hook(hook) and not _is_fsdp(hook):
+                if not _is_lazy_hook(hook) and not is_fsdp(hook):
                     found = (self.outcome.missing, self.outcome.unexpected, errors)
                     hook(local, prefix, metadata, self.strict, *found)
             self._raise(errors, prefix)
@@ -295,7 +276,7 @@ def has_post_hooks(model: nn.Module) -> bool:
     FSDP2's hook takes note of new shards and refuses nothing.
     """
     return any(
-        not _is_fsdp(hook)
+        not is_fsdp(hook)
         for _, module in walk(model)
         for hook in module._load_state_dict_post_hooks.values()
     )

@@ -14,10 +14,11 @@ from torch import nn
 
 from torchlift.checkpoint import Checkpoint, MappedViews
 from torchlift.collector import collection_paused
+from torchlift.distributed.fsdp import reshard, take_note
 from torchlift.distributed.shards import held, is_sharded
 from torchlift.distributed.status import tensors_of, together
 from torchlift.errors import IntegrityError, MismatchError
-from torchlift.hooks import has_post_hooks, reshard, run_post_hooks
+from torchlift.hooks import has_post_hooks, run_post_hooks
 from torchlift.interrupts import uninterrupted
 from torchlift.match import Rename
 from torchlift.place import Commit, is_plain
@@ -164,6 +165,7 @@ def _commit(
     in_place = [item for item in tensors if item[0].in_place]
     fresh = [item for item in tensors if not item[0].in_place]
     with uninterrupted() as deliver, Commit() as commit:
+        commit.when_undone(lambda: take_note(model))
         for module, state in plan.work.extra:
             commit.extra_state(module, state)
         for module, name, value in plan.work.attributes:

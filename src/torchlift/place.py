@@ -49,6 +49,10 @@ class Commit:
                         self._undo.pop()()
         self._undo.clear()
 
+    def when_undone(self, action: Callable[[], object]) -> None:
+        """Call this after everything that comes later has been taken back."""
+        self._undo.append(action)
+
     def put(self, group: Group, new: torch.Tensor) -> None:
         """Swap where that is possible, so that references survive, and assign elsewhere."""
         if can_set_data(group.tensor, new) or obstacle(group) is None:

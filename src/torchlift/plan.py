@@ -12,8 +12,9 @@ from torch import nn
 from torchlift import transfer
 from torchlift.checkpoint import Checkpoint
 from torchlift.checkpoint import open as open_checkpoint
+from torchlift.distributed.fsdp import reshard
 from torchlift.errors import MismatchError
-from torchlift.hooks import Outcome, has_post_hooks, reshard, run_hooks, run_post_hooks
+from torchlift.hooks import Outcome, has_post_hooks, run_hooks, run_post_hooks
 from torchlift.match import Candidate, Match, Rename, match, renamed, suggestion
 from torchlift.report import KeyReport, LoadReport, human, summarise, tensors
 from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from torchlift import transfer
-from torchlift.boxes import is_pieced, runs, shortest_run
+from torchlift.boxes import is_pieced
 from torchlift.checkpoint import MappedViews, dtype_of
 from torchlift.distributed.shards import dressed, is_sharded, undressed
 from torchlift.errors import MismatchError, PlacementError
@@ -17,6 +17,7 @@ from torchlift.formats import TensorEntry
 from torchlift.heap import trim
 from torchlift.match import Candidate
 from torchlift.pages import allocate
+from torchlift.pieces import is_readable, requests_for
 from torchlift.place import is_plain
 from torchlift.slots import is_lazy
 from torchlift.steps import Step
@@ -26,9 +27,6 @@ from torchlift.swap.settle import apply
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 Advance = Callable[[int], object]
 
-#: Below this many bytes, the pieces of a tensor are copied out of the map instead of being read one
-#: by one: the kernel reads whole pages anyway.
-_SMALL_RUN = 4096
 #: Bytes of untransformed tensors in memory at a time; the rest of the budget is for staging.
 _BATCH = transfer.BUDGET // 4
 
@@ -83,8 +81,8 @@ def _fetch(steps: Sequence[Step], views: MappedViews, advance: Advance) -> list[
         elif is_pieced(entry):
             flat = allocate(entry.numel, step.dtype, step.host_or_device)
             tensors.append(flat.view(entry.shape))
-            if step.source == "read" and shortest_run(entry) >= _SMALL_RUN:
-                requests += _pieces(entry, flat, _file_dtype(step, views.index.path))
+            if step.source == "read" and is_readable(entry):
+                requests += requests_for(entry, flat, _file_dtype(step, views.index.path))
             else:
                 views.fill(tensors[-1], entry)
                 advance(step.span)
@@ -118,15 +116,6 @@ def _request(
     request = transfer.Request(chunk.file, chunk.offset, chunk.nbytes, flat, file_dtype)
     # Dense, so the file's own order of the dimensions fits the same number of elements.
     return flat.as_strided(entry.shape, entry.stride), request
-
-
-def _pieces(
-    entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype
-) -> Iterator[transfer.Request]:
-    size = entry.itemsize
-    for run in runs(entry):
-        target = flat[run.at : run.at + run.numel]
-        yield transfer.Request(run.file, run.offset, run.numel * size, target, dtype)
 
 
 def _worn(step: Step, tensor: torch.Tensor) -> torch.Tensor:

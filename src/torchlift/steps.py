@@ -12,7 +12,8 @@ from torch import nn
 from torchlift.boxes import is_pieced
 from torchlift.checkpoint import dtype_of
 from torchlift.content import content_bytes
-from torchlift.distributed.shards import home, is_sharded, shard_of_entry, shard_of_value
+from torchlift.distributed.offers import shard_of_offer
+from torchlift.distributed.shards import home, is_sharded
 from torchlift.errors import PlacementError
 from torchlift.filesystem import is_network
 from torchlift.formats import TensorEntry
@@ -171,8 +172,6 @@ def steps_for(matched: Match, path: str, options: Options) -> Iterator[Step]:
     network: dict[str, bool] = {}
     steps = []
     for group, key, offers in matched.pairs:
-        if is_sharded(group.tensor):
-            _check_sharded(group, offers)
         entry = offers[0].entry
         file = entry.chunks[0].file if entry and entry.chunks else path
         folder = os.path.dirname(file)
@@ -227,7 +226,7 @@ def _decide(
     if is_sharded(tensor):
         # Rules have seen the whole tensor; from here on there is only this rank's part of it.
         device = home(tensor) if asked is None else device
-        offers = [_shard(group, offer) for offer in offers]
+        offers = [shard_of_offer(group, offer) for offer in offers]
         candidate = offers[0]
     mode = _mode(options.mode, tensor, device, dtype)
     in_place = mode == "copy" and not is_blank(tensor)
@@ -277,26 +276,6 @@ def _decide(
         note,
         handled,
     )
-
-
-def _check_sharded(group: Group, offers: list[Candidate]) -> None:
-    """Refuse what a checkpoint cannot offer to a distributed tensor."""
-    for offer in offers:
-        if offer.entry is not None and repeats(offer.entry.shape, offer.entry.stride):
-            raise PlacementError(
-                "elements share their bytes in the file, so that no rank's part is a range of them",
-                entry=group.fqn,
-                found=f"strides {list(offer.entry.stride)}",
-                hint="Save a contiguous() tensor.",
-            )
-
-
-def _shard(group: Group, offer: Candidate) -> Candidate:
-    """What a checkpoint offers to this rank for a distributed tensor."""
-    if offer.entry is not None:
-        return replace(offer, entry=shard_of_entry(offer.entry, group.tensor, group.fqn))
-    assert offer.value is not None
-    return replace(offer, value=shard_of_value(offer.value, group.tensor, group.fqn))
 
 
 def _mode(asked: AnyMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> Mode:

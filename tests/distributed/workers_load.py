@@ -376,6 +376,32 @@ def loads_after_a_forward_pass() -> None:
         require_equal(model, net().state_dict(), mode)
 
 
+@check
+def a_sharded_skeleton_is_materialized_in_shards() -> None:
+    model: Any = fsdp(torchlift.skeleton(Net))
+    torchlift.materialize(model)
+    assert torch.equal(model.norm.weight.full_tensor(), torch.ones(8))
+    assert model.up.weight.to_local().shape == fsdp(net()).up.weight.to_local().shape
+
+
+@check
+def a_load_that_a_hook_undoes_is_not_seen_by_the_next_pass() -> None:
+    """FSDP keeps references of its own to the shards' memory."""
+    path, x = full_file(), torch.tensor([[1, 5, 11]])
+
+    def refuse(module: nn.Module, keys: Any) -> None:
+        raise ValueError("no")
+
+    for mode in ("copy", "assign", "swap"):
+        model: Any = fsdp(net(seed=1))
+        before = model(x).detach().clone()
+        handle = model.register_load_state_dict_post_hook(refuse)
+        with pytest.raises(ValueError, match="no"):
+            torchlift.load(model, path, mode=mode)
+        handle.remove()
+        assert torch.equal(model(x), before), mode
+
+
 # ---- one rank fails --------------------------------------------------------------------------
 
 

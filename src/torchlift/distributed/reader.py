@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,14 +20,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchlift import transfer
-from torchlift.boxes import cut, runs, shortest_run
+from torchlift.boxes import cut
 from torchlift.checkpoint import Checkpoint, MappedViews, dtype_of
 from torchlift.checkpoint import open as open_checkpoint
 from torchlift.errors import FormatError
 from torchlift.formats import TensorEntry
-
-#: Shorter runs of bytes are copied out of the map instead of being read one by one.
-_SMALL_RUN = 4096
+from torchlift.pieces import is_readable, requests_for
 
 
 class CheckpointReader(StorageReader):
@@ -121,8 +118,8 @@ class CheckpointReader(StorageReader):
                 part = self._part(key, item)
                 target = planner.resolve_tensor(item).detach()
                 targets.append((item, target))
-                if target.is_contiguous() and shortest_run(part) >= _SMALL_RUN:
-                    requests += _requests(part, target.view(-1), dtype_of(part, self.path))
+                if target.is_contiguous() and is_readable(part):
+                    requests += requests_for(part, target.view(-1), dtype_of(part, self.path))
                 else:
                     views.fill(target, part)
             transfer.read(requests, views.files)
@@ -172,11 +169,3 @@ def _boxes(entry: TensorEntry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     if len(entry.chunks) > 1:
         return [(chunk.start, chunk.shape) for chunk in entry.chunks]
     return [((0,) * len(entry.shape), entry.shape)]
-
-
-def _requests(
-    part: TensorEntry, flat: torch.Tensor, dtype: torch.dtype
-) -> Iterator[transfer.Request]:
-    for run in runs(part):
-        target = flat[run.at : run.at + run.numel]
-        yield transfer.Request(run.file, run.offset, run.numel * part.itemsize, target, dtype)

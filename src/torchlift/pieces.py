@@ -1,0 +1,40 @@
+"""Requests for the pieces of a tensor that lies in several runs of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from torchlift.boxes import runs, shortest_run
+from torchlift.formats import TensorEntry
+from torchlift.transfer import Request
+
+#: Shorter runs, in bytes, are copied out of the map instead of being read one by one: the kernel
+#: reads whole pages anyway.
+SMALL_RUN = 4096
+
+
+def is_readable(entry: TensorEntry) -> bool:
+    """Whether a tensor's runs of bytes are long enough to be read one by one."""
+    return shortest_run(entry) >= SMALL_RUN
+
+
+def requests_for(entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype) -> Iterator[Request]:
+    """One request for each run of bytes.
+
+    Args:
+        entry: what to read.
+        flat: receives it in row-major order; one-dimensional and contiguous, on any device.
+        dtype: what the bytes in the file are.
+
+    Example:
+        >>> from torchlift.formats import Chunk
+        >>> half = Chunk("f", 8, 12, (0, 0), (2, 1), (2, 1))
+        >>> entry = TensorEntry("w", "float32", (2, 1), (1, 1), 8, "cpu", "", (half,))
+        >>> [r.offset for r in requests_for(entry, torch.empty(2), torch.float32)]
+        [8, 16]
+    """
+    for run in runs(entry):
+        target = flat[run.at : run.at + run.numel]
+        yield Request(run.file, run.offset, run.numel * entry.itemsize, target, dtype)
