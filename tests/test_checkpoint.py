@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -209,6 +210,40 @@ def test_a_checkpoint_leaves_no_open_files_behind(tmp_path):
     assert kept.item() == 1
     del kept
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_checkpoint_that_nobody_closes_keeps_no_descriptor(tmp_path):
+    """The descriptors go with the object; so do those of the views that hooks get."""
+    path = saved({"w": torch.ones(1)}, tmp_path)
+    model = nn.ParameterDict({"w": torch.zeros(1)})
+    model.register_load_state_dict_pre_hook(lambda *_: None)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert torchlift.open(path)["w"].item() == 1
+        torchlift.plan(model, path)
+        torchlift.load(model, path, source="read")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_many_shards_need_one_descriptor_each(tmp_path):
+    """Where even that is too many, the error says so, and nothing has changed."""
+    names = {f"w{i}": f"{i}.safetensors" for i in range(40)}
+    for key, name in names.items():
+        save_file({key: torch.ones(1)}, tmp_path / name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    model = nn.ParameterDict({key: torch.zeros(1) for key in names})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, limits[1]))
+        with pytest.raises(IntegrityError, match=r"\(Too many open files\)\. Allow more"):
+            torchlift.load(model, tmp_path)
+        assert not any(tensor.item() for tensor in model.values())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, limits[1]))
+        torchlift.load(model, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert all(tensor.item() == 1 for tensor in model.values())
 
 
 @pytest.mark.parametrize("how", ["shorter", "replaced", "overwritten", "gone"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -27,6 +29,8 @@ class Files:
         self._descriptors: dict[str, int] = {}
         self._maps: dict[str, mmap.mmap] = {}
         self._lock = threading.Lock()
+        # A checkpoint that nobody closes must not keep its descriptors for ever.
+        weakref.finalize(self, _close_all, self._descriptors)
 
     def __enter__(self) -> Files:
         return self
@@ -46,11 +50,7 @@ class Files:
             IntegrityError: the file is gone or is not the one that was indexed.
         """
         with self._lock:
-            found = self._descriptors.get(file)
-            if found is None:
-                found = self._descriptors[file] = _open(file)
-            self._check(file, found)
-            return found
+            return self._checked(file)
 
     def mapped(self, file: str, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes of `file` as a uint8 tensor over a private, writable, lazily read map.
@@ -60,21 +60,35 @@ class Files:
         pages are file-backed until then: they cost no anonymous memory and can be evicted.
 
         Raises:
-            IntegrityError: the file is gone or is not the one that was indexed.
+            IntegrityError: the file is gone, is not the one that was indexed, or cannot be mapped.
         """
         area = self._maps.get(file)
         if area is None:
-            descriptor = self.descriptor(file)
             with self._lock:
-                area = self._maps.setdefault(file, _map(descriptor, self._stamps[file].size))
+                area = self._maps.get(file) or self._mapped(file)
         return torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def close(self) -> None:
         """Close the descriptors and forget the maps; tensors made from a map stay valid."""
         with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
+            _close_all(self._descriptors)
             self._maps.clear()
+
+    def _checked(self, file: str) -> int:
+        found = self._descriptors.get(file)
+        if found is None:
+            found = self._descriptors[file] = _open(file)
+        self._check(file, found)
+        return found
+
+    def _mapped(self, file: str) -> mmap.mmap:
+        was_open = file in self._descriptors
+        area = self._maps[file] = _map(self._checked(file), file, self._stamps[file].size)
+        if not was_open:
+            # The map has a descriptor of its own. Two for each of a thousand shards would be more
+            # than most systems allow.
+            os.close(self._descriptors.pop(file))
+        return area
 
     def _check(self, file: str, descriptor: int) -> None:
         now, then = os.fstat(descriptor), self._stamps[file]
@@ -89,6 +103,11 @@ class Files:
             )
 
 
+def _close_all(descriptors: dict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
+
+
 def _open(file: str) -> int:
     try:
         return os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
@@ -96,14 +115,28 @@ def _open(file: str) -> int:
         raise IntegrityError(
             f"cannot be opened any more ({error.strerror})",
             file=file,
-            hint="The checkpoint's files must stay in place until it is loaded.",
+            hint=_way_out(error, "The checkpoint's files must stay in place until it is loaded."),
         ) from error
 
 
-def _map(descriptor: int, size: int) -> mmap.mmap:
-    if os.name != "posix":
-        return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
-    # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM + swap,
-    # although nothing is ever written to most of it. The constant is missing before Python 3.13.
-    flags = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
-    return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+def _map(descriptor: int, file: str, size: int) -> mmap.mmap:
+    try:
+        if os.name != "posix":
+            return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM + swap,
+        # although nothing is ever written to most of it. The constant is missing before Python
+        # 3.13.
+        flags = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
+        return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise IntegrityError(
+            f"cannot be mapped ({error.strerror})",
+            file=file,
+            hint=_way_out(error, 'Load with source="read", which needs no map.'),
+        ) from error
+
+
+def _way_out(error: OSError, otherwise: str) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "Allow more open files (ulimit -n): every file of the checkpoint needs one."
+    return otherwise
