@@ -326,3 +326,29 @@ def test_objects_that_need_code_are_listed_and_blocked(tmp_path: Path) -> None:
         assert ckpt.blocked == ("posix.system",)
         with pytest.raises(UnsafeError, match=r"posix.system"):
             ckpt["bad"]
+
+
+def test_items_like_others_are_checked_as_if_they_were_the_first(tmp_path: Path) -> None:
+    """Many shards of one shape: each has its own numbers and checksum, and each is checked."""
+    torch.manual_seed(0)
+    state = {f"w{i}": torch.randn(4, 3) for i in range(20)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with torchlift.open(tmp_path) as ckpt:
+        for key, value in state.items():
+            assert torch.equal(ckpt[key], value)
+        chunk = ckpt.entries["w7"].chunks[0]
+    report = torchlift.verify(tmp_path)
+    assert (report.ok, len(report.checked)) == (True, 20)
+    file = Path(chunk.file)
+    good = file.read_bytes()
+    data = bytearray(good)
+    data[chunk.offset + 5] ^= 1
+    file.write_bytes(data)
+    assert len(torchlift.verify(tmp_path).failed) == 1
+    # A header of one of them that says something else is not taken for the others'.
+    at = good.rindex(b"data/0", 0, chunk.offset)
+    data = bytearray(good)
+    data[at + 5 : at + 6] = b"1"
+    file.write_bytes(data)
+    with pytest.raises(FormatError, match=r"'w7'|data/"):
+        torchlift.open(tmp_path)

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from torchlift.collector import collection_paused
 from torchlift.errors import CheckpointError, FormatError
+from torchlift.formats.dcp_items import Items
 from torchlift.formats.dcp_metadata import Box, Description, Item, Tensor, read_metadata
 from torchlift.formats.index import Chunk, FileStamp, Index, Storage, TensorEntry
 from torchlift.formats.sharded import locate
@@ -22,6 +23,8 @@ from torchlift.formats.source import Source, Window
 from torchlift.formats.torch_zip import read_archive
 
 METADATA = ".metadata"
+#: Files open at a time; a checkpoint of a thousand ranks has more than a process may open.
+_MAX_OPEN = 64
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata", re.ASCII)
 
 
@@ -75,6 +78,9 @@ class _Reader:
         self.path = path
         self.whole = whole
         self.sources: dict[str, Source] = {}
+        self.paths: dict[str, str] = {}
+        self.stamps: dict[str, FileStamp] = {}
+        self.items = Items()
         self.entries: dict[str, TensorEntry] = {}
         self.storages: dict[str, Storage] = {}
         self.objects: dict[str, object] = {}
@@ -82,22 +88,21 @@ class _Reader:
         self.blocked_keys: dict[str, str] = {}
 
     def read(self) -> Index:
-        for item in self.whole.items.values():
+        for name in dict.fromkeys(item.file for item in self.whole.items.values()):
             # All names are checked before the first file is opened.
-            locate(self.path, item.file)
+            self.paths[name] = locate(self.path, name)
         for key, tensor in self.whole.tensors.items():
             self._require_free(key)
             self.entries[key] = self._tensor(key, tensor)
         for key in self.whole.objects:
             self._object(key)
-        files: dict[str, FileStamp] = {s.path: s.stamp for s in self.sources.values()}
         version = self.whole.version
         return Index(
             path=self.path,
             format="dcp",
             entries=self.entries,
             storages=self.storages,
-            files=files,
+            files=self.stamps,
             objects=self.objects,
             metadata={} if version is None else {"dcp_version": version},
             blocked=tuple(self.blocked),
@@ -121,7 +126,11 @@ class _Reader:
     def _window(self, key: str, item: Item) -> Window:
         source = self.sources.get(item.file)
         if source is None:
-            source = self.sources[item.file] = Source(locate(self.path, item.file))
+            if len(self.sources) >= _MAX_OPEN:
+                self.sources.pop(next(iter(self.sources))).close()
+            source = self.sources[item.file] = Source(self.paths[item.file])
+            if self.stamps.setdefault(source.path, source.stamp) != source.stamp:
+                raise FormatError("the file changed while it was read", file=source.path)
         if item.offset + item.nbytes > source.size:
             raise FormatError(
                 "an item reaches past the end of its file",
@@ -133,11 +142,13 @@ class _Reader:
             )
         return Window(source, item.offset, item.nbytes)
 
-    def _open(self, key: str, item: Item) -> Index:
+    def _open(self, key: str, item: Item, kind: object = None) -> Index:
         """The index of one item, its offsets counted from the start of the file."""
         window = self._window(key, item)
         try:
-            found = read_archive(window, key)
+            found = (
+                read_archive(window, key) if kind is None else self.items.read(window, key, kind)
+            )
         except CheckpointError as error:
             error.file, error.entry = window.path, key if error.entry is None else error.entry
             raise
@@ -167,13 +178,13 @@ class _Reader:
     def _chunk(self, key: str, tensor: Tensor, box: Box) -> tuple[Chunk, str, str]:
         """(a chunk, the name of its storage, its location tag)."""
         item = self._item(key, box.start)
-        index = self._open(key, item)
+        index = self._open(key, item, (tensor.dtype, box.shape))
         entry = index.entries.get(key)
         if entry is None or (entry.dtype, entry.shape) != (tensor.dtype, box.shape):
             found = "no tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}"
             raise FormatError(
                 "an item is not what the metadata says",
-                file=self.sources[item.file].path,
+                file=self.paths[item.file],
                 entry=key,
                 expected=f"{tensor.dtype} {list(box.shape)}",
                 found=found,
