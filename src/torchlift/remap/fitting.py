@@ -45,7 +45,8 @@ class Fit(ByKey[str]):
         return sum(self.used.values())
 
     def __str__(self) -> str:
-        lines = [f"fit: {human(self.nbytes)} on {sum(map(bool, self.contents.values()))} devices"]
+        count = sum(map(bool, self.contents.values()))
+        lines = [f"fit: {human(self.nbytes)} on {count} device{'' if count == 1 else 's'}"]
         for device, budget in self.budgets.items():
             limit = "" if budget is None else f" of {human(budget)}"
             kept = self.reserved.get(device, 0)
