@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +27,11 @@ from torchlift.distributed.fsdp import is_fsdp
 from torchlift.errors import MismatchError
 from torchlift.extra_state import gather, templates_by_name
 from torchlift.formats import Index
+from torchlift.inference import ordinary_tensors
 from torchlift.match import Candidate
 from torchlift.slots import walk
-from torchlift.understudy import stand_in_for, tensors_of
+from torchlift.understudy import DataTaken, stand_in_for, tensors_of
+from torchlift.written import Written
 
 _EXTRA = "_extra_state"
 
@@ -78,10 +81,10 @@ def run_hooks(
     ]
     if not modules:
         return None
-    run = _Run(index, names, objects, strict)
-    for prefix, module in modules:
-        run.visit(prefix, module)
-    return run.finish()
+    with ordinary_tensors(), closing(_Run(index, names, objects, strict)) as run:
+        for prefix, module in modules:
+            run.visit(prefix, module)
+        return run.finish()
 
 
 def _has_code(module: nn.Module, prefix: str, offered: set[str]) -> bool:
@@ -117,6 +120,7 @@ class _Run:
         self.index = index
         self.strict = strict
         self.views = MappedViews(index)
+        self.written = Written(index)
         self.templates = templates_by_name(index, {**names, **objects})
         self.outcome = Outcome()
         self.state: dict[str, Any] = {}
@@ -164,17 +168,23 @@ class _Run:
             object.__setattr__(stand_in, "set_extra_state", extras.append)
         # Strict in any case: torch's own code lists no missing name otherwise, and a name that is
         # not listed counts as settled. What becomes of the lists is for the plan to say.
-        stand_in._load_from_state_dict(local, prefix, metadata, True, missing, unexpected, errors)
+        with DataTaken() as taken:
+            stand_in._load_from_state_dict(
+                local, prefix, metadata, True, missing, unexpected, errors
+            )
         # torch's own words for a shape that differs; the plan has its own, with all of them.
         self._raise([text for text in errors if "size mismatch" not in text], prefix)
         self.outcome.extra += [(module, state) for state in extras]
         for name, tensor in tensors_of(stand_in):
             full = prefix + name
-            old, version = before.get(name, (None, 0))
-            if tensor is not old or (not tensor.is_meta and tensor._version != version):
+            old, offered = before.get(name), local.get(full)
+            changed = old is None or old.is_changed(tensor)
+            if old is not None:
+                taken.require_memory(old, tensor, full, self.index.path)
+            if changed:
                 self.outcome.candidates[full] = self._candidate(full, tensor.detach())
-            elif full in local and isinstance(local[full], torch.Tensor):
-                self.outcome.candidates[full] = self._candidate(full, local[full])
+            elif isinstance(offered, torch.Tensor) and offered.shape != tensor.shape:
+                self.outcome.candidates[full] = self._candidate(full, offered)  # to be reported
             elif full not in missing:
                 self.outcome.silent.add(full)
         self.outcome.missing += [name for name in missing if name[len(prefix) :] not in before]
@@ -225,7 +235,9 @@ class _Run:
         key, version = self.origin.get(_identity(value), ("", 0))
         # A hook that wrote to it did so in this private map: the file still has the old values.
         if key and value._version == version:
-            return Candidate(key, self.index.entries[key])
+            entry = self.index.entries[key]
+            if not self.written.differs(value, entry):
+                return Candidate(key, entry)
         return Candidate(name, value=value)
 
     def _raise(self, errors: Iterable[str], prefix: str) -> None:
@@ -246,9 +258,16 @@ class _Run:
                 self.outcome.unexpected.append(name)
         return self.outcome
 
+    def close(self) -> None:
+        """Close the files; the tensors stay valid."""
+        self.views.close()
+        self.written.close()
+
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    # A conjugate is the same numbers in the same place, shown otherwise.
+    shown = tensor.is_conj(), tensor.is_neg()
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), shown)
 
 
 def _takes_extra(module: nn.Module) -> bool:

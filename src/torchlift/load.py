@@ -19,6 +19,7 @@ from torchlift.distributed.shards import held, is_sharded
 from torchlift.distributed.status import tensors_of, together
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.hooks import has_post_hooks, run_post_hooks
+from torchlift.inference import ordinary_tensors
 from torchlift.interrupts import uninterrupted
 from torchlift.match import Rename
 from torchlift.place import Commit, is_plain
@@ -143,8 +144,9 @@ def _execute(model: nn.Module, ckpt: Checkpoint, run: _Run) -> tuple[list[str], 
     views, plan = MappedViews(ckpt.index), run.plan
     try:
         with _bar(run.progress, plan.bytes_to_read) as advance:
-            tensors = list(prepare(plan.work.steps, views, run.transform, advance))
-            made = _make(plan.work.makings)
+            with ordinary_tensors():
+                tensors = list(prepare(plan.work.steps, views, run.transform, advance))
+                made = _make(plan.work.makings)
             run.agree()
             return _commit(model, plan, tensors, made, run.strict, advance)
     finally:

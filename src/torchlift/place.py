@@ -150,16 +150,27 @@ def check_writable(group: Group) -> None:
     """
     tensor = group.tensor
     if repeats(tensor.shape, tensor.stride()):
-        reason = "it is a view in which several elements share one place in memory"
-        hint = 'Call .contiguous() on it first, or load with mode="assign".'
-    elif tensor.is_inference() and not torch.is_inference_mode_enabled():
-        reason = "it was made in inference mode"
-        hint = 'Load with mode="assign", or inside torch.inference_mode().'
-    else:
-        return
-    raise PlacementError(
-        f"cannot be written in place, because {reason}", entry=group.fqn, hint=hint
-    )
+        raise PlacementError(
+            "cannot be written in place, because it is a view in which several elements share one "
+            "place in memory",
+            entry=group.fqn,
+            hint='Call .contiguous() on it first, or load with mode="assign".',
+        )
+    check_mode(group)
+
+
+def check_mode(group: Group) -> None:
+    """Refuse to change a tensor of inference mode outside of it, as torch would, half-way.
+
+    Raises:
+        PlacementError: it is one.
+    """
+    if group.tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise PlacementError(
+            "cannot be written in place, because it was made in inference mode",
+            entry=group.fqn,
+            hint='Load with mode="assign", or inside torch.inference_mode().',
+        )
 
 
 def repeats(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -23,6 +23,7 @@ from torchlift.slots import is_lazy
 from torchlift.steps import Step
 from torchlift.swap.handlers import handles
 from torchlift.swap.settle import apply
+from torchlift.written import same_bits
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 Advance = Callable[[int], object]
@@ -279,14 +280,7 @@ def _same_bytes(one: Candidate, two: Candidate, views: MappedViews) -> bool:
         if a.chunks == b.chunks and a.stride == b.stride:
             return True
     left, right = _tensor(one, views), _tensor(two, views)
-    # As bytes, so that a NaN equals itself.
-    return torch.equal(_bytes_of(left), _bytes_of(right))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    # Not flatten(): a single element may keep a stride that a view as bytes refuses.
-    dense = tensor.contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    return same_bits(left, right)
 
 
 def _tensor(candidate: Candidate, views: MappedViews) -> torch.Tensor:

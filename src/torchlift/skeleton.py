@@ -12,6 +12,7 @@ from torch import nn
 from torchlift.collector import collection_paused
 from torchlift.distributed.shards import dressed, is_sharded, shard_of_value
 from torchlift.errors import PlacementError, did_you_mean
+from torchlift.inference import ordinary_tensors
 from torchlift.patches import recordable
 from torchlift.place import Commit, exchange, successor_of
 from torchlift.recipes import Recipe, forget, remember, require_recipes
@@ -99,7 +100,8 @@ def materialize(
     if names is not None:
         groups = _named(groups, [names] if isinstance(names, str) else list(names), model)
     where = usable_device("cpu" if device is None else device, "materialize")
-    made = make(groups, [where] * len(groups))
+    with ordinary_tensors():
+        made = make(groups, [where] * len(groups))
     with Commit() as commit:
         for group, tensor in zip(groups, made, strict=True):
             commit.put(group, tensor)

@@ -18,7 +18,7 @@ from torchlift.errors import PlacementError
 from torchlift.filesystem import is_network
 from torchlift.formats import TensorEntry
 from torchlift.match import Candidate, Match
-from torchlift.place import check_writable, repeats
+from torchlift.place import check_mode, check_writable, is_plain, repeats
 from torchlift.recipes import require_recipes
 from torchlift.report import Mode, Source
 from torchlift.rules import (
@@ -231,6 +231,8 @@ def _decide(
     mode = _mode(options.mode, tensor, device, dtype)
     in_place = mode == "copy" and not is_blank(tensor)
     handled = not in_place and is_handled(tensor)
+    if mode == "swap" and is_plain(tensor) and not tensor.is_meta:
+        check_mode(group)
     if in_place:
         check_writable(group)
         if (device, dtype) != (tensor.device, tensor.dtype):
