@@ -88,6 +88,23 @@ def test_a_missing_path_is_a_format_error(tmp_path):
     assert isinstance(error.__cause__, FileNotFoundError)
 
 
+def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch):
+    """A setting that nobody set must not load what happens to lie there."""
+    write_safetensors(tmp_path / "model.safetensors", {})
+    monkeypatch.chdir(tmp_path)
+    assert read_index(".").entries == {}
+    for name in ("", b""):
+        with pytest.raises(FormatError, match="an empty path"):
+            read_index(name)
+
+
+def test_a_tilde_is_not_expanded_and_the_error_says_so(monkeypatch, tmp_path):
+    """As everywhere in Python."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FormatError, match=r"A ~ stands for nothing here: expand it first\."):
+        read_index("~/model.pt")
+
+
 def test_a_pipe_is_refused_without_waiting(tmp_path):
     """Opening a named pipe would block for ever."""
     path = tmp_path / "pipe"

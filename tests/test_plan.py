@@ -145,6 +145,15 @@ def test_the_peak_is_the_new_memory(path):
     assert cast == (size - 16) * 2 + hidden
 
 
+def test_the_peak_counts_what_is_kept_for_a_hook_that_may_refuse(path):
+    """Values that are overwritten are kept until the hooks have seen the new ones."""
+    live = Mixed()
+    assert torchlift.plan(live, path).peak_bytes == 0
+    live.register_load_state_dict_post_hook(lambda *_: None)
+    size = sum(tensor.nbytes for tensor in live.state_dict().values())
+    assert torchlift.plan(live, path).peak_bytes == size
+
+
 def test_a_rule_sees_entries_under_the_names_of_the_model(tmp_path):
     """Device and dtype rules get the entry, with the name that the model has for it."""
     path = saved({f"old.{key}": value for key, value in randomised(Two()).items()}, tmp_path)

@@ -49,9 +49,9 @@ def is_network(path: str | os.PathLike[str]) -> bool:
     """
     try:
         device = os.stat(path).st_dev
-    except OSError:
+        kind = _kinds().get((os.major(device), os.minor(device)), "")
+    except (OSError, AttributeError):  # Windows has neither device numbers nor ``/proc``
         return False
-    kind = _kinds().get((os.major(device), os.minor(device)), "")
     return kind in _NETWORK or kind == "fuse" or kind.startswith("fuse.")
 
 

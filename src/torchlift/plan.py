@@ -12,7 +12,9 @@ from torch import nn
 from torchlift import transfer
 from torchlift.checkpoint import Checkpoint
 from torchlift.checkpoint import open as open_checkpoint
+from torchlift.content import content_bytes, is_plain
 from torchlift.distributed.fsdp import reshard
+from torchlift.distributed.shards import held
 from torchlift.errors import MismatchError
 from torchlift.hooks import Outcome, has_post_hooks, run_hooks, run_post_hooks
 from torchlift.match import Candidate, Match, Rename, match, renamed, suggestion
@@ -143,7 +145,7 @@ def make_plan(
         attributes=tuple(outcome.attributes),
         extra=tuple(outcome.extra),
     )
-    return _assemble(ckpt, groups, matched, work, names)
+    return _assemble(ckpt, groups, matched, work, names, _peak(work, has_post_hooks(model)))
 
 
 def _assemble(
@@ -152,6 +154,7 @@ def _assemble(
     matched: Match,
     work: Work,
     names: Mapping[str, str],
+    peak: int,
 ) -> LoadPlan:
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
@@ -167,7 +170,7 @@ def _assemble(
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
         replayed=[name for group in work.replayed for name in group.names],
         renamed={old: new for old, new in names.items() if old != new},
-        peak_bytes=_peak(work),
+        peak_bytes=peak,
         bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
         work=work,
     )
@@ -194,7 +197,7 @@ def _name(value: torch.Tensor | None) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def _peak(work: Work) -> int:
+def _peak(work: Work, backed_up: bool) -> int:
     steps, makings = work.steps, work.makings
     staged = sum(
         step.span
@@ -206,7 +209,14 @@ def _peak(work: Work) -> int:
         for item in makings
         if item.device.type == "cpu"
     )
-    return sum(step.owned_bytes for step in steps) + made + transfer.stage_bytes(staged)
+    # What a hook may still refuse, or a subclass fail to copy, is kept until it has not.
+    kept = sum(
+        content_bytes(held(step.group.tensor))
+        for step in steps
+        if step.in_place and (backed_up or not is_plain(held(step.group.tensor)))
+        if step.group.tensor.device.type == "cpu"
+    )
+    return sum(step.owned_bytes for step in steps) + made + kept + transfer.stage_bytes(staged)
 
 
 def _check(matched: Match, path: str, options: Options) -> None:

@@ -38,7 +38,7 @@ class Run:
         if real is None:
             raise PlacementError("was made by a call that a skeleton cannot record")
         # A copy: replaying twice must not share memory, nor write to what the caller owns.
-        source = torch.empty(0, dtype=torch.uint8).set_(real.untyped_storage())
+        source = torch.empty(0, dtype=torch.uint8, device=real.device).set_(real.untyped_storage())
         return source.to(self.device, copy=True).untyped_storage()
 
     def run(self, op: Op) -> None:

@@ -45,7 +45,10 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         >>> read_index(path).entries["w"].shape
         (2,)
     """
-    absolute = os.path.abspath(os.fsdecode(path))
+    name = os.fsdecode(path)
+    if not name:  # a setting that is not set: the current directory is not what was meant
+        raise FormatError("an empty path", hint="Pass the path of a file or a directory.")
+    absolute = os.path.abspath(name)
     try:
         return _read(absolute)
     except CheckpointError as error:
@@ -56,7 +59,8 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         raise FormatError(
             "no such file or directory",
             file=absolute,
-            hint="The file does not exist: check the path.",
+            hint="The file does not exist: check the path."
+            + (" A ~ stands for nothing here: expand it first." if name[0] == "~" else ""),
         ) from error
     except OSError as error:
         raise FormatError("the file cannot be read", file=absolute, found=str(error)) from error
