@@ -11,7 +11,7 @@ from small_models import saved
 from torch import nn
 
 import torchlift
-from torchlift import filesystem
+from torchlift import filesystem, steps
 
 LINE = "36 25 {device} / {mount} rw,relatime shared:1 master:2 - {kind} server:/export rw\n"
 
@@ -69,3 +69,14 @@ def test_automatic_source_reads_on_a_network_and_maps_on_a_disk(mounted):
     assert set(torchlift.plan(model, path, source="mmap").source.values()) == {"mmap"}
     torchlift.load(model, path)
     assert torch.equal(model.weight, torch.load(path)["weight"])
+
+
+def test_a_link_to_another_file_system_counts_as_what_it_leads_to(tmp_path, monkeypatch):
+    """As the caches of model hubs have them: links on a disk, files behind a network."""
+    (tmp_path / "far").mkdir()
+    link = tmp_path / "link.pt"
+    link.symlink_to(saved(nn.Linear(2, 2).state_dict(), tmp_path / "far"))
+    far = os.path.realpath(tmp_path / "far")
+    monkeypatch.setattr(steps, "is_network", lambda path: os.path.realpath(path).startswith(far))
+    plan = torchlift.plan(torchlift.skeleton(nn.Linear, 2, 2), link)
+    assert set(plan.source.values()) == {"read"}

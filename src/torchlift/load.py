@@ -27,6 +27,7 @@ from torchlift.plan import LoadPlan, make_plan, resolve
 from torchlift.prepare import Transform, prepare
 from torchlift.recipes import forget
 from torchlift.report import LoadReport
+from torchlift.restored import restored
 from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options
 from torchlift.skeleton import make
 from torchlift.slots import Group, is_lazy
@@ -118,9 +119,10 @@ def load(
         try:
             if verify:
                 _verify(opened)
-            made = make_plan(model, opened, options, check_shapes=transform is None)
-            run = _Run(made, transform, progress, strict, agree)
-            missing, unexpected = _execute(model, opened, run)
+            with restored(model, always=False):
+                made = make_plan(model, opened, options, check_shapes=transform is None)
+                run = _Run(made, transform, progress, strict, agree)
+                missing, unexpected = _execute(model, opened, run)
         finally:
             if owned:
                 opened.close()

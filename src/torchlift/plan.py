@@ -19,6 +19,7 @@ from torchlift.errors import MismatchError
 from torchlift.hooks import Outcome, has_post_hooks, run_hooks, run_post_hooks
 from torchlift.match import Candidate, Match, Rename, match, renamed, suggestion
 from torchlift.report import KeyReport, LoadReport, human, summarise, tensors
+from torchlift.restored import restored
 from torchlift.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules
 from torchlift.skeleton import strays
 from torchlift.slots import Group, collect
@@ -98,8 +99,10 @@ def plan(
     """
     options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
     opened, owned = resolve(ckpt, root)
+    reshard(model)  # not to be taken back
     try:
-        return make_plan(model, opened, options, check_shapes=True)
+        with restored(model, always=True):
+            return make_plan(model, opened, options, check_shapes=True)
     finally:
         if owned:
             opened.close()
@@ -119,8 +122,7 @@ def make_plan(
 ) -> LoadPlan:
     """`plan` on an open checkpoint; `check_shapes` is False when a transform may change them."""
     reshard(model)
-    groups = collect(model)
-    check_rules(options, [name for group in groups for name in group.names])
+    check_rules(options, [name for group in collect(model) for name in group.names])
     names = renamed([*ckpt.entries, *ckpt.blocked_keys], options.rename, ckpt.path)
     for key in ckpt.blocked_keys:
         if key in names:
@@ -131,6 +133,7 @@ def make_plan(
     if outcome is None:
         candidates = {name: Candidate(key, ckpt.entries[key]) for key, name in offered.items()}
         outcome = Outcome(candidates, unexpected=list(objects.values()))
+    groups = collect(model)  # not before: a hook may have put other tensors in their slots
     matched = match(groups, outcome.candidates, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.silent]
     matched.missing += [name for name in outcome.missing if name not in matched.missing]

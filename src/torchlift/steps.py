@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -174,10 +173,9 @@ def steps_for(matched: Match, path: str, options: Options) -> Iterator[Step]:
     for group, key, offers in matched.pairs:
         entry = offers[0].entry
         file = entry.chunks[0].file if entry and entry.chunks else path
-        folder = os.path.dirname(file)
-        if folder not in network:
-            network[folder] = is_network(folder)
-        steps.append(_decide(group, key, offers, options, path, network[folder]))
+        if file not in network:
+            network[file] = is_network(file)  # not its folder: it may be a link to elsewhere
+        steps.append(_decide(group, key, offers, options, path, network[file]))
     return settle(unshare(share(steps)), options.mode)
 
 
