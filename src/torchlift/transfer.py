@@ -65,7 +65,7 @@ class Request:
 
 def stage_bytes(nbytes: int) -> int:
     """Anonymous memory, in bytes, that `read` takes to stage so much that is cast or moved."""
-    return min(nbytes, _STAGES * PIECE)
+    return min(nbytes, min(_STAGES, _THREADS) * PIECE)
 
 
 def read(
@@ -165,7 +165,9 @@ def _read_parallel(
     report: Callable[[int], object],
 ) -> None:
     staged = sum(job.staged for job in jobs)
-    free = [_stage() for _ in range(min(staged, _STAGES))]
+    # One per reader is enough where they cast themselves; a device is fed while they read on.
+    most = min(_STAGES, _THREADS) if all(job.on_host for job in jobs) else _STAGES
+    free = [_stage() for _ in range(min(staged, most))]
     running: dict[Future[None], tuple[_Job, torch.Tensor | None]] = {}
     waiting = iter(jobs)
     held: _Job | None = next(waiting, None)
