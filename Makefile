@@ -69,7 +69,7 @@ $(WHEEL): $(VENV) $(SOURCES) README.md LICENSE
 	@touch $@
 
 unit: $(WHEEL)  ## the tests, against the built wheel
-	$(ON_WHEEL) TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" $(PY) -m pytest $(PYTEST_ARGS)
+	$(ON_WHEEL) TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" $(PY) -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 
 doctest: $(WHEEL)  ## the examples in docstrings
 	@rm -rf build/doctest && mkdir -p build/doctest
