@@ -16,11 +16,6 @@ what each other one saved.
 #
 # The model is two blocks and a head. You will follow one of its parameters, the weight
 # ``blocks.0.up.weight``.
-#
-# A wrapper is a module that has your module inside, and the names of the modules on the way make up
-# the key. So `torch.compile` and DDP put a word of their own in front, or into the middle where you
-# wrapped the blocks. FSDP2 and tensor parallel change no names. They change the values: each
-# parameter becomes a DTensor, of which a process holds a part.
 
 import inspect
 import json
@@ -38,8 +33,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, parallel
 from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
@@ -54,13 +48,24 @@ from torchlift.distributed import (
 
 
 def block():
-    layers = {"up": nn.Linear(8, 32), "relu": nn.ReLU(), "down": nn.Linear(32, 8)}
+    layers = {
+        "up": nn.Linear(8, 32),
+        "relu": nn.ReLU(),
+        "down": nn.Linear(32, 8),
+    }
     return nn.Sequential(OrderedDict(layers))
 
 
 def build():
     blocks = nn.Sequential(block(), block())
     return nn.Sequential(OrderedDict(blocks=blocks, head=nn.Linear(8, 4)))
+
+
+# %%
+# A wrapper is a module that has your module inside, and the names of the modules on the way make up
+# the key. So `torch.compile` and DDP put a word of their own in front, or into the middle where you
+# wrapped the blocks. FSDP2 and tensor parallel change no names. They change the values: each
+# parameter becomes a DTensor, of which a process holds a part.
 
 
 def compiled(model):
@@ -81,13 +86,14 @@ def shard(model):
 
 def tensor_parallel(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
     for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallel.parallelize_module(block, mesh, plan)
     return model
 
 
 def wrap(model, way):
-    """The words of a way from the inside out: "compiled blocks, FSDP2" shards last."""
+    """From the inside out: "compiled blocks, FSDP2" shards last."""
     steps = {
         "plain": lambda model: model,
         "compiled": compiled,
@@ -134,8 +140,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchlift.distributed import *
@@ -155,17 +160,26 @@ folder = Path(scratch.name)
 
 
 def on_ranks(count, function, *args, needs=()):
-    """Run a function on many processes; return what it returned on each, by rank."""
-    functions = "\n\n".join(inspect.getsource(each) for each in (*needs, function))
+    """Run a function on many processes; return its results, by rank."""
+    sources = [inspect.getsource(each) for each in (*needs, function)]
+    functions = "\n\n".join(sources)
     script = folder / f"{function.__name__}.py"
     script.write_text(SCRIPT.format(functions=functions, name=function.__name__))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={count}", str(script), json.dumps(args), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    command += [f"--nproc-per-node={count}", str(script)]
+    command += [json.dumps(args), str(folder)]
+    environment = {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    results = [folder / f"{rank}.json" for rank in range(count)]
+    return [json.loads(result.read_text()) for result in results]
 
 
 # %%
@@ -176,15 +190,19 @@ def on_ranks(count, function, *args, needs=()):
 
 
 def look(model):
-    """The keys of a wrapped model, raw and canonical, and what this rank holds of one value."""
+    """Both kinds of keys, and what this rank holds of the first value."""
     canonical = get_model_state_dict(model)
     value = canonical["blocks.0.up.weight"]
-    held = list(value.to_local().shape if isinstance(value, DTensor) else value.shape)
-    return {"raw": list(model.state_dict()), "canonical": list(canonical), "held": held}
+    held = value.to_local() if isinstance(value, DTensor) else value
+    return {
+        "raw": list(model.state_dict()),
+        "canonical": list(canonical),
+        "held": list(held.shape),
+    }
 
 
 def load_raw(model, saved):
-    """Load what the other model's own state_dict() gave; return the error, if there is one."""
+    """Load the other model's own state_dict(); return the error, if any."""
     try:
         model.load_state_dict(saved.state_dict())
     except (RuntimeError, ValueError) as error:
@@ -193,7 +211,7 @@ def load_raw(model, saved):
 
 
 def load_canonical(model, saved):
-    """Save whole tensors under canonical names, load them, and compare every bit."""
+    """Load whole tensors by canonical names, and compare every bit."""
     whole = StateDictOptions(full_state_dict=True)
     state = get_model_state_dict(saved, options=whole)
     set_model_state_dict(model, state, options=whole)
@@ -206,14 +224,19 @@ def compare(ways, path):
     for seed, way in enumerate(ways):
         torch.manual_seed(seed)
         saved[way], loaded[way] = wrap(build(), way), wrap(build(), way)
+
+    def each_pair(load):
+        return [[load(loaded[b], saved[a]) for b in ways] for a in ways]
+
     found = {
         "looks": {way: look(model) for way, model in saved.items()},
-        "raw": [[load_raw(loaded[b], saved[a]) for b in ways] for a in ways],
-        "canonical": [[load_canonical(loaded[b], saved[a]) for b in ways] for a in ways],
+        "raw": each_pair(load_raw),
+        "canonical": each_pair(load_canonical),
     }
-    # On rank 0 whole tensors on the CPU, on the others an empty dict: what a script saves.
+    # On rank 0 whole tensors on the CPU, on the others an empty dict.
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(saved["compiled blocks, FSDP2"], options=options)
+    model = saved["compiled blocks, FSDP2"]
+    state = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
         torch.save(state, path)
     return found | {"to save": len(state)}
@@ -238,9 +261,11 @@ for way, found in looks.items():
 plain = looks["plain"]["raw"]
 print("\nraw keys that are those of the plain model:")
 for way, found in looks.items():
-    print(f"    {way:<24}{len(set(plain) & set(found['raw'])):2} of {len(plain)}")
+    common = set(plain) & set(found["raw"])
+    print(f"    {way:<24}{len(common):2} of {len(plain)}")
 print("canonical names, in every way and on both ranks:")
-everywhere = [found["canonical"] for rank in ranks for found in rank["looks"].values()]
+everyone = [found for rank in ranks for found in rank["looks"].values()]
+everywhere = [found["canonical"] for found in everyone]
 print(f"    {everywhere[0][0]}, ...")
 print("    those of the plain model:", all(names == plain for names in everywhere))
 
@@ -255,9 +280,11 @@ print("    those of the plain model:", all(names == plain for names in everywher
 # Nine ways to save and nine to load are 81 pairs.
 
 raw, canonical = ranks[0]["raw"], ranks[0]["canonical"]
-fits = [(a, b) for a, row in enumerate(raw) for b, error in enumerate(row) if error is None]
+every = range(len(WAYS))
+fits = [(a, b) for a in every for b in every if raw[a][b] is None]
 print(f"by raw keys:        {len(fits):2} of 81 pairs load")
-print(f"by canonical names: {sum(map(sum, canonical))} of 81 pairs load, bit for bit")
+equal = sum(map(sum, canonical))
+print(f"by canonical names: {equal} of 81 pairs load, bit for bit")
 print("raw keys load into the same wrapping only:", all(a == b for a, b in fits))
 print("the other rank agrees:", ranks[1]["canonical"] == canonical)
 
@@ -289,7 +316,12 @@ plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
 
 COLORS = {"module": RUST, "_orig_mod": TEAL}
 figure, (keys, pairs) = plt.subplots(
-    1, 2, figsize=(7.2, 4.6), width_ratios=[1.35, 1], sharey=True, layout="constrained"
+    1,
+    2,
+    figsize=(7.2, 4.6),
+    width_ratios=[1.35, 1],
+    sharey=True,
+    layout="constrained",
 )
 for row, found in enumerate(looks.values()):
     start = 0
@@ -306,7 +338,10 @@ keys.set_yticks(range(len(WAYS)), [f"{way}   {row}" for row, way in enumerate(WA
 keys.set(ylim=(len(WAYS) - 0.4, -0.6), xticks=range(0, 40, 10))
 keys.set(xlabel="position in the raw key\n(characters)", ylabel="saved from")
 
-for by, color, size in (("canonical names", TEAL, 120), ("raw keys too", RUST, 30)):
+for by, color, size in (
+    ("canonical names", TEAL, 120),
+    ("raw keys too", RUST, 30),
+):
     cells = [
         (b, a)
         for a in range(len(WAYS))
@@ -342,7 +377,10 @@ plt.show()
 
 model = nn.Sequential(OrderedDict(module=nn.Linear(2, 1), head=nn.Linear(1, 1)))
 print("in the model:  ", [name for name, _ in model.named_parameters()])
-print("with replace:  ", [name.replace("module.", "") for name in model.state_dict()])
+print(
+    "with replace:  ",
+    [name.replace("module.", "") for name in model.state_dict()],
+)
 print("canonical:     ", list(get_model_state_dict(compiled(model))))
 
 # %%

@@ -35,15 +35,18 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 
 import torchlift
 from torchlift.distributed import CheckpointReader, save_consolidated, simulate
 
 
 def build():
-    layers = {"up": nn.Linear(6, 10), "relu": nn.ReLU(), "down": nn.Linear(10, 7)}
+    layers = {
+        "up": nn.Linear(6, 10),
+        "relu": nn.ReLU(),
+        "down": nn.Linear(10, 7),
+    }
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -55,7 +58,8 @@ def trained():
 
 def tensor_parallel(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+    return parallel.parallelize_module(model, mesh, plan)
 
 
 # %%
@@ -73,8 +77,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 
 import torchlift
 from torchlift.distributed import CheckpointReader, save_consolidated
@@ -94,17 +97,26 @@ folder = Path(scratch.name)
 
 
 def on_ranks(count, function, *args, needs=()):
-    """Run a function on many processes; return what it returned on each, by rank."""
-    functions = "\n\n".join(inspect.getsource(each) for each in (*needs, function))
+    """Run a function on many processes; return its results, by rank."""
+    sources = [inspect.getsource(each) for each in (*needs, function)]
+    functions = "\n\n".join(sources)
     script = folder / f"{function.__name__}.py"
     script.write_text(SCRIPT.format(functions=functions, name=function.__name__))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={count}", str(script), json.dumps(args), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    command += [f"--nproc-per-node={count}", str(script)]
+    command += [json.dumps(args), str(folder)]
+    environment = {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    results = [folder / f"{rank}.json" for rank in range(count)]
+    return [json.loads(result.read_text()) for result in results]
 
 
 # %%
@@ -129,8 +141,13 @@ def save(folder):
     return save_consolidated(state, f"{folder}/whole.safetensors")
 
 
-wrote = on_ranks(4, save, str(folder), needs=(build, trained, tensor_parallel, local))
-own, parts, whole = folder / "own-0.pt", folder / "parts", folder / "whole.safetensors"
+helpers = (build, trained, tensor_parallel, local)
+wrote = on_ranks(4, save, str(folder), needs=helpers)
+own, parts, whole = (
+    folder / "own-0.pt",
+    folder / "parts",
+    folder / "whole.safetensors",
+)
 print("parts:", sorted(path.name for path in parts.iterdir()))
 print("whole:", " + ".join(map(str, wrote)), "=", sum(wrote), "bytes, by rank")
 
@@ -188,7 +205,7 @@ for key in ("up.weight", "down.weight"):
 
 
 def is_right(state):
-    """Compare what this rank has with its own part of the right numbers, bit for bit."""
+    """Compare this rank's shards with its part of the right numbers."""
     for name, right in trained().state_dict().items():
         mesh, placements = state[name].device_mesh, state[name].placements
         own = distribute_tensor(right, mesh, placements, src_data_rank=None)
@@ -200,8 +217,12 @@ def is_right(state):
 def load(parts, whole, damaged):
     model = fully_shard(torchlift.skeleton(build))
     report = torchlift.load(model, parts, source="read")
-    rows = {name: value.to_local().shape[0] for name, value in model.state_dict().items()}
-    found = {"read": report.bytes_read, "rows": rows, "right": is_right(model.state_dict())}
+    state = model.state_dict()
+    found = {
+        "read": report.bytes_read,
+        "rows": {name: len(value.to_local()) for name, value in state.items()},
+        "right": is_right(state),
+    }
 
     # The other door: DCP's own load, with torchlift as the reader.
     state = fully_shard(build()).state_dict()
@@ -224,15 +245,22 @@ ranks = on_ranks(2, load, *paths, needs=(build, trained, is_right))
 
 for rank, found in enumerate(ranks):
     print(f"rank {rank} reads {found['read']} of {ckpt.nbytes} bytes")
-    print(f"    bit-equal: {found['right']}, through DCP: {found['right through DCP']}")
-print("together, every byte once:", sum(found["read"] for found in ranks) == ckpt.nbytes)
+    print("    bit-equal:", found["right"])
+    print("    bit-equal through DCP:", found["right through DCP"])
+print(
+    "together, every byte once:",
+    sum(found["read"] for found in ranks) == ckpt.nbytes,
+)
 
 # %%
 # You need no cluster to know this beforehand. `torchlift.distributed.simulate` cuts the checkpoint
 # for any mesh, and says what each rank will read. Try it with the mesh that you will get next week.
 
 expected = simulate(parts, "fsdp=2")
-print("the simulation says the same:", [found["read"] for found in ranks] == list(expected.bytes))
+print(
+    "the simulation says the same:",
+    [found["read"] for found in ranks] == list(expected.bytes),
+)
 print(simulate(parts, "fsdp=2,tp=2", tp={"up.*": 0, "down.weight": 1}))
 
 # %%
@@ -253,12 +281,18 @@ print("still bit-equal:", [found["right after the error"] for found in ranks])
 model = torchlift.skeleton(build)
 report = torchlift.load(model, parts)
 right = trained().state_dict()
-print("bit-equal:", all(torch.equal(model.state_dict()[name], right[name]) for name in right))
-print("in this process, a group:", dist.is_initialized())
+print(
+    "bit-equal:",
+    all(torch.equal(model.state_dict()[name], right[name]) for name in right),
+)
+print("with a process group:", dist.is_initialized())
 
 model = torchlift.skeleton(build)
 torchlift.load(model, whole)
-print("bit-equal:", all(torch.equal(model.state_dict()[name], right[name]) for name in right))
+print(
+    "bit-equal:",
+    all(torch.equal(model.state_dict()[name], right[name]) for name in right),
+)
 
 # %%
 # The picture
@@ -274,11 +308,14 @@ COLORS = [TEAL, RUST, SAND, GRAY]
 
 
 def pieces(entry, first, last):
-    """(file number, start, length) in bytes of the tensor, of what lies in these rows."""
+    """(file number, start, length) of what lies in these rows, in bytes."""
     width = entry.nbytes // entry.shape[0]
     for number, chunk in enumerate(entry.chunks):
         # A bias has one dimension: its rows are one number wide.
-        (top, left), (height, across) = (*chunk.start, 0)[:2], (*chunk.shape, 1)[:2]
+        (top, left), (height, across) = (
+            (*chunk.start, 0)[:2],
+            (*chunk.shape, 1)[:2],
+        )
         for row in range(max(top, first), min(top + height, last)):
             yield number, row * width + left * 4, across * 4
 
@@ -312,7 +349,11 @@ for axes, key in zip(panels, ("up.weight", "down.weight"), strict=True):
             "one process",
         ],
     )
-    axes.set(ylim=(7.2, -0.6), xlim=(0, entry.nbytes), xlabel=f"position in {key} (bytes)")
+    axes.set(
+        ylim=(7.2, -0.6),
+        xlim=(0, entry.nbytes),
+        xlabel=f"position in {key} (bytes)",
+    )
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
 plt.show()

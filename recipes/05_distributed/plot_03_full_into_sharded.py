@@ -52,7 +52,10 @@ def build(layers, width):
 
 
 def make(path, layers, width):
-    torch.save({f"{n}.weight": numbers(n, width, 0, width) for n in range(layers)}, path)
+    torch.save(
+        {f"{n}.weight": numbers(n, width, 0, width) for n in range(layers)},
+        path,
+    )
 
 
 scratch = tempfile.TemporaryDirectory(prefix="torchlift-")
@@ -63,7 +66,8 @@ make(small, 2, 16)
 with torchlift.open(large) as ckpt:
     whole = ckpt.nbytes
 shard = whole // 2
-print(f"checkpoint: {whole / MIB:.0f} MiB, of which each of two ranks keeps {shard / MIB:.0f} MiB")
+print(f"checkpoint: {whole / MIB:.0f} MiB")
+print(f"of it, each of two ranks keeps {shard / MIB:.0f} MiB")
 
 # %%
 # Six ways
@@ -79,20 +83,22 @@ print(f"checkpoint: {whole / MIB:.0f} MiB, of which each of two ranks keeps {sha
 # bytes. The last is for a file that only rank 0 can see.
 
 
+def by_torch(model, state, **options):
+    options = torch_state_dict.StateDictOptions(**options)
+    torch_state_dict.set_model_state_dict(model, state, options=options)
+
+
 def everybody_reads_all(model, path):
-    options = torch_state_dict.StateDictOptions(full_state_dict=True)
-    torch_state_dict.set_model_state_dict(model, torch.load(path), options=options)
+    by_torch(model, torch.load(path), full_state_dict=True)
 
 
 def rank_0_sends(model, path):
     state = torch.load(path) if dist.get_rank() == 0 else {}
-    options = torch_state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    torch_state_dict.set_model_state_dict(model, state, options=options)
+    by_torch(model, state, full_state_dict=True, broadcast_from_rank0=True)
 
 
 def everybody_maps(model, path):
-    options = torch_state_dict.StateDictOptions(full_state_dict=True)
-    torch_state_dict.set_model_state_dict(model, torch.load(path, mmap=True), options=options)
+    by_torch(model, torch.load(path, mmap=True), full_state_dict=True)
 
 
 def torchlift_read(model, path):
@@ -125,7 +131,7 @@ WAYS = [
 
 
 def once(way, path, layers, width):
-    """Load once; return times, memory and whether this rank has the right numbers."""
+    """Load once; return times, memory, and whether the numbers are right."""
     with torch.device("meta"):
         model = build(layers, width)
     fully_shard(model)
@@ -161,6 +167,9 @@ def compare(large, small):
     return found
 
 
+# %%
+# ``on_ranks`` is the one of the recipes before, with one more line, about memory.
+
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
@@ -188,36 +197,52 @@ os._exit(0)  # at once: threads of gloo may still run
 
 
 def on_ranks(count, function, *args, needs=()):
-    """Run a function on many processes; return what it returned on each, by rank."""
-    functions = "\n\n".join(inspect.getsource(each) for each in (*needs, function))
+    """Run a function on many processes; return its results, by rank."""
+    sources = [inspect.getsource(each) for each in (*needs, function)]
+    functions = "\n\n".join(sources)
     ways = ", ".join(way.__name__ for way in WAYS)
     script = folder / f"{function.__name__}.py"
-    script.write_text(SCRIPT.format(functions=functions, ways=ways, name=function.__name__))
+    name = function.__name__
+    script.write_text(SCRIPT.format(functions=functions, ways=ways, name=name))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={count}", str(script), json.dumps(args), str(folder)]
-    # glibc keeps freed memory for later, and one way would live on what another one left. Blocks
-    # from this size on go back to the system at once.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MIB)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    command += [f"--nproc-per-node={count}", str(script)]
+    command += [json.dumps(args), str(folder)]
+    # glibc keeps freed memory for later, and one way would live on what another
+    # one left. Blocks from this size on go back to the system at once.
+    environment = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    results = [folder / f"{rank}.json" for rank in range(count)]
+    return [json.loads(result.read_text()) for result in results]
 
 
-ranks = on_ranks(2, compare, large, small, needs=(numbers, build, *WAYS, once))
+helpers = (numbers, build, by_torch, *WAYS, once)
+ranks = on_ranks(2, compare, large, small, needs=helpers)
 
 best = {}
 for way in (way.__name__ for way in WAYS):
     rounds = zip(*(rank[way] for rank in ranks), strict=True)
     best[way] = min(rounds, key=lambda both: max(one["loaded"] for one in both))
-    loaded, used = (1000 * max(one[what] for one in best[way]) for what in ("loaded", "used"))
+    loaded = 1000 * max(one["loaded"] for one in best[way])
+    used = 1000 * max(one["used"] for one in best[way])
     print(f"{way:<20} loaded: {loaded:6.1f} ms   used: {used:6.1f} ms")
     for rank, one in enumerate(best[way]):
         owned, mapped = one["anonymous"] / MIB, one["file-backed"] / MIB
-        print(f"    rank {rank}   anonymous: {owned:5.1f} MiB   file-backed: {mapped:5.1f} MiB")
+        print(f"    rank {rank}   anonymous: {owned:5.1f} MiB", end="   ")
+        print(f"file-backed: {mapped:5.1f} MiB")
 
 everything = [one for rank in ranks for rounds in rank.values() for one in rounds]
-print("\nthe right numbers on each rank, every time:", all(one["right"] for one in everything))
+print(
+    "\nthe right numbers on each rank, every time:",
+    all(one["right"] for one in everything),
+)
 
 # %%
 # Look at the memory that a rank *owns*. It needs its shards; all that is above is for the way.
@@ -233,11 +258,20 @@ print(
     "everybody_reads_all, each rank above 2.5x its shards:",
     all(shards("everybody_reads_all", rank) > 2.5 for rank in every),
 )
-print("rank_0_sends, rank 0 above 2.5x its shards:", shards("rank_0_sends", 0) > 2.5)
+print(
+    "rank_0_sends, rank 0 above 2.5x its shards:",
+    shards("rank_0_sends", 0) > 2.5,
+)
 print("rank_0_sends, rank 1 below 2x:", shards("rank_0_sends", 1) < 2)
 for way in ("everybody_maps", "torchlift_read"):
-    print(f"{way}, each rank below 1.2x:", all(shards(way, rank) < 1.2 for rank in every))
-print("torchlift_map, each rank below 0.1x:", all(shards("torchlift_map", r) < 0.1 for r in every))
+    print(
+        f"{way}, each rank below 1.2x:",
+        all(shards(way, rank) < 1.2 for rank in every),
+    )
+print(
+    "torchlift_map, each rank below 0.1x:",
+    all(shards("torchlift_map", r) < 0.1 for r in every),
+)
 
 # %%
 # - **Everybody reads all** takes the whole file and the shards, on every rank. On a machine with
@@ -257,7 +291,6 @@ print("torchlift_map, each rank below 0.1x:", all(shards("torchlift_map", r) < 0
 mapped = [one["file-backed"] / whole for one in best["everybody_maps"]]
 print("everybody_maps, rank 0 maps the file:", mapped[0] > 0.9)
 print("everybody_maps, rank 1 maps less than 0.1x:", mapped[1] < 0.1)
-
 
 for rank in every:
     nbytes = best["torchlift_read"][rank]["read"]
@@ -298,23 +331,45 @@ plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 figure, (times, memory) = plt.subplots(
-    1, 2, figsize=(7.2, 4.8), width_ratios=[1, 1.3], sharey=True, layout="constrained"
+    1,
+    2,
+    figsize=(7.2, 4.8),
+    width_ratios=[1, 1.3],
+    sharey=True,
+    layout="constrained",
 )
 for row, way in enumerate(best):
-    loaded, used = (1000 * max(one[what] for one in best[way]) for what in ("loaded", "used"))
+    loaded = 1000 * max(one["loaded"] for one in best[way])
+    used = 1000 * max(one["used"] for one in best[way])
     times.barh(row, used, height=0.55, color=TEAL, alpha=0.35)
     times.barh(row, loaded, height=0.55, color=TEAL)
     for rank, color in enumerate((RUST, GRAY)):
         owned = best[way][rank]["anonymous"] / MIB
         label = f"rank {rank}" if row == 0 else None
-        memory.barh(row - 0.17 + 0.34 * rank, owned, height=0.3, color=color, label=label)
+        memory.barh(
+            row - 0.17 + 0.34 * rank,
+            owned,
+            height=0.3,
+            color=color,
+            label=label,
+        )
 for copies, text in ((0.5, "its shards"), (1, "the file")):
     memory.axvline(
-        copies * whole / MIB, ymax=0.92, color=GRAY, linewidth=1, linestyle=":", zorder=0
+        copies * whole / MIB,
+        ymax=0.92,
+        color=GRAY,
+        linewidth=1,
+        linestyle=":",
+        zorder=0,
     )
     memory.text(copies * whole / MIB, -0.75, text, color=GRAY, ha="center", fontsize=10)
 times.set_yticks(range(len(best)), [way.replace("_", " ") for way in best])
-times.set(xscale="log", xlim=(1, 2000), xlabel="time (ms, log scale)", ylim=(len(best) - 0.5, -1))
+times.set(
+    xscale="log",
+    xlim=(1, 2000),
+    xlabel="time (ms, log scale)",
+    ylim=(len(best) - 0.5, -1),
+)
 times.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
 memory.set(xlabel="peak of anonymous memory (MiB)")
 memory.set_xticks([n * whole / MIB / 2 for n in range(4)])

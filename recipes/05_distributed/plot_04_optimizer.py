@@ -49,7 +49,11 @@ torch.set_num_threads(1)  # small tensors: more threads would only wait
 
 
 def build():
-    layers = {"up": nn.Linear(2, 64), "tanh": nn.Tanh(), "mix": nn.Linear(64, 64)}
+    layers = {
+        "up": nn.Linear(2, 64),
+        "tanh": nn.Tanh(),
+        "mix": nn.Linear(64, 64),
+    }
     layers |= {"relu": nn.ReLU(), "head": nn.Linear(64, 1)}
     return nn.Sequential(OrderedDict(layers))
 
@@ -76,6 +80,9 @@ def train(model, optimizer, scheduler, steps, part=0, parts=1):
     return losses
 
 
+# %%
+# This is the run, with the stop after 100 steps. It goes on at once, for you to compare with.
+
 scratch = tempfile.TemporaryDirectory(prefix="torchlift-")
 folder = Path(scratch.name)
 
@@ -85,7 +92,12 @@ optimizer, scheduler = make_adam(model)
 straight = train(model, optimizer, scheduler, 100)
 
 weights, moments = get_state_dict(model, optimizer)
-job = {"model": weights, "optimizer": moments, "scheduler": scheduler.state_dict(), "step": 100}
+job = {
+    "model": weights,
+    "optimizer": moments,
+    "scheduler": scheduler.state_dict(),
+    "step": 100,
+}
 torch.save(job, folder / "job.pt")
 
 straight += train(model, optimizer, scheduler, 100)
@@ -116,29 +128,41 @@ with torchlift.open(folder / "job.pt") as ckpt:
 # What if you load the weights, set the learning rate to where it was, and let Adam start anew?
 
 
-def go_on(path, steps, part=0, parts=1, *, moments=True, shard=lambda model: model):
-    """Resume from the file, and train; return the model, its optimizer and the losses."""
-    model = shard(build())
+def go_on(path, steps, part=0, parts=1, *, moments=True, shard=None):
+    """Resume and train; return the model, its optimizer and the losses."""
+    model = shard(build()) if shard else build()
     optimizer, scheduler = make_adam(model)
     torchlift.load(model, path, root="model")
     job = torch.load(path, mmap=True)
     if moments:
-        # The file has whole tensors. Where the model is sharded, each rank takes its slices.
-        whole = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(model, optimizer, job["optimizer"], options=whole)
+        # The file has whole tensors; of a sharded model, each rank takes its slices.
+        whole, saved = StateDictOptions(full_state_dict=True), job["optimizer"]
+        set_optimizer_state_dict(model, optimizer, saved, options=whole)
     scheduler.load_state_dict(job["scheduler"])
-    for group, rate in zip(optimizer.param_groups, job["scheduler"]["_last_lr"], strict=True):
-        group["lr"] = rate
-    return model, optimizer, train(model, optimizer, scheduler, steps, part, parts)
+    optimizer.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
+    return (
+        model,
+        optimizer,
+        train(model, optimizer, scheduler, steps, part, parts),
+    )
 
 
 path = str(folder / "job.pt")
 _, _, weights_alone = go_on(path, 100, moments=False)
 _, _, with_optimizer = go_on(path, 100)
 
-print("with the optimizer, every loss bit-equal:", with_optimizer == straight[100:])
-print("weights alone, the first loss bit-equal:", weights_alone[0] == straight[100])
-print("weights alone, one step later above 1.5x:", weights_alone[1] > 1.5 * straight[101])
+print(
+    "with the optimizer, every loss bit-equal:",
+    with_optimizer == straight[100:],
+)
+print(
+    "weights alone, the first loss bit-equal:",
+    weights_alone[0] == straight[100],
+)
+print(
+    "weights alone, one step later above 1.5x:",
+    weights_alone[1] > 1.5 * straight[101],
+)
 print("weights alone, at the end above 3x:", weights_alone[-1] > 3 * straight[-1])
 
 # %%
@@ -179,17 +203,26 @@ os._exit(0)  # at once: threads of gloo may still run
 
 
 def on_ranks(count, function, *args, needs=()):
-    """Run a function on many processes; return what it returned on each, by rank."""
-    functions = "\n\n".join(inspect.getsource(each) for each in (*needs, function))
+    """Run a function on many processes; return its results, by rank."""
+    sources = [inspect.getsource(each) for each in (*needs, function)]
+    functions = "\n\n".join(sources)
     script = folder / f"{function.__name__}.py"
     script.write_text(SCRIPT.format(functions=functions, name=function.__name__))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={count}", str(script), json.dumps(args), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    command += [f"--nproc-per-node={count}", str(script)]
+    command += [json.dumps(args), str(folder)]
+    environment = {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    results = [folder / f"{rank}.json" for rank in range(count)]
+    return [json.loads(result.read_text()) for result in results]
 
 
 # %%
@@ -202,20 +235,22 @@ def on_two(path, later):
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=later)
-    steps = {value.item() for name, value in moments.items() if name.endswith(".step")}
+    steps = {moments[name].item() for name in moments if name.endswith(".step")}
 
     _, _, half = go_on(path, 50, dist.get_rank(), 2, shard=fully_shard)
     return {"same": same, "half": half, "steps": sorted(steps)}
 
 
 later = folder / "later"
-ranks = on_ranks(2, on_two, path, str(later), needs=(build, make_adam, train, go_on))
+helpers = (build, make_adam, train, go_on)
+ranks = on_ranks(2, on_two, path, str(later), needs=helpers)
 for rank, found in enumerate(ranks):
     print(f"rank {rank}: Adam's steps {found['steps']}", end=", ")
     print("every loss bit-equal:", found["same"] == straight[100:150])
 
 # Each rank has the loss of its half. The mean of the two is the loss of all.
-half = [sum(both) / 2 for both in zip(*(found["half"] for found in ranks), strict=True)]
+halves = zip(ranks[0]["half"], ranks[1]["half"], strict=True)
+half = [(a + b) / 2 for a, b in halves]
 most = max(abs(a - b) for a, b in zip(half, straight[100:150], strict=True))
 print("half of the data each, every loss bit-equal:", half == straight[100:150])
 print("half of the data each, off by less than 0.00001:", most < 1e-5)
@@ -241,18 +276,23 @@ last = build()
 last_optimizer, last_scheduler = make_adam(last)
 torchlift.load(last, later, root="model")
 with torchlift.open(later, root="optimizer") as ckpt:
-    report = set_optimizer_state_dict(last, last_optimizer, {**ckpt, **ckpt.objects})
+    state = {**ckpt, **ckpt.objects}
+    report = set_optimizer_state_dict(last, last_optimizer, state)
 print(report)
 
 last_scheduler.last_epoch = 150
 end = train(last, last_optimizer, last_scheduler, 50)
-print("one process, two ranks, one process, every loss bit-equal:", end == straight[150:])
+print(
+    "one process, two ranks, one process, every loss bit-equal:",
+    end == straight[150:],
+)
 
 pairs = list(zip(last.parameters(), model.parameters(), strict=True))
 print("every weight bit-equal:", all(torch.equal(a, b) for a, b in pairs))
 for what in ("step", "exp_avg", "exp_avg_sq"):
-    equal = (torch.equal(last_optimizer.state[a][what], optimizer.state[b][what]) for a, b in pairs)
-    print(f"every {what} bit-equal:", all(equal))
+    found = [last_optimizer.state[parameter][what] for parameter, _ in pairs]
+    wanted = [optimizer.state[parameter][what] for _, parameter in pairs]
+    print(f"every {what} bit-equal:", all(map(torch.equal, found, wanted)))
 
 # %%
 # The picture
@@ -263,11 +303,22 @@ plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 figure, (top, bottom) = plt.subplots(
-    2, 1, figsize=(7.2, 5.4), sharex=True, height_ratios=[1.5, 1], layout="constrained"
+    2,
+    1,
+    figsize=(7.2, 5.4),
+    sharex=True,
+    height_ratios=[1.5, 1],
+    layout="constrained",
 )
 top.plot(straight, color=SAND, linewidth=9, label="never stopped")
 top.plot(range(100), straight[:100], color=TEAL, linewidth=2, label="one process")
-top.plot(range(100, 150), ranks[0]["same"], color=RUST, linewidth=2, label="two ranks")
+top.plot(
+    range(100, 150),
+    ranks[0]["same"],
+    color=RUST,
+    linewidth=2,
+    label="two ranks",
+)
 top.plot(range(150, 200), end, color=TEAL, linewidth=2)
 top.plot(
     range(100, 200),
@@ -294,7 +345,10 @@ bottom.text(99, 3e-2, "weights alone", color=GRAY, ha="right", va="center")
 bottom.set_yscale("symlog", linthresh=1e-9)
 bottom.set_yticks([0, 1e-8, 1e-5, 1e-2])
 bottom.set(
-    ylim=(-7e-10, 0.3), xlim=(0, 200), xlabel="step", ylabel="difference in loss\n(squared height)"
+    ylim=(-7e-10, 0.3),
+    xlim=(0, 200),
+    xlabel="step",
+    ylabel="difference in loss\n(squared height)",
 )
 for axes in (top, bottom):
     for step in (100, 150):
@@ -315,15 +369,16 @@ plt.show()
 
 
 def first_step(look):
-    """The counter after a look, and how far the first real step moves a weight at most."""
+    """Adam's counter after a look, and the size of the first real step."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
-    seen = look(layer, optimizer)["state"]["weight"]["step"].item() if look else 0.0
+    state = look(layer, optimizer)["state"]["weight"] if look else {"step": 0}
+    counted = int(state["step"])
     before = layer.weight.detach().clone()
     layer(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    return seen, (layer.weight.detach() - before).abs().max().item()
+    return counted, (layer.weight.detach() - before).abs().max().item()
 
 
 for name, look in (
@@ -332,7 +387,7 @@ for name, look in (
     ("torchlift looks", get_optimizer_state_dict),
 ):
     seen, moved = first_step(look)
-    print(f"{name:<16} step {seen:.0f}, the first real step moves a weight by {moved:.4f}")
+    print(f"{name:<16} step {seen}, the first real step moves a weight by {moved:.4f}")
 
 # %%
 # Adam corrects its young means for their age. If the age is wrong, so is the correction. With
@@ -385,8 +440,8 @@ after = two_groups(model, biases_first=True)
 saved = get_optimizer_state_dict(model, before)
 set_optimizer_state_dict(model, after, saved)
 print("learning rate of the biases:", after.param_groups[0]["lr"])
-same = (torch.equal(after.state[p]["exp_avg"], before.state[p]["exp_avg"]) for p in before.state)
-print("every moment where it belongs:", all(same))
+means = [(state["exp_avg"], after.state[p]["exp_avg"]) for p, state in before.state.items()]
+print("every moment where it belongs:", all(torch.equal(*pair) for pair in means))
 
 # %%
 # A new head
@@ -421,8 +476,11 @@ print(report)
 
 def steps_of(model, optimizer):
     """The counter of each weight; 0 for one that Adam has not met."""
-    states = {name: optimizer.state.get(p, {}) for name, p in model.named_parameters()}
-    return {name: int(state.get("step", 0)) for name, state in states.items() if "weight" in name}
+    return {
+        name: int(optimizer.state.get(parameter, {}).get("step", 0))
+        for name, parameter in model.named_parameters()
+        if "weight" in name
+    }
 
 
 print("steps after loading:", steps_of(tuned, optimizer))
