@@ -58,6 +58,11 @@ def load(
     as it was. An interrupt that arrives while values are being copied in place is delivered when
     all of them are there. Location tags in the file are ignored: see ``device``.
 
+    Mapped weights belong to the file until they are written to. Never write the file in place while
+    they are in use: ``torch.save(model.state_dict(), path)`` onto the path they came from truncates
+    what it is about to read, and the process dies with a bus error. Save beside it and rename
+    (`os.replace`), or load with ``source="read"``.
+
     Args:
         model: the module to load into.
         ckpt: a checkpoint, or a path that `torchlift.open` reads.
