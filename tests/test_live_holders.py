@@ -91,6 +91,8 @@ def test_a_compiled_model_computes_with_the_loaded_weights(wanted, backend, dtyp
     """The one from before the load; a changed dtype is compiled again."""
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler on this machine")
+    if backend == "inductor" and " " in torch.__path__[0]:
+        pytest.skip("torch's compiler does not quote the path of torch, which has a space here")
     fresh, path = wanted
     model = network()
     compiled = torch.compile(model, backend=backend)
