@@ -122,7 +122,8 @@ def make_plan(
 ) -> LoadPlan:
     """`plan` on an open checkpoint; `check_shapes` is False when a transform may change them."""
     reshard(model)
-    check_rules(options, [name for group in collect(model) for name in group.names])
+    groups = collect(model)
+    check_rules(options, [name for group in groups for name in group.names])
     names = renamed([*ckpt.entries, *ckpt.blocked_keys], options.rename, ckpt.path)
     for key in ckpt.blocked_keys:
         if key in names:
@@ -133,7 +134,8 @@ def make_plan(
     if outcome is None:
         candidates = {name: Candidate(key, ckpt.entries[key]) for key, name in offered.items()}
         outcome = Outcome(candidates, unexpected=list(objects.values()))
-    groups = collect(model)  # not before: a hook may have put other tensors in their slots
+    else:
+        groups = collect(model)  # again: a hook may have put other tensors in their slots
     matched = match(groups, outcome.candidates, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.silent]
     matched.missing += [name for name in outcome.missing if name not in matched.missing]
@@ -144,7 +146,7 @@ def make_plan(
     _check(matched, ckpt.path, options)
     work = Work(
         steps=tuple(steps_for(matched, ckpt.path, options)),
-        makings=tuple(makings_for([*matched.unmatched, *strays(model)], options)),
+        makings=tuple(makings_for([*matched.unmatched, *strays(model, groups)], options)),
         attributes=tuple(outcome.attributes),
         extra=tuple(outcome.extra),
     )
