@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchlift.distributed.status import settle, tensors_of, together, world_of
+from torchlift.distributed.options import StateDictMismatch
+from torchlift.distributed.status import Circle, settle, tensors_of, together, world_of
 from torchlift.errors import CheckpointError, FormatError, MismatchError
 
 
@@ -48,3 +49,20 @@ def test_a_mistake_of_the_program_stays_what_it_is() -> None:
     settle({0: None, 1: CheckpointError("TypeError: x")}, TypeError("x"))
     with pytest.raises(CheckpointError, match="on rank 1: TypeError: x"):
         settle({0: None, 1: CheckpointError("TypeError: x")}, None)
+
+
+def test_others_get_an_error_that_the_caller_s_except_knows() -> None:
+    """The state dict functions raise what is a RuntimeError too, whatever another rank met."""
+    met = FormatError("cut", file="f.pt", hint="Fetch it again.")
+    with pytest.raises(StateDictMismatch) as caught:
+        settle({0: None, 3: met}, None, StateDictMismatch)
+    assert str(caught.value) == "f.pt: on rank 3: cut. Fetch it again."
+    assert isinstance(caught.value, RuntimeError)
+    assert caught.value.missing_keys == []
+
+
+def test_a_circle_of_one_raises_what_it_met() -> None:
+    """There is nobody to tell, so nothing is wrapped."""
+    assert Circle.of_all().agree(None, 5) == {0: 5}
+    with pytest.raises(KeyError):
+        Circle.of_model([], []).agree(KeyError("x"))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift.distributed.agree import Circle, agree_everywhere, rank
 from torchlift.distributed.gather import map_tensors
 from torchlift.distributed.layout import is_dtensor
 from torchlift.distributed.model_load import ModelPlan, apply_model, mismatch, plan_model
@@ -26,6 +25,7 @@ from torchlift.distributed.optimizer_load import (
 )
 from torchlift.distributed.optimizer_state import Saved, normalised
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift.distributed.status import Circle, rank
 
 
 @dataclass
@@ -71,16 +71,17 @@ def load(
     make = partial(_offer, model_state, optim_state, optimizers, names)
     if options.broadcast_from_rank0:
         offer = _receive_offer(make)
-        agree: Callable[[Exception | None], None] = agree_everywhere
+        circle = Circle.of_all(StateDictMismatch)
     else:
-        offer, agree = None, Circle(model, tensors(names)).agree
-    problem: Exception | None = None
+        offer = None
+        circle = Circle.of_model(tensors(names), model.modules(), StateDictMismatch)
+    problem: BaseException | None = None
     try:
         offer = offer or make()
         model_plan, plans = _plan(names, optimizers, offer, options)
-    except Exception as error:
+    except BaseException as error:
         problem = error
-    agree(problem)
+    circle.agree(problem)
     assert offer is not None
     with torch.no_grad():
         _transfer(model_plan, plans, offer, options)

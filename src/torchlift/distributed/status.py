@@ -18,10 +18,106 @@ import torch
 from torch import nn
 
 from torchlift.distributed.layout import is_dtensor
+from torchlift.distributed.names import wrapped_by
 from torchlift.errors import CheckpointError
 
 #: rank -> what it met, or None.
 Problems = dict[int, "CheckpointError | None"]
+
+
+def has_group() -> bool:
+    """Whether a default process group exists.
+
+    Example:
+        >>> has_group()
+        False
+    """
+    # Looked up, so that a process without torch.distributed does not import it.
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def world_of() -> tuple[int, int]:
+    """(this process's rank, number of processes); (0, 1) without a process group.
+
+    Example:
+        >>> world_of()
+        (0, 1)
+    """
+    if not has_group():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def rank() -> int:
+    """This process's rank, 0 where there is no process group.
+
+    Example:
+        >>> rank()
+        0
+    """
+    return world_of()[0]
+
+
+class Circle:
+    """The processes that do something together, and all of it or nothing.
+
+    A process group may hold processes that have nothing to do with a model, so a collective over
+    all of it could wait for ever for one that never loads.
+
+    Args:
+        groups: process groups over which what a process knows spreads to all of them.
+        kind: what is raised for another's error is one of these; here a caller's ``except`` says.
+
+    Example:
+        >>> Circle([]).agree(None, "well")  # nobody else
+        {0: 'well'}
+    """
+
+    def __init__(self, groups: list[Any], kind: type[CheckpointError] = CheckpointError) -> None:
+        self.groups = groups
+        self._kind = kind
+
+    @classmethod
+    def of_all(cls, kind: type[CheckpointError] = CheckpointError) -> Circle:
+        """Every process of the default process group."""
+        return cls([torch.distributed.group.WORLD] if has_group() else [], kind)
+
+    @classmethod
+    def of_model(
+        cls,
+        tensors: Iterable[torch.Tensor],
+        modules: Iterable[nn.Module] = (),
+        kind: type[CheckpointError] = CheckpointError,
+    ) -> Circle:
+        """The processes of the meshes of DTensors, and of DDP among the modules."""
+        return cls(_groups(tensors, modules) if has_group() else [], kind)
+
+    def exchange(
+        self, error: BaseException | None, value: object = None
+    ) -> tuple[Problems, dict[int, Any]]:
+        """What every process met, and a small value of each."""
+        met = error if error is None or not self.groups else _portable(error)
+        known: dict[int, Any] = {rank(): (met, value)}
+        for group in self.groups:
+            size = torch.distributed.get_world_size(group)
+            parts: list[Any] = [known] * size
+            if size > 1:
+                torch.distributed.all_gather_object(parts, known, group=group)
+            known = {who: found for part in parts for who, found in part.items()}
+        return {who: m for who, (m, _) in known.items()}, {who: v for who, (_, v) in known.items()}
+
+    def agree(self, error: BaseException | None, value: object = None) -> dict[int, Any]:
+        """Return the values of all when none met an error; else raise on every process.
+
+        Raises:
+            CheckpointError: see `settle`. On a process that met an error itself it may be that one.
+        """
+        problems, values = self.exchange(error, value)
+        settle(problems, error, self._kind)
+        if error is not None:
+            raise error
+        return values
 
 
 @contextmanager
@@ -43,8 +139,10 @@ def together(
         >>> with together([]) as agree:  # no process group: nobody to agree with
         ...     agree()
     """
-    groups = _groups(tensors, collective)
-    if not groups:
+    circle = Circle([]) if collective is False else Circle.of_model(tensors)
+    if collective and not circle.groups:
+        circle = Circle.of_all()
+    if not circle.groups:
         yield lambda: None
         return
     asked = False
@@ -52,13 +150,13 @@ def together(
     def agree() -> None:
         nonlocal asked
         asked = True
-        settle(_exchange(groups, None), None)
+        circle.agree(None)
 
     try:
         yield agree
     except BaseException as error:
         if not asked:
-            settle(_exchange(groups, error), error)
+            circle.agree(error)
         raise
 
 
@@ -68,57 +166,26 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
-def _groups(tensors: Iterable[torch.Tensor], collective: bool | None) -> list[Any]:
+def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> list[Any]:
     """The process groups over which the ranks' states spread to all of them."""
-    # Looked up, so that a process without torch.distributed does not import it.
-    dist: Any = sys.modules.get("torch.distributed")
-    if collective is False or dist is None or not dist.is_available() or not dist.is_initialized():
-        return []
+    dist = torch.distributed
     meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t)))
     world = dist.get_world_size()
-    if not meshes and not collective:
-        return []
-    if not meshes or any(mesh.size() == world for mesh in meshes):
+    if any(mesh.size() == world for mesh in meshes):
         return [dist.group.WORLD]
     inside = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
     groups = [mesh.get_group(axis) for mesh in inside for axis in range(mesh.ndim)]
+    for module in modules:
+        if wrapped_by(module)[0] == "module":
+            groups.append(module.process_group)  # type: ignore[arg-type]
     # One sweep over the dimensions of a mesh reaches all of it; what goes from one mesh to
     # another may have to come back.
     return groups * (2 if len(inside) > 1 else 1)
 
 
-def _exchange(groups: list[Any], error: BaseException | None) -> Problems:
-    """What every rank met."""
-    dist = torch.distributed
-    known: Problems = {dist.get_rank(): None if error is None else _portable(error)}
-    for group in groups:
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, known, group=group)
-        for part in parts:
-            known.update(part)
-    return known
-
-
-def world_of() -> tuple[int, int]:
-    """(this process's rank, number of processes); (0, 1) without a process group.
-
-    Example:
-        >>> world_of()
-        (0, 1)
-    """
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
-
-
 def exchange(error: BaseException | None, value: object) -> tuple[Problems, dict[int, Any]]:
     """What every rank of the process group met, and a small value of each."""
-    dist = torch.distributed
-    mine = (dist.get_rank(), None if error is None else _portable(error), value)
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    return {rank: met for rank, met, _ in parts}, {rank: value for rank, _, value in parts}
+    return Circle.of_all().exchange(error, value)
 
 
 def _portable(error: BaseException) -> CheckpointError:
@@ -132,13 +199,15 @@ def _portable(error: BaseException) -> CheckpointError:
     return CheckpointError(f"{type(error).__name__}: {error}")
 
 
-def settle(problems: Problems, own: BaseException | None) -> None:
+def settle(
+    problems: Problems, own: BaseException | None, kind: type[CheckpointError] = CheckpointError
+) -> None:
     """Return when nobody met anything; else raise the error of the first rank that did.
 
     Raises:
-        CheckpointError: that error, with the rank in front. Where all met the same one, each has
-            its own. An error that is not about a checkpoint, such as a wrong argument, stays what
-            it is on the rank that made it.
+        CheckpointError: that error, with the rank in front, as a `kind`. Where all met the same
+            one, each has its own. An error that is not about a checkpoint, such as a wrong
+            argument, stays what it is on the rank that made it.
     """
     met = {rank: error for rank, error in sorted(problems.items()) if error is not None}
     if not met:
@@ -151,6 +220,9 @@ def settle(problems: Problems, own: BaseException | None) -> None:
     others = len(met) - 1
     more = f" (and {others} other{'s' if others > 1 else ''})" if others else ""
     error = copy.copy(first)
+    if not isinstance(first, kind):
+        error = kind(first.reason)
+        error.__dict__.update(vars(first))
     error.reason = f"on rank {rank}{more}: {first.reason}"
     error.args = (error.reason,)
     raise error from own
