@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchlift import pages, transfer
+from torchlift import transfer
 from torchlift.errors import IntegrityError
 from torchlift.files import Files
 from torchlift.formats import FileStamp
-from torchlift.pages import HugePages, allocate
 from torchlift.transfer import Request, read
 
 CONTENT = bytes(random.Random(0).randbytes(3000))
@@ -74,6 +73,7 @@ def test_any_ranges_read_as_plain_reads_do(files, wanted, piece, seed):
     arrived: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "PIECE", piece)
+        patch.setattr(transfer, "_WHOLE", 1)
         patch.setattr(os, "preadv", short)
         total = read(requests, files, advance=arrived.append)
     assert total == sum(arrived) == sum(nbytes for _, _, nbytes in wanted)
@@ -107,6 +107,7 @@ def test_casts_on_the_way_are_those_of_torch(tmp_path_factory, wanted, piece):
         expected.append(values[offset : offset + nbytes].clone().view(kind).to(wish))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "PIECE", piece)
+        patch.setattr(transfer, "_WHOLE", 1)
         read(requests, opened(path))
     for made, right in zip(requests, expected, strict=True):
         torch.testing.assert_close(made.destination, right, rtol=0, atol=0, equal_nan=True)
@@ -134,6 +135,7 @@ def test_thousands_of_small_ranges_stay_below_the_kernels_limit(files):
 def test_without_positional_reads_the_bytes_are_the_same(files, monkeypatch):
     """Where the system has no preadv, a lock and a seek do the same."""
     monkeypatch.setattr(transfer, "PIECE", 128)
+    monkeypatch.setattr(transfer, "_WHOLE", 1)
     monkeypatch.delattr(os, "preadv")
     name = next(iter(files._stamps))
     requests = [request(name, offset, 700) for offset in (0, 3, 1400, 2300)]
@@ -153,6 +155,7 @@ def test_nothing_to_read_is_fine(files):
 def test_a_failing_read_is_an_integrity_error(files, monkeypatch, number, nth):
     """An error of the disk on any piece names file, bytes and cause, and ends all threads."""
     monkeypatch.setattr(transfer, "PIECE", 100)
+    monkeypatch.setattr(transfer, "_WHOLE", 1)
     monkeypatch.setattr(os, "preadv", failing(OSError(number, os.strerror(number)), nth))
     name = next(iter(files._stamps))
     with pytest.raises(IntegrityError) as caught:
@@ -199,6 +202,7 @@ def test_a_file_that_ends_early_is_an_integrity_error(tmp_path):
 def test_other_errors_of_a_reader_thread_come_through(files, monkeypatch, pieces):
     """What is not the disk's fault is not called so, and no thread is left behind."""
     monkeypatch.setattr(transfer, "PIECE", pieces)
+    monkeypatch.setattr(transfer, "_WHOLE", 1)
     monkeypatch.setattr(os, "preadv", failing(MemoryError("none left"), 1))
     with pytest.raises(MemoryError, match="none left"):
         read([request(next(iter(files._stamps)), 0, 1000)], files)
@@ -208,6 +212,7 @@ def test_other_errors_of_a_reader_thread_come_through(files, monkeypatch, pieces
 def test_an_interrupt_between_pieces_ends_the_threads(files, monkeypatch):
     """Ctrl-C during a parallel read leaves no thread that still writes."""
     monkeypatch.setattr(transfer, "PIECE", 50)
+    monkeypatch.setattr(transfer, "_WHOLE", 1)
 
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
@@ -220,6 +225,7 @@ def test_an_interrupt_between_pieces_ends_the_threads(files, monkeypatch):
 def test_progress_is_reported_by_the_calling_thread(files, monkeypatch):
     """A progress bar need not be thread-safe."""
     monkeypatch.setattr(transfer, "PIECE", 100)
+    monkeypatch.setattr(transfer, "_WHOLE", 1)
     threads = set()
     read(
         [request(next(iter(files._stamps)), 0, 3000)],
@@ -239,51 +245,6 @@ def test_a_changed_file_is_refused_before_a_byte_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", failing(AssertionError("a byte was read"), 1))
     with pytest.raises(IntegrityError, match="the file changed after it was opened"):
         read([request(str(other), 0, 10), request(str(path), 0, 10)], files)
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
-@pytest.mark.parametrize("numel", [0, 1, 1000, 262_145, 2_000_003])
-def test_allocated_tensors_are_plain_tensors_of_their_own_size(dtype, numel):
-    """Small and large ones alike are contiguous, aligned, writable and as big as asked for."""
-    made = allocate(numel, dtype, torch.device("cpu"))
-    assert (made.shape, made.dtype, made.device.type) == ((numel,), dtype, "cpu")
-    assert made.untyped_storage().nbytes() == numel * dtype.itemsize
-    assert made.data_ptr() % 64 == 0
-    if numel * dtype.itemsize >= 2 << 20:
-        assert made.data_ptr() % (2 << 20) == 0
-    made.fill_(1)
-    assert bool(made.eq(1).all())
-
-
-def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):
-    """Where anonymous maps run out, memory comes from torch's own allocator."""
-
-    def none_left(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(pages.mmap, "mmap", none_left)
-    made = allocate(1 << 20, torch.float32, torch.device("cpu"))
-    assert made.fill_(2).sum() == 2 << 20
-
-
-def test_slow_huge_pages_are_followed_by_small_ones(monkeypatch):
-    """One slow page in nine, then in seventeen: where huge pages are dear, few are asked for."""
-    taken: list[int] = []
-    monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page) or 0)
-    monkeypatch.setattr(pages, "_SLOW", -1.0)
-    made = allocate(64 << 20, torch.uint8, torch.device("cpu"))
-    HugePages().back(made.data_ptr(), made.nbytes)
-    assert [(page - made.data_ptr()) >> 21 for page in taken] == [0, 9, 26]
-
-
-def test_huge_pages_stay_inside_the_range(monkeypatch):
-    """A page that reaches beyond the bytes that will be written would be memory for nothing."""
-    taken: list[int] = []
-    monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page) or 0)
-    monkeypatch.setattr(pages, "_SLOW", 1e9)
-    made = allocate(8 << 20, torch.uint8, torch.device("cpu"))
-    HugePages().back(made.data_ptr() + 1, made.nbytes - 2)
-    assert [(page - made.data_ptr()) >> 21 for page in taken] == [1, 2]
 
 
 def test_files_map_the_bytes_that_they_read(files):
