@@ -101,7 +101,6 @@ def mismatch(
     missing: list[str],
     unexpected: list[str],
     shapes: Shapes,
-    what: str = "model",
 ) -> StateDictMismatch:
     """The one error that lists everything that does not fit.
 
@@ -111,14 +110,14 @@ def mismatch(
     """
     parts = []
     if missing:
-        parts.append(f"missing {_some(missing)}")
+        parts.append(f"missing {some(missing)}")
     if unexpected:
-        parts.append(f"unexpected {_some(unexpected)}")
+        parts.append(f"unexpected {some(unexpected)}")
     if shapes:
-        listed = [f"{k}: {what} {list(a)}, state dict {list(b)}" for k, (a, b) in shapes.items()]
-        parts.append(f"shapes differ for {_some(listed)}")
+        listed = [f"{k}: model {list(a)}, state dict {list(b)}" for k, (a, b) in shapes.items()]
+        parts.append(f"shapes differ for {some(listed)}")
     return StateDictMismatch(
-        f"the state dict does not fit the {what}: {'; '.join(parts)}",
+        f"the state dict does not fit the model: {'; '.join(parts)}",
         missing_keys=missing,
         unexpected_keys=unexpected,
         mismatched=shapes,
@@ -126,7 +125,13 @@ def mismatch(
     )
 
 
-def _some(items: list[str], limit: int = 8) -> str:
+def some(items: list[str], limit: int = 8) -> str:
+    """The first of many names, in quotes.
+
+    Example:
+        >>> some(["a", "b", "c"], limit=2)
+        "'a', 'b' and 1 more"
+    """
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(map(repr, items[:limit])) + more
 

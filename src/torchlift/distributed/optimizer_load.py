@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchlift.distributed.fresh import FreshStates
-from torchlift.distributed.model_load import mismatch
+from torchlift.distributed.model_load import some
 from torchlift.distributed.model_state import own
 from torchlift.distributed.moves import Move
 from torchlift.distributed.names import Names
@@ -88,10 +88,26 @@ def plan_optimizers(
     """
     empty = iter(saved.empty)
     plans = [_plan(names, each, saved, options, empty) for each in optimizers]
-    missing = [name for plan in plans for name in plan.report.missing_keys]
-    if missing and options.strict:
-        raise mismatch([f"{name} (optimizer state)" for name in missing], [], {}, "optimizer")
+    if options.strict:
+        _require_all([plan.report for plan in plans])
     return plans
+
+
+def _require_all(reports: Sequence[OptimizerReport]) -> None:
+    """Refuse what lacks the state of a parameter, or its place in a group."""
+    stateless = [name for report in reports for name in report.missing_keys]
+    ungrouped = [name for report in reports for name in report.kept_hyperparameters]
+    parts = []
+    if stateless:
+        parts.append(f"missing the optimizer state of {some(stateless)}")
+    if ungrouped:
+        parts.append(f"missing in param_groups: {some(ungrouped)}")
+    if parts:
+        raise StateDictMismatch(
+            f"the state dict does not fit the optimizer: {'; '.join(parts)}",
+            missing_keys=list(dict.fromkeys(stateless + ungrouped)),
+            hint="Pass strict=False to load what fits.",
+        )
 
 
 def _plan(
@@ -144,8 +160,6 @@ def _hyper(
         name = _saved_name(param, names, saved.hyper)
         if name is None:
             plan.report.kept_hyperparameters.append(first_name(param, names))
-            if options.strict:
-                plan.report.missing_keys.append(f"{first_name(param, names)} in param_groups")
             continue
         if chosen is None:
             chosen, source = saved.hyper[name], name
