@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 Key = int
+META = torch.device("meta")
+#: Arguments of these types are recorded as they are; most are, so they are told apart first.
+SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
 
 
 class Device:

@@ -38,12 +38,21 @@ _RANDOM = frozenset({
     "uniform_", *_MATRIX_FILLS,
 })
 # fmt: on
-CONSTRUCTORS = frozenset(_device_constructors())
-#: Methods that move to the kind of device they are named after.
-MOVES = frozenset({torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu})
 #: These turn Python data into tensors. The data exists already and may change later, so the tensor
 #: is made at once and kept.
 FROM_DATA = frozenset({torch.as_tensor, torch.asarray, torch.tensor, torch.scalar_tensor})
+CONSTRUCTORS = frozenset(_device_constructors())
+#: Those that draw no random numbers and take none of what exists already.
+ALLOCATIONS = frozenset(
+    function
+    for function in CONSTRUCTORS
+    if function not in FROM_DATA and getattr(function, "__name__", "") not in _RANDOM
+)
+#: The names of calls that may do nothing but overwrite; `only_fills` decides.
+OVERWRITERS = _FILLS | _MATRIX_FILLS
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+#: Methods that move to the kind of device they are named after.
+MOVES = frozenset({torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu})
 DEVICE = torch.Tensor.device.__get__
 IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchlift import kinds
 from torchlift.calls import (
+    META,
+    SCALARS,
     Device,
     Key,
     Op,
@@ -33,10 +35,7 @@ from torchlift.calls import (
     version_of,
 )
 from torchlift.randomness import Randomness
-
-#: Arguments of these types are recorded as they are; most are, so they are told apart first.
-_SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
-_META = torch.device("meta")
+from torchlift.shortcuts import shortcut
 
 
 class Tape(TorchFunctionMode):
@@ -49,7 +48,8 @@ class Tape(TorchFunctionMode):
         #: How many tensors of the finished module have their construction on this tape.
         self.tensors = 0
         self.randomness = Randomness(self.tracks)
-        self._default_device = device
+        #: Where construction without a recorder would put a tensor, unless told otherwise.
+        self.default_device = device
         self._twins: dict[Key, Key] = {}
 
     def __torch_function__(
@@ -59,6 +59,9 @@ class Tape(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        made = shortcut(self, func, args, kwargs or {})
+        if made is not NotImplemented:
+            return made
         name = getattr(func, "__name__", "")
         if name == "__get__" or func in kinds.LOOKS:
             if func in kinds.WHERE:
@@ -86,7 +89,7 @@ class Tape(TorchFunctionMode):
         made = self.adopt(func(*args, device="cpu", **kwargs).clone())
         key = key_of(made)
         assert key is not None
-        self.tracks[key].device = self._default_device if given is None else device_from(given)
+        self.tracks[key].device = self.default_device if given is None else device_from(given)
         return made
 
     def ref(self, tensor: torch.Tensor) -> Ref | None:
@@ -111,13 +114,13 @@ class Tape(TorchFunctionMode):
         assert key is not None
         if key not in self._twins:
             storage = torch.empty(
-                tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=_META
+                tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=META
             )
             twin = storage.untyped_storage()
             self.tracks[twin._cdata] = Track(twin, tensor.device, real=tensor.detach())
             self._twins[key] = twin._cdata
         track = self.tracks[self._twins[key]]
-        made = torch.empty(0, dtype=tensor.dtype, device=_META).set_(
+        made = torch.empty(0, dtype=tensor.dtype, device=META).set_(
             track.storage, tensor.storage_offset(), tensor.shape, tensor.stride()
         )
         return made.requires_grad_(tensor.requires_grad) if tensor.is_leaf else made
@@ -210,7 +213,7 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         """`value` with real tensors replaced by their stand-ins; lists what tensors it has."""
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return value
         if isinstance(value, torch.Tensor):
             key = key_of(value)
@@ -229,7 +232,7 @@ class Tape(TorchFunctionMode):
     def as_recorded(self, value: Any, seen: dict[Key, None]) -> Any:
         """`value` with tensors and devices replaced by what stands for them; lists storages."""
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return value
         if isinstance(value, torch.Tensor):
             ref = self.ref(value)
@@ -257,15 +260,15 @@ class Tape(TorchFunctionMode):
         if func in kinds.CONSTRUCTORS or "device" in kwargs:
             given = kwargs.get("device")
             if given is not None or func in kinds.CONSTRUCTORS:
-                asked = self._default_device if given is None else device_from(given)
-                kwargs["device"] = _META
+                asked = self.default_device if given is None else device_from(given)
+                kwargs["device"] = META
             kwargs.pop("pin_memory", None)  # a property of where it will live: replay decides
         elif func is torch.Tensor.to:
             target = args[1] if len(args) > 1 else kwargs.get("other")
             if isinstance(target, torch.Tensor):
                 asked = self.device_of([target])
             elif isinstance(target, (torch.device, str, int)):
-                asked, args = device_from(target), (args[0], _META, *args[2:])
+                asked, args = device_from(target), (args[0], META, *args[2:])
         if func is torch.Tensor.to and asked not in (None, self.device_of(args[:1])):
             # Another device is another memory, which moving from meta to meta would not give.
             args, kwargs["copy"] = args[:4], True
@@ -279,7 +282,7 @@ class Tape(TorchFunctionMode):
                 return track.device
             if not tensor.is_meta:
                 return tensor.device
-        return self._default_device
+        return self.default_device
 
     def made(self, result: Any, device: torch.device) -> dict[int, Ref]:
         """The storages that a call has made, by their position in its result."""
