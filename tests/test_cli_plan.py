@@ -192,9 +192,73 @@ def test_a_mesh_says_what_each_rank_would_read(run, path) -> None:
     assert found["requests"] == [8] * 4
 
 
-def test_a_mesh_that_means_nothing_is_wrong_usage(run, path) -> None:
-    """So is a device for a rank."""
-    assert run(path, "--mesh", "warp=4")[0] == 2
-    status, _, err = run(path, "--mesh", "fsdp=4", "--device", "cpu")
-    assert status == 2
-    assert "the ranks of a mesh have the devices that they have" in err
+def test_a_mesh_and_a_model_are_planned_together(run, path) -> None:
+    """Names as without a mesh; the bytes are those of the model's tensors."""
+    words = (path, "--model", "mymodel:make", "--mesh", "fsdp=4")
+    status, out, err = run(*words, "--json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert found["path"] == str(path)
+    assert found["bytes"] == found["held"] == [LAYER] * 4
+    assert found["plan"]["loaded"] == 8
+    assert found["plan"]["renamed"]["module.0.weight"] == "0.weight"
+    _, out, _ = run(*words, "--dtype", "float16")
+    assert "each rank reads 1.1 KiB to 1.1 KiB" in out
+    assert "each rank holds 544 B to 544 B once 8 tensors are loaded" in out
+    assert "cast float32 to float16: 8" in out
+    assert "renamed (8): module.0.weight -> 0.weight" in out
+
+
+def test_names_that_do_not_fit_are_the_same_error_with_a_mesh(run, path) -> None:
+    """And the same status; without strictness they are listed, and cost nothing."""
+    words = (path, "--root", "model", "--model", "mymodel:make")
+    plain = run(*words, wrapped=False)
+    assert run(*words, "--mesh", "fsdp=2", wrapped=False) == plain
+    assert plain[0] == 1
+    words = (*words, "--strip", "module", "--drop", "^3", "--mesh", "fsdp=2")
+    status, _, err = run(*words, wrapped=False)
+    assert status == 1
+    assert "missing (2): 3.weight, 3.bias" in err
+    status, out, _ = run(*words, "--no-strict", "--json", wrapped=False)
+    found = json.loads(out)
+    assert status == 0
+    assert found["plan"]["missing_keys"] == found["plan"]["replayed"] == ["3.weight", "3.bias"]
+    assert found["bytes"] == [3 * LAYER // 2] * 2
+    assert found["held"] == [4 * LAYER // 2] * 2
+
+
+def test_a_mesh_alone_reads_what_renames_leave(run, path) -> None:
+    """What is dropped is not read."""
+    _, out, _ = run(path, "--mesh", "fsdp=2", "--drop", "bias$", "--dtype", "bfloat16", "--json")
+    found = json.loads(out)
+    assert found["bytes"] == [4 * 1024 // 2] * 2
+    assert found["held"] == [4 * 512 // 2] * 2
+    assert "plan" not in found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "cpu"], "--device: not with --mesh: the ranks of a mesh have the devices"),
+        (["--device-map", '{"": "cpu"}'], "--device-map: not with --mesh"),
+        (["--budget", "cpu=1GiB"], "--budget: not with --mesh"),
+        (["--no-split", "0"], "--no-split: not with --mesh"),
+        (["--no-strict"], "--no-strict: needs --model with --mesh"),
+        (["--model", "mymodel:nothing"], "has no attribute 'nothing'"),
+        (["--dtype", "int8"], "not a floating-point dtype"),
+        (["--rename", "x"], "expected REGEX=REPLACEMENT"),
+        (["--mesh", ""], "--mesh: '' is not a mesh dimension such as fsdp=8"),
+        (["--mesh", "warp=4"], "--mesh: 'warp' is not a mesh dimension; known are fsdp,"),
+        (["--mesh", "fsdp=0"], "--mesh: mesh dimension 'fsdp' has size 0"),
+        (["--mesh", "fsdp=-1"], "--mesh: mesh dimension 'fsdp' has size -1"),
+        (["--mesh", "fsdp=x"], "--mesh: 'fsdp=x' is not a mesh dimension"),
+        (["--mesh", "fsdp=2,fsdp=2"], "--mesh: mesh dimension 'fsdp' is given twice"),
+        (["--mesh", "fsdp=1000000000"], "--mesh: a mesh of more than 1,048,576 ranks"),
+    ],
+)
+def test_a_mesh_that_means_nothing_is_wrong_usage(run, path, words, said) -> None:
+    """So is an option that it would ignore: one line each."""
+    status, out, err = run(path, "--mesh", "fsdp=4", *words)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1

@@ -134,6 +134,22 @@ def summarise(report: LoadReport) -> list[str]:
     return lines
 
 
+def names_of(report: LoadReport) -> dict[str, object]:
+    """Names as plain data, as ``torchlift plan --json`` prints them."""
+    return {
+        "loaded": len(report.loaded),
+        "missing_keys": report.missing_keys,
+        "unexpected_keys": report.unexpected_keys,
+        "mismatched": {
+            item.key: {"expected": item.expected, "found": item.found}
+            for item in report.mismatched.values()
+        },
+        "replayed": report.replayed,
+        "tied": [list(names) for names in report.tied],
+        "renamed": dict(report.renamed),
+    }
+
+
 def _listed(title: str, items: list[str], limit: int = 5) -> list[str]:
     if not items:
         return []

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_workers
 from torch import nn
 
 import torchlift
-from torchlift.distributed.simulation import parse_mesh, simulate
+from torchlift.checkpoint import Checkpoint
+from torchlift.distributed.meshes import parse_mesh, stages
+from torchlift.distributed.simulation import simulate
+from torchlift.formats import Chunk, Index, TensorEntry
+
+WORKERS = Path(__file__).with_name("workers_simulate.py")
 
 
 class Block(nn.Module):
@@ -100,12 +106,34 @@ def test_files_are_counted_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["fsdp", "fsdp=0", "fsdp=x", "warp=4", "tp=2,tp=2", "fsdp=2000000"]
+    ("text", "said"),
+    [
+        ("", "'' is not a mesh dimension such as fsdp=8"),
+        ("fsdp", "'fsdp' is not a mesh dimension such as fsdp=8"),
+        ("fsdp=2,", "'' is not a mesh dimension"),
+        ("fsdp=x", "'fsdp=x' is not a mesh dimension"),
+        ("fsdp=\u00b2", "is not a mesh dimension"),
+        ("fsdp=0", "mesh dimension 'fsdp' has size 0"),
+        ("fsdp=-1", "mesh dimension 'fsdp' has size -1"),
+        ("warp=4", "'warp' is not a mesh dimension; known are fsdp, dp_shard, shard, cp, ep, dp,"),
+        ("tp=2, tp =2", "mesh dimension 'tp' is given twice"),
+        ("fsdp=1000000000", "a mesh of more than 1,048,576 ranks"),
+        ("fsdp=2000,tp=2000", "a mesh of more than 1,048,576 ranks"),
+        ("fsdp=" + "9" * 5000, "a mesh of more than 1,048,576 ranks"),
+    ],
 )
-def test_a_mesh_that_means_nothing_is_refused(text: str) -> None:
+def test_a_mesh_that_means_nothing_is_refused(text: str, said: str) -> None:
     """The message says what was not understood."""
-    with pytest.raises(ValueError, match="mesh"):
+    with pytest.raises(ValueError, match="mesh") as caught:
         parse_mesh(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2.0}, {"fsdp": "2"}, {3: 2}])
+def test_a_mapping_that_is_no_mesh_is_refused(mesh) -> None:
+    """As its text would be."""
+    with pytest.raises(ValueError, match="mesh"):
+        simulate(torchlift.skeleton(nn.Linear, 2, 2), mesh)
 
 
 def test_an_unknown_style_is_refused() -> None:
@@ -119,3 +147,77 @@ def test_uneven_shards_are_torch_s() -> None:
     found = simulate(torchlift.skeleton(nn.Linear, 1, 10, bias=False), "fsdp=4")
     assert found.bytes == (12, 12, 12, 4)
     assert math.fsum(found.bytes) == 40
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_rank_reads_and_holds_what_was_foretold(tmp_path: Path, ranks: int) -> None:
+    """On meshes of one to three dimensions: FSDP, HSDP, TP and FSDP over TP, on uneven sizes."""
+    out = tmp_path / str(ranks)
+    out.mkdir()
+    found = run_workers(WORKERS, ranks, out)
+    assert len(found) >= 7  # none was skipped
+    assert {check: text for check, text in found.items() if text} == {}
+
+
+def test_several_sharded_dimensions_are_one(tmp_path: Path) -> None:
+    """Ten rows over two times two are 3, 3, 3 and 1, as over four."""
+    model = torchlift.skeleton(nn.Linear, 1, 10, bias=False)
+    assert simulate(model, "dp_shard=2,cp=2").bytes == (12, 12, 12, 4)
+    assert simulate(model, "dp_shard=2,replicate=2,cp=2").bytes == (12, 12, 12, 12, 12, 4, 12, 4)
+
+
+def test_an_embedding_lies_the_other_way_round() -> None:
+    """Rowwise cuts its vocabulary in torch: 10 words over 4 ranks, not 3 columns."""
+    model = torchlift.skeleton(nn.Sequential, nn.Embedding(10, 3), nn.Linear(3, 10, bias=False))
+    rows = {"0": "rowwise", "1": None}
+    assert simulate(model, "tp=4", tp=rows).bytes == (156, 156, 156, 132)
+    assert simulate(model, "tp=4", tp={"0": "colwise", "1": None}).bytes == (160, 160, 160, 120)
+    assert simulate(model, "tp=4", tp={"*": "embedding_rowwise"}).bytes == (72, 72, 72, 24)
+
+
+def test_a_tensor_without_that_dimension_stays_whole() -> None:
+    """The bias of a layer whose matrix is cut along dimension 1."""
+    model = torchlift.skeleton(nn.Linear, 8, 4)
+    assert simulate(model, "tp=4", tp={"*": 1}).bytes == (48,) * 4
+    assert simulate(model, "tp=4", tp=lambda key, shape: 1).bytes == (48,) * 4
+
+
+def test_the_head_belongs_to_the_last_stage_in_any_order() -> None:
+    """A safetensors file has it before the first layer; a number may have any length."""
+    names = ["lm_head.weight", "model.embed_tokens.weight", "model.layers.0.w", "model.layers.3.w"]
+    assert stages([*names, "model.norm.weight"], 4) == [3, 0, 0, 3, 3]
+    assert stages(["w." + "9" * 5000 + ".b", "w.0.b"], 2) == [1, 0]
+
+
+def _written_by(ranks: int, rows: int, columns: int) -> Checkpoint:
+    """A checkpoint of which every tensor lies in as many files as ranks wrote it."""
+    step = -(-rows // ranks)
+    chunks = tuple(
+        Chunk(f"/nowhere/{n}", 0, step * columns * 2, (n * step, 0), (step, columns))
+        for n in range(rows // step)
+    )
+    entries = {
+        key: TensorEntry(key, "bfloat16", (rows, columns), (columns, 1), rows * columns * 2, "cpu",
+                         key, chunks)
+        for key in (f"layers.{n}.q_proj.weight" for n in range(80))
+    }  # fmt: skip
+    return Checkpoint(Index("/nowhere", "dcp", entries, {}, {}))
+
+
+def test_files_of_several_ranks_are_counted_exactly() -> None:
+    """Each rank reads from the files that hold its rows; all files are read once."""
+    found = simulate(_written_by(4, 16, 4), "fsdp=3")
+    assert found.bytes == (80 * 48, 80 * 48, 80 * 32)
+    assert found.requests == (160, 160, 80)
+    assert list(found.files.values()) == [
+        (80 * 32, 80),
+        (80 * 32, 160),
+        (80 * 32, 80),
+        (80 * 32, 80),
+    ]
+    start = time.perf_counter()
+    found = simulate(_written_by(1024, 8192, 64), "fsdp=1024,tp=8")
+    assert time.perf_counter() - start < 20
+    assert sum(nbytes for nbytes, _ in found.files.values()) == sum(found.bytes) == found.nbytes

@@ -17,13 +17,14 @@ from torchlift.checkpoint import Checkpoint
 from torchlift.checkpoint import open as open_checkpoint
 from torchlift.cli import UsageError
 from torchlift.cli.output import print_json, printable
+from torchlift.distributed.meshes import parse_mesh
 from torchlift.match import Rename
 from torchlift.plan import LoadPlan, make_plan
 from torchlift.remap import by_key, by_pattern, fit, rules, strip
 from torchlift.remap.devices import spelled
 from torchlift.remap.fitting import Fit, placed
 from torchlift.remap.inventory import Inventory, take
-from torchlift.report import human
+from torchlift.report import human, names_of
 from torchlift.rules import DtypeRule, Options
 from torchlift.skeleton import skeleton
 
@@ -32,7 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
         "None of the devices needs to be there. With --model, names, shapes and ties are checked\n"
-        "as torchlift.load would; --model imports and runs the module that you name."
+        "as torchlift.load would; --model imports and runs the module that you name.\n"
+        "With --mesh, what each rank of a cluster reads: of the model's tensors where --model is\n"
+        "given, else of all in the file. Its dimensions, the outermost first: fsdp (or dp_shard,\n"
+        "shard, cp, ep), dp (or ddp, dp_replicate, replicate, hsdp), tp, pp."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
     parser.add_argument("--root", metavar="KEY", help="only this container of the file")
@@ -55,7 +59,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dtype", metavar="[REGEX=]DTYPE", action="append", default=[], help="cast to this"
     )
     parser.add_argument(
-        "--mesh", metavar="DIM=N,...", help="what each rank would read, such as fsdp=1024,tp=8"
+        "--mesh",
+        metavar="DIM=N,...",
+        help="what each rank would read, such as fsdp=1024,tp=8; goes with none of the devices",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
@@ -71,9 +77,10 @@ def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
     try:
         rename, dtype = _rename(args), _dtype(args.dtype)
+        mesh = _mesh(args)
         with open_checkpoint(args.path, root=args.root) as ckpt:
-            if args.mesh:
-                return _on_mesh(args, ckpt)
+            if mesh is not None:
+                return _on_mesh(args, mesh, ckpt, dtype, rename)
             if args.model is None:
                 inventory = take(ckpt, dtype, rename)
                 found = _Found(inventory, _place(args, ckpt, inventory, dtype, rename), None)
@@ -88,15 +95,39 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _on_mesh(args: argparse.Namespace, ckpt: Checkpoint) -> int:
+def _mesh(args: argparse.Namespace) -> dict[str, int] | None:
+    """The mesh that was asked for, with nothing beside it that a mesh would ignore."""
+    if args.mesh is None:
+        return None
+    for name in ("device", "device_map", "budget", "no_split"):
+        if getattr(args, name) not in (None, []):
+            option = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{option}: not with --mesh: the ranks of a mesh have the devices that they have"
+            )
+    if args.no_strict and args.model is None:
+        raise UsageError("--no-strict: needs --model with --mesh: nothing else has names to match")
+    try:
+        return parse_mesh(args.mesh)
+    except ValueError as error:
+        raise UsageError(f"--mesh: {error}") from error
+
+
+def _on_mesh(
+    args: argparse.Namespace,
+    mesh: dict[str, int],
+    ckpt: Checkpoint,
+    dtype: DtypeRule,
+    rename: Rename | None,
+) -> int:
     """Print which bytes each rank of a mesh would read."""
-    if args.device or args.device_map or args.budget:
-        raise UsageError("--mesh: the ranks of a mesh have the devices that they have")
     from torchlift.distributed.simulation import simulate
 
-    found = simulate(ckpt, args.mesh)
+    model = _model(args.model) if args.model is not None else None
+    strict = not args.no_strict
+    found = simulate(ckpt, mesh, model=model, rename=rename, dtype=dtype, strict=strict)
     if args.json:
-        print_json(found.to_dict())
+        print_json({"path": ckpt.path, "format": ckpt.format, **found.to_dict()})
     else:
         print(printable(f"{ckpt.path}\n{found}", lines=True))
     return 0
@@ -238,12 +269,7 @@ def _to_dict(ckpt: Checkpoint, found: _Found) -> dict[str, Any]:
     }
     if plan is not None:
         data["plan"] = {
-            "loaded": len(plan.loaded),
-            "missing_keys": plan.missing_keys,
-            "unexpected_keys": plan.unexpected_keys,
-            "replayed": plan.replayed,
-            "tied": [list(names) for names in plan.tied],
-            "renamed": dict(plan.renamed),
+            **names_of(plan),
             "bytes_to_read": plan.bytes_to_read,
             "peak_bytes": plan.peak_bytes,
         }

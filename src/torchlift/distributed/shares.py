@@ -1,0 +1,195 @@
+"""What each cell of a mesh reads and holds of a list of tensors: counting, without the tensors."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from torchlift.boxes import cut, is_pieced, run_count, steps_in_file
+from torchlift.distributed.layout import Span, Spans, everything, local_shape
+from torchlift.distributed.meshes import REPLICATED, SHARDED, Cell, cells, extents, stages
+from torchlift.distributed.styles import Style, StyleOf
+from torchlift.formats import Chunk, TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One tensor of the model that is to be.
+
+    Attributes:
+        name: what tensor parallel and pipeline know it by.
+        shape: in elements.
+        itemsize: bytes per element once it is loaded.
+        entry: where its bytes are; None for what no file provides.
+        span: bytes that a rank reads which holds it whole, as a plain tensor.
+        parameter: FSDP and tensor parallel leave buffers alone.
+        embedding: whether it is the weight of an embedding.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    entry: TensorEntry | None
+    span: int
+    parameter: bool = True
+    embedding: bool = False
+
+
+@dataclass(slots=True)
+class Shares:
+    """For each rank bytes read, byte ranges read and bytes held; for each file what all read."""
+
+    read: tuple[int, ...]
+    requests: tuple[int, ...]
+    held: tuple[int, ...]
+    files: dict[str, tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _Table:
+    """The shares of one tensor in every cell of a stage, and all of them together per file.
+
+    Files are numbered in the order of the entry's chunks: tensors of one shape that lie in
+    different files have a table in common.
+    """
+
+    cells: torch.Tensor
+    files: list[tuple[int, int]]
+
+
+def count(wants: Sequence[Want], mesh: Mapping[str, int], style: StyleOf) -> Shares:
+    """Add up what every rank reads and holds."""
+    size = extents(mesh)
+    copies = math.prod(ranks for name, ranks in mesh.items() if name in REPLICATED)
+    fsdp = any(name in SHARDED for name in mesh)
+    totals = torch.zeros(size.stage, size.shard * size.part, 3, dtype=torch.int64)
+    files: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
+    tables: dict[tuple[object, ...], _Table] = {}
+    for want, stage in zip(wants, stages((want.name for want in wants), size.stage), strict=True):
+        cuts = want.parameter and "tp" in mesh
+        dim = style(want.name, want.shape, want.embedding) if cuts else None
+        # Tensors of one shape are cut alike; a model of 300 tensors has a dozen shapes.
+        kind = _kind(want, dim)
+        if kind not in tables:
+            tables[kind] = _table(want, size, dim, fsdp)
+        totals[stage] += tables[kind].cells
+        for file, (nbytes, runs) in zip(_files(want), tables[kind].files, strict=True):
+            files[file] += nbytes * copies
+            asked[file] += runs * copies
+    rows: list[list[list[int]]] = totals.tolist()
+    everybody = [rows[cell.stage][cell.shard * size.part + cell.part] for cell in cells(mesh)]
+    read, requests, held = map(tuple, zip(*everybody, strict=True))
+    return Shares(
+        read,
+        requests,
+        held,
+        {file: (nbytes, asked[file]) for file, nbytes in files.items()},
+    )
+
+
+def _files(want: Want) -> list[str]:
+    return list(dict.fromkeys(chunk.file for chunk in want.entry.chunks)) if want.entry else []
+
+
+def _kind(want: Want, dim: Style) -> tuple[object, ...]:
+    """What two tensors have in common that every rank cuts alike."""
+    cut_as = want.shape, want.itemsize, want.parameter, dim, want.span
+    entry = want.entry
+    if entry is None:
+        return cut_as
+    number = {file: at for at, file in enumerate(_files(want))}
+    pieces = tuple((number[c.file], c.start, c.shape, c.nbytes, c.stride) for c in entry.chunks)
+    return *cut_as, entry.dtype, entry.shape, entry.stride, pieces
+
+
+def _table(want: Want, size: Cell, dim: Style, fsdp: bool) -> _Table:
+    pieces = _Pieces(want.entry, _files(want)) if want.entry is not None else None
+    spread = want.parameter and bool(want.shape) and (fsdp or dim is not None)
+    files = [[0, 0] for _ in _files(want)]
+    found = []
+    for shard, part in itertools.product(range(size.shard), range(size.part)):
+        spans = everything(want.shape)
+        if spread:
+            spans = _spans(want.shape, size, shard, part, dim)
+        reads: Sequence[tuple[int, int, int]] = ()
+        if pieces is not None:
+            reads = pieces.of(spans) if spread or pieces.several else pieces.in_one_go(want.span)
+        for file, nbytes, asked in reads:
+            files[file][0] += nbytes
+            files[file][1] += asked
+        read, asked = sum(r[1] for r in reads), sum(r[2] for r in reads)
+        found.append((read, asked, math.prod(local_shape(spans)) * want.itemsize))
+    return _Table(torch.tensor(found, dtype=torch.int64), [(n, asked) for n, asked in files])
+
+
+class _Pieces:
+    """A tensor's chunks, to look up which of them a part of it needs."""
+
+    def __init__(self, entry: TensorEntry, files: Sequence[str]) -> None:
+        self.several = is_pieced(entry)
+        self._number = {file: at for at, file in enumerate(files)}
+        # The strides are written out: what None means depends on how many chunks there are.
+        chunks = [replace(c, stride=steps_in_file(entry, c)) for c in entry.chunks]
+        if entry.shape:
+            chunks.sort(key=lambda chunk: chunk.start[0])
+        self._entry = replace(entry, chunks=tuple(chunks))
+        self._starts = [chunk.start[0] for chunk in chunks] if entry.shape else []
+        self._reach = max((c.shape[0] for c in chunks), default=0) if entry.shape else 0
+        self._known: dict[object, list[tuple[int, int, int]]] = {}
+
+    def in_one_go(self, span: int) -> list[tuple[int, int, int]]:
+        """A plain tensor is read as it lies in its file, gaps included."""
+        return [(0, span, 1)] if self._entry.chunks and span else []
+
+    def of(self, spans: Spans) -> list[tuple[int, int, int]]:
+        """(number of the file, bytes, byte ranges) of a part, for every file."""
+        # Of one run it does not matter which rows are read, of several it does.
+        key: object = spans if len(self._entry.chunks) > 1 else local_shape(spans)
+        if key not in self._known:
+            self._known[key] = list(self._counted(spans))
+        return self._known[key]
+
+    def _counted(self, spans: Spans) -> Iterator[tuple[int, int, int]]:
+        part = cut(self._near(spans), spans)
+        held: dict[int, list[Chunk]] = {}
+        for chunk in part.chunks:
+            plain = replace(chunk, stride=steps_in_file(part, chunk))
+            held.setdefault(self._number[chunk.file], []).append(plain)
+        for file, chunks in held.items():
+            nbytes = sum(math.prod(chunk.shape) for chunk in chunks) * part.itemsize
+            yield file, nbytes, run_count(replace(part, chunks=tuple(chunks)))
+
+    def _near(self, spans: Spans) -> TensorEntry:
+        """The tensor with no more chunks than can have something in these rows.
+
+        A rank of thousands needs few of the thousands that as many ranks wrote.
+        """
+        if len(self._entry.chunks) < 2 or not spans or not spans[0]:
+            return self._entry
+        low, high = spans[0][0][0], spans[0][-1][1]
+        first = bisect.bisect_left(self._starts, low - self._reach)
+        last = bisect.bisect_left(self._starts, high)
+        return replace(self._entry, chunks=self._entry.chunks[first:last])
+
+
+def _spans(shape: tuple[int, ...], size: Cell, shard: int, part: int, dim: Style) -> Spans:
+    """What FSDP cuts from what tensor parallel left: torch's order."""
+    spans = [list(ranges) for ranges in everything(shape)]
+    if dim is not None:
+        spans[dim] = _chunk(spans[dim], size.part, part)
+    spans[0] = _chunk(spans[0], size.shard, shard)
+    return tuple(map(tuple, spans))
+
+
+def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
+    """One of the equal parts of a dimension, as ``torch.chunk`` makes them."""
+    ((start, stop),) = spans
+    size = -(-(stop - start) // parts)
+    return [(min(start + index * size, stop), min(start + (index + 1) * size, stop))]
