@@ -163,7 +163,7 @@ class MappedViews:
     def __init__(self, index: Index) -> None:
         self.index = index
         self.files = Files(index.files)
-        self._bases: dict[str, torch.Tensor] = {}
+        self._bases: dict[str, torch.UntypedStorage] = {}
         self._lock = threading.Lock()
 
     def view(self, entry: TensorEntry) -> torch.Tensor:
@@ -183,7 +183,7 @@ class MappedViews:
         # multiple of the item size when entries of several dtypes share one. The device is named,
         # because a caller may have set another default.
         empty = torch.empty(0, dtype=dtype, device="cpu")
-        return empty.set_(base.untyped_storage(), first, entry.shape, entry.stride)
+        return empty.set_(base, first, entry.shape, entry.stride)
 
     def fill(self, target: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
         """Copy every chunk of `entry` out of the map into its box of `target`, which is returned.
@@ -217,16 +217,16 @@ class MappedViews:
         steps = steps_in_file(entry, chunk)
         return empty.set_(raw.untyped_storage(), 0, chunk.shape, steps)
 
-    def _base(self, name: str, itemsize: int) -> torch.Tensor:
+    def _base(self, name: str, itemsize: int) -> torch.UntypedStorage:
         with self._lock:
             base = self._bases.get(name)
             if base is None:
                 where = self.index.storages[name]
-                base = self.files.mapped(where.file, where.offset, where.nbytes)
+                base = self.files.mapped(where.file, where.offset, where.nbytes).untyped_storage()
                 self._bases[name] = base
             if base.data_ptr() % itemsize:
                 # Loads at odd addresses are undefined behaviour in C++ and a fault on some CPUs.
-                base = self._bases[name] = base.clone()
+                base = self._bases[name] = base.clone()  # type: ignore[no-untyped-call]
             return base
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from torchlift.slots import Group, is_lazy
 RECIPE = "_torchlift_recipe"
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_exchange_plain: Any = getattr(torch._C, "_swap_tensor_impl", None)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -53,7 +54,8 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     elif not isinstance(old, nn.Parameter):
         made = new.detach().requires_grad_(grad)
     elif type(old) is nn.Parameter or is_wrapper(old):
-        made = nn.Parameter(new.detach(), requires_grad=grad)
+        # What `nn.Parameter` does with a plain tensor, after asking what it is.
+        made = torch.Tensor._make_subclass(nn.Parameter, new, grad)
     else:
         made = torch.Tensor._make_subclass(type(old), new.detach(), grad)
     for key, value in old.__dict__.items():
@@ -89,7 +91,10 @@ def exchange_content(group: Group, other: torch.Tensor) -> Callable[[], None]:
     """Exchange, keeping what belongs to the object; return what takes it back."""
     old = group.tensor
     grad = old.grad if old.is_leaf else None
-    hooks = old._backward_hooks, old._post_accumulate_grad_hooks
+    hooks: tuple[Any, Any] = old._backward_hooks, old._post_accumulate_grad_hooks
+    if grad is None and hooks == (None, None):
+        _exchange_unreferenced(group, other)
+        return lambda: _exchange_unreferenced(group, other)
 
     def undo() -> None:
         _release(old)
@@ -130,6 +135,9 @@ def _set_hooks(tensor: Any, hooks: tuple[Any, Any]) -> None:
 
 def _exchange_unreferenced(group: Group, other: torch.Tensor) -> None:
     flat = flat_references(group)
+    if not flat:
+        exchange(group.tensor, other)
+        return
     for references, position in flat:
         references[position] = None  # torch exchanges nothing that is weakly referenced
     try:
@@ -141,7 +149,21 @@ def _exchange_unreferenced(group: Group, other: torch.Tensor) -> None:
 
 def exchange(one: torch.Tensor, two: torch.Tensor) -> None:
     """Exchange the content of two tensor objects: class, attributes, storage."""
+    if type(one) is type(two) and is_plain(one) and _is_lone(one) and _is_lone(two):
+        # What torch.utils.swap_tensors comes to where neither a subclass nor a holder is asked.
+        _exchange_plain(one, two)
+        one.__dict__, two.__dict__ = two.__dict__, one.__dict__
+        return
     torch.utils.swap_tensors(one, two)  # type: ignore[no-untyped-call]
+
+
+def _is_lone(tensor: torch.Tensor) -> bool:
+    """Whether nothing but Python's ordinary references holds the object and its content."""
+    return (
+        _exchange_plain is not None
+        and not weakref.getweakrefcount(tensor)
+        and tensor._use_count() == 1  # type: ignore[attr-defined]
+    )
 
 
 def can_set_data(old: torch.Tensor, new: torch.Tensor) -> bool:

@@ -29,7 +29,7 @@ from torchlift.extra_state import gather, templates_by_name
 from torchlift.formats import Index
 from torchlift.inference import ordinary_tensors
 from torchlift.match import Candidate
-from torchlift.slots import walk
+from torchlift.slots import modules_of, walk
 from torchlift.understudy import DataTaken, stand_in_for, tensors_of
 from torchlift.written import Written
 
@@ -88,13 +88,14 @@ def run_hooks(
 
 
 def _has_code(module: nn.Module, prefix: str, offered: set[str]) -> bool:
-    hooks = [h for h in module._load_state_dict_pre_hooks.values() if not is_fsdp(h)]
+    hooks = module._load_state_dict_pre_hooks
+    hooked = bool(hooks) and not all(is_fsdp(h) or _is_lazy_hook(h) for h in hooks.values())
     if type(module)._load_from_state_dict is _NormBase._load_from_state_dict:
         # Batch norm adds a counter to files of torch < 0.4.1, and otherwise loads as any module.
         own = prefix + "num_batches_tracked" not in offered
     else:
         own = _overrides_load(module)
-    return own or _takes_extra(module) or any(not _is_lazy_hook(hook) for hook in hooks)
+    return own or _takes_extra(module) or hooked
 
 
 def _overrides_load(module: nn.Module) -> bool:
@@ -279,6 +280,8 @@ def run_post_hooks(model: nn.Module, missing: list[str], unexpected: list[str]) 
 
     Children come before their parents, as in `load_state_dict`.
     """
+    if not has_post_hooks(model, of_fsdp=True):
+        return
     keys = _IncompatibleKeys(missing, unexpected)
     for _, module in reversed(list(walk(model))):
         for hook in module._load_state_dict_post_hooks.values():
@@ -289,13 +292,16 @@ def run_post_hooks(model: nn.Module, missing: list[str], unexpected: list[str]) 
                 )
 
 
-def has_post_hooks(model: nn.Module) -> bool:
+def has_post_hooks(model: nn.Module, *, of_fsdp: bool = False) -> bool:
     """Whether any module wants to see the result of a load, and could refuse it.
 
-    FSDP2's hook takes note of new shards and refuses nothing.
+    Args:
+        model: the module.
+        of_fsdp: count FSDP2's hook too, which takes note of new shards and refuses nothing.
     """
     return any(
-        not is_fsdp(hook)
-        for _, module in walk(model)
+        of_fsdp or not is_fsdp(hook)
+        for module in modules_of(model)
+        if module._load_state_dict_post_hooks
         for hook in module._load_state_dict_post_hooks.values()
     )

@@ -181,6 +181,13 @@ def repeats(shape: Sequence[int], stride: Sequence[int]) -> bool:
         (False, True, True)
     """
     reach = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if step != reach or not size:
+            break
+        reach *= size
+    else:
+        return False  # row by row, as nearly all are
+    reach = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1 and 0 not in shape:
             if step < reach:

@@ -12,7 +12,7 @@ from torch import nn
 from torchlift.calls import Ref
 from torchlift.errors import PlacementError
 from torchlift.place import RECIPE
-from torchlift.slots import Group, walk
+from torchlift.slots import Group, modules_of
 from torchlift.tape import Tape
 
 
@@ -73,7 +73,7 @@ def remember(group: Group, recipe: Recipe) -> None:
 
 def forget(model: nn.Module) -> None:
     """Let go of the recipes of parameters that have been made, and of the tapes behind them."""
-    for _, module in walk(model):
+    for module in modules_of(model):
         kept = vars(module).get(RECIPE)
         if kept is None:
             continue

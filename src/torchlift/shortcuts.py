@@ -66,7 +66,10 @@ def _overwrite(
     tensor: Any = args[0] if args else kwargs.get("tensor")
     if type(tensor) not in kinds.PLAIN_TENSORS or not tensor.is_meta:
         return NotImplemented
-    if not (_are_plain(args[1:]) and _are_plain(v for v in kwargs.values() if v is not tensor)):
+    for value in kwargs.values():
+        if type(value) not in SCALARS and value is not tensor:
+            return NotImplemented
+    if not _are_plain(args[1:]):
         return NotImplemented
     ref = tape.ref(tensor)
     if ref is None or not kinds.only_fills(func, tensor):
@@ -78,8 +81,9 @@ def _overwrite(
         args, recorded = (ref, *args[1:]), dict(kwargs)
     else:
         recorded = {**kwargs, "tensor": ref}
+    keys = (ref.key,)
     tape.tracks[ref.key].writers.append(len(tape.ops))
-    dtype, keys = torch.get_default_dtype(), (ref.key,)
+    dtype = torch.get_default_dtype()
     tape.ops.append(Op(func, args, recorded, keys, keys, {}, dtype, random))
     return tensor
 

@@ -174,7 +174,8 @@ def steps_for(matched: Match, path: str, options: Options) -> Iterator[Step]:
         entry = offers[0].entry
         file = entry.chunks[0].file if entry and entry.chunks else path
         if file not in network:
-            network[file] = is_network(file)  # not its folder: it may be a link to elsewhere
+            # Not its folder: it may be a link to elsewhere.
+            network[file] = options.source == "auto" and is_network(file)
         steps.append(_decide(group, key, offers, options, path, network[file]))
     return settle(unshare(share(steps)), options.mode)
 
