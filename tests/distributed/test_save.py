@@ -1,13 +1,21 @@
-"""The consolidated file, written by one process; by several, see test_load."""
+"""The consolidated file, written by one process and by several, some of which are killed."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import stat
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from zipfile import ZipFile
 
 import pytest
 import torch
+from ranks import run_workers
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -47,7 +55,7 @@ def _umask() -> int:
 
 def test_saving_over_the_file_that_is_mapped_keeps_both_right(tmp_path: Path) -> None:
     """The old file lives on for whoever maps it."""
-    path = tmp_path / "x"
+    path = tmp_path / "x.safetensors"
     save_consolidated({"w": torch.ones(1000)}, path)
     model = torchlift.skeleton(nn.Linear, 1000, 1, bias=False)
     torchlift.load(model, path, rename=lambda key: "weight", transform=lambda key, t: t[None])
@@ -63,19 +71,19 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(
     tmp_path: Path, bad: torch.Tensor
 ) -> None:
     """The message names the tensor; the old file is as it was, and alone."""
-    path = tmp_path / "x"
+    path = tmp_path / "x.safetensors"
     save_consolidated({"w": torch.ones(2)}, path)
     before = path.read_bytes()
     with pytest.raises(PlacementError, match=r"'bad': cannot be stored in a safetensors file"):
         save_consolidated({"w": torch.zeros(2), "bad": bad}, path)
     assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["x"]
+    assert os.listdir(tmp_path) == ["x.safetensors"]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     """It fails loudly and names the file."""
-    with pytest.raises(CheckpointError, match=r"nowhere/x: the file cannot be written"):
-        save_consolidated({"w": torch.ones(2)}, tmp_path / "nowhere" / "x")
+    with pytest.raises(CheckpointError, match=r"nowhere/x.safetensors: the file cannot be written"):
+        save_consolidated({"w": torch.ones(2)}, tmp_path / "nowhere" / "x.safetensors")
 
 
 def test_a_file_size_limit_leaves_no_debris(tmp_path: Path) -> None:
@@ -88,8 +96,218 @@ def test_a_file_size_limit_leaves_no_debris(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
     try:
         with pytest.raises(CheckpointError, match="the file cannot be written"):
-            save_consolidated({"w": torch.ones(10_000)}, tmp_path / "x")
+            save_consolidated({"w": torch.ones(10_000)}, tmp_path / "x.safetensors")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_torch_file_is_what_torch_save_writes(tmp_path: Path) -> None:
+    """Byte for byte, but for the name of the archive and torch's hash of it."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    save_consolidated(model, tmp_path / "x.pt")
+    torch.save(model.state_dict(), tmp_path / "archive")
+    ours, theirs = (tmp_path / "x.pt").read_bytes(), (tmp_path / "archive").read_bytes()
+    assert len(ours) == len(theirs)
+    assert sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 40 + 4 + 4
+
+
+def test_the_suffix_or_the_caller_says_the_format(tmp_path: Path) -> None:
+    """The content follows; without either, the message has the ways out."""
+    for name, format, expected in [
+        ("a.PT", None, "torch-zip"),
+        ("a.ckpt", None, "torch-zip"),
+        ("a.bin", "safetensors", "safetensors"),
+        ("a", "torch-zip", "torch-zip"),
+    ]:
+        save_consolidated({"w": torch.ones(2)}, tmp_path / name, format=format)
+        assert torchlift.open(tmp_path / name).format == expected
+        assert torch.equal(torchlift.open(tmp_path / name)["w"], torch.ones(2))
+    with pytest.raises(
+        ValueError, match=r"suffix '\.x' .* name the file \.safetensors or \.pt, or"
+    ):
+        save_consolidated({"w": torch.ones(2)}, tmp_path / "a.x")
+    with pytest.raises(ValueError, match=r"format='zip': expected one of safetensors, torch-zip"):
+        save_consolidated({"w": torch.ones(2)}, tmp_path / "a.pt", format="zip")
+    with pytest.raises(ValueError, match="no place for metadata"):
+        save_consolidated({"w": torch.ones(2)}, tmp_path / "a.pt", metadata={"a": "b"})
+
+
+def test_views_that_are_no_plain_memory_are_stored_as_what_they_show(tmp_path: Path) -> None:
+    """Transposed, expanded, conjugate and negative views, and a slice beside its whole."""
+    whole = torch.randn(4, 6)
+    odd = torch.randn(3, dtype=torch.complex64)
+    state = {
+        "whole": whole,
+        "slice": whole[1:],
+        "turned": whole.t(),
+        "wide": torch.ones(1).expand(5),
+        "conjugate": odd.conj(),
+        "negative": odd.conj().imag,
+    }
+    for name in ("x.pt", "x.safetensors"):
+        save_consolidated(state, tmp_path / name)
+        with torchlift.open(tmp_path / name) as found:
+            for key, value in state.items():
+                assert torch.equal(found[key], value), key
+
+
+def test_a_torch_file_keeps_ties_and_plain_values(tmp_path: Path) -> None:
+    """Extra state comes back; safetensors, which cannot have it, says so."""
+
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> object:
+            return {"steps": 7, "names": ["a", None, b"raw"]}
+
+        def set_extra_state(self, state: object) -> None:
+            self.state = state
+
+    model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    save_consolidated(model, tmp_path / "x.pt")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found["0._extra_state"] == model[0].get_extra_state()
+    assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
+    assert found["0.bias"].data_ptr() != found["1.bias"].data_ptr()
+    fresh = nn.Sequential(Counting(3, 3), nn.Linear(3, 3))
+    torchlift.load(fresh, tmp_path / "x.pt")
+    assert fresh[0].state == model[0].get_extra_state()
+    with pytest.raises(PlacementError, match=r"'0\._extra_state': cannot be stored in a safetens"):
+        save_consolidated(model, tmp_path / "x.safetensors")
+
+
+def test_saving_a_torch_file_over_the_one_the_model_is_mapped_from(tmp_path: Path) -> None:
+    """What is written is what the model holds, and the model goes on holding it."""
+    path = tmp_path / "x.pt"
+    model = nn.Linear(300, 200)
+    save_consolidated(model, path)
+    mapped = torchlift.skeleton(nn.Linear, 300, 200)
+    torchlift.load(mapped, path, source="mmap")
+    with torch.no_grad():
+        mapped.bias += 1
+    for _ in range(2):
+        save_consolidated(mapped, path)
+        assert torch.equal(mapped.weight, model.weight)
+        found = torch.load(path, weights_only=True, mmap=True)
+        assert torch.equal(found["weight"], model.weight)
+        assert torch.equal(found["bias"], model.bias + 1)
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+_SAVER = """
+import sys, torch
+from torchlift.distributed import save_consolidated
+for _ in range(60):
+    save_consolidated({"w": torch.full((50_000,), float(sys.argv[2]))}, sys.argv[1])
+"""
+
+
+def test_of_two_saves_at_once_one_wins_whole(tmp_path: Path) -> None:
+    """At every moment the file is complete and all of it is one writer's."""
+    path = tmp_path / "x.pt"
+    save_consolidated({"w": torch.full((50_000,), 1.0)}, path)
+    command = [sys.executable, "-c", _SAVER, str(path)]
+    savers = [subprocess.Popen([*command, number]) for number in "12"]
+    looks = 0
+    try:
+        while any(saver.poll() is None for saver in savers):
+            with open(path, "rb") as file:  # once: the name may be another file's a moment later
+                assert ZipFile(file).testzip() is None
+                file.seek(0)
+                values = torch.load(file, weights_only=True)["w"].unique().tolist()
+            assert values in ([1.0], [2.0])
+            looks += 1
+    finally:
+        for saver in savers:
+            saver.wait(timeout=60)
+    assert [saver.returncode for saver in savers] == [0, 0]
+    assert looks > 1
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+RANKS = (1, 2, 4)
+WORKERS = Path(__file__).with_name("workers_save.py")
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[dict[tuple[str, int], dict[str, str]]]:
+    """Every check on every number of ranks, after each number of ranks has saved."""
+    with TemporaryDirectory() as folder:
+        found = {}
+        for phase in ("save", "load"):
+            for ranks in RANKS:
+                out = Path(folder, f"{phase}-{ranks}")
+                out.mkdir()
+                found[phase, ranks] = run_workers(WORKERS, ranks, out)
+        yield found
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("phase", "check"),
+    [
+        ("save", "writes_files"),
+        ("save", "writes_a_module"),
+        ("save", "one_bad_rank_stops_all"),
+        ("save", "saves_where_a_file_must_have_a_name"),
+        ("save", "a_fault_of_one_rank_stops_all"),
+        ("load", "reads_what_any_number_of_ranks_wrote"),
+        ("load", "loads_on_another_number_of_ranks"),
+    ],
+)
+def test_ranks_write_one_torch_file(
+    results: dict[tuple[str, int], dict[str, str]], ranks: int, phase: str, check: str
+) -> None:
+    """Every dtype and placement, bit for bit; ties stay; on a fault the old file stays, alone."""
+    assert results[phase, ranks][check] == ""
+
+
+KILLED = Path(__file__).with_name("worker_killed.py")
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+@pytest.mark.parametrize(
+    ("victims", "where", "kind", "debris"),
+    [
+        ("0", "write", "anonymous", 0),
+        ("1", "write", "anonymous", 0),
+        ("0,1", "write", "anonymous", 0),
+        ("0,1", "fsync", "anonymous", 0),
+        ("0", "replace", "anonymous", 1),  # it has a name from the link to the rename
+        ("0", "write", "named", 0),
+        ("1", "write", "named", 0),
+        ("0,1", "write", "named", 1),
+    ],
+)
+def test_kill_9_in_the_middle_of_a_save(
+    tmp_path: Path, victims: str, where: str, kind: str, debris: int
+) -> None:
+    """The old file is whole, the survivor raises soon, and what is left the next save removes."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    path = folder / "x.pt"
+    save_consolidated({"w": torch.ones(2)}, path)
+    before = path.read_bytes()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(KILLED), str(tmp_path), str(rank), "2", victims, where, kind],
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    ends = [rank.wait(timeout=120) for rank in ranks]
+    assert ends == [-signal.SIGKILL if str(rank) in victims else 0 for rank in range(2)]
+    for rank in range(2):
+        if str(rank) not in victims:
+            message, seconds = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+            assert "a rank died or does not answer; nothing is saved" in message
+            assert seconds < 40
+    assert path.read_bytes() == before
+    assert len(os.listdir(folder)) == 1 + debris
+    save_consolidated({"w": torch.zeros(2)}, path)
+    assert os.listdir(folder) == ["x.pt"]
+    assert torch.equal(torch.load(path, weights_only=True)["w"], torch.zeros(2))

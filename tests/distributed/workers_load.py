@@ -480,7 +480,9 @@ def writes_checkpoints() -> None:
     for wrap in ("fsdp", "two_d"):
         model = WRAPS[wrap](net(Untied))
         dcp.save(model.state_dict(), checkpoint_id=SHARED / f"dcp-from-{world}-{wrap}")
-        wrote = save_consolidated(model, SHARED / f"one-from-{world}-{wrap}", metadata={"a": "b"})
+        wrote = save_consolidated(
+            model, SHARED / f"one-from-{world}-{wrap}.safetensors", metadata={"a": "b"}
+        )
         total = sum(v.numel() * v.itemsize for v in net(Untied).state_dict().values())
         assert sum(everywhere(wrote)) == total, wrote
     columns = {

@@ -1,229 +1,251 @@
-"""One consolidated safetensors file from a mesh, every rank writing its own byte ranges of it."""
+"""One consolidated file from a mesh, every rank writing its own byte ranges of it.
+
+Here is who does what when, and how it is undone; where things lie in the file is for `layouts`, and
+how a file is written in secret for `unfinished`.
+"""
 
 from __future__ import annotations
 
-import json
-import math
+import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from torchlift.boxes import cut, row_major, runs
-from torchlift.distributed.layout import Spans, everything, is_dtensor
-from torchlift.distributed.shards import held, spans
+from torchlift.distributed.contents import Contents
+from torchlift.distributed.parts import parts_of
 from torchlift.distributed.status import exchange, settle, world_of
 from torchlift.errors import CheckpointError, PlacementError
-from torchlift.formats import Chunk, TensorEntry
-from torchlift.formats.safetensors import DTYPES
-
-_ALIGNMENT = 64
-_PIECE = 16 << 20  # bytes that are moved from an accelerator at a time
+from torchlift.layouts.crc import PartialCrc, whole_crc
+from torchlift.unfinished import Address, Unfinished, write_at
 
 
 def save_consolidated(
     obj: nn.Module | Mapping[str, torch.Tensor],
     path: str | os.PathLike[str],
     *,
+    format: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """Write a sharded model to one safetensors file that any program reads as an ordinary one.
+    """Write a sharded model to one file that any program reads as an ordinary one.
 
     All ranks call it with the same names. Each writes the bytes of its own shards into one file,
     and of what several ranks hold each writes a part; no weight travels between ranks and none is
-    put together in memory. The file appears under its name when every rank has written everything.
-    The path must mean the same file on every rank.
+    put together in memory. The folder of the path must be the same one on every rank.
+
+    **A torch file** is what ``torch.save`` would write: ``torch.load`` reads it with
+    ``weights_only=True`` and with ``mmap=True``. Each rank sums up its own ranges, and from the
+    sums comes the checksum of every storage. Names that are one tensor share a storage in the file,
+    and after ``torch.load``. ``_metadata`` of a module's state dict is kept, and so are values that
+    are plain data instead of tensors, as rank 0 has them. Tensors are stored dense, without
+    ``requires_grad``, and as being on the CPU: nobody needs the mesh to load them.
+
+    **A safetensors file** has no sharing: each name gets bytes of its own, a tied weight twice. It
+    holds tensors only.
+
+    **Faults.** The file appears under its name, replacing an older one, when every rank has written
+    everything and the disk has it. Until then it has no name where all ranks run on one machine
+    and the file system knows ``O_TMPFILE``, so whatever kills them, nothing is left. Elsewhere it
+    is called ``.NAME.RANDOM.part``. An error removes it, and when all ranks are killed at once,
+    the next save to the same path does. A rank that dies is noticed by the others when their
+    process group notices it: at once where its connections break, else after its timeout.
 
     Args:
         obj: a module, whose ``state_dict`` is saved, or a mapping from name to tensor.
         path: of the file; one that exists is replaced.
-        metadata: text to record in the header.
+        format: ``"safetensors"`` or ``"torch-zip"``. None: the suffix says, ``.safetensors`` the
+            one and ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` the other.
+        metadata: text to record in the header of a safetensors file; a torch file has no place.
 
     Returns:
-        Bytes that this rank wrote.
+        Bytes of tensors that this rank wrote.
 
     Raises:
         CheckpointError: a rank failed, and every rank raises that; the previous file is untouched
             and nothing is left behind.
-        PlacementError: a tensor holds partial sums, or its dtype has no name in the format.
+        PlacementError: the format cannot hold a value, a tensor holds partial sums or lies where
+            no rank can write it, or the ranks do not save the same names.
+        ValueError: a format that is not known, no format and a suffix that does not tell, or
+            metadata for a torch file.
 
     Example:
         >>> import torch, torchlift, tempfile, os
         >>> from torchlift.distributed import save_consolidated
-        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
-        >>> save_consolidated(torch.nn.Linear(3, 2), path)
+        >>> folder = tempfile.mkdtemp()
+        >>> save_consolidated(torch.nn.Linear(3, 2), os.path.join(folder, "model.safetensors"))
         32
-        >>> torchlift.open(path).entries["weight"].shape
+        >>> torchlift.open(os.path.join(folder, "model.safetensors")).entries["weight"].shape
         (2, 3)
+        >>> save_consolidated(torch.nn.Linear(3, 2), os.path.join(folder, "model.pt"))
+        32
+        >>> torch.load(os.path.join(folder, "model.pt"), mmap=True)["weight"].shape
+        torch.Size([2, 3])
     """
-    state = obj.state_dict() if isinstance(obj, nn.Module) else obj
-    return _Saver(state, os.path.abspath(os.fspath(path)), dict(metadata or {})).run()
+    target = os.path.abspath(os.fspath(path))
+    return _Saver(target, lambda: Contents(obj, target, format, metadata or {})).run()
+
+
+class _Written(NamedTuple):
+    """What a rank reports when it has written its parts."""
+
+    nbytes: int
+    sums: array[int]  # for each payload, where the layout asks for them
 
 
 class _Saver:
-    def __init__(
-        self, state: Mapping[str, torch.Tensor], path: str, metadata: dict[str, str]
-    ) -> None:
-        self.state = dict(state)
+    def __init__(self, path: str, make: Callable[[], Contents]) -> None:
         self.path = path
-        self.part = f"{path}.part"
-        self.metadata = metadata
+        self.make = make
         self.rank, self.world = world_of()
+        self.file: Unfinished | None = None  # on rank 0
+        self.address: Address | None = None  # on all
 
     def run(self) -> int:
         """The steps, after each of which every rank knows whether all are well."""
         try:
-            header, entries = self._together(self._layout)
-            # The name of the unfinished file comes from one rank: another save may be going on.
-            self.part = self._together(lambda: self._create(header), shared=True)
-            wrote = self._together(lambda: self._write(header, entries))
-            self._together(self._commit)
+            self.contents.agree(self._together(lambda: self.contents.describe()))
+            length = self._together(self._lay_out)[0]
+            self._open()
+            if self.rank != 0:
+                self.layout, _ = self.contents.lay_out(length)
+            written = self._together(self._write)
+            self._together(lambda: self._commit(written))
         except BaseException:
-            if self.rank == 0:
+            # Rank 0 may be the one that died, and cannot remove what it has created.
+            if self.address is not None and not self.address.machine:
                 with suppress(OSError):
-                    os.unlink(self.part)
+                    os.unlink(self.address.path)
             raise
-        return int(wrote)
+        finally:
+            if self.file is not None:
+                self.file.close()
+        return int(written[self.rank].nbytes)
 
-    def _together(self, step: Callable[[], Any], *, shared: bool = False) -> Any:
-        """Run one step on all ranks; raise on all what any of them met."""
+    @cached_property
+    def contents(self) -> Contents:
+        """What is to be saved; making it is a part of the first step, in which it may fail."""
+        return self.make()
+
+    def _together(self, step: Callable[[], Any]) -> list[Any]:
+        """Run one step on all ranks; return what each got, or raise what any of them met."""
         error: BaseException | None = None
         value = None
         try:
             value = step()
         except OSError as failure:
-            error = CheckpointError(
-                "the file cannot be written", file=self.path, found=str(failure)
-            )
-            error.__cause__ = failure
+            error = self._error("the file cannot be written", failure)
         except BaseException as failure:
             error = failure
         if self.world > 1:
-            known, values = exchange(error, value if shared else None)
+            try:
+                known, values = exchange(error, value)
+            except RuntimeError as failure:
+                raise self._error(
+                    "a rank died or does not answer; nothing is saved", failure
+                ) from (error or failure)
             settle(known, error)
-            value = values[0] if shared else value
+        else:
+            values = {0: value}
         if error is not None:
             raise error
-        return value
+        return [values[rank] for rank in sorted(values)]
 
-    def _layout(self) -> tuple[bytes, dict[str, TensorEntry]]:
-        """The header and the entries of the file, the same on every rank."""
-        described: dict[str, Any] = {"__metadata__": self.metadata} if self.metadata else {}
-        entries: dict[str, TensorEntry] = {}
-        at = 0
-        # Wide items first, so that every tensor is aligned to its item size.
-        for key in sorted(self.state, key=lambda key: (-self.state[key].itemsize, key)):
-            tensor = self.state[key]
-            name = str(tensor.dtype).removeprefix("torch.")
-            code = _CODES.get(name)
-            if code is None or tensor.is_meta or tensor.layout != torch.strided:
-                raise PlacementError(
-                    "cannot be stored in a safetensors file",
-                    entry=key,
-                    expected="a dense tensor with values",
-                    found=f"{name}, {tensor.layout}, on {tensor.device}",
-                )
-            shape = tuple(tensor.shape)
-            nbytes = math.prod(shape) * tensor.itemsize
-            chunk = Chunk(self.path, at, nbytes, (0,) * len(shape), shape)
-            entries[key] = TensorEntry(
-                key, name, shape, row_major(shape), nbytes, "cpu", key, (chunk,) if nbytes else ()
-            )
-            described[key] = {"dtype": code, "shape": shape, "data_offsets": [at, at + nbytes]}
-            at += nbytes
-        text = json.dumps(described, separators=(",", ":")).encode()
-        text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text, entries
+    def _error(self, reason: str, cause: Exception) -> CheckpointError:
+        error = CheckpointError(reason, file=self.path, found=str(cause).partition("\n")[0])
+        error.__cause__ = cause
+        return error
 
-    def _create(self, header: bytes) -> str:
+    def _lay_out(self) -> int:
+        """On rank 0, which makes the frame; the others need to know how long the pickle is."""
         if self.rank != 0:
-            return ""
-        import tempfile
+            return 0
+        self.layout, length = self.contents.lay_out()
+        return length
 
-        folder, name = os.path.split(self.path)
-        descriptor, part = tempfile.mkstemp(prefix=f".{name}.", suffix=".part", dir=folder)
-        self.part = part
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(header)
-            total = sum(tensor.numel() * tensor.itemsize for tensor in self.state.values())
-            file.truncate(len(header) + total)
-        os.chmod(part, 0o666 & ~_umask())
-        return part
+    def _open(self) -> None:
+        """Let rank 0 create the file, with a name if some rank does not reach it without."""
+        for named in (False, True):
+            self.address = self._together(partial(self._create, named))[0]
+            if all(self._together(self._is_in_reach)):
+                return
+        raise CheckpointError(
+            "the folder is not the same on all ranks",
+            file=self.path,
+            hint="Save to a file system that all machines share.",
+        )
 
-    def _write(self, header: bytes, entries: Mapping[str, TensorEntry]) -> int:
-        wrote = 0
-        descriptor = os.open(self.part, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+    def _create(self, named: bool) -> Address | None:
+        if self.rank != 0:
+            return None
+        if self.file is not None:
+            self.file.close()
+        self.file = Unfinished(self.path, named=named)
+        os.truncate(self.file.descriptor, self.layout.nbytes)
+        return self.file.address()
+
+    def _is_in_reach(self) -> bool:
+        assert self.address is not None
         try:
-            for number, (key, entry) in enumerate(entries.items()):
-                tensor = self.state[key].detach()
-                local = held(tensor).contiguous().view(-1)
-                for offset, piece in self._pieces(number, key, tensor, entry, local):
-                    data = piece.cpu().contiguous().view(torch.uint8)
-                    _pwrite(descriptor, data, len(header) + offset)
-                    wrote += data.numel()
+            os.close(self.address.open())
+        except OSError:
+            return False
+        return True
+
+    def _write(self) -> _Written:
+        """Write this rank's parts of every payload, and sum them up where sums are wanted."""
+        assert self.address is not None
+        nbytes, sums = 0, array("I")
+        descriptor = self.address.open()
+        try:
+            for turn, (stored, start) in enumerate(self.layout.payloads):
+                tensor = self.contents.state[stored.key]
+                assert isinstance(tensor, torch.Tensor)
+                total = PartialCrc(stored.nbytes)
+                for offset, piece in parts_of(tensor, stored, turn):
+                    view = _view(piece)
+                    write_at(descriptor, view, start + offset)
+                    nbytes += len(view)
+                    if self.layout.checked:
+                        total.add(offset, view)
+                if self.layout.checked:
+                    sums.append(total.value())
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        return wrote
+        return _Written(nbytes, sums)
 
-    def _pieces(
-        self, number: int, key: str, tensor: torch.Tensor, entry: TensorEntry, local: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(position in the data, values) of what this rank writes of a tensor."""
-        if local.numel() == 0:
+    def _commit(self, written: list[_Written]) -> None:
+        """Write what is not weights, and let the file appear."""
+        if self.file is None:
             return
-        mine, replica, replicas = self._share(key, tensor)
-        for at, run in enumerate(runs(cut(entry, mine))):
-            step = max(1, _PIECE // entry.itemsize)
-            for block, first in enumerate(range(0, run.numel, step)):
-                if (number + at + block) % replicas == replica:
-                    count = min(step, run.numel - first)
-                    start = run.at + first
-                    yield run.offset + first * entry.itemsize, local[start : start + count]
-
-    def _share(self, key: str, tensor: torch.Tensor) -> tuple[Spans, int, int]:
-        """(this rank's part, its number among those that hold the same part, how many they are)."""
-        if not is_dtensor(tensor):
-            return everything(tensor.shape), self.rank, self.world
-        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-        if coordinate is None or 0 not in mesh.mesh.flatten().tolist():
-            # Of several meshes side by side that hold the same, the one with the first rank writes.
-            return tuple(() for _ in tensor.shape), 0, 1
-        replica, replicas = 0, 1
-        for axis, placement in enumerate(tensor.placements):
-            if placement.is_replicate():
-                replica = replica * mesh.size(axis) + coordinate[axis]
-                replicas *= mesh.size(axis)
-        return spans(tensor, key), replica, replicas
-
-    def _commit(self) -> None:
-        if self.rank != 0:
-            return
-        os.replace(self.part, self.path)
-        if hasattr(os, "O_DIRECTORY"):
-            descriptor = os.open(os.path.dirname(self.path), os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        tensors = [stored for stored, _ in self.layout.payloads]
+        expected, found = sum(t.nbytes for t in tensors), sum(part.nbytes for part in written)
+        if found != expected:
+            raise PlacementError(
+                "a DTensor's mesh leaves out rank 0, so that some values are nobody's to write",
+                file=self.path,
+                expected=f"{expected} bytes of tensors",
+                found=f"{found} bytes",
+                hint="Put the tensors on a mesh that all ranks are in.",
+            )
+        sums = (
+            [
+                whole_crc(tensor.nbytes, parts)
+                for tensor, *parts in zip(tensors, *(part.sums for part in written), strict=True)
+            ]
+            if self.layout.checked
+            else []
+        )
+        for offset, data in self.layout.frame(sums):
+            write_at(self.file.descriptor, data, offset)
+        self.file.commit()
 
 
-_CODES = {name: code for code, name in DTYPES.items()}
-
-
-def _pwrite(descriptor: int, data: torch.Tensor, offset: int) -> None:
-    import ctypes
-
-    view = memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
-    while view:
-        done = os.pwrite(descriptor, view, offset)
-        view, offset = view[done:], offset + done
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _view(data: torch.Tensor) -> memoryview:
+    """The tensor's memory; through NumPy it would need NumPy."""
+    return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")

@@ -1,0 +1,89 @@
+"""CRC-32 of bytes that several writers hold in parts, none of which sees them all.
+
+The CRC register is linear over GF(2): the register after a message is the XOR of the registers
+after messages that each hold a part of the bytes and zeros elsewhere. So every writer sums up its
+own ranges, in linear time, and the sums of all are XORed. Passing over k zero bytes multiplies the
+register by x^8k modulo the polynomial (M. Adler, zlib, ``crc32_combine``).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from functools import lru_cache
+
+_POLYNOMIAL = 0xEDB88320  # bit-reversed: the highest bit is x^0
+_ONES = 0xFFFFFFFF
+
+
+class PartialCrc:
+    """The sum of one writer's ranges of a payload.
+
+    Example:
+        >>> import zlib
+        >>> head, tail = PartialCrc(9), PartialCrc(9)
+        >>> head.add(0, b"1234"); tail.add(4, b"56789")
+        >>> whole_crc(9, [head.value(), tail.value()]) == zlib.crc32(b"123456789")
+        True
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Nothing yet of a payload of that many bytes."""
+        self._nbytes = nbytes
+        self._total = 0  # of the ranges that cannot go on, as if up to the end of the payload
+        self._register = 0  # of those that can, up to the byte before `_at`
+        self._at = 0
+
+    def add(self, offset: int, data: bytes | memoryview) -> None:
+        """Take in the bytes at an offset of the payload; each byte once, in any order.
+
+        Ranges in ascending order cost least.
+        """
+        if offset < self._at:
+            self._total = self.value()
+            self._register, self._at = 0, offset
+        gap = offset - self._at
+        register = _past_zeros(self._register, gap) if self._register else 0
+        # zlib inverts the register before and after; zeros in front of a message would count then.
+        self._register = zlib.crc32(data, register ^ _ONES) ^ _ONES
+        self._at = offset + len(data)
+
+    def value(self) -> int:
+        """The sum so far; 0 where nothing was added."""
+        return self._total ^ _past_zeros(self._register, self._nbytes - self._at)
+
+
+def whole_crc(nbytes: int, parts: Iterable[int]) -> int:
+    """The CRC-32 of a payload from the sums of all its writers."""
+    register = _past_zeros(_ONES, nbytes)
+    for part in parts:
+        register ^= part
+    return register ^ _ONES
+
+
+def _past_zeros(register: int, count: int) -> int:
+    return _multiply(_zeros(count), register) if register and count else register
+
+
+def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials modulo the CRC's."""
+    product, bit = 0, 1 << 31
+    while a:
+        if a & bit:
+            product ^= b
+            a ^= bit
+        bit >>= 1
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+@lru_cache(maxsize=1024)  # a shard's gaps are all alike
+def _zeros(count: int) -> int:
+    """x^(8 * count)."""
+    result, power = 1 << 31, 1 << 23  # 1, and x^8
+    while count:
+        if count & 1:
+            result = _multiply(power, result)
+        power = _multiply(power, power)
+        count >>= 1
+    return result

@@ -1,0 +1,70 @@
+"""One rank of a save that somebody kills.
+
+Arguments: folder, rank, number of ranks, ranks that die, where, and ``named`` or ``anonymous``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from torchlift import unfinished
+from torchlift.distributed import save
+from torchlift.errors import CheckpointError
+
+warnings.simplefilter("ignore")
+
+
+def die(*args: object, **options: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_in(count: int, function: Any) -> Any:
+    """The function, whose call number `count` is the last thing that this process does."""
+    calls = iter(range(1, count))
+    return lambda *args: function(*args) if next(calls, None) else die()
+
+
+def main() -> None:
+    folder, rank, world, victims, where, kind = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=int(rank),
+        world_size=int(world),
+        timeout=timedelta(seconds=30),
+    )
+    mesh = init_device_mesh("cpu", (int(world),))
+    values = {f"w{i}": torch.full((9, 3), 2.0 + i) for i in range(6)}
+    state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in values.items()}
+    if kind == "named":
+        unfinished._ANONYMOUS = 0
+    if rank in victims.split(","):
+        if where == "write":
+            save.write_at = dies_in(4, save.write_at)
+        else:
+            setattr(os, where, die)
+    result = Path(folder, f"{rank}.json")
+    started = time.monotonic()
+    try:
+        save.save_consolidated(state, Path(folder, "saved", "x.pt"))
+    except CheckpointError as error:
+        result.write_text(json.dumps([str(error), time.monotonic() - started]), encoding="utf-8")
+    os._exit(0)  # no barrier: a rank is dead
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Checks of consolidated torch files that run on every rank of a process group.
+
+The name of the results folder says which: ``save-N`` writes files from N ranks, ``load-N`` reads
+what any number of ranks wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import main
+from save_states import expected_state, same_bits
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import torchlift
+from torchlift import unfinished
+from torchlift.distributed import save_consolidated
+from torchlift.errors import CheckpointError, PlacementError
+
+warnings.simplefilter("ignore")
+
+OUT = Path(sys.argv[1])
+SHARED = OUT.parent
+
+
+class Tied(nn.Module):
+    """Uneven sizes, a tie that is a DTensor once sharded, a buffer that is not, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def meshes() -> dict[str, tuple[DeviceMesh, list[Any]]]:
+    world = dist.get_world_size()
+    line = init_device_mesh("cpu", (world,))
+    rows = 2 if world % 2 == 0 else 1
+    plane = init_device_mesh("cpu", (rows, world // rows))
+    return {
+        "rows": (line, [Shard(0)]),
+        "columns": (line, [Shard(1)]),
+        "replicated": (line, [Replicate()]),
+        "hybrid": (plane, [Replicate(), Shard(0)]),
+        "both": (plane, [Shard(1), Shard(0)]),
+    }
+
+
+def spread(mesh: DeviceMesh, placements: list[Any], value: torch.Tensor) -> torch.Tensor:
+    if any(p.is_shard() and p.dim >= value.dim() for p in placements):
+        return value
+    # distribute_tensor sends, which not every dtype can be.
+    index = distribute_tensor(torch.arange(value.numel()).view(value.shape), mesh, placements)
+    local = value.reshape(-1)[index.to_local().reshape(-1)].view(index.to_local().shape)
+    return DTensor.from_local(
+        local, mesh, placements, shape=value.shape, stride=index.stride(), run_check=False
+    )
+
+
+def writes_files() -> None:
+    world = dist.get_world_size()
+    for name, (mesh, placements) in meshes().items():
+        state = {key: spread(mesh, placements, v) for key, v in expected_state().items()}
+        state["again"] = state["float32"]
+        path = SHARED / f"{name}-from-{world}.pt"
+        wrote = save_consolidated(state, path)
+        total: list[Any] = [None] * world
+        dist.all_gather_object(total, wrote)
+        assert sum(total) == sum(value.nbytes for value in expected_state().values()), name
+
+
+def writes_a_module() -> None:
+    world = dist.get_world_size()
+    model = fully_shard(Tied(), mesh=init_device_mesh("cpu", (world,)))
+    path = SHARED / f"module-from-{world}.pt"
+    save_consolidated(model, path)
+    found = torch.load(path, weights_only=True)
+    want = model.state_dict()
+    assert list(found) == list(want)
+    assert found._metadata == want._metadata
+    assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
+    for key, value in want.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(found[key], whole), key
+
+
+def one_bad_rank_stops_all() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    path = SHARED / f"kept-{world}.pt"
+    save_consolidated({"w": torch.ones(3)}, path)
+    before = path.read_bytes()
+    mesh = init_device_mesh("cpu", (world,))
+    cases: list[tuple[Any, Path, type[Exception], str]] = [
+        (object(), path, PlacementError, "without running code"),
+        ([torch.ones(2)], path, PlacementError, "plain data; found a torch.Tensor"),
+        (torch.empty(2, device="meta"), path, PlacementError, "in a torch file"),
+        (DTensor.from_local(torch.ones(2), mesh, [Partial()]), path, PlacementError, "partial sum"),
+        (torch.ones(2), SHARED / "no" / "x.pt", CheckpointError, "cannot be written"),
+    ]
+    if world > 1:
+        uneven = torch.ones(2 + (rank == world - 1))
+        cases.append((uneven, path, PlacementError, f"rank {world - 1} differs from rank 0"))
+        outside = DTensor.from_local(
+            torch.ones(2) if rank == world - 1 else torch.empty(0),
+            DeviceMesh("cpu", [world - 1]),
+            [Shard(0)],
+            shape=(2,),
+            stride=(1,),
+            run_check=False,
+        )
+        cases.append((outside, path, CheckpointError, "leaves out rank 0"))
+    for value, where, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            save_consolidated({"w": value}, where)
+        dist.barrier()
+    with pytest.raises(ValueError, match=r"pass format= one of 'safetensors', 'torch-zip'"):
+        save_consolidated({"w": torch.ones(2)}, SHARED / "x.unknown")
+    dist.barrier()
+    assert path.read_bytes() == before
+    assert not list(SHARED.glob(".*")), list(SHARED.iterdir())
+
+
+@contextmanager
+def on_rank(who: int, name: str, replacement: Any) -> Iterator[None]:
+    """Something of `unfinished` replaced on one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == who:
+            patch.setattr(unfinished, name, replacement)
+        yield
+
+
+def saves_where_a_file_must_have_a_name() -> None:
+    """No O_TMPFILE on rank 0's file system; a rank on another machine, or in another container."""
+    world = dist.get_world_size()
+    other = unfinished.Address("/proc/1/fd/0", unfinished._machine(), 1, 1)
+    for who, name, replacement in [
+        (0, "_ANONYMOUS", 0),
+        (world - 1, "_machine", lambda: "another"),
+        (0, "_machine", lambda: ""),
+    ]:
+        path = SHARED / f"named-{world}.pt"
+        with on_rank(who, name, replacement):
+            save_consolidated({"w": torch.arange(5)}, path)
+        assert torch.equal(torch.load(path)["w"], torch.arange(5))
+        dist.barrier()
+        assert not list(SHARED.glob(".named*")), list(SHARED.iterdir())
+        if dist.get_rank() == 0:
+            path.unlink()
+        dist.barrier()
+    with pytest.raises(OSError, match=r"another file here|Permission|No such"):
+        other.open()
+
+
+def a_fault_of_one_rank_stops_all() -> None:
+    """A file-size limit, an fsync and a rename that fail; the old file stays, alone."""
+    import errno
+    import resource
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    path = SHARED / f"fault-{world}.pt"
+    mesh = init_device_mesh("cpu", (world,))
+    state = {"w": distribute_tensor(torch.ones(40_000), mesh, [Shard(0)])}
+    save_consolidated(state, path)
+    before = path.read_bytes()
+
+    def denied(*args: object) -> None:
+        raise PermissionError(errno.EPERM, "denied by the test")
+
+    for named in (0, unfinished._ANONYMOUS):
+        for who, what in [(world - 1, "fsync"), (0, "replace"), (world - 1, "pwrite")]:
+            with on_rank(0, "_ANONYMOUS", named), pytest.MonkeyPatch.context() as patch:
+                if rank == who:
+                    patch.setattr(os, what, denied)
+                with pytest.raises(CheckpointError, match=r"cannot be written.*denied by the test"):
+                    save_consolidated(state, path)
+            dist.barrier()
+            assert os.listdir(SHARED).count(path.name) == 1
+            assert not list(SHARED.glob(".fault*")), (named, what)
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == world - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, old[1]))
+        try:
+            with (
+                on_rank(0, "_ANONYMOUS", named),
+                pytest.raises(CheckpointError, match="File too large"),
+            ):
+                save_consolidated(state, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        dist.barrier()
+        assert not list(SHARED.glob(".fault*")), named
+    assert path.read_bytes() == before
+
+
+def reads_what_any_number_of_ranks_wrote() -> None:
+    want = expected_state()
+    paths = sorted(SHARED.glob("*-from-*.pt"))
+    assert len(paths) == 18, paths
+    for path in paths:
+        if path.name.startswith("module"):
+            continue
+        for options in ({}, {"mmap": True}):
+            found = torch.load(path, weights_only=True, **options)
+            assert list(found) == [*want, "again"]
+            assert found["again"].data_ptr() == found["float32"].data_ptr()
+            for key, value in want.items():
+                assert same_bits(found[key], value), (path.name, key)
+        with torchlift.open(path) as opened:
+            assert ("float32", "again") in opened.aliases
+            assert len(opened.metadata) == 4
+            for key, value in want.items():
+                assert same_bits(opened[key], value), (path.name, key)
+        assert zipfile.ZipFile(path).testzip() is None
+        report = torchlift.verify(path)
+        assert report.ok
+        assert len(report.checked) == sum(1 for value in want.values() if value.numel()), report
+
+
+def loads_on_another_number_of_ranks() -> None:
+    line = init_device_mesh("cpu", (dist.get_world_size(),))
+    for path in sorted(SHARED.glob("module-from-*.pt")):
+        torch.manual_seed(0)
+        whole = Tied().state_dict()
+        for source in ("mmap", "read"):
+            model = fully_shard(torchlift.skeleton(Tied), mesh=line)
+            torchlift.load(model, path, source=source)
+            assert model.head.weight is model.embed.weight
+            for key, value in model.state_dict().items():
+                found = value.full_tensor() if isinstance(value, DTensor) else value
+                assert torch.equal(found, whole[key]), (path.name, key, source)
+
+
+SAVES = (
+    writes_files,
+    writes_a_module,
+    one_bad_rank_stops_all,
+    saves_where_a_file_must_have_a_name,
+    a_fault_of_one_rank_stops_all,
+)
+LOADS = (reads_what_any_number_of_ranks_wrote, loads_on_another_number_of_ranks)
+
+if __name__ == "__main__":
+    main({check.__name__: check for check in (SAVES if OUT.name.startswith("save") else LOADS)})
