@@ -14,12 +14,13 @@ from typing import Any
 from torch import nn
 
 from torchlift.distributed.fsdp import is_fsdp
+from torchlift.slots import modules_of
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 @contextmanager
-def restored(model: nn.Module, *, always: bool) -> Iterator[None]:
+def restored(model: nn.Module, *, always: bool, every: bool = False) -> Iterator[None]:
     """Give the modules back their tensors, children and attributes if the block fails.
 
     Only the objects: who changed the inside of one has to take that back. Nothing is kept for a
@@ -28,9 +29,11 @@ def restored(model: nn.Module, *, always: bool) -> Iterator[None]:
     Args:
         model: the module whose hooks are about to be called.
         always: also where the block succeeds.
+        every: also of a model without hooks.
     """
-    modules = list(model.modules())
-    kept = [_state_of(module) for module in modules] if any(map(_has_hooks, modules)) else []
+    modules = modules_of(model)
+    every = every or any(map(_has_hooks, modules))
+    kept = [_state_of(module) for module in modules] if every else []
     try:
         yield
     except BaseException:
@@ -43,8 +46,10 @@ def restored(model: nn.Module, *, always: bool) -> Iterator[None]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    hooks = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
-    return any(not is_fsdp(hook) for registry in hooks for hook in registry.values())
+    for registry in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+        if registry and not all(map(is_fsdp, registry.values())):
+            return True
+    return False
 
 
 def _state_of(module: nn.Module) -> tuple[dict[str, Any], list[Any]]:

@@ -41,7 +41,7 @@ def test_missing_state_is_an_error_or_a_report(flat: bool) -> None:
         saved["state"]["other.weight"] = saved_more
     model, optimizer = trained()
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(RuntimeError, match="missing the optimizer state of '1.bias'"):
+    with pytest.raises(RuntimeError, match=r"missing the optimizer state of '1.bias'"):
         ours.set_optimizer_state_dict(model, optimizer, saved, options=options)
     assert equal(optimizer.state_dict(), before)
     report = ours.set_optimizer_state_dict(

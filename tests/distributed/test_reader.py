@@ -65,7 +65,7 @@ def test_another_checkpoint_can_be_named_in_the_call(tmp_path: Path) -> None:
 
 
 def test_a_bad_file_is_refused_before_anybody_waits(tmp_path: Path) -> None:
-    """The constructor opens it, so that a rank fails alone and early."""
+    """Where there is nobody to wait, the constructor says so."""
     (tmp_path / "junk").write_bytes(b"junk")
     with pytest.raises(FormatError, match="junk"):
         CheckpointReader(tmp_path / "junk")

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchlift.distributed.layout import Spans, blocks, is_dtensor, local_shape, spans_at
 from torchlift.distributed.moves import BUDGET, wire
-from torchlift.distributed.options import StateDictOptions
-from torchlift.distributed.status import has_group, rank
+from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift.distributed.status import Circle, has_group, rank
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+def gathered(
+    read: Callable[[], dict[str, Any]], shared: Iterable[torch.Tensor], options: StateDictOptions
+) -> dict[str, Any]:
+    """What `read` returns, finished; ranks that gather do so when all have read theirs.
+
+    Args:
+        read: makes this rank's part.
+        shared: tensors of the model; the ranks of their meshes gather together.
+        options: see `finish`.
+    """
+    circle = Circle.of_model(shared if options.full_state_dict else (), kind=StateDictMismatch)
+    problem, state = None, {}
+    try:
+        state = read()
+    except BaseException as error:
+        problem = error
+    circle.agree(problem)
+    return finish(state, options)
 
 
 def finish(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -12,20 +13,21 @@ from torch import nn
 
 from torchlift.distributed.gather import map_tensors
 from torchlift.distributed.layout import is_dtensor
-from torchlift.distributed.model_load import ModelPlan, apply_model, mismatch, plan_model
+from torchlift.distributed.model_load import ModelPlan, mismatch, plan_model
 from torchlift.distributed.model_state import by_name, metadata_of, tensors
-from torchlift.distributed.moves import Sent, broadcast, copy, sendable
+from torchlift.distributed.moves import Move, Sent, broadcast, copy, sendable
 from torchlift.distributed.names import Names, reshard
 from torchlift.distributed.optimizer_load import (
     OptimizerPlan,
     OptimizerReport,
-    apply_optimizer,
     merged,
     plan_optimizers,
 )
 from torchlift.distributed.optimizer_state import Saved, normalised
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
-from torchlift.distributed.status import Circle, rank
+from torchlift.distributed.perform import Work, carry_out
+from torchlift.distributed.status import Circle, portable, rank
+from torchlift.distributed.undo import may_refuse, optimizer_may_refuse
 
 
 @dataclass
@@ -76,20 +78,63 @@ def load(
         offer = None
         circle = Circle.of_model(tensors(names), model.modules(), StateDictMismatch)
     problem: BaseException | None = None
+    say: Said | None = None
     try:
         offer = offer or make()
         model_plan, plans = _plan(names, optimizers, offer, options)
+        model_refuses = offer.model is not None and may_refuse(model)
+        optimizer_refuses = any(optimizer_may_refuse(plan.optimizer) for plan in plans)
+        say = Said(
+            model_refuses,
+            optimizer_refuses,
+            options.strict,
+            model_plan.unexpected if options.broadcast_from_rank0 else [],
+        )
     except BaseException as error:
         problem = error
-    circle.agree(problem)
+    said = circle.agree(problem, say).values()
     assert offer is not None
+    if options.broadcast_from_rank0:
+        _settle_unexpected(model_plan, said)
+    fill: Callable[[list[Move]], None] = copy
+    if options.broadcast_from_rank0:
+        fill = partial(broadcast, offered=offer.tensors, kind=offer.kind)
+    has = offer.model is not None, offer.optimizer is not None
+    work = Work(model, names, *has, model_plan, plans, options.strict, fill)
+    keeps = any(each.optimizer_refuses for each in said)
+    careful = keeps or any(each.model_refuses for each in said)
     with torch.no_grad():
-        _transfer(model_plan, plans, offer, options)
-        if offer.model is not None:
-            apply_model(model, model_plan, names, options.strict)
-        for plan in plans:
-            apply_optimizer(plan, names)
+        carry_out(work, circle if careful else None, keeps)
     return model_plan, merged(plans)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the ranks tell each other when all have a plan.
+
+    Attributes:
+        model_refuses, optimizer_refuses: whether code that is not torch's runs there, and may end
+            the load.
+        strict: as in the options; one strict rank is enough.
+        unexpected: names that this rank has no use for, where rank 0's are for all.
+    """
+
+    model_refuses: bool
+    optimizer_refuses: bool
+    strict: bool
+    unexpected: list[str]
+
+
+def _settle_unexpected(plan: ModelPlan, said: Collection[Said]) -> None:
+    """Unexpected is what no rank wants: the stages of a pipeline share one state dict.
+
+    Raises:
+        StateDictMismatch: there is such a name, and a rank is strict; then on every rank.
+    """
+    nobody = set.intersection(*(set(each.unexpected) for each in said))
+    plan.unexpected = [name for name in plan.unexpected if name in nobody]
+    if plan.unexpected and any(each.strict for each in said):
+        raise mismatch([], plan.unexpected, {})
 
 
 def _offer(
@@ -133,44 +178,17 @@ def _plan(
     return model_plan, plans
 
 
-def _transfer(
-    model_plan: ModelPlan, plans: list[OptimizerPlan], offer: Offer, options: StateDictOptions
-) -> None:
-    moves = [*model_plan.moves, *(move for plan in plans for move in plan.moves)]
-    if not options.broadcast_from_rank0:
-        copy(moves)
-        return
-    broadcast(moves, offer.tensors, offer.kind, _checker(model_plan, offer, options))
-
-
-def _checker(
-    plan: ModelPlan, offer: Offer, options: StateDictOptions
-) -> Callable[[Sequence[int]], None]:
-    """Unexpected is what no rank wants: the stages of a pipeline share one state dict."""
-
-    def check(wanted: Sequence[int]) -> None:
-        chosen = set(wanted)
-        indices = {name: value.index for name, value in _sent(offer).items()}
-        plan.unexpected = [n for n in plan.unexpected if indices.get(n, -1) not in chosen]
-        if options.strict and plan.unexpected:
-            raise mismatch([], plan.unexpected, {})
-
-    return check
-
-
-def _sent(offer: Offer) -> dict[str, Sent]:
-    return {name: v for name, v in (offer.model or {}).items() if isinstance(v, Sent)}
-
-
 def _receive_offer(make: Callable[[], Offer]) -> Offer:
     """Rank 0's offer on every rank, each tensor replaced by its description."""
     box: list[Any] = [None]
+    problem: Exception | None = None
     offered: list[torch.Tensor | Sent] = []
     if rank() == 0:
         try:
-            box[0] = _described(make(), offered)
+            box[0] = _packed(_described(make(), offered))
         except Exception as error:
-            box[0] = error
+            box[0] = portable(error, StateDictMismatch)
+            problem = error
     if not torch.distributed.is_initialized():
         raise StateDictMismatch(
             "broadcast_from_rank0=True needs a process group",
@@ -178,10 +196,21 @@ def _receive_offer(make: Callable[[], Offer]) -> Offer:
         )
     torch.distributed.broadcast_object_list(box, src=0)
     if isinstance(box[0], Exception):
-        raise box[0]
-    offer: Offer = box[0]
+        raise problem or box[0]
+    offer: Offer = pickle.loads(box[0])
     offer.tensors = offered if rank() == 0 else offer.tensors
     return offer
+
+
+def _packed(offer: Offer) -> bytes:
+    # Not left to the broadcast, where what cannot be packed stops rank 0 alone.
+    try:
+        return pickle.dumps(offer)
+    except Exception as error:
+        raise StateDictMismatch(
+            "an object in the state dict cannot be sent to other processes",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
 
 
 def _described(offer: Offer, offered: list[torch.Tensor | Sent]) -> Offer:

@@ -142,12 +142,18 @@ def _custom(names: Names, fqn: str) -> bool:
     while path:
         path = path.rpartition(".")[0]
         module = names.modules.get(path)
-        if module is not None and _has_code(module):
+        if module is not None and has_code(module):
             return True
     return False
 
 
-def _has_code(module: nn.Module) -> bool:
+def has_code(module: nn.Module) -> bool:
+    """Whether a module changes what it is loaded from, or loads itself.
+
+    Example:
+        >>> has_code(nn.Linear(1, 1))
+        False
+    """
     loads_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     if loads_itself and not isinstance(module, _NormBase):
         return True
@@ -187,8 +193,14 @@ def _prepare(
     """What ``load_state_dict`` is to receive for one slot, and the moves that fill it."""
     live = slot.tensor
     tensor = isinstance(value, (torch.Tensor, Sent))
-    if live is None or not tensor or is_lazy(live) or _custom(names, slot.fqn):
+    if live is None or is_lazy(live) or _custom(names, slot.fqn):
         return _arriving(value, plan, device)
+    if not tensor:
+        raise StateDictMismatch(
+            "the state dict holds no tensor where the model has one",
+            entry=slot.fqn,
+            found=type(value).__name__,
+        )
     if live.is_meta:
         if id(live) not in new:
             new[id(live)] = _empty(live, value, options, device)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from torchlift.distributed.layout import Span, Spans, blocks, everything, overlaps
+from torchlift.distributed.shards import held
 from torchlift.errors import PlacementError
 
 #: Bytes in flight at once, in two buffers of half the size: one is filled while the other travels.
@@ -44,18 +45,27 @@ class Move:
     spans: Spans
 
 
+def apart(moves: Sequence[Move], others: Iterable[torch.Tensor] = ()) -> list[Move]:
+    """The moves, where none reads from memory that another writes to, or that `others` are in.
+
+    Two states may trade places: the second would otherwise read what the first has written.
+    """
+    written = {move.target.untyped_storage().data_ptr() for move in moves}
+    written |= {held(t).untyped_storage().data_ptr() for t in others if not t.is_meta}
+    found = []
+    for move in moves:
+        source = move.source
+        if isinstance(source, torch.Tensor) and source.untyped_storage().data_ptr() in written:
+            move = replace(move, source=source.clone())
+        found.append(move)
+    return found
+
+
 def copy(moves: Sequence[Move]) -> None:
     """Fill every target from tensors in memory; each rank touches only its own slices."""
-    written = {move.target.untyped_storage().data_ptr() for move in moves}
-    ready = []
     for move in moves:
         source = move.source
         assert isinstance(source, torch.Tensor)
-        if source.untyped_storage().data_ptr() in written:
-            # Two states that trade places: the second would read what the first has written.
-            source = source.clone()
-        ready.append((source, move))
-    for source, move in ready:
         _place(source, tuple((0, size) for size in source.shape), move)
 
 
@@ -63,7 +73,6 @@ def broadcast(
     moves: Sequence[Move],
     offered: Sequence[torch.Tensor | Sent],
     kind: str = "cpu",
-    check: Callable[[Sequence[int]], None] = lambda wanted: None,
 ) -> None:
     """Fill every target with what rank 0 sends; all ranks of the process group take part.
 
@@ -75,8 +84,6 @@ def broadcast(
         moves: what this rank wants; other ranks may want something else.
         offered: what rank 0 offers: the tensors there, their descriptions elsewhere.
         kind: device type of the model.
-        check: called with the indices that any rank wants, before anything is sent; what it
-            raises must follow from them alone, so that every rank raises.
     """
     device = wire(kind)
     wanted = torch.zeros(len(offered), dtype=torch.uint8, device=device)
@@ -87,7 +94,6 @@ def broadcast(
     wanted[list(by_index)] = 1
     torch.distributed.all_reduce(wanted, torch.distributed.ReduceOp.MAX)
     chosen = [index for index, flag in enumerate(wanted.tolist()) if flag]
-    check(chosen)
     _exchange(list(_buckets(chosen, offered, BUDGET // 2)), offered, by_index, device)
 
 

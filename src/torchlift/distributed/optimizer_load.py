@@ -88,6 +88,8 @@ def plan_optimizers(
     """
     empty = iter(saved.empty)
     plans = [_plan(names, each, saved, options, empty) for each in optimizers]
+    for plan in plans:
+        _rehearse(plan)
     if options.strict:
         _require_all([plan.report for plan in plans])
     return plans
@@ -195,21 +197,60 @@ def _settled(hyper: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def apply_optimizer(plan: OptimizerPlan, names: Names) -> None:
-    """Give an optimizer its new state, after the moves are done."""
+def is_left_to_us(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether loading an optimizer runs no hooks and no method of its own.
+
+    Example:
+        >>> is_left_to_us(torch.optim.SGD([torch.ones(1)]))
+        True
+    """
+    return _is_plain(optimizer) and not (
+        optimizer._optimizer_load_state_dict_pre_hooks
+        or optimizer._optimizer_load_state_dict_post_hooks
+    )
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+
+
+def _loaded(plan: OptimizerPlan) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """The state and the groups that the optimizer is to have."""
     optimizer = plan.optimizer
-    state = {**optimizer.state, **plan.state, **plan.other}
-    groups = [
+    return {**optimizer.state, **plan.state, **plan.other}, [
         {**group, **hyper, "params": group["params"]}
         for group, hyper in zip(optimizer.param_groups, plan.hyper, strict=True)
     ]
+
+
+def _rehearse(plan: OptimizerPlan) -> None:
+    """Let a stand-in take the new state, because optimizers look at it last, in ``__setstate__``.
+
+    Raises:
+        StateDictMismatch: it cannot use it.
+    """
+    optimizer = plan.optimizer
+    if not is_left_to_us(optimizer):
+        return
+    state, groups = _loaded(plan)
+    parts = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
+    stand_in = object.__new__(type(optimizer))
+    stand_in.__dict__.update(vars(optimizer))
+    try:
+        stand_in.__setstate__({"state": defaultdict(dict, parts), "param_groups": groups})
+    except Exception as error:
+        raise StateDictMismatch(
+            f"{type(optimizer).__name__} cannot use this state: {type(error).__name__}: {error}",
+            hint="Was it saved by an optimizer of another kind?",
+        ) from error
+
+
+def apply_optimizer(plan: OptimizerPlan) -> None:
+    """Give an optimizer its new state, after the moves are done."""
+    optimizer = plan.optimizer
+    state, groups = _loaded(plan)
     load = own(optimizer, "load_state_dict")
-    hooks = (
-        optimizer._optimizer_load_state_dict_pre_hooks,
-        optimizer._optimizer_load_state_dict_post_hooks,
-    )
-    plain = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    if plain and not any(hooks):
+    if is_left_to_us(optimizer):
         # Optimizer.load_state_dict would cast every moment to its parameter's dtype, which loses
         # what float32 moments of bfloat16 weights hold (pytorch/pytorch#43706).
         for group, new in zip(optimizer.param_groups, groups, strict=True):
@@ -224,7 +265,7 @@ def apply_optimizer(plan: OptimizerPlan, names: Names) -> None:
             "param_groups": [{**g, "params": [ids[id(p)] for p in g["params"]]} for g in groups],
         }
     )
-    if plain:
+    if _is_plain(optimizer):
         _uncast(optimizer, plan.state)
 
 

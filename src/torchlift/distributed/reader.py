@@ -23,7 +23,8 @@ from torchlift import transfer
 from torchlift.boxes import cut
 from torchlift.checkpoint import Checkpoint, MappedViews, dtype_of
 from torchlift.checkpoint import open as open_checkpoint
-from torchlift.errors import FormatError
+from torchlift.distributed.status import portable, world_of
+from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import TensorEntry
 from torchlift.pieces import is_readable, requests_for
 
@@ -40,8 +41,9 @@ class CheckpointReader(StorageReader):
         root: keep only what is under this container of the checkpoint, and strip it.
 
     Raises:
-        FormatError: `path` is not a checkpoint. Here and not while loading, so that no rank waits
-            for another.
+        FormatError: `path` is not a checkpoint. In a process group ``load`` raises that, on every
+            rank, as torch's ``CheckpointException``: a rank that failed here would leave the others
+            waiting for it.
 
     Example:
         >>> import torch, torch.distributed.checkpoint as dcp, tempfile, os, warnings
@@ -66,7 +68,13 @@ class CheckpointReader(StorageReader):
             self._open(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds, in the terms of DCP."""
+        """What the checkpoint holds, in the terms of DCP.
+
+        Raises:
+            CheckpointError: it could not be opened.
+        """
+        if self._problem is not None:
+            raise self._problem
         described: dict[str, Any] = {
             key: TensorStorageMetadata(
                 TensorProperties(dtype=dtype_of(entry, self.path)),
@@ -137,11 +145,19 @@ class CheckpointReader(StorageReader):
         return os.path.exists(checkpoint_id)
 
     def _open(self, path: str | os.PathLike[str] | Checkpoint) -> None:
-        if isinstance(path, Checkpoint):
-            self._ckpt = path if self.root is None else Checkpoint(path.index, root=self.root)
-        else:
-            self._ckpt = open_checkpoint(path, root=self.root)
-        self.path = self._ckpt.path
+        self._problem: CheckpointError | None = None
+        self.path = path.path if isinstance(path, Checkpoint) else os.fspath(path)
+        try:
+            if isinstance(path, Checkpoint):
+                self._ckpt = path if self.root is None else Checkpoint(path.index, root=self.root)
+            else:
+                self._ckpt = open_checkpoint(path, root=self.root)
+            self.path = self._ckpt.path
+        except CheckpointError as error:
+            if world_of()[1] == 1:
+                raise
+            # To be raised where torch lets the ranks hear of each other's errors.
+            self._problem = portable(error)
 
     def _object(self, key: str) -> io.BytesIO:
         if key not in self._ckpt.objects:

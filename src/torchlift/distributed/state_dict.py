@@ -7,6 +7,7 @@ the results wherever torch's are right: a program that changes the import keeps 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torchlift.collector import collection_paused
-from torchlift.distributed.gather import finish
+from torchlift.distributed.gather import gathered
 from torchlift.distributed.loading import load
-from torchlift.distributed.model_state import read_model
+from torchlift.distributed.model_state import read_model, tensors
 from torchlift.distributed.names import Names, reshard, uses_fsdp1
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import read_optimizers
@@ -70,7 +71,9 @@ def get_model_state_dict(
         return fsdp1.get_model(model, submodules, chosen)
     with collection_paused(), torch.no_grad():
         names = Names(model, chosen.dsd_fqn_modifiers)
-        return finish(read_model(model, names, submodules, chosen), chosen)
+        read = partial(read_model, model, names, submodules, chosen)
+        # Submodules may have nothing to gather, and then not every rank need ask for them.
+        return gathered(read, () if submodules else tensors(names), chosen)
 
 
 def get_optimizer_state_dict(
@@ -115,7 +118,8 @@ def get_optimizer_state_dict(
     reshard(model)
     with collection_paused(), torch.no_grad():
         names = Names(model, chosen.dsd_fqn_modifiers)
-        return finish(read_optimizers(names, several, chosen), chosen)
+        read = partial(read_optimizers, names, several, chosen)
+        return gathered(read, tensors(names), chosen)
 
 
 def get_state_dict(
@@ -159,6 +163,10 @@ def set_model_state_dict(
 
     Everything is checked before anything changes. Where a process group and a mesh or DDP tie
     processes together, an error on one is an error on all. `model_state_dict` is not changed.
+    Hooks and loading code of modules run while torch writes: what they refuse is taken back on
+    every rank, for which this rank's part of the model is in memory twice. Three things stay: what
+    a hook changed inside an object (a list, a tensor of the state dict), extra state of a module
+    that cannot be asked for what it has, and what torch did to a ``FullyShardedDataParallel``.
 
     Args:
         model: the model, wrapped or not; its tensors may be on meta.

@@ -97,7 +97,7 @@ class Circle:
         self, error: BaseException | None, value: object = None
     ) -> tuple[Problems, dict[int, Any]]:
         """What every process met, and a small value of each."""
-        met = error if error is None or not self.groups else _portable(error)
+        met = error if error is None or not self.groups else portable(error)
         known: dict[int, Any] = {rank(): (met, value)}
         for group in self.groups:
             size = torch.distributed.get_world_size(group)
@@ -188,15 +188,26 @@ def exchange(error: BaseException | None, value: object) -> tuple[Problems, dict
     return Circle.of_all().exchange(error, value)
 
 
-def _portable(error: BaseException) -> CheckpointError:
-    """The error as another process can have it."""
-    if isinstance(error, CheckpointError):
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            return CheckpointError(str(error))
+def portable(
+    error: BaseException, kind: type[CheckpointError] = CheckpointError
+) -> CheckpointError:
+    """The error as another process can have it: a `kind`, if it is not one already.
+
+    Example:
+        >>> portable(KeyError("x"))
+        CheckpointError("KeyError: 'x'")
+    """
+    if not isinstance(error, CheckpointError):
+        return kind(f"{type(error).__name__}: {error}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return kind(str(error))
+    if isinstance(error, kind):
         return error
-    return CheckpointError(f"{type(error).__name__}: {error}")
+    made = kind(error.reason)
+    made.__dict__.update(vars(error))
+    return made
 
 
 def settle(
@@ -219,10 +230,7 @@ def settle(
     rank, first = next(iter(met.items()))
     others = len(met) - 1
     more = f" (and {others} other{'s' if others > 1 else ''})" if others else ""
-    error = copy.copy(first)
-    if not isinstance(first, kind):
-        error = kind(first.reason)
-        error.__dict__.update(vars(first))
+    error = copy.copy(portable(first, kind))
     error.reason = f"on rank {rank}{more}: {first.reason}"
     error.args = (error.reason,)
     raise error from own

@@ -1,0 +1,151 @@
+"""What a module's or an optimizer's own code makes of a load, taken back when anybody refuses.
+
+``load_state_dict`` runs that code while it writes, and what it decides shows only afterwards: here,
+or on another rank. So where there is such code, what is about to be written is kept until all ranks
+are done, which takes the memory of a second copy of what this rank holds. A model without any is
+not kept: what can go wrong with it is known before anything changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchlift.distributed.fsdp import take_note
+from torchlift.distributed.gather import map_tensors
+from torchlift.distributed.layout import is_dtensor
+from torchlift.distributed.model_load import has_code
+from torchlift.distributed.optimizer_load import is_left_to_us
+from torchlift.distributed.shards import held
+from torchlift.distributed.status import tensors_of
+from torchlift.hooks import has_post_hooks
+from torchlift.place import Commit, is_plain, repeats
+from torchlift.slots import is_lazy
+
+
+def may_refuse(model: nn.Module) -> bool:
+    """Whether a load of the model may end in an error that no plan foresees.
+
+    Example:
+        >>> may_refuse(nn.Linear(1, 1)), may_refuse(nn.LazyLinear(1))
+        (False, True)
+    """
+    if type(model).load_state_dict is not nn.Module.load_state_dict or has_post_hooks(model):
+        return True
+    if any(has_code(module) or _takes_extra(module) for module in model.modules()):
+        return True
+    return any(map(_is_odd, tensors_of(model)))
+
+
+def _takes_extra(module: nn.Module) -> bool:
+    return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Whether torch may fail to write to it; it then goes on with the next."""
+    if is_lazy(tensor):
+        return True
+    local = held(tensor)
+    frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return frozen or not is_plain(local) or repeats(local.shape, local.stride())
+
+
+def optimizer_may_refuse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether code that is not torch's runs when the optimizer is loaded."""
+    return not is_left_to_us(optimizer)
+
+
+def keep_model(model: nn.Module, commit: Commit) -> None:
+    """Note how to give the model back its tensors, their values, and extra state.
+
+    Plain attributes are for `torchlift.restored` to give back.
+    """
+    commit.when_undone(lambda: take_note(model))
+    for tensor in dict.fromkeys(tensors_of(model)):
+        commit.when_undone(_values_of(tensor))
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for name, now in registry.items():
+                commit.when_undone(partial(_put_back, module, name, now))
+        if _takes_extra(module) and type(module).get_extra_state is not nn.Module.get_extra_state:
+            before = copy.deepcopy(module.get_extra_state())
+            commit.when_undone(partial(module.set_extra_state, before))
+
+
+def _put_back(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    # setattr, because recurrent layers keep a list of their weights up to date in it.
+    if getattr(module, name, None) is not tensor:
+        setattr(module, name, tensor)
+
+
+def _values_of(tensor: torch.Tensor) -> Callable[[], None]:
+    """What gives a tensor back its memory and the values in it, whatever was done to it."""
+    grad = tensor.requires_grad
+    if is_lazy(tensor):
+        kind, empty = type(tensor), tensor.data
+
+        def forget() -> None:
+            tensor.data = empty
+            tensor.__class__ = kind
+
+        return forget
+    local = held(tensor)
+    memory, before = local.detach(), None if local.is_meta else local.detach().clone()
+
+    def undo() -> None:
+        if is_dtensor(tensor):
+            tensor._local_tensor = local
+        elif is_plain(tensor) and not _is_same_memory(tensor, memory):
+            tensor.data = memory
+        if before is not None:
+            memory.copy_(before)
+        if tensor.requires_grad != grad:
+            tensor.requires_grad_(grad)
+
+    return undo
+
+
+def _is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
+    if one.is_meta or two.is_meta:
+        return one.is_meta == two.is_meta and one.shape == two.shape
+    same = one.data_ptr() == two.data_ptr() and one.dtype == two.dtype
+    return same and (one.shape, one.stride()) == (two.shape, two.stride())
+
+
+def keep_optimizer(optimizer: torch.optim.Optimizer, commit: Commit) -> None:
+    """Note how to give an optimizer back its state, values included, and its groups."""
+    attributes = dict(vars(optimizer))
+    groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
+    state, order = optimizer.state, list(optimizer.param_groups)
+    inner = {key: (part, _containers(part)) for key, part in state.items()}
+
+    def undo() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        optimizer.param_groups[:] = order
+        for group, content, params in groups:
+            content["params"][:] = params
+            group.clear()
+            group.update(content)
+        state.clear()
+        for key, (part, content) in inner.items():
+            if isinstance(part, dict):
+                part.clear()
+                part.update(content)
+            state[key] = part
+
+    commit.when_undone(undo)
+    map_tensors({key: part for key, (part, _) in inner.items()}, partial(_keep_one, commit))
+
+
+def _keep_one(commit: Commit, tensor: torch.Tensor) -> None:
+    commit.when_undone(_values_of(tensor))
+
+
+def _containers(part: Any) -> Any:
+    return map_tensors(part, lambda tensor: tensor)

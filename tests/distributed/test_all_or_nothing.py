@@ -1,0 +1,235 @@
+"""A load that somebody's own code refuses leaves model, optimizer and state dict as they were."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hooked_models import TROUBLES, attributes, layers, refuses, renames, state_for
+from ranks import run_workers
+from state_models import equal, step
+from torch import nn
+
+import torchlift.distributed as ours
+from torchlift.distributed import StateDictOptions
+
+FULL = [{}, {"full_state_dict": True}]
+
+
+def trained(model: nn.Module, seed: int = 0) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer, 2 + seed)
+    return optimizer
+
+
+def states_for(model: nn.Module) -> tuple[Any, Any]:
+    other = layers()
+    states = ours.get_optimizer_state_dict(other, trained(other, 1))
+    return state_for(model), copy.deepcopy(states)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("options", FULL, ids=["as it is", "whole"])
+@pytest.mark.parametrize("name", TROUBLES)
+def test_a_refusal_leaves_everything_as_it_was(name: str, options: dict[str, Any]) -> None:
+    """Values, objects, attributes, extra state, and what the optimizer holds."""
+    make, says = TROUBLES[name]
+    model = make()
+    optimizer = trained(model)
+    states = states_for(model)
+    before, kept = everything(model, optimizer), attributes(model)
+    given = copy.deepcopy(states)
+    moments = [dict(state) for state in optimizer.state.values()]
+    with pytest.raises((RuntimeError, ValueError), match=says):
+        ours.set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=states[0],
+            optim_state_dict=states[1],
+            options=StateDictOptions(**options),
+        )
+    assert equal(everything(model, optimizer), before)
+    for now, then in zip(attributes(model), kept, strict=True):
+        assert now.keys() == then.keys()
+        assert all(_alike(now[key], then[key]) for key in now), name
+    for now, then in zip(optimizer.state.values(), moments, strict=True):
+        assert all(now[key] is then[key] for key in then)
+    assert equal(states, given)
+
+
+def _alike(now: Any, then: Any) -> bool:
+    if isinstance(now, dict):
+        return now.keys() == then.keys() and all(now[key] is then[key] for key in now)
+    return now is then or (isinstance(now, list) and now == then)
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_a_model_on_meta_stays_there(name: str) -> None:
+    """What was put in place is taken out again."""
+    make, _ = TROUBLES[name]
+    model = make().to("meta")
+    tensors = dict(model.state_dict(keep_vars=True))
+    with pytest.raises((RuntimeError, ValueError)):
+        ours.set_model_state_dict(model, state_for(model))
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor is tensors[key] or not isinstance(tensor, torch.Tensor), key
+        assert getattr(tensor, "is_meta", True)
+
+
+def test_recurrent_layers_find_their_old_weights() -> None:
+    """They keep a list of them."""
+    model = nn.Sequential(nn.LSTM(2, 3, device="meta"))
+    refuses(model)
+    with pytest.raises(ValueError, match="no"):
+        ours.set_model_state_dict(model, nn.Sequential(nn.LSTM(2, 3)).state_dict())
+    assert all(weight.is_meta for weight in model[0]._flat_weights)
+
+
+def test_lazy_layers_stay_lazy() -> None:
+    """A load that is undone teaches them nothing."""
+    model = nn.Sequential(nn.LazyLinear(2))
+    refuses(model)
+    with pytest.raises((ValueError, RuntimeError)):
+        ours.set_model_state_dict(model, nn.Sequential(nn.Linear(3, 2)).state_dict())
+    assert isinstance(model[0].weight, nn.UninitializedParameter)
+
+
+def test_what_is_accepted_is_loaded() -> None:
+    """A pre-hook that renames is no trouble."""
+    model = layers()
+    renames(model)
+    optimizer = trained(model)
+    states = states_for(model)
+    states[0]["first.weight"], states[0]["first.bias"] = (
+        states[0].pop("0.weight"),
+        states[0].pop("0.bias"),
+    )
+    done = ours.set_state_dict(
+        model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
+    )
+    assert done == ([], [])
+    assert equal(model[0].weight.detach(), states[0]["first.weight"])
+    assert equal(ours.get_optimizer_state_dict(model, optimizer)["state"], states[1]["state"])
+    assert model.calls == 1
+
+
+@pytest.mark.parametrize("how", ["hook", "override"])
+def test_an_optimizer_that_refuses_leaves_the_model_alone(how: str) -> None:
+    """Its hooks and its own ``load_state_dict`` run last."""
+
+    class Own(torch.optim.Adam):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            raise ValueError("no")
+
+    def refuse(optimizer: Any) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"].add_(1)
+        raise ValueError("no")
+
+    model = layers()
+    optimizer = (Own if how == "override" else torch.optim.Adam)(model.parameters())
+    step(model, optimizer)
+    if how == "hook":
+        optimizer.register_load_state_dict_post_hook(refuse)
+    states = states_for(model)
+    states[1]["param_groups"][0]["lr"] = 7.0
+    before, groups = everything(model, optimizer), optimizer.param_groups
+    with pytest.raises(ValueError, match="no"):
+        ours.set_state_dict(
+            model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
+        )
+    assert equal(everything(model, optimizer), before)
+    assert optimizer.param_groups is groups
+    with pytest.raises(ValueError, match="no"):
+        ours.set_optimizer_state_dict(model, optimizer, states[1])
+    assert equal(everything(model, optimizer), before)
+
+
+def test_a_state_of_another_kind_of_optimizer_is_refused_at_once() -> None:
+    """Adam would only find out that SGD counts no steps when everything is written."""
+    model = layers()
+    optimizer = trained(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, sgd)
+    states = states_for(model)[0], ours.get_optimizer_state_dict(model, sgd)
+    before = everything(model, optimizer)
+    with pytest.raises(ours.StateDictMismatch, match="Adam cannot use this state: KeyError: 'step"):
+        ours.set_state_dict(
+            model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
+        )
+    assert equal(everything(model, optimizer), before)
+
+
+@pytest.mark.parametrize("bad", ["text", "inference"])
+def test_a_tensor_that_cannot_be_written_is_an_error_for_all(bad: str) -> None:
+    """torch goes on with the other tensors and raises at the end."""
+    model = layers()
+    optimizer = trained(model)
+    states = states_for(model)
+    if bad == "text":
+        states[0]["2.weight"] = "a text"
+    else:
+        with torch.inference_mode():
+            model[2].weight = nn.Parameter(torch.ones(2, 4), requires_grad=False)
+    before = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(RuntimeError):
+        ours.set_model_state_dict(model, states[0])
+    assert equal(dict(model.state_dict()), before)
+    assert optimizer.state
+
+
+def test_what_is_inside_an_object_is_for_the_hook_to_take_back() -> None:
+    """Nobody else knows how: a list that it appends to, a tensor of the caller that it scales."""
+    model = layers()
+    model.log = []
+
+    def write(module: Any, state: dict[str, Any], *_: Any) -> None:
+        module.log.append("seen")
+        module.newer = "seen"
+        state["0.bias"].zero_()
+        raise ValueError("no")
+
+    model.register_load_state_dict_pre_hook(write)
+    state = state_for(model)
+    with pytest.raises(ValueError, match="no"):
+        ours.set_model_state_dict(model, state)
+    assert model.log == ["seen"]
+    assert not hasattr(model, "newer")
+    assert not state["0.bias"].any()
+
+
+def test_swapped_tensors_are_swapped_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's flag a load exchanges what is inside of parameters."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = layers()
+    refuses(model)
+    before = copy.deepcopy(dict(model.state_dict()))
+    kept = [(param, param.data_ptr()) for param in model.parameters()]
+    with pytest.raises(ValueError, match="no"):
+        ours.set_model_state_dict(model, state_for(model))
+    assert equal(dict(model.state_dict()), before)
+    assert [(id(p), p.data_ptr()) for p in model.parameters()] == [(id(p), at) for p, at in kept]
+
+
+@cache
+def results(ranks: int) -> dict[str, str]:
+    with TemporaryDirectory() as out:
+        return run_workers(Path(__file__).with_name("workers_refusal.py"), ranks, Path(out))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_rank_that_refuses_stops_all(ranks: int) -> None:
+    """Every rank raises, none hangs, and nothing has changed on any of them."""
+    found = results(ranks)
+    assert len(found) > 5
+    assert not [f"{name}: {text}" for name, text in found.items() if text]

@@ -1,0 +1,363 @@
+"""One rank cannot or will not load, in every way; started by ``torch.distributed.run``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hooked_models import TROUBLES, layers, refuses, state_for
+from ranks import main
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn.parallel import DistributedDataParallel
+from wrapped_models import WRAPPERS, built, cloned, containers, fsdp, net, same, train
+
+import torchlift
+import torchlift.distributed as ours
+from torchlift.errors import CheckpointError
+
+CHECKS: dict[str, Callable[[], None]] = {}
+WHOLE = ours.StateDictOptions(full_state_dict=True)
+FROM_0 = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+SHARDED = ("ddp", "fsdp blocks", "tensor parallel")
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def last() -> int:
+    return dist.get_world_size() - 1
+
+
+def is_last() -> bool:
+    return dist.get_rank() == last()
+
+
+@contextmanager
+def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Any]:
+    """Every rank raises in the block, and everything is as it was."""
+
+    def now() -> Any:
+        state = optimizer.state_dict() if optimizer else None
+        return cloned((containers(model.state_dict()), state))
+
+    before = now()
+    with pytest.raises((CheckpointError, RuntimeError, ValueError, CheckpointException)) as caught:
+        yield caught
+    same(now(), before)
+    dist.barrier()
+
+
+def load(model: nn.Module, optimizer: Any, states: Any, options: Any) -> None:
+    ours.set_state_dict(
+        model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options
+    )
+
+
+@check
+def a_module_that_refuses_on_one_rank() -> None:
+    """The others have loaded when it does, and take it back."""
+    for name, (make, says) in TROUBLES.items():
+        inner = make() if is_last() else layers(type(make()[2]))  # type: ignore[index]
+        good = layers(type(inner[2])) if name != "an_override_that_raises_half_way" else layers()
+        if not is_last():
+            inner = good
+        state = state_for(inner)
+        if not is_last() and name == "extra_state_that_is_refused":
+            state["2._extra_state"] = ["good"]
+        model = DistributedDataParallel(inner)
+        optimizer = torch.optim.Adam(model.parameters())
+        train(optimizer)
+        saved = cloned(ours.get_optimizer_state_dict(model, optimizer))
+        for moments in saved["state"].values():
+            moments["exp_avg"].add_(1)
+        with unchanged(model, optimizer) as caught:
+            load(model, optimizer, (state, saved), WHOLE)
+        assert says in str(caught.value), str(caught.value)
+        assert is_last() or f"on rank {last()}: " in str(caught.value), str(caught.value)
+        assert is_last() or isinstance(caught.value, ours.StateDictMismatch)
+
+
+@check
+def a_post_hook_that_refuses_on_one_rank_of_a_mesh() -> None:
+    for wrap in SHARDED:
+        for options in (WHOLE, FROM_0, ours.StateDictOptions()):
+            model, optimizer = built(wrap)
+            source = built(wrap, seed=5)
+            if is_last():
+                refuses(model)
+            given = cloned(ours.get_state_dict(*source, options=options_for_get(options)))
+            if options is FROM_0 and dist.get_rank() != 0:
+                given = ({}, {})
+            with unchanged(model, optimizer) as caught:
+                load(model, optimizer, given, options)
+            assert is_last() or f"on rank {last()}: ValueError: no" in str(caught.value)
+            if "fsdp" in wrap:
+                model.hidden = torch.zeros(3)
+                x = torch.ones(4, 5)
+                expected = WRAPPERS[wrap](net())
+                train(torch.optim.Adam(expected.parameters(), lr=0.1), 2, 0)
+                expected.hidden = torch.zeros(3)
+                same(model(x).detach(), expected(x).detach(), "the next pass")
+
+
+def options_for_get(options: Any) -> Any:
+    return ours.StateDictOptions(full_state_dict=options.full_state_dict)
+
+
+@check
+def an_optimizer_that_refuses_on_one_rank() -> None:
+    def refuse(optimizer: Any) -> None:
+        raise ValueError("no")
+
+    for wrap in SHARDED:
+        model, optimizer = built(wrap)
+        given = cloned(ours.get_state_dict(*built(wrap, seed=5)))
+        if is_last():
+            optimizer.register_load_state_dict_post_hook(refuse)
+        with unchanged(model, optimizer):
+            load(model, optimizer, given, ours.StateDictOptions())
+
+
+@check
+def values_of_another_layout_behind_a_hook() -> None:
+    """What has to communicate does so before anybody's code can stop it."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    model = fsdp(net())
+    if is_last():
+        model.register_load_state_dict_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("no")))
+    state = ours.get_model_state_dict(fsdp(net(5)))
+    for key, value in state.items():
+        if hasattr(value, "placements"):
+            state[key] = value.redistribute(placements=[Replicate()])
+    assert any(hasattr(value, "placements") for value in state.values())
+    with unchanged(model):
+        ours.set_model_state_dict(model, state)
+    other = fsdp(net())
+    other.register_load_state_dict_pre_hook(lambda *_: None)
+    ours.set_model_state_dict(other, state)
+    same(other.state_dict()["inp.bias"].placements, (Shard(0),))
+    same(other.state_dict()["inp.bias"].full_tensor(), state["inp.bias"].to_local())
+
+
+@check
+def a_strict_rank_among_others() -> None:
+    """It counts for all, whoever has the state dict."""
+    for wrap in SHARDED:
+        for options in (WHOLE, FROM_0):
+            for odd in (True, False):
+                model, optimizer = built(wrap)
+                given = ours.get_state_dict(*built(wrap, seed=5), options=WHOLE)
+                if odd:
+                    given[0]["nobody.weight"] = torch.ones(3)
+                else:
+                    del given[0]["inp.weight"]
+                mine = ours.StateDictOptions(**{**vars(options), "strict": is_last()})
+                with unchanged(model, optimizer) as caught:
+                    load(model, optimizer, given, mine)
+                assert ("nobody.weight" if odd else "inp.weight") in str(caught.value)
+
+
+@check
+def other_keys_on_one_rank() -> None:
+    for wrap in SHARDED:
+        model, optimizer = built(wrap)
+        given = ours.get_state_dict(*built(wrap, seed=5), options=WHOLE)
+        if is_last():
+            given = ({f"x.{key}": value for key, value in given[0].items()}, given[1])
+        with unchanged(model, optimizer) as caught:
+            load(model, optimizer, given, WHOLE)
+        assert isinstance(caught.value, ours.StateDictMismatch)
+
+
+@check
+def what_cannot_be_sent_is_an_error_everywhere() -> None:
+    """An object that no other process can have, and an error that none can."""
+
+    class Local(Exception):
+        def __reduce__(self) -> Any:
+            raise TypeError("stays here")
+
+    class Odd(dict[str, Any]):
+        def items(self) -> Any:
+            raise Local("odd")
+
+    for given in ({"extra": lambda: 0}, Odd(a=nn.Linear)):
+        model = fsdp(net())
+        with unchanged(model):
+            ours.set_model_state_dict(model, given, options=FROM_0)
+
+
+@check
+def a_stage_whose_extra_state_only_one_rank_knows() -> None:
+    """Rank 0 has the extra state of all stages, and no rank calls the others' unexpected."""
+
+    class Stage(nn.Linear):
+        def get_extra_state(self) -> object:
+            return getattr(self, "seen", None)
+
+        def set_extra_state(self, state: object) -> None:
+            self.seen = state
+
+    mine = nn.ModuleDict({str(dist.get_rank()): Stage(2, 2)})
+    whole = nn.ModuleDict({str(rank): Stage(2, 2) for rank in range(last() + 1)})
+    state = whole.state_dict() | {f"{rank}._extra_state": rank for rank in range(last() + 1)}
+    given = state if dist.get_rank() == 0 else {}
+    assert ours.set_model_state_dict(mine, given, options=FROM_0) == ([], [])
+    assert mine[str(dist.get_rank())].seen == dist.get_rank()
+
+
+@check
+def a_state_that_one_rank_cannot_give() -> None:
+    """The others do not wait for it to gather theirs; where nothing is gathered, nobody waits."""
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("no")
+
+    for wrap in ("fsdp blocks", "tensor parallel"):
+        for offload in (False, True):
+            options = ours.StateDictOptions(full_state_dict=True, cpu_offload=offload)
+            model, optimizer = built(wrap)
+            odd = torch.optim.Adam(net().parameters())
+            with unchanged(model, optimizer) as caught:
+                ours.get_optimizer_state_dict(
+                    model, odd if is_last() else optimizer, options=options
+                )
+            assert is_last() or f"on rank {last()}: " in str(caught.value)
+            if is_last():
+                handle = model.register_state_dict_post_hook(refuse)
+            with pytest.raises((ValueError, ours.StateDictMismatch)):
+                ours.get_model_state_dict(model, options=options)
+            if is_last():
+                handle.remove()
+            dist.barrier()
+    replica = DistributedDataParallel(net())
+    if is_last():
+        ours.get_state_dict(replica, torch.optim.Adam(replica.parameters()), options=WHOLE)
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def files() -> Path:
+    """A folder with a file that rank 0 wrote."""
+    folder = Path(sys.argv[1]) / "files"
+    if dist.get_rank() == 0:
+        folder.mkdir(exist_ok=True)
+        torch.save(net(5).state_dict(), folder / "net.pt")
+    dist.barrier()
+    return folder
+
+
+@check
+def a_file_that_one_rank_cannot_read() -> None:
+    """A shard that is missing, or cut: every rank names the rank."""
+    folder = files()
+    mine = folder / f"net-{dist.get_rank()}"
+    mine.mkdir(exist_ok=True)
+    state = net(5).state_dict()
+    shards = [mine / f"{key}.safetensors" for key in state]
+    for shard, (key, value) in zip(shards, state.items(), strict=True):
+        save_file({key: value}, shard)
+    index = {"weight_map": {key: f"{key}.safetensors" for key in state}}
+    (mine / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    for how in ("cut", "missing"):
+        if is_last():
+            if how == "cut":
+                shards[-1].write_bytes(shards[-1].read_bytes()[:-8])
+            else:
+                shards[-1].unlink()
+        for wrap in ("fsdp blocks", "tensor parallel"):
+            for source in ("mmap", "read"):
+                model = WRAPPERS[wrap](net())
+                with unchanged(model) as caught:
+                    torchlift.load(model, mine, source=source)
+                assert f"on rank {last()}: " in str(caught.value), str(caught.value)
+        with unchanged(DistributedDataParallel(net()).module) as caught:
+            torchlift.load(net(), mine, collective=True)
+
+
+@check
+def a_transform_that_raises_on_one_rank() -> None:
+    """Half-way through the tensors; what it raises stays what it is where it was raised."""
+    path, calls = files() / "net.pt", [0]
+
+    def transform(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if is_last() and calls[0] % 4 == 0:
+            raise ValueError("no")
+        return tensor * 2
+
+    for wrap in ("fsdp blocks", "tensor parallel"):
+        for mode in ("copy", "assign", "swap"):
+            model = WRAPPERS[wrap](net())
+            with unchanged(model) as caught:
+                torchlift.load(model, path, transform=transform, mode=mode)
+            assert is_last() == isinstance(caught.value, ValueError)
+            assert is_last() or f"on rank {last()}: ValueError: no" in str(caught.value)
+
+
+@check
+def a_strict_load_of_a_file_that_does_not_fit() -> None:
+    path = files() / "net.pt"
+    for wrap in ("fsdp blocks", "tensor parallel"):
+        model = WRAPPERS[wrap](net())
+        with unchanged(model) as caught:
+            torchlift.load(
+                model,
+                path,
+                strict=is_last(),
+                rename=lambda key: None if key == "inp.weight" else key,
+            )
+        assert "inp.weight" in str(caught.value)
+
+
+@check
+def other_names_for_one_rank() -> None:
+    path = files() / "net.pt"
+    model = fsdp(net())
+    with unchanged(model):
+        torchlift.load(model, path, rename=(lambda key: f"x.{key}") if is_last() else None)
+
+
+@check
+def a_reader_that_one_rank_cannot_open() -> None:
+    """It says so when all ranks listen, and not while the others wait in a collective."""
+    path = files() / "net.pt"
+    if is_last():
+        path = path.with_name("nowhere.pt")
+    model = fsdp(net())
+    state = model.state_dict()
+    with unchanged(model) as caught:
+        dcp.load(state, storage_reader=ours.CheckpointReader(path))
+    assert "nowhere.pt" in str(caught.value)
+
+
+@check
+def a_reader_whose_file_is_cut_on_one_rank() -> None:
+    mine = files() / f"cut-{dist.get_rank()}.pt"
+    torch.save(net(5).state_dict(), mine)
+    if is_last():
+        mine.write_bytes(mine.read_bytes()[:-700])
+    model = fsdp(net())
+    state = model.state_dict()
+    with unchanged(model):
+        dcp.load(state, storage_reader=ours.CheckpointReader(mine))
+
+
+if __name__ == "__main__":
+    only = os.environ.get("ONLY")
+    main({name: run for name, run in CHECKS.items() if not only or name in only.split(",")})
