@@ -1,0 +1,186 @@
+"""Where things go in files that are yet to be written."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from save_states import TYPES, expected_state
+
+import torchlift
+from torchlift.errors import PlacementError
+from torchlift.layouts import Layout, Stored, format_for
+from torchlift.layouts.crc import PartialCrc, whole_crc
+from torchlift.layouts.safetensors import safetensors_layout
+from torchlift.layouts.torch_pickle import Shared, torch_pickle
+from torchlift.layouts.torch_zip import torch_zip_layout
+
+
+def test_partial_sums_make_the_checksum_of_the_whole() -> None:
+    """However the bytes are cut, and in whatever order they come."""
+    choose = random.Random(0)
+    for _ in range(200):
+        data = choose.randbytes(choose.choice([0, 1, 5, 100, 5000]))
+        cuts = sorted({0, len(data), *(choose.randrange(len(data) + 1) for _ in range(6))})
+        ranges = list(itertools.pairwise(cuts))
+        choose.shuffle(ranges)
+        writers = [PartialCrc(len(data)) for _ in range(3)]
+        for start, stop in ranges:
+            choose.choice(writers).add(start, memoryview(data)[start:stop])
+        sums = [writer.value() for writer in writers]
+        assert whole_crc(len(data), sums) == zlib.crc32(data)
+
+
+def test_layouts_need_neither_torch_nor_other_processes() -> None:
+    """The pickle names torch's classes, so it alone has torch."""
+    script = (
+        "import sys, torchlift.layouts.crc, torchlift.layouts.safetensors\n"
+        "import torchlift.layouts.torch_zip, torchlift.unfinished\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torchlift.layouts.torch_pickle\n"
+        "assert 'torchlift.distributed' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ)
+
+
+def _described(state: dict[str, torch.Tensor]) -> list[Stored]:
+    return [
+        Stored(key, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        for key, value in state.items()
+    ]
+
+
+def _laid_out(state: dict[str, torch.Tensor]) -> Layout:
+    tensors = _described(state)
+    values = {key: Shared(number) for number, key in enumerate(state)}
+    return torch_zip_layout(tensors, torch_pickle(values, tensors))
+
+
+def _written(state: dict[str, torch.Tensor]) -> bytes:
+    layout = _laid_out(state)
+    file = bytearray(layout.nbytes)
+    sums = []
+    for value, (_, start) in zip(state.values(), layout.payloads, strict=True):
+        data = bytes(value.reshape(-1).view(torch.uint8).tolist())
+        file[start : start + len(data)] = data
+        sums.append(zlib.crc32(data))
+    for start, data in layout.frame(sums):
+        file[start : start + len(data)] = data
+    assert len(file) == layout.nbytes
+    return bytes(file)
+
+
+@pytest.mark.parametrize("count", [0, 1, 30, 70_000])
+def test_a_torch_file_is_that_of_torch_but_for_its_hash(count: int) -> None:
+    """Every dtype, empty tensors, scalars, more records than 16 bits count."""
+    if count == 30:
+        state = expected_state()
+    else:
+        state = {f"k{i}": torch.full((i % 5,), i % 251, dtype=torch.uint8) for i in range(count)}
+    ours, theirs = _written(state), io.BytesIO()
+    torch.save(state, theirs)
+    name = "archive/.data/serialization_id"
+    hashes = [zipfile.ZipFile(file).read(name) for file in (io.BytesIO(ours), theirs)]
+    crcs = [zlib.crc32(data).to_bytes(4, "little") for data in hashes]
+    other = theirs.getvalue().replace(hashes[1], hashes[0]).replace(crcs[1], crcs[0])
+    assert ours == other
+    assert zipfile.ZipFile(io.BytesIO(ours)).testzip() is None
+
+
+def test_torch_can_compute_where_each_storage_is(tmp_path: Path) -> None:
+    """It then counts on every padding and descriptor being as it would have written them."""
+    state = expected_state()
+    path = tmp_path / "x.pt"
+    path.write_bytes(_written(state))
+    script = (
+        "import sys, torch\n"
+        "from torch.utils.serialization import config\n"
+        "config.load.calculate_storage_offsets = True\n"
+        "found = torch.load(sys.argv[1], mmap=True, weights_only=True)\n"
+        "print(found['flat'].tolist())"
+    )
+    # With this variable torch compares each computed offset with the one in the file.
+    environment = {**os.environ, "TORCH_SERIALIZATION_DEBUG": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", script, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == list(range(11))
+
+
+def test_files_beyond_four_gib_have_their_64_bit_numbers(tmp_path: Path) -> None:
+    """A storage that is too large, and others that lie too far, in a file that is mostly a hole."""
+    sizes = {"a": 3, "large": 5 << 30, "far": 7, "none": 0, "edge": (1 << 32) - 1, "last": 2}
+    state = {
+        key: torch.empty(size, dtype=torch.uint8, device="meta") for key, size in sizes.items()
+    }
+    layout = _laid_out(state)
+    path = tmp_path / "x.pt"
+    with open(path, "wb") as file:
+        file.truncate(layout.nbytes)
+        for start, data in layout.frame([whole_crc(size, []) for size in sizes.values()]):
+            file.seek(start)
+            file.write(data)
+    with zipfile.ZipFile(path) as archive:
+        found = {i.filename: (i.file_size, i.CRC) for i in archive.infolist()}
+        assert found["archive/data/1"] == (5 << 30, whole_crc(5 << 30, []))
+        assert archive.read("archive/data/5") == b"\0\0"
+    loaded = torch.load(path, mmap=True, weights_only=True)
+    with torchlift.open(path) as opened:
+        for number, (key, size) in enumerate(sizes.items()):
+            assert loaded[key].shape == (size,)
+            assert opened.entries[key].nbytes == size
+            if size:
+                assert opened.entries[key].chunks[0].offset == layout.payloads[number].offset
+                assert opened.entries[key].chunks[0].offset % 64 == 0
+                assert loaded[key][-1] == 0
+
+
+def test_the_pickle_keeps_order_kind_sharing_and_plain_values() -> None:
+    """And refuses what only running code could bring back."""
+    tensors = [Stored("w", "float32", (2,))]
+    nested: list[object] = [1, (2.5, None), {"a": [True, b"x"]}, "text"]
+    values = {"z": Shared(0), "a": Shared(0), "plain": nested}
+    metadata = OrderedDict([("", {"version": 2})])
+    data = torch_pickle(values, tensors, metadata=metadata)
+    layout = torch_zip_layout(tensors, data)
+    file = bytearray(layout.nbytes)
+    for start, part in layout.frame([whole_crc(8, [])]):
+        file[start : start + len(part)] = part
+    found = torch.load(io.BytesIO(bytes(file)), weights_only=True)
+    assert type(found) is OrderedDict
+    assert list(found) == ["z", "a", "plain"]
+    assert found._metadata == metadata
+    assert found["plain"] == nested
+    assert found["z"].data_ptr() == found["a"].data_ptr()
+    for bad in (object(), [torch.ones(1)], {"a": {1, 2}}, torch.float32, len):
+        with pytest.raises(PlacementError, match=r"'k': cannot be stored in a torch file so that"):
+            torch_pickle({"k": bad}, [])
+    nested.append(nested)
+    assert torch_pickle({"k": nested}, [])
+
+
+def test_safetensors_refuses_what_it_has_no_word_for() -> None:
+    """A dtype, a name that the header needs, more names than the header may be long."""
+    for stored in (Stored("w", "complex128", (1,)), Stored("__metadata__", "int8", (1,))):
+        with pytest.raises(PlacementError, match=r"format=\"torch-zip\""):
+            safetensors_layout([stored], {})
+    with pytest.raises(PlacementError, match="too many tensors"):
+        safetensors_layout([Stored("x" * 100_000_000, "int8", (1,))], {})
+
+
+def test_every_dtype_has_a_format() -> None:
+    """A torch file takes all that torchlift reads."""
+    assert {str(dtype).removeprefix("torch.") for dtype in TYPES} < set(torchlift.formats.ITEMSIZE)
+    assert format_for("a/b.PTH", None) == "torch-zip"
+    with pytest.raises(ValueError, match="suffix ''"):
+        format_for("a.pt/b", None)

@@ -1,0 +1,159 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from torchlift import unfinished
+from torchlift.unfinished import Unfinished, remove_debris, write_at
+
+KINDS = ("anonymous", "named")
+
+
+@pytest.fixture(params=KINDS)
+def named(request: pytest.FixtureRequest) -> bool:
+    if request.param == "anonymous" and not (unfinished._ANONYMOUS and unfinished._machine()):
+        pytest.skip("files have names here")
+    return bool(request.param == "named")
+
+
+def test_it_appears_under_its_name_when_it_is_committed(tmp_path: Path, named: bool) -> None:
+    """With the mode of an ordinary file, in place of an older one; before, the older one stays."""
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    file = Unfinished(str(path), named=named)
+    descriptor = file.address().open()
+    write_at(descriptor, b"world", 6)
+    write_at(file.descriptor, memoryview(b"hello "), 0)
+    os.close(descriptor)
+    assert path.read_bytes() == b"old"
+    file.commit()
+    file.close()
+    assert path.read_bytes() == b"hello world"
+    assert os.listdir(tmp_path) == ["x"]
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+def test_nothing_is_left_when_it_is_not_committed(tmp_path: Path, named: bool) -> None:
+    """Closing is enough, and may come twice."""
+    file = Unfinished(str(tmp_path / "x"), named=named)
+    assert len(os.listdir(tmp_path)) == int(named)
+    file.close()
+    file.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_bytes_then_name_then_folder_are_made_durable(
+    tmp_path: Path, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this order: a crash must not find the name of a file whose bytes are not there."""
+    steps = []
+    fsync, replace = os.fsync, os.replace
+
+    def noting_fsync(descriptor: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        steps.append("fsync folder" if is_folder else "fsync file")
+        fsync(descriptor)
+
+    def noting_replace(source: str, target: str) -> None:
+        steps.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(os, "replace", noting_replace)
+    file = Unfinished(str(tmp_path / "x"), named=named)
+    file.commit()
+    file.close()
+    assert steps == ["fsync file", "replace", "fsync folder"]
+
+
+def test_only_what_dead_writers_of_the_same_path_left_is_removed(tmp_path: Path) -> None:
+    """Not a live writer's file, nor what merely has a similar name."""
+    live = Unfinished(str(tmp_path / "x.pt"), named=True)
+    others = [".x.pt.part", ".x.pt.backup.part", ".x.pt.abcdefgh", ".y.pt.abcdefgh.part"]
+    for name in [*others, ".x.pt.abcdefgh.part"]:
+        (tmp_path / name).touch()
+    (tmp_path / ".x.pt.aaaaaaaa.part").symlink_to("elsewhere")
+    assert remove_debris(str(tmp_path / "x.pt")) == [".x.pt.abcdefgh.part"]
+    assert len(os.listdir(tmp_path)) == 1 + len(others) + 1
+    live.commit()
+    live.close()
+    assert (tmp_path / "x.pt").exists()
+
+
+def test_a_rename_that_is_denied_leaves_the_old_file_alone(
+    tmp_path: Path, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file had a name by then; it has none any more."""
+
+    def denied(*args: object) -> None:
+        raise PermissionError("denied")
+
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    file = Unfinished(str(path), named=named)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", denied)
+        with pytest.raises(PermissionError):
+            file.commit()
+    file.close()
+    assert os.listdir(tmp_path) == ["x"]
+    assert path.read_bytes() == b"old"
+
+
+def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another name is drawn."""
+    if not (unfinished._ANONYMOUS and unfinished._machine()):
+        pytest.skip("files have names here")
+    names = iter(["taken000", "free0000"])
+    monkeypatch.setattr(unfinished, "_random", lambda: next(names))
+    file = Unfinished(str(tmp_path / "x"))
+    (tmp_path / ".x.taken000.part").write_bytes(b"theirs")
+    file.commit()
+    file.close()
+    assert (tmp_path / ".x.taken000.part").read_bytes() == b"theirs"
+    assert (tmp_path / "x").read_bytes() == b""
+
+
+def test_a_folder_one_may_not_write_to_and_a_folder_in_the_way_are_errors(named: bool) -> None:
+    """Before anything is written."""
+    with TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name, "folder")
+        folder.mkdir()
+        with pytest.raises(IsADirectoryError):
+            Unfinished(str(folder), named=named)
+        os.chmod(name, 0o755)
+        folder.chmod(0o555)
+        user = os.geteuid()
+        if user == 0:  # who may do everything; nobody may not
+            os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError):
+                Unfinished(str(folder / "x"), named=named)
+        finally:
+            os.seteuid(user)
+        assert os.listdir(folder) == []
+
+
+def test_a_file_of_another_machine_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    """Neither by the name of the machine nor by what the same number means here."""
+    file = Unfinished(str(tmp_path / "x"))
+    address = file.address()
+    if not address.machine:
+        pytest.skip("files have names here")
+    with pytest.raises(FileNotFoundError, match="another machine"):
+        address._replace(machine="other").open()
+    with pytest.raises(FileNotFoundError, match="another file here"):
+        address._replace(inode=address.inode + 1).open()
+    file.close()
+    with pytest.raises(OSError, match=r"No such file|another file"):
+        address.open()
