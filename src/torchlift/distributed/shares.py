@@ -72,6 +72,7 @@ def count(wants: Sequence[Want], mesh: Mapping[str, int], style: StyleOf) -> Sha
     files: Counter[str] = Counter()
     asked: Counter[str] = Counter()
     tables: dict[tuple[object, ...], _Table] = {}
+    often: Counter[tuple[int, tuple[object, ...]]] = Counter()
     for want, stage in zip(wants, stages((want.name for want in wants), size.stage), strict=True):
         cuts = want.parameter and "tp" in mesh
         dim = style(want.name, want.shape, want.embedding) if cuts else None
@@ -79,10 +80,12 @@ def count(wants: Sequence[Want], mesh: Mapping[str, int], style: StyleOf) -> Sha
         kind = _kind(want, dim)
         if kind not in tables:
             tables[kind] = _table(want, size, dim, fsdp)
-        totals[stage] += tables[kind].cells
+        often[stage, kind] += 1
         for file, (nbytes, runs) in zip(_files(want), tables[kind].files, strict=True):
             files[file] += nbytes * copies
             asked[file] += runs * copies
+    for (stage, kind), times in often.items():
+        totals[stage] += times * tables[kind].cells
     rows: list[list[list[int]]] = totals.tolist()
     everybody = [rows[cell.stage][cell.shard * size.part + cell.part] for cell in cells(mesh)]
     read, requests, held = map(tuple, zip(*everybody, strict=True))
@@ -113,19 +116,23 @@ def _table(want: Want, size: Cell, dim: Style, fsdp: bool) -> _Table:
     pieces = _Pieces(want.entry, _files(want)) if want.entry is not None else None
     spread = want.parameter and bool(want.shape) and (fsdp or dim is not None)
     files = [[0, 0] for _ in _files(want)]
+    known: dict[object, tuple[list[tuple[int, int, int]], tuple[int, int, int]]] = {}
     found = []
     for shard, part in itertools.product(range(size.shard), range(size.part)):
-        spans = everything(want.shape)
-        if spread:
-            spans = _spans(want.shape, size, shard, part, dim)
-        reads: Sequence[tuple[int, int, int]] = ()
-        if pieces is not None:
-            reads = pieces.of(spans) if spread or pieces.several else pieces.in_one_go(want.span)
-        for file, nbytes, asked in reads:
+        key = _alike(want.shape, size, shard, part, dim) if spread else None
+        if spread and pieces is not None and pieces.count > 1:
+            key = shard, part  # of several runs it does matter which rows are read
+        if key not in known:
+            spans = everything(want.shape)
+            if spread:
+                spans = _spans(want.shape, size, shard, part, dim)
+            reads = pieces.of(spans, spread, want.span) if pieces is not None else []
+            read, asked = sum(r[1] for r in reads), sum(r[2] for r in reads)
+            known[key] = reads, (read, asked, math.prod(local_shape(spans)) * want.itemsize)
+        for file, nbytes, asked in known[key][0]:
             files[file][0] += nbytes
             files[file][1] += asked
-        read, asked = sum(r[1] for r in reads), sum(r[2] for r in reads)
-        found.append((read, asked, math.prod(local_shape(spans)) * want.itemsize))
+        found.append(known[key][1])
     return _Table(torch.tensor(found, dtype=torch.int64), [(n, asked) for n, asked in files])
 
 
@@ -133,7 +140,8 @@ class _Pieces:
     """A tensor's chunks, to look up which of them a part of it needs."""
 
     def __init__(self, entry: TensorEntry, files: Sequence[str]) -> None:
-        self.several = is_pieced(entry)
+        self.count = len(entry.chunks)
+        self._several = is_pieced(entry)
         self._number = {file: at for at, file in enumerate(files)}
         # The strides are written out: what None means depends on how many chunks there are.
         chunks = [replace(c, stride=steps_in_file(entry, c)) for c in entry.chunks]
@@ -142,19 +150,13 @@ class _Pieces:
         self._entry = replace(entry, chunks=tuple(chunks))
         self._starts = [chunk.start[0] for chunk in chunks] if entry.shape else []
         self._reach = max((c.shape[0] for c in chunks), default=0) if entry.shape else 0
-        self._known: dict[object, list[tuple[int, int, int]]] = {}
 
-    def in_one_go(self, span: int) -> list[tuple[int, int, int]]:
-        """A plain tensor is read as it lies in its file, gaps included."""
-        return [(0, span, 1)] if self._entry.chunks and span else []
-
-    def of(self, spans: Spans) -> list[tuple[int, int, int]]:
+    def of(self, spans: Spans, spread: bool, span: int) -> list[tuple[int, int, int]]:
         """(number of the file, bytes, byte ranges) of a part, for every file."""
-        # Of one run it does not matter which rows are read, of several it does.
-        key: object = spans if len(self._entry.chunks) > 1 else local_shape(spans)
-        if key not in self._known:
-            self._known[key] = list(self._counted(spans))
-        return self._known[key]
+        if spread or self._several:
+            return list(self._counted(spans))
+        # A plain tensor is read as it lies in its file, gaps included.
+        return [(0, span, 1)] if self.count and span else []
 
     def _counted(self, spans: Spans) -> Iterator[tuple[int, int, int]]:
         part = cut(self._near(spans), spans)
@@ -177,6 +179,22 @@ class _Pieces:
         first = bisect.bisect_left(self._starts, low - self._reach)
         last = bisect.bisect_left(self._starts, high)
         return replace(self._entry, chunks=self._entry.chunks[first:last])
+
+
+def _alike(
+    shape: tuple[int, ...], size: Cell, shard: int, part: int, dim: Style
+) -> tuple[int, int]:
+    """Sizes of the part along the dimensions that are cut: equal for nearly all of a million."""
+    first = other = shape[0]
+    if dim is not None:
+        other = _length(shape[dim], size.part, part)
+        first = other if dim == 0 else first
+    return _length(first, size.shard, shard), other
+
+
+def _length(total: int, parts: int, index: int) -> int:
+    step = -(-total // parts)
+    return max(0, min(step, total - index * step))
 
 
 def _spans(shape: tuple[int, ...], size: Cell, shard: int, part: int, dim: Style) -> Spans:
