@@ -50,10 +50,11 @@ def save_consolidated(
 
     **Faults.** The file appears under its name, replacing an older one, when every rank has written
     everything and the disk has it. Until then it has no name where all ranks run on one machine
-    and the file system knows ``O_TMPFILE``, so whatever kills them, nothing is left. Elsewhere it
-    is called ``.NAME.RANDOM.part``. An error removes it, and when all ranks are killed at once,
-    the next save to the same path does. A rank that dies is noticed by the others when their
-    process group notices it: at once where its connections break, else after its timeout.
+    and the file system knows ``O_TMPFILE``: whatever kills them, the kernel frees it. Elsewhere,
+    and for the moment in which it is renamed, it is called ``.NAME.RANDOM.part``. Ranks that
+    survive an error remove it; when all are killed at once, the next save to the same path does,
+    since nobody holds its lock (``flock``) any more. A rank that dies is noticed when the process
+    group notices: at once where connections break, else after its timeout.
 
     Args:
         obj: a module, whose ``state_dict`` is saved, or a mapping from name to tensor.
@@ -145,9 +146,11 @@ class _Saver:
             try:
                 known, values = exchange(error, value)
             except RuntimeError as failure:
-                raise self._error(
-                    "a rank died or does not answer; nothing is saved", failure
-                ) from (error or failure)
+                lost = self._error("another rank died or does not answer", failure)
+                lost.hint = (
+                    "The file is the old one, or the complete new one if that rank was last."
+                )
+                raise lost from (error or failure)
             settle(known, error)
         else:
             values = {0: value}
