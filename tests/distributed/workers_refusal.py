@@ -2,62 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
+import refused_files  # noqa: F401
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hooked_models import TROUBLES, layers, refuses, state_for
 from ranks import main
-from safetensors.torch import save_file
+from refusals import CHECKS, check, is_last, last, unchanged
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
-from wrapped_models import WRAPPERS, built, cloned, containers, fsdp, net, same, train
+from wrapped_models import WRAPPERS, built, cloned, fsdp, net, same, train
 
-import torchlift
 import torchlift.distributed as ours
-from torchlift.errors import CheckpointError
 
-CHECKS: dict[str, Callable[[], None]] = {}
 WHOLE = ours.StateDictOptions(full_state_dict=True)
 FROM_0 = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 SHARDED = ("ddp", "fsdp blocks", "tensor parallel")
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[function.__name__] = function
-    return function
-
-
-def last() -> int:
-    return dist.get_world_size() - 1
-
-
-def is_last() -> bool:
-    return dist.get_rank() == last()
-
-
-@contextmanager
-def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Any]:
-    """Every rank raises in the block, and everything is as it was."""
-
-    def now() -> Any:
-        state = optimizer.state_dict() if optimizer else None
-        return cloned((containers(model.state_dict()), state))
-
-    before = now()
-    with pytest.raises((CheckpointError, RuntimeError, ValueError, CheckpointException)) as caught:
-        yield caught
-    same(now(), before)
-    dist.barrier()
 
 
 def load(model: nn.Module, optimizer: Any, states: Any, options: Any) -> None:
@@ -247,115 +210,6 @@ def a_state_that_one_rank_cannot_give() -> None:
     replica = DistributedDataParallel(net())
     if is_last():
         ours.get_state_dict(replica, torch.optim.Adam(replica.parameters()), options=WHOLE)
-
-
-# ---- files -----------------------------------------------------------------------------------
-
-
-def files() -> Path:
-    """A folder with a file that rank 0 wrote."""
-    folder = Path(sys.argv[1]) / "files"
-    if dist.get_rank() == 0:
-        folder.mkdir(exist_ok=True)
-        torch.save(net(5).state_dict(), folder / "net.pt")
-    dist.barrier()
-    return folder
-
-
-@check
-def a_file_that_one_rank_cannot_read() -> None:
-    """A shard that is missing, or cut: every rank names the rank."""
-    folder = files()
-    mine = folder / f"net-{dist.get_rank()}"
-    mine.mkdir(exist_ok=True)
-    state = net(5).state_dict()
-    shards = [mine / f"{key}.safetensors" for key in state]
-    for shard, (key, value) in zip(shards, state.items(), strict=True):
-        save_file({key: value}, shard)
-    index = {"weight_map": {key: f"{key}.safetensors" for key in state}}
-    (mine / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    for how in ("cut", "missing"):
-        if is_last():
-            if how == "cut":
-                shards[-1].write_bytes(shards[-1].read_bytes()[:-8])
-            else:
-                shards[-1].unlink()
-        for wrap in ("fsdp blocks", "tensor parallel"):
-            for source in ("mmap", "read"):
-                model = WRAPPERS[wrap](net())
-                with unchanged(model) as caught:
-                    torchlift.load(model, mine, source=source)
-                assert f"on rank {last()}: " in str(caught.value), str(caught.value)
-        with unchanged(DistributedDataParallel(net()).module) as caught:
-            torchlift.load(net(), mine, collective=True)
-
-
-@check
-def a_transform_that_raises_on_one_rank() -> None:
-    """Half-way through the tensors; what it raises stays what it is where it was raised."""
-    path, calls = files() / "net.pt", [0]
-
-    def transform(key: str, tensor: torch.Tensor) -> torch.Tensor:
-        calls[0] += 1
-        if is_last() and calls[0] % 4 == 0:
-            raise ValueError("no")
-        return tensor * 2
-
-    for wrap in ("fsdp blocks", "tensor parallel"):
-        for mode in ("copy", "assign", "swap"):
-            model = WRAPPERS[wrap](net())
-            with unchanged(model) as caught:
-                torchlift.load(model, path, transform=transform, mode=mode)
-            assert is_last() == isinstance(caught.value, ValueError)
-            assert is_last() or f"on rank {last()}: ValueError: no" in str(caught.value)
-
-
-@check
-def a_strict_load_of_a_file_that_does_not_fit() -> None:
-    path = files() / "net.pt"
-    for wrap in ("fsdp blocks", "tensor parallel"):
-        model = WRAPPERS[wrap](net())
-        with unchanged(model) as caught:
-            torchlift.load(
-                model,
-                path,
-                strict=is_last(),
-                rename=lambda key: None if key == "inp.weight" else key,
-            )
-        assert "inp.weight" in str(caught.value)
-
-
-@check
-def other_names_for_one_rank() -> None:
-    path = files() / "net.pt"
-    model = fsdp(net())
-    with unchanged(model):
-        torchlift.load(model, path, rename=(lambda key: f"x.{key}") if is_last() else None)
-
-
-@check
-def a_reader_that_one_rank_cannot_open() -> None:
-    """It says so when all ranks listen, and not while the others wait in a collective."""
-    path = files() / "net.pt"
-    if is_last():
-        path = path.with_name("nowhere.pt")
-    model = fsdp(net())
-    state = model.state_dict()
-    with unchanged(model) as caught:
-        dcp.load(state, storage_reader=ours.CheckpointReader(path))
-    assert "nowhere.pt" in str(caught.value)
-
-
-@check
-def a_reader_whose_file_is_cut_on_one_rank() -> None:
-    mine = files() / f"cut-{dist.get_rank()}.pt"
-    torch.save(net(5).state_dict(), mine)
-    if is_last():
-        mine.write_bytes(mine.read_bytes()[:-700])
-    model = fsdp(net())
-    state = model.state_dict()
-    with unchanged(model):
-        dcp.load(state, storage_reader=ours.CheckpointReader(mine))
 
 
 if __name__ == "__main__":
