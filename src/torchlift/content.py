@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchlift.distributed.shards import dressed, is_sharded
 from torchlift.slots import Group, is_lazy
 
 #: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
@@ -45,9 +46,13 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     floating = new.is_floating_point() or new.is_complex()
     grad = old.requires_grad and floating and old.is_leaf
     if not is_plain(new):
-        made: torch.Tensor = new if isinstance(new, nn.Parameter) else new.detach()
-        if isinstance(old, nn.Parameter):
-            made = made.requires_grad_(grad) if made is new else nn.Parameter(new, grad)
+        made: torch.Tensor
+        if isinstance(new, nn.Parameter):
+            made = new.requires_grad_(grad) if isinstance(old, nn.Parameter) else new
+        elif is_sharded(new):
+            made = dressed(new, new._local_tensor, grad, isinstance(old, nn.Parameter))
+        else:
+            made = nn.Parameter(new, grad) if isinstance(old, nn.Parameter) else new.detach()
     elif is_lazy(old):
         kind: Any = type(old)
         made = kind.cls_to_become(new.detach(), *([grad] if isinstance(old, nn.Parameter) else ()))

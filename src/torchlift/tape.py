@@ -113,9 +113,7 @@ class Tape(TorchFunctionMode):
         key = key_of(tensor)
         assert key is not None
         if key not in self._twins:
-            storage = torch.empty(
-                tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=META
-            )
+            storage = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=META)
             twin = storage.untyped_storage()
             self.tracks[twin._cdata] = Track(twin, tensor.device, real=tensor.detach())
             self._twins[key] = twin._cdata

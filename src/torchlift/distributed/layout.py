@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -80,6 +81,13 @@ def shard_spans(
         >>> shard_spans((5, 2), (2, 2), (Replicate(), Shard(0)), (0, 1))
         (((3, 5),), ((0, 2),))
     """
+    return _shard_spans(tuple(shape), tuple(mesh), tuple(placements), tuple(coordinate))
+
+
+@lru_cache(1024)  # a model has many tensors and few shapes
+def _shard_spans(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...], at: tuple[int, ...]
+) -> Spans:
     held = [[(0, size)] for size in shape]
     for axis, strided in _order(placements, mesh):
         placement = placements[axis]
@@ -92,7 +100,7 @@ def shard_spans(
                 found=placement,
                 hint="Redistribute it to Replicate() or Shard() first.",
             )
-        held[dim] = _cut(held[dim], mesh[axis], coordinate[axis], strided)
+        held[dim] = _cut(held[dim], mesh[axis], at[axis], strided)
     return tuple(tuple(spans) for spans in held)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torchlift.distributed.shards import shard_of_entry, shard_of_value
 from torchlift.errors import PlacementError
 from torchlift.match import Candidate
@@ -19,7 +17,7 @@ def shard_of_offer(group: Group, offer: Candidate) -> Candidate:
     """
     if offer.entry is None:
         assert offer.value is not None
-        return replace(offer, value=shard_of_value(offer.value, group.tensor, group.fqn))
+        return Candidate(offer.key, None, shard_of_value(offer.value, group.tensor, group.fqn))
     if repeats(offer.entry.shape, offer.entry.stride):
         raise PlacementError(
             "elements share their bytes in the file, so that no rank's part is a range of them",
@@ -27,4 +25,4 @@ def shard_of_offer(group: Group, offer: Candidate) -> Candidate:
             found=f"strides {list(offer.entry.stride)}",
             hint="Save a contiguous() tensor.",
         )
-    return replace(offer, entry=shard_of_entry(offer.entry, group.tensor, group.fqn))
+    return Candidate(offer.key, shard_of_entry(offer.entry, group.tensor, group.fqn))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -115,8 +115,18 @@ def take(value: torch.Tensor, ranges: Spans) -> torch.Tensor:
     return value.contiguous()
 
 
-def dressed(like: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """`local` as the shard of a DTensor that is laid out as `like`; the dtype may differ."""
+def dressed(
+    like: torch.Tensor, local: torch.Tensor, requires_grad: bool = False, parameter: bool = False
+) -> DTensor:
+    """`local` as the shard of a DTensor that is laid out as `like`; the dtype may differ.
+
+    Args:
+        like: a DTensor.
+        local: the shard.
+        requires_grad: of the new DTensor.
+        parameter: whether it is to be a parameter: what `nn.Parameter` makes of a DTensor, without
+            the detaching that every operation on one takes tens of microseconds for.
+    """
     assert is_dtensor(like)
     from torch.distributed.tensor import DTensor
 
@@ -126,7 +136,10 @@ def dressed(like: torch.Tensor, local: torch.Tensor) -> DTensor:
         spec = dataclasses.replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
     # Not DTensor.from_local: it moves a shard that is offloaded to the CPU back to the mesh's
     # device, and it cannot say in which order mesh dimensions cut.
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    made: Any = DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
+    if parameter:
+        made._is_param = True
+    return made  # type: ignore[no-any-return]
 
 
 def undressed(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
