@@ -48,6 +48,11 @@ class Offer:
     tensors: list[torch.Tensor | Sent] = field(default_factory=list)
     kind: str = "cpu"
 
+    @property
+    def parts(self) -> tuple[bool, bool]:
+        """Whether there is a model's part, and an optimizer's."""
+        return self.model is not None, self.optimizer is not None
+
 
 def load(
     model: nn.Module,
@@ -71,41 +76,37 @@ def load(
     reshard(model)
     names = Names(model, options.dsd_fqn_modifiers)
     make = partial(_offer, model_state, optim_state, optimizers, names)
-    if options.broadcast_from_rank0:
-        offer = _receive_offer(make)
-        circle = Circle.of_all(StateDictMismatch)
-    else:
-        offer = None
-        circle = Circle.of_model(tensors(names), model.modules(), StateDictMismatch)
+    offer = _receive_offer(make) if options.broadcast_from_rank0 else None
+    circle = _circle(model, names, options)
     problem: BaseException | None = None
     say: Said | None = None
     try:
         offer = offer or make()
-        model_plan, plans = _plan(names, optimizers, offer, options)
-        model_refuses = offer.model is not None and may_refuse(model)
-        optimizer_refuses = any(optimizer_may_refuse(plan.optimizer) for plan in plans)
-        say = Said(
-            model_refuses,
-            optimizer_refuses,
-            options.strict,
-            model_plan.unexpected if options.broadcast_from_rank0 else [],
-        )
+        plans = _plan(names, optimizers, offer, options)
+        say = _said(model, plans, offer, options)
     except BaseException as error:
         problem = error
     said = circle.agree(problem, say).values()
     assert offer is not None
-    if options.broadcast_from_rank0:
-        _settle_unexpected(model_plan, said)
     fill: Callable[[list[Move]], None] = copy
     if options.broadcast_from_rank0:
+        _settle_unexpected(plans[0], said)
         fill = partial(broadcast, offered=offer.tensors, kind=offer.kind)
-    has = offer.model is not None, offer.optimizer is not None
-    work = Work(model, names, *has, model_plan, plans, options.strict, fill)
+    _carry_out(Work(model, names, *offer.parts, *plans, options.strict, fill), circle, said)
+    return plans[0], merged(plans[1])
+
+
+def _circle(model: nn.Module, names: Names, options: StateDictOptions) -> Circle:
+    if options.broadcast_from_rank0:
+        return Circle.of_all(StateDictMismatch)
+    return Circle.of_model(tensors(names), model.modules(), StateDictMismatch)
+
+
+def _carry_out(work: Work, circle: Circle, said: Collection[Said]) -> None:
     keeps = any(each.optimizer_refuses for each in said)
     careful = keeps or any(each.model_refuses for each in said)
     with torch.no_grad():
         carry_out(work, circle if careful else None, keeps)
-    return model_plan, merged(plans)
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,20 @@ class Said:
     optimizer_refuses: bool
     strict: bool
     unexpected: list[str]
+
+
+def _said(
+    model: nn.Module,
+    plans: tuple[ModelPlan, list[OptimizerPlan]],
+    offer: Offer,
+    options: StateDictOptions,
+) -> Said:
+    return Said(
+        offer.model is not None and may_refuse(model),
+        any(optimizer_may_refuse(plan.optimizer) for plan in plans[1]),
+        options.strict,
+        plans[0].unexpected if options.broadcast_from_rank0 else [],
+    )
 
 
 def _settle_unexpected(plan: ModelPlan, said: Collection[Said]) -> None:

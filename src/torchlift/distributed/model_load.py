@@ -83,11 +83,16 @@ def plan_model(
     for name in offered:
         if name not in known and _custom(names, name):
             plan.handed[name] = _arriving(offered[name], plan, device)
-    for slot in names.slots:  # a tied name that is not offered gets what its twin got
-        if slot.fqn not in plan.handed and id(slot.tensor) in new:
-            plan.handed[slot.fqn] = new[id(slot.tensor)]
+    _hand_to_twins(plan, names, new)
     _refuse(plan, shapes, options.strict, alone)
     return plan
+
+
+def _hand_to_twins(plan: ModelPlan, names: Names, new: dict[int, torch.Tensor]) -> None:
+    """Give a tied name that is not offered what its twin got."""
+    for slot in names.slots:
+        if slot.fqn not in plan.handed and id(slot.tensor) in new:
+            plan.handed[slot.fqn] = new[id(slot.tensor)]
 
 
 def _refuse(plan: ModelPlan, shapes: Shapes, strict: bool, alone: bool) -> None:
@@ -192,15 +197,10 @@ def _prepare(
 ) -> Any:
     """What ``load_state_dict`` is to receive for one slot, and the moves that fill it."""
     live = slot.tensor
-    tensor = isinstance(value, (torch.Tensor, Sent))
     if live is None or is_lazy(live) or _custom(names, slot.fqn):
         return _arriving(value, plan, device)
-    if not tensor:
-        raise StateDictMismatch(
-            "the state dict holds no tensor where the model has one",
-            entry=slot.fqn,
-            found=type(value).__name__,
-        )
+    if not isinstance(value, (torch.Tensor, Sent)):
+        raise _no_tensor(slot.fqn, value)
     if live.is_meta:
         if id(live) not in new:
             new[id(live)] = _empty(live, value, options, device)
@@ -228,8 +228,16 @@ def _same_layout(value: DTensor, live: DTensor) -> bool:
     return (value.device_mesh, value.placements) == (live.device_mesh, live.placements)
 
 
-def _layout_error(fqn: str, value: torch.Tensor, live: torch.Tensor) -> StateDictMismatch:
-    def layout(tensor: torch.Tensor) -> str:
+def _no_tensor(fqn: str, value: object) -> StateDictMismatch:
+    return StateDictMismatch(
+        "the state dict holds no tensor where the model has one",
+        entry=fqn,
+        found=type(value).__name__,
+    )
+
+
+def _layout_error(fqn: str, value: torch.Tensor | Sent, live: torch.Tensor) -> StateDictMismatch:
+    def layout(tensor: object) -> str:
         return str(tensor.placements) if is_dtensor(tensor) else "a plain tensor"
 
     return StateDictMismatch(
