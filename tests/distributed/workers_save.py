@@ -115,6 +115,8 @@ def one_bad_rank_stops_all() -> None:
     if world > 1:
         uneven = torch.ones(2 + (rank == world - 1))
         cases.append((uneven, path, PlacementError, f"rank {world - 1} differs from rank 0"))
+        unlike = torch.empty(2, device="meta") if rank == world - 1 else torch.ones(2)
+        cases.append((unlike, path, PlacementError, "in a torch file"))
         outside = DTensor.from_local(
             torch.ones(2) if rank == world - 1 else torch.empty(0),
             DeviceMesh("cpu", [world - 1]),

@@ -109,7 +109,8 @@ class _Saver:
     def run(self) -> int:
         """The steps, after each of which every rank knows whether all are well."""
         try:
-            self.contents.agree(self._together(lambda: self.contents.describe()))
+            outlines = self._together(lambda: self.contents.describe())
+            self.contents.agree(outlines)
             length = self._together(self._lay_out)[0]
             self._open()
             if self.rank != 0:
