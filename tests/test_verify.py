@@ -23,6 +23,13 @@ def path(tmp_path: Path) -> Path:
     return saved({"big": torch.arange(1_500_000.0), "w": torch.ones(3)}, tmp_path)
 
 
+def replaced(path: Path) -> None:
+    """Move another good checkpoint of the same size over it, as an atomic save does."""
+    other = path.with_name("other")
+    torch.save({"big": torch.arange(1_500_000.0) + 1, "w": torch.ones(3)}, other)
+    os.replace(other, path)
+
+
 def flip(path: Path, key: str, at: int = 0) -> None:
     """Change one bit of a tensor's payload and leave the file's times as they were."""
     (chunk,) = torchlift.open(path).entries[key].chunks
@@ -81,10 +88,11 @@ def test_a_truncated_file_is_no_checkpoint(path):
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda path: os.truncate(path, 1000), "the file ends early"),
+        (lambda path: os.truncate(path, 1000), "the file changed after it was opened"),
+        (lambda path: replaced(path), "the file changed after it was opened"),
         (os.unlink, "reading failed (No such file or directory)"),
     ],
-    ids=["truncated", "gone"],
+    ids=["truncated", "replaced", "gone"],
 )
 def test_a_file_that_changes_after_the_index_was_read_is_an_integrity_error(path, damage, text):
     """Reading past the end or from a file that is gone is one clear error."""

@@ -78,7 +78,7 @@ class Files:
         found = self._descriptors.get(file)
         if found is None:
             found = self._descriptors[file] = _open(file)
-        self._check(file, found)
+        self._stamps[file].check(file, found)
         return found
 
     def _mapped(self, file: str) -> mmap.mmap:
@@ -89,18 +89,6 @@ class Files:
             # than most systems allow.
             os.close(self._descriptors.pop(file))
         return area
-
-    def _check(self, file: str, descriptor: int) -> None:
-        now, then = os.fstat(descriptor), self._stamps[file]
-        found = FileStamp(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
-        if found != then:
-            raise IntegrityError(
-                "the file changed after it was opened",
-                file=file,
-                expected=f"{then.size} bytes, modified at {then.mtime_ns} ns, inode {then.inode}",
-                found=f"{found.size} bytes, modified at {found.mtime_ns} ns, inode {found.inode}",
-                hint="Open the checkpoint again once nobody writes to it.",
-            )
 
 
 def _close_all(descriptors: dict[str, int]) -> None:

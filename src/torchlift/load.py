@@ -16,7 +16,7 @@ from torchlift.checkpoint import Checkpoint, MappedViews
 from torchlift.collector import collection_paused
 from torchlift.distributed.fsdp import reshard, take_note
 from torchlift.distributed.shards import held, is_sharded
-from torchlift.distributed.status import tensors_of, together
+from torchlift.distributed.status import Agree, tensors_of, together
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.hooks import has_post_hooks, run_post_hooks
 from torchlift.inference import ordinary_tensors
@@ -143,7 +143,7 @@ class _Run(NamedTuple):
     transform: Transform | None
     progress: bool
     strict: bool
-    agree: Callable[[], None]
+    agree: Agree
 
 
 def _execute(model: nn.Module, ckpt: Checkpoint, run: _Run) -> tuple[list[str], list[str]]:
@@ -154,30 +154,31 @@ def _execute(model: nn.Module, ckpt: Checkpoint, run: _Run) -> tuple[list[str], 
             with ordinary_tensors():
                 tensors = list(prepare(plan.work.steps, views, run.transform, advance))
                 made = _make(plan.work.makings)
-            run.agree()
-            return _commit(model, plan, tensors, made, run.strict, advance)
+            return _commit(model, run, tensors, made, advance)
     finally:
         views.close()
 
 
 def _commit(
     model: nn.Module,
-    plan: LoadPlan,
+    run: _Run,
     tensors: list[tuple[Step, torch.Tensor]],
     made: list[tuple[Group, torch.Tensor]],
-    strict: bool,
     advance: Callable[[int], object],
 ) -> tuple[list[str], list[str]]:
     """Place everything; return what is missing and unexpected after the modules had their say."""
-    missing, unexpected = list(plan.missing_keys), list(plan.unexpected_keys)
+    work = run.plan.work
     # Told apart while what is on meta still is: it is live as soon as it has its content.
     in_place = [item for item in tensors if item[0].in_place]
     fresh = [item for item in tensors if not item[0].in_place]
+    hooked = has_post_hooks(model)
+    # Code of the model's own may still refuse, on one rank of many: ask again after each.
+    more = run.agree(hooked or bool(work.extra))
     with uninterrupted() as deliver, Commit() as commit:
         commit.when_undone(lambda: take_note(model))
-        for module, state in plan.work.extra:
+        for module, state in work.extra:
             commit.extra_state(module, state)
-        for module, name, value in plan.work.attributes:
+        for module, name, value in work.attributes:
             commit.attribute(module, name, value)
         for group, tensor in made:
             commit.put(group, tensor)
@@ -188,21 +189,31 @@ def _commit(
         # here and in the checks of the plan, has had its chance, and so has an interrupt.
         # Subclasses come before plain tensors: they run code of their own, and are backed up.
         deliver()
-        hooked = has_post_hooks(model)  # which may still refuse
+        more = more and run.agree(hooked)
         for step, tensor in sorted(in_place, key=lambda item: is_plain(item[0].group.tensor)):
-            commit.copy(step.group, _shaped(step, tensor), backup=hooked)
+            commit.copy(step.group, _shaped(step, tensor), backup=hooked or more)
             advance(0 if step.owned else step.span)
-        run_post_hooks(model, missing, unexpected)
-        lacking = [name for name in missing if name not in plan.missing_keys]
-        extra = [name for name in unexpected if name not in plan.unexpected_keys]
-        if strict and (lacking or extra):
-            raise MismatchError(
-                "a hook of the model reports keys: "
-                f"missing {', '.join(lacking) or 'none'}; unexpected {', '.join(extra) or 'none'}",
-                file=plan.path,
-                missing_keys=lacking,
-                unexpected_keys=extra,
-            )
+        missing, unexpected = _after_hooks(model, run)
+        if more:
+            run.agree(False)
+    return missing, unexpected
+
+
+def _after_hooks(model: nn.Module, run: _Run) -> tuple[list[str], list[str]]:
+    """What is missing and unexpected once the model's post-hooks have excused or added names."""
+    plan = run.plan
+    missing, unexpected = list(plan.missing_keys), list(plan.unexpected_keys)
+    run_post_hooks(model, missing, unexpected)
+    lacking = [name for name in missing if name not in plan.missing_keys]
+    extra = [name for name in unexpected if name not in plan.unexpected_keys]
+    if run.strict and (lacking or extra):
+        raise MismatchError(
+            "a hook of the model reports keys: "
+            f"missing {', '.join(lacking) or 'none'}; unexpected {', '.join(extra) or 'none'}",
+            file=plan.path,
+            missing_keys=lacking,
+            unexpected_keys=extra,
+        )
     return missing, unexpected
 
 

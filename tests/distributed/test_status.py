@@ -15,7 +15,7 @@ def test_without_a_group_everybody_agrees() -> None:
     assert world_of() == (0, 1)
     model = torch.nn.Linear(2, 2)
     with together(tensors_of(model), True) as agree:
-        agree()
+        assert agree(True)
     with pytest.raises(FormatError, match=r"^bad$"), together([], None):
         raise FormatError("bad")
 

@@ -438,6 +438,49 @@ def one_rank_that_fails_stops_all() -> None:
                 assert torch.equal(local_of(value), before[key]), (how, key)
 
 
+class Moody(Net):
+    """Refuses its extra state where it is told to."""
+
+    refuses = False
+
+    def get_extra_state(self) -> str:
+        return "own"
+
+    def set_extra_state(self, state: str) -> None:
+        if self.refuses and state != "own":
+            raise ValueError("not this one")
+
+
+@check
+def code_of_the_model_that_refuses_on_one_rank_stops_all() -> None:
+    """The others have loaded by then, and take it back."""
+    last = dist.get_world_size() - 1
+
+    def refuse(module: nn.Module, keys: Any) -> None:
+        if dist.get_rank() == last:
+            raise ValueError("not this one")
+
+    for mode in ("copy", "assign", "swap"):
+        for code, kind in (("hook", Net), ("extra state", Moody)):
+            path = full_file(kind, f"refused {kind.__name__}")
+            if kind is Moody and dist.get_rank() == 0:
+                state = {**net(kind).state_dict(), "_extra_state": "foreign"}
+                torch.save(state, path)
+            dist.barrier()
+            for collective, wrap in ((None, fsdp), (True, lambda model: model)):
+                model: Any = wrap(net(kind, seed=1))
+                model.refuses = dist.get_rank() == last
+                if code == "hook":
+                    model.register_load_state_dict_post_hook(refuse)
+                before = {k: local_of(v).detach().clone() for k, v in model.named_parameters()}
+                failed = dist.get_rank() == last
+                with pytest.raises(ValueError if failed else CheckpointError) as caught:
+                    torchlift.load(model, path, mode=mode, collective=collective)
+                assert failed or f"on rank {last}: ValueError" in str(caught.value)
+                for key, value in model.named_parameters():
+                    assert torch.equal(local_of(value), before[key]), (mode, code, key)
+
+
 @check
 def a_wrong_argument_on_one_rank_stops_all() -> None:
     good, last = full_file(), dist.get_world_size() - 1

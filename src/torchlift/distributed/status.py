@@ -119,30 +119,43 @@ class Circle:
             raise error
         return values
 
-    def all_well(self, error: BaseException | None) -> None:
+    def all_well(self, error: BaseException | None, again: bool = False) -> bool:
         """What `agree` without values does; one number per process where none met an error.
 
         Measured on 2 ranks with gloo: 0.15 ms, against 0.8 ms for exchanging objects.
+
+        Args:
+            error: what this process met.
+            again: whether this process wants to be asked once more.
+
+        Returns:
+            Whether any process wants that.
         """
-        failed = error is not None
+        state = _FAILED if error is not None else int(again)
         for group in self.groups:
             device = torch.distributed.distributed_c10d._get_object_coll_device(group)
-            flag = torch.tensor([int(failed)], device=device)
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
-            failed = bool(flag.item())
-        if failed:
+            shared = torch.tensor([state], device=device)
+            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group)
+            state = int(shared.item())
+        if state == _FAILED:
             self.agree(error)
+        return bool(state)
+
+
+_FAILED = 2
+
+#: Called with whether this process wants to be asked again; says whether any does.
+Agree = Callable[[bool], bool]
 
 
 @contextmanager
-def together(
-    tensors: Iterable[torch.Tensor], collective: bool | None = None
-) -> Iterator[Callable[[], None]]:
+def together(tensors: Iterable[torch.Tensor], collective: bool | None = None) -> Iterator[Agree]:
     """Let the ranks that share tensors enter the second half of the block together or not at all.
 
-    The block gets a function to call once, when nothing has changed yet. It returns when every rank
-    has called it. If one left the block with an error before that, it raises on all others, and
-    the block raises on that one, the same error with the rank in its text.
+    The block gets a function to call when nothing has changed yet. It returns when every rank has
+    called it. If one left the block with an error before that, it raises on all others, and the
+    block raises on that one, the same error with the rank in its text. Where any rank asks for it,
+    all are asked again, and so on: by then something has changed that can be taken back.
 
     Args:
         tensors: what the ranks share; those of its DTensors' meshes take part.
@@ -151,25 +164,27 @@ def together(
 
     Example:
         >>> with together([]) as agree:  # no process group: nobody to agree with
-        ...     agree()
+        ...     agree(False)
+        False
     """
     circle = Circle([]) if collective is False else Circle.of_model(tensors)
     if collective and not circle.groups:
         circle = Circle.of_all()
     if not circle.groups:
-        yield lambda: None
+        yield lambda again: again
         return
-    asked = False
+    expected = True
 
-    def agree() -> None:
-        nonlocal asked
-        asked = True
-        circle.all_well(None)
+    def agree(again: bool) -> bool:
+        nonlocal expected
+        expected = False
+        expected = circle.all_well(None, again)
+        return expected
 
     try:
         yield agree
     except BaseException as error:
-        if not asked:
+        if expected:
             circle.all_well(error)
         raise
 

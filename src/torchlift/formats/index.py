@@ -7,8 +7,11 @@ process that could not run its code if it wanted to.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+
+from torchlift.errors import IntegrityError
 
 #: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
 ITEMSIZE: dict[str, int] = {
@@ -119,6 +122,28 @@ class FileStamp:
     mtime_ns: int
     device: int
     inode: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> FileStamp:
+        """That of an open file."""
+        now = os.fstat(descriptor)
+        return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
+
+    def check(self, file: str, descriptor: int) -> None:
+        """Refuse an open file that is not the one that was indexed.
+
+        Raises:
+            IntegrityError: it has changed, or is another one under the same name.
+        """
+        found = FileStamp.of(descriptor)
+        if found != self:
+            raise IntegrityError(
+                "the file changed after it was opened",
+                file=file,
+                expected=f"{self.size} bytes, modified at {self.mtime_ns} ns, inode {self.inode}",
+                found=f"{found.size} bytes, modified at {found.mtime_ns} ns, inode {found.inode}",
+                hint="Open the checkpoint again once nobody writes to it.",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import TracebackType
 
 from torchlift.errors import FormatError
@@ -18,9 +17,8 @@ class Source:
     def __init__(self, path: str) -> None:
         self.path = path
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close() / __exit__
-        status = os.fstat(self._file.fileno())
-        self.size = status.st_size
-        self.stamp = FileStamp(status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino)
+        self.stamp = FileStamp.of(self._file.fileno())
+        self.size = self.stamp.size
 
     def read(self, offset: int, nbytes: int, entry: str | None = None) -> bytes:
         """Read exactly `nbytes` bytes at `offset`.
