@@ -71,13 +71,9 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
     shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
     if shape == entry.shape and entry.is_contiguous:
         return entry
-    chunks = [
-        piece
-        for start, lengths, at in _boxes(spans)
-        for chunk in entry.chunks
-        if (piece := _intersection(entry, chunk, start, lengths, at)) is not None
-    ]
     steps = row_major(shape)
+    rows = _rows(entry, spans, shape)
+    chunks = [rows] if rows is not None else _pieces(entry, spans)
     if len(chunks) > 1 or (chunks and chunks[0].shape == shape):
         chunks = [c if not _follows(c, row_major(c.shape)) else _plain(c) for c in chunks]
     nbytes = math.prod(shape) * entry.itemsize
@@ -93,6 +89,29 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
         entry.requires_grad,
         entry.is_parameter,
     )
+
+
+def _rows(entry: TensorEntry, spans: Spans, shape: tuple[int, ...]) -> Chunk | None:
+    """The part's only chunk where it is some rows of one, as most shards are."""
+    if len(entry.chunks) != 1 or not shape or 0 in shape or shape[1:] != entry.shape[1:]:
+        return None
+    (chunk,) = entry.chunks
+    if not entry.is_contiguous or chunk.stride is not None or any(len(dim) != 1 for dim in spans):
+        return None
+    (start, stop), row = spans[0][0], math.prod(shape[1:]) * entry.itemsize
+    origin = (0,) * len(shape)
+    return Chunk(
+        chunk.file, chunk.offset + start * row, (stop - start) * row, origin, shape, entry.stride
+    )
+
+
+def _pieces(entry: TensorEntry, spans: Spans) -> list[Chunk]:
+    return [
+        piece
+        for start, lengths, at in _boxes(spans)
+        for chunk in entry.chunks
+        if (piece := _intersection(entry, chunk, start, lengths, at)) is not None
+    ]
 
 
 def is_pieced(entry: TensorEntry) -> bool:

@@ -145,6 +145,7 @@ def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
     return found
 
 
+@lru_cache(1024)
 def local_shape(spans: Spans) -> tuple[int, ...]:
     """Shape of the local tensor.
 

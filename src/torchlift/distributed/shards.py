@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchlift.boxes import cut
-from torchlift.distributed.layout import Spans, is_dtensor, local_shape, spans_of
+from torchlift.distributed.layout import Spans, is_dtensor, local_shape, spans_at
 from torchlift.errors import PlacementError
 from torchlift.formats import TensorEntry
 
@@ -55,14 +55,16 @@ def spans(tensor: torch.Tensor, key: str) -> Spans:
         PlacementError: its values are partial sums, or it is not laid out as its placements say.
     """
     assert is_dtensor(tensor)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return tuple(() for _ in tensor.shape)
     try:
-        found = spans_of(tensor)
+        found = spans_at(tensor, coordinate)
     except PlacementError as error:
         error.entry = key
         raise
     present = tuple(tensor._local_tensor.shape)
-    outside = tensor.device_mesh.get_coordinate() is None
-    if not outside and local_shape(found) != present:
+    if local_shape(found) != present:
         raise PlacementError(
             "the local shard has not the shape that its placements say",
             entry=key,
