@@ -185,6 +185,21 @@ def every_initialiser(m: Any) -> None:
     nn.init.trunc_normal_(m.constant, std=2.0, a=-0.1, b=0.1)
 
 
+def every_allocation(m: Any) -> None:
+    buffer(m, "arange", torch.arange(1, 7, 2, dtype=torch.int16))
+    buffer(m, "eye", torch.eye(3, 2))
+    buffer(m, "full", torch.full((2, 2), 7.5))
+    buffer(m, "line", torch.linspace(0, 1, steps=5, dtype=torch.float64))
+    buffer(m, "log", torch.logspace(0, 2, 3))
+    buffer(m, "upper", torch.triu_indices(3, 3))
+    buffer(m, "lower", torch.tril_indices(row=3, col=2))
+    buffer(m, "into", torch.zeros(2, out=torch.empty(2)))
+    buffer(m, "size", torch.ones(torch.Size((2, 1)), pin_memory=False))
+    m.grad = nn.Parameter(torch.empty(2, 3, requires_grad=True).detach().fill_(2))
+    nn.init.kaiming_uniform_(tensor=m.grad, a=0.5)
+    torch.sparse_coo_tensor((2, 2))  # made and dropped
+
+
 def every_sampler(m: Any) -> None:
     m.weight = nn.Parameter(torch.rand(3) + torch.randn(3))
     buffer(m, "order", torch.randperm(6))
@@ -332,7 +347,7 @@ CONSTRUCTORS: dict[str, Build] = {
         indexes_by_position, calls_nonzero, goes_through_numpy, iterates, writes_through_views,
         writes_through_data, shares_views, writes_after_registering, out_argument,
         legacy_constructors, from_python, numpy_that_changes, new_and_like, every_initialiser,
-        every_sampler, deep_copies, drops_what_it_makes, linear_algebra, unusual_kinds,
+        every_allocation, every_sampler, deep_copies, drops_what_it_makes, linear_algebra, unusual_kinds,
         plain_attributes, containers, changes_dtype, changes_default_dtype, explicit_devices,
         freezes, ties, hides_gradient_modes, generator_of_its_own, seeds_itself,
         seeds_for_a_while,

@@ -89,7 +89,7 @@ def pattern(nbytes: int) -> torch.Tensor:
     return (torch.arange(nbytes) % 251).to(torch.uint8)
 
 
-def written(target: torch.Tensor, content: torch.Tensor) -> list[bool]:
+def written(target: torch.Tensor, content: torch.Tensor, fresh: bool = True) -> list[bool]:
     """Write through `Pages`; return for each part whether it went through the buffer."""
     bounced = []
 
@@ -99,7 +99,7 @@ def written(target: torch.Tensor, content: torch.Tensor) -> list[bool]:
         bounced.append(bounce is not None)
 
     with Pages() as made:
-        made.write(target.data_ptr(), target.numel(), produce)
+        made.write(target.data_ptr(), target.numel(), produce, fresh)
     return bounced
 
 
@@ -160,6 +160,26 @@ def test_without_the_kernels_help_the_bytes_are_the_same(monkeypatch, small, mis
     assert torch.equal(area, content)
 
 
+def test_live_memory_is_never_watched(filler, monkeypatch):
+    """Whoever looks at it, holding Python's lock, would wait for what needs that lock."""
+    monkeypatch.setattr(Pages, "_fill", lambda *_: pytest.fail("watched"))
+    area = allocate(8 * MIB, torch.uint8, torch.device("cpu"))
+    assert written(area, pattern(8 * MIB), fresh=False) == [False]
+    assert torch.equal(area, pattern(8 * MIB))
+
+
+def test_without_memory_for_the_buffer_the_range_is_written_in_place(filler, small, monkeypatch):
+    """Where the last bytes of an allowance go to the tensors themselves."""
+
+    def none_left(_: Pages) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(Pages, "_bounce", none_left)
+    area = allocate(4 * MIB, torch.uint8, torch.device("cpu"))
+    assert written(area, pattern(4 * MIB)) == [False]
+    assert torch.equal(area, pattern(4 * MIB))
+
+
 def test_an_error_leaves_nothing_watched(filler, small):
     """Touching what was not written must not wait for a copy that never comes."""
     area = allocate(4 * MIB, torch.uint8, torch.device("cpu"))
@@ -169,7 +189,7 @@ def test_an_error_leaves_nothing_watched(filler, small):
             raise RuntimeError("the disk is gone")
 
     with Pages() as made, pytest.raises(RuntimeError, match="gone"):
-        made.write(area.data_ptr(), area.numel(), produce)
+        made.write(area.data_ptr(), area.numel(), produce, True)
     assert touches(lambda: area.sum().item())
 
 
@@ -194,7 +214,7 @@ def test_other_threads_may_write_beside(filler, small):
                 into = area[at : at + length] if bounce is None else bounce[:length]
                 into.copy_(content[at : at + length])
 
-            made.write(area.data_ptr() + start, 2 * MIB, produce)
+            made.write(area.data_ptr() + start, 2 * MIB, produce, True)
 
         threads = [threading.Thread(target=write, args=(start,)) for start in starts]
         for thread in threads:

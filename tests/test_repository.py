@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import typing
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -115,6 +116,16 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 # ---- the site
+
+
+def test_annotations_of_public_names_resolve() -> None:
+    """A reader's tools, and the API pages, find the types that a signature names."""
+    rooms = [torchlift, *(getattr(torchlift, name) for name in ("swap", "remap", "distributed"))]
+    for room in rooms:
+        for name in room.__all__:
+            found = getattr(room, name)
+            if callable(found):
+                typing.get_type_hints(found)
 
 
 def test_api_index_lists_every_public_name() -> None:

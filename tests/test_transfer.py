@@ -265,3 +265,24 @@ def test_files_are_closed_by_leaving_the_block(tmp_path):
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     assert mapped.tolist() == list(CONTENT[:3])
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("float32", "float64"), ("complex64", "complex128"), ("float32", "bfloat16")],
+)
+@pytest.mark.parametrize("numel", [1000, 1_300_001])
+def test_a_cast_into_memory_at_an_odd_address_is_right(tmp_path, source, target, numel):
+    """A caller's array may lie where no page ends between two of its elements."""
+    values = torch.randn(numel, dtype=getattr(torch, source))
+    path = tmp_path / "values"
+    path.write_bytes(bytes(values.view(torch.uint8).numpy()))
+    wanted = getattr(torch, target)
+    memory = torch.zeros(numel * wanted.itemsize + 64, dtype=torch.uint8)
+    odd = wanted.itemsize // 2
+    into = torch.frombuffer(memory.numpy(), dtype=wanted, count=numel, offset=odd)
+    assert into.data_ptr() % wanted.itemsize
+    with opened(path) as files:
+        read([Request(str(path), 0, values.nbytes, into, values.dtype)], files)
+    found = memory[odd : odd + into.nbytes].clone()  # torch itself may crash on `into`
+    assert torch.equal(found.view(wanted), values.to(wanted))

@@ -42,11 +42,10 @@ _RANDOM = frozenset({
 #: is made at once and kept.
 FROM_DATA = frozenset({torch.as_tensor, torch.asarray, torch.tensor, torch.scalar_tensor})
 CONSTRUCTORS = frozenset(_device_constructors())
-#: Those that draw no random numbers and take none of what exists already.
+#: Those that make one dense tensor, draw no random numbers and take none of what exists already.
 ALLOCATIONS = frozenset(
-    function
-    for function in CONSTRUCTORS
-    if function not in FROM_DATA and getattr(function, "__name__", "") not in _RANDOM
+    {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace}
+    | {torch.ones, torch.tril_indices, torch.triu_indices, torch.zeros}
 )
 #: The names of calls that may do nothing but overwrite; `only_fills` decides.
 OVERWRITERS = _FILLS | _MATRIX_FILLS

@@ -62,8 +62,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 class Pages:
     """Writes into memory that is being filled for the first time; made for one transfer.
 
-    Safe to use from several threads on ranges that do not touch. Memory that has been written to
-    before is fine, only slower.
+    Safe to use from several threads on ranges that do not touch.
     """
 
     def __init__(self) -> None:
@@ -80,14 +79,23 @@ class Pages:
         if self._filler is not None:
             self._filler.close()
 
-    def write(self, address: int, nbytes: int, produce: Produce) -> None:
+    def write(self, address: int, nbytes: int, produce: Produce, fresh: bool) -> None:
         """Have a range of the process's memory overwritten in the cheapest way.
+
+        Another thread that looks at a page of fresh memory meanwhile waits until it is filled. Were
+        it to hold Python's lock then, for live memory, nobody could fill the page any more.
 
         Args:
             address: where the range starts.
             nbytes: its length.
-            produce: writes one part of it; called for one part after the other.
+            produce: writes one part of it; called for one part after the other. Parts end at pages.
+            fresh: whether it is memory of `allocate` that nobody else knows of. Parts of it may
+                have been written to before. Any other memory is written in one part.
         """
+        if not fresh:
+            self._huge.back(address, nbytes)
+            produce(0, nbytes, None)
+            return
         for start, end, huge in self._runs(address, nbytes):
             first, last = (start, start) if huge else self._fill(address, start, end, produce)
             if first > start:
@@ -112,7 +120,10 @@ class Pages:
         filler = self._find_filler() if last - first >= _WORTH_FILLING else None
         if filler is None:
             return start, start
-        bounce = self._bounce()
+        try:
+            bounce = self._bounce()
+        except RuntimeError:  # no memory for it: what is filled in place needs none
+            return start, start
         with filler.watching(first, last - first) as watched:
             at = first
             while watched and at < last:

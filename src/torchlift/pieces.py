@@ -20,13 +20,16 @@ def is_readable(entry: TensorEntry) -> bool:
     return shortest_run(entry) >= SMALL_RUN
 
 
-def requests_for(entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype) -> Iterator[Request]:
+def requests_for(
+    entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype, *, fresh: bool = False
+) -> Iterator[Request]:
     """One request for each run of bytes.
 
     Args:
         entry: what to read.
         flat: receives it in row-major order; one-dimensional and contiguous, on any device.
         dtype: what the bytes in the file are.
+        fresh: as in `Request`.
 
     Example:
         >>> from torchlift.formats import Chunk
@@ -37,4 +40,4 @@ def requests_for(entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype) -> 
     """
     for run in runs(entry):
         target = flat[run.at : run.at + run.numel]
-        yield Request(run.file, run.offset, run.numel * entry.itemsize, target, dtype)
+        yield Request(run.file, run.offset, run.numel * entry.itemsize, target, dtype, fresh)

@@ -83,7 +83,8 @@ def _fetch(steps: Sequence[Step], views: MappedViews, advance: Advance) -> list[
             flat = allocate(entry.numel, step.dtype, step.host_or_device)
             tensors.append(flat.view(entry.shape))
             if step.source == "read" and is_readable(entry):
-                requests += requests_for(entry, flat, _file_dtype(step, views.index.path))
+                dtype = _file_dtype(step, views.index.path)
+                requests += requests_for(entry, flat, dtype, fresh=True)
             else:
                 views.fill(tensors[-1], entry)
                 advance(step.span)
@@ -114,7 +115,7 @@ def _request(
     (chunk,) = entry.chunks
     flat = allocate(entry.numel, step.dtype, step.host_or_device)
     file_dtype = _file_dtype(step, views.index.path)
-    request = transfer.Request(chunk.file, chunk.offset, chunk.nbytes, flat, file_dtype)
+    request = transfer.Request(chunk.file, chunk.offset, chunk.nbytes, flat, file_dtype, fresh=True)
     # Dense, so the file's own order of the dimensions fits the same number of elements.
     return flat.as_strided(entry.shape, entry.stride), request
 

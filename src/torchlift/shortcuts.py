@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchlift import kinds
-from torchlift.calls import META, SCALARS, Device, Op, Ref, Track, device_from
+from torchlift.calls import META, SCALARS, Device, Op, Ref, Track, device_from, key_of
 
 if TYPE_CHECKING:
     from torchlift.tape import Tape
@@ -49,12 +49,11 @@ def _allocate(
     except (RuntimeError, TypeError, ValueError):
         return NotImplemented  # the long way knows whose error it is
     recorded["device"] = Device
-    storage = made.untyped_storage()
-    key = storage._cdata
-    if key in tape.tracks:
+    key = key_of(made)
+    if key is None or key in tape.tracks:
         return NotImplemented
     ref = Ref(key, made.dtype, tuple(made.shape), made.stride(), 0)
-    tape.tracks[key] = Track(storage, device, [len(tape.ops)])
+    tape.tracks[key] = Track(made.untyped_storage(), device, [len(tape.ops)])
     dtype = torch.get_default_dtype()
     tape.ops.append(Op(func, args, recorded, (), (key,), {0: ref}, dtype))
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -147,12 +148,15 @@ def strays(model: nn.Module, groups: Iterable[Group] | None = None) -> list[Grou
     found: list[Group] = []
     for prefix, module in walk(model):
         for name, value in vars(module).items():
-            # Most attributes are torch's own, flags and numbers: told apart by their names and
-            # types alone, since this runs over every attribute of every module of every load.
+            # Most attributes are flags, numbers and empty dicts of hooks: told apart by their type
+            # alone, since this runs over every attribute of every module of every load.
             kind = type(value)
-            if name in _OF_EVERY_MODULE or kind in SCALARS:
+            if kind in SCALARS:
                 continue
-            if not issubclass(kind, (torch.Tensor, dict, list, tuple)):
+            if kind in _CONTAINERS:
+                if not value or name in _REGISTRIES:
+                    continue
+            elif not issubclass(kind, (torch.Tensor, dict, list, tuple)):
                 continue
             for tensor in _meta_tensors(value, 0):
                 if id(tensor) not in known:
@@ -161,8 +165,8 @@ def strays(model: nn.Module, groups: Iterable[Group] | None = None) -> list[Grou
     return found
 
 
-#: Its registries, which `collect` has seen, and what holds its hooks.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def _meta_tensors(value: object, depth: int) -> Iterator[torch.Tensor]:

@@ -51,6 +51,8 @@ class Request:
         destination: one-dimensional contiguous tensor of ``nbytes / itemsize`` elements, on any
             device. A dtype that differs from `dtype` asks for a cast on the way.
         dtype: what the bytes in the file are.
+        fresh: whether the destination is memory of `torchlift.pages` that nobody else knows of yet.
+            Live memory must never be out of the reach of other threads, not even for a while.
     """
 
     file: str
@@ -58,6 +60,7 @@ class Request:
     nbytes: int
     destination: torch.Tensor
     dtype: torch.dtype
+    fresh: bool = False
 
     @property
     def direct(self) -> bool:
@@ -242,7 +245,7 @@ def _fetch_part(job: _Job, descriptor: int, pages: Pages) -> None:
             job, descriptor, [_buffer(whole, at, length)], start + first, start + first + length
         )
 
-    pages.write(request.destination.data_ptr() + within, end - start, produce)
+    pages.write(request.destination.data_ptr() + within, end - start, produce, request.fresh)
 
 
 def _is_far(gap: int, nbytes: int) -> bool:
@@ -278,10 +281,10 @@ def _deliver(job: _Job, stage: torch.Tensor | None, pages: Pages) -> None:
         if target.device.type != "cpu":
             target.copy_(source)
             continue
-        _cast(source, target, pages)
+        _cast(source, target, pages, request.fresh)
 
 
-def _cast(source: torch.Tensor, target: torch.Tensor, pages: Pages) -> None:
+def _cast(source: torch.Tensor, target: torch.Tensor, pages: Pages, fresh: bool) -> None:
     """Copy into host memory of another dtype."""
 
     def produce(first: int, length: int, bounce: torch.Tensor | None) -> None:
@@ -290,9 +293,18 @@ def _cast(source: torch.Tensor, target: torch.Tensor, pages: Pages) -> None:
         if bounce is not None:
             into = bounce[:length].view(target.dtype)
         for at in range(0, count, _SERIAL):
-            into[at : at + _SERIAL].copy_(values[at : at + _SERIAL])
+            _copy(values[at : at + _SERIAL], into[at : at + _SERIAL])
 
-    pages.write(target.data_ptr(), target.nbytes, produce)
+    pages.write(target.data_ptr(), target.nbytes, produce, fresh)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if target.data_ptr() % target.itemsize == 0:
+        target.copy_(source)
+    else:
+        # A caller's own memory. torch crashes on it: its complex128 wants multiples of 16.
+        aligned = source.to(target.dtype)
+        ctypes.memmove(target.data_ptr(), aligned.data_ptr(), aligned.nbytes)
 
 
 def _failed(job: _Job, reason: str, found: str | None = None) -> IntegrityError:

@@ -61,6 +61,7 @@ def test_each_rank_loads_its_shards(
     "check",
     [
         "one_rank_that_fails_stops_all",
+        "meshes_that_overlap_in_one_rank_load_together",
         "code_of_the_model_that_refuses_on_one_rank_stops_all",
         "a_wrong_argument_on_one_rank_stops_all",
         "what_all_ranks_meet_is_said_plainly",

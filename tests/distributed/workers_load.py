@@ -438,6 +438,34 @@ def one_rank_that_fails_stops_all() -> None:
                 assert torch.equal(local_of(value), before[key]), (how, key)
 
 
+@check
+def meshes_that_overlap_in_one_rank_load_together() -> None:
+    """A rank inside one of them cannot know that another is inside both."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world < 3:
+        return
+    left, right = (DeviceMesh("cpu", list(pair)) for pair in ((0, 1), (1, 2)))
+    path = SHARED / f"overlap-{world}.pt"
+    if rank == 0:
+        torch.save({"a": torch.ones(4, 2), "b": torch.ones(4, 2)}, path)
+    for failing in (None, 0, 2):
+        model: Any = nn.Module()
+        for name, mesh in (("a", left), ("b", right)):
+            mine = torch.zeros(2 if mesh.get_coordinate() is not None else 0, 2)
+            made = DTensor.from_local(mine, mesh, [Shard(0)], shape=(4, 2), stride=(2, 1))
+            model.register_parameter(name, nn.Parameter(made))
+        dist.barrier()
+        if rank > 2:
+            continue
+        if failing is None:
+            torchlift.load(model, path)
+            assert all(bool(local_of(p).eq(1).all()) for p in model.parameters())
+            continue
+        with pytest.raises(FormatError, match=f"on rank {failing}"):
+            torchlift.load(model, SHARED / "nowhere.pt" if rank == failing else path)
+        assert all(bool(local_of(p).eq(0).all()) for p in model.parameters())
+
+
 class Moody(Net):
     """Refuses its extra state where it is told to."""
 

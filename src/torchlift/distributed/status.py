@@ -131,12 +131,15 @@ class Circle:
         Returns:
             Whether any process wants that.
         """
+        if len(self.groups) != 1:
+            # What one group tells may reach some processes of another and not yet all.
+            return any(self.agree(error, again).values())
         state = _FAILED if error is not None else int(again)
-        for group in self.groups:
-            device = torch.distributed.distributed_c10d._get_object_coll_device(group)
-            shared = torch.tensor([state], device=device)
-            torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group)
-            state = int(shared.item())
+        (group,) = self.groups
+        device = torch.distributed.distributed_c10d._get_object_coll_device(group)
+        shared = torch.tensor([state], device=device)
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group)
+        state = int(shared.item())
         if state == _FAILED:
             self.agree(error)
         return bool(state)
@@ -199,17 +202,17 @@ def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> li
     """The process groups over which the ranks' states spread to all of them."""
     dist = torch.distributed
     meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t)))
+    replicas: list[Any] = [m.process_group for m in modules if wrapped_by(m)[0] == "module"]
     world = dist.get_world_size()
-    if any(mesh.size() == world for mesh in meshes):
+    sizes = [mesh.size() for mesh in meshes] + [dist.get_world_size(group) for group in replicas]
+    if world in sizes:
         return [dist.group.WORLD]
     inside = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
-    groups = [mesh.get_group(axis) for mesh in inside for axis in range(mesh.ndim)]
-    for module in modules:
-        if wrapped_by(module)[0] == "module":
-            groups.append(module.process_group)  # type: ignore[arg-type]
-    # One sweep over the dimensions of a mesh reaches all of it; what goes from one mesh to
-    # another may have to come back.
-    return groups * (2 if len(inside) > 1 else 1)
+    groups = [mesh.get_group(axis) for mesh in inside for axis in range(mesh.ndim)] + replicas
+    # One sweep over the dimensions of a mesh reaches all of it; what goes from one mesh to another
+    # may have to come back. Always twice: a process inside one mesh does not know whether another
+    # of its processes is inside two.
+    return groups * 2
 
 
 def exchange(error: BaseException | None, value: object) -> tuple[Problems, dict[int, Any]]:

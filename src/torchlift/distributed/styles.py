@@ -9,7 +9,7 @@ from typing import Protocol
 #: How a tensor is cut across the tensor-parallel dimension: along this tensor dimension, or not.
 Style = int | None
 #: Patterns of names with a style each, as model configurations write them.
-TensorParallel = Mapping[str, "str | Style"] | Callable[[str, tuple[int, ...]], Style]
+TensorParallel = Mapping[str, str | Style] | Callable[[str, tuple[int, ...]], Style]
 
 _STYLES: dict[str, Style] = {
     "colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "packed_colwise": 0,
