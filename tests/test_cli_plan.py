@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,31 @@ def make():
 class Broken:
     def __init__(self):
         raise ValueError("no such thing")
+
+def fails():
+    raise RuntimeError("two\\nlines")
+
+def looks_up():
+    return {}["x"]
+
+def torch_refuses():
+    return nn.Linear("a", 2)
+
+def opens():
+    open("nowhere.bin")
+
+def empties_path():
+    import sys
+    sys.path.clear()
+    return make()
+
+def moves():
+    import os
+    os.chdir("/")
+    return make()
 """
+#: Modules that cannot be imported.
+BAD = {"nosyntax": "x = 1\ndef (:\n", "asserts": "assert False\n", "needs": "import nomodule\n"}
 LAYER = 16 * 17 * 4
 
 
@@ -37,7 +63,8 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(path: Path, capsys, monkeypatch):
     """Run the command in the file's folder, with --root and --strip; (status, output, errors)."""
-    path.with_name("mymodel.py").write_text(MODEL, encoding="utf-8")
+    for name, text in {"mymodel": MODEL, **BAD}.items():
+        path.with_name(f"{name}.py").write_text(text, encoding="utf-8")
     monkeypatch.chdir(path.parent)
 
     def call(*words: object, wrapped: bool = True) -> tuple[int, str, str]:
@@ -157,6 +184,44 @@ def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, statu
     assert (found, out) == (status, "")
     assert said in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("mesh", [[], ["--mesh", "fsdp=2"]], ids=["devices", "mesh"])
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("mymodel:fails", r"RuntimeError: two lines \(.*mymodel\.py:12\)"),
+        ("mymodel:looks_up", r"KeyError: 'x' \(.*mymodel\.py:15\)"),
+        ("mymodel:torch_refuses", r"TypeError: .* \(.*mymodel\.py:18\)"),
+        ("mymodel:opens", r"FileNotFoundError: .*nowhere\.bin' \(.*mymodel\.py:21\)"),
+        ("mymodel:Broken", r"ValueError: no such thing \(.*mymodel\.py:9\)"),
+        ("nosyntax:make", r"SyntaxError: .* \(.*nosyntax\.py:2\)"),
+        ("asserts:make", r"AssertionError \(.*asserts\.py:1\)"),
+        ("needs:make", r"ModuleNotFoundError: .*nomodule' \(.*needs\.py:1\)"),
+        ("nomodule:make", r"ModuleNotFoundError: No module named 'nomodule'"),
+        ("..mymodel:make", r"TypeError: .*"),
+    ],
+)
+def test_what_the_named_code_raises_is_one_line_that_says_where(
+    run, path, mesh, model, said
+) -> None:
+    """Whatever it is: type, message, and the line of the user's file."""
+    status, out, err = run(path, *mesh, "--model", model)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(f"torchlift plan: --model {re.escape(model)}: {said}\n", err), err
+
+
+@pytest.mark.parametrize("factory", ["moves", "empties_path"])
+def test_a_factory_may_change_folder_and_path(run, path, monkeypatch, factory) -> None:
+    """The rest of the command line still means the folder that the command was started in."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path.with_name("map.json").write_text('{"": "cuda:7"}', encoding="utf-8")
+    words = ("--model", f"mymodel:{factory}", "--device-map", "map.json", "--json")
+    status, out, err = run(path.name, *words)
+    assert (status, err) == (0, "")
+    assert list(json.loads(out)["devices"]) == ["cuda:7"]
+    assert Path.cwd() == path.parent
+    assert str(path.parent) not in sys.path
 
 
 def test_a_file_from_machines_that_are_not_here_is_planned(run, tmp_path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from torch import nn
 from torchlift.checkpoint import Checkpoint
 from torchlift.checkpoint import open as open_checkpoint
 from torchlift.cli import UsageError
+from torchlift.cli.factory import make_model
 from torchlift.cli.output import print_json, printable
 from torchlift.distributed.meshes import parse_mesh
 from torchlift.match import Rename
@@ -26,7 +25,6 @@ from torchlift.remap.fitting import Fit, placed
 from torchlift.remap.inventory import Inventory, take
 from torchlift.report import human, names_of
 from torchlift.rules import DtypeRule, Options
-from torchlift.skeleton import skeleton
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
                 inventory = take(ckpt, dtype, rename)
                 found = _Found(inventory, _place(args, ckpt, inventory, dtype, rename), None)
             else:
-                found = _with_model(args, _model(args.model), ckpt, dtype, rename)
+                found = _with_model(args, make_model(args.model), ckpt, dtype, rename)
             if args.json:
                 print_json(_to_dict(ckpt, found))
             else:
@@ -123,7 +121,7 @@ def _on_mesh(
     """Print which bytes each rank of a mesh would read."""
     from torchlift.distributed.simulation import simulate
 
-    model = _model(args.model) if args.model is not None else None
+    model = make_model(args.model) if args.model is not None else None
     strict = not args.no_strict
     found = simulate(ckpt, mesh, model=model, rename=rename, dtype=dtype, strict=strict)
     if args.json:
@@ -210,25 +208,6 @@ def _device_map(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError("--device-map: expected an object of prefix -> device")
     return found
-
-
-def _model(name: str) -> nn.Module:
-    import importlib
-
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise UsageError(f"--model {name!r}: expected MODULE:FACTORY")
-    sys.path.insert(0, os.getcwd())  # the command's own folder is there instead
-    try:
-        factory: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
-        model: nn.Module = skeleton(factory)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UsageError(f"--model {name}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    return model
 
 
 def _to_text(ckpt: Checkpoint, found: _Found) -> str:
