@@ -197,7 +197,7 @@ def every_allocation(m: Any) -> None:
     buffer(m, "size", torch.ones(torch.Size((2, 1)), pin_memory=False))
     m.grad = nn.Parameter(torch.empty(2, 3, requires_grad=True).detach().fill_(2))
     nn.init.kaiming_uniform_(tensor=m.grad, a=0.5)
-    torch.sparse_coo_tensor((2, 2))  # made and dropped
+    torch.sparse_coo_tensor((2, 2), check_invariants=True)  # made and dropped
 
 
 def every_sampler(m: Any) -> None:
@@ -347,8 +347,8 @@ CONSTRUCTORS: dict[str, Build] = {
         indexes_by_position, calls_nonzero, goes_through_numpy, iterates, writes_through_views,
         writes_through_data, shares_views, writes_after_registering, out_argument,
         legacy_constructors, from_python, numpy_that_changes, new_and_like, every_initialiser,
-        every_allocation, every_sampler, deep_copies, drops_what_it_makes, linear_algebra, unusual_kinds,
-        plain_attributes, containers, changes_dtype, changes_default_dtype, explicit_devices,
+        every_allocation, every_sampler, deep_copies, drops_what_it_makes, linear_algebra,
+        unusual_kinds, plain_attributes, containers, changes_dtype, changes_default_dtype, explicit_devices,
         freezes, ties, hides_gradient_modes, generator_of_its_own, seeds_itself,
         seeds_for_a_while,
     )
