@@ -348,7 +348,8 @@ CONSTRUCTORS: dict[str, Build] = {
         writes_through_data, shares_views, writes_after_registering, out_argument,
         legacy_constructors, from_python, numpy_that_changes, new_and_like, every_initialiser,
         every_allocation, every_sampler, deep_copies, drops_what_it_makes, linear_algebra,
-        unusual_kinds, plain_attributes, containers, changes_dtype, changes_default_dtype, explicit_devices,
+        unusual_kinds, plain_attributes, containers, changes_dtype, changes_default_dtype,
+        explicit_devices,
         freezes, ties, hides_gradient_modes, generator_of_its_own, seeds_itself,
         seeds_for_a_while,
     )
