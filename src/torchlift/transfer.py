@@ -13,14 +13,15 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 
 import torch
 
 from torchlift.errors import IntegrityError
 from torchlift.files import Files
+from torchlift.jobs import Job, is_far, jobs_of
+from torchlift.jobs import Request as Request
 from torchlift.pages import Pages
 
 #: Anonymous memory, in bytes, that a transfer may use beyond the destinations themselves.
@@ -30,42 +31,11 @@ BUDGET = 64 << 20
 PIECE = 8 << 20
 _WHOLE = 4  # pieces of a large tensor at once: setting up fresh memory costs the same for any size
 _STAGES = 4  # staging buffers of PIECE bytes each: half the budget, the rest is slack
-_MAX_GAP = 4096  # padding between two small tensors that is cheaper to read than to skip
-_MAX_WASTE = 0.01  # but no more of what is asked for than this, once it is more than a header
-_MAX_BUFFERS = 512  # below the kernel's limit of 1024 buffers in one preadv
 # Below torch's grain of 32,768 elements a copy is not split over torch's own threads. Every reader
 # would start a team of them, and on a busy machine these wait for each other: 2.1 GB cast to
 # bfloat16, alternated beside other work, took 1.8 s in the median like this and 4.3 s with them.
 _SERIAL = 32_704
 _THREADS = max(2, min(8, os.cpu_count() or 2))
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One byte range of a file and the tensor that receives it.
-
-    Attributes:
-        file: absolute path.
-        offset: first byte in the file.
-        nbytes: bytes to read; a multiple of `dtype`'s item size.
-        destination: one-dimensional contiguous tensor of ``nbytes / itemsize`` elements, on any
-            device. A dtype that differs from `dtype` asks for a cast on the way.
-        dtype: what the bytes in the file are.
-        fresh: whether the destination is memory of `torchlift.pages` that nobody else knows of yet.
-            Live memory must never be out of the reach of other threads, not even for a while.
-    """
-
-    file: str
-    offset: int
-    nbytes: int
-    destination: torch.Tensor
-    dtype: torch.dtype
-    fresh: bool = False
-
-    @property
-    def direct(self) -> bool:
-        """Whether the file's bytes can land in the destination's memory as they are."""
-        return self.destination.dtype == self.dtype and self.destination.device.type == "cpu"
 
 
 def stage_bytes(nbytes: int) -> int:
@@ -93,7 +63,11 @@ def read(
             hold undefined bytes.
     """
     todo = sorted(requests, key=lambda request: (request.file, request.offset))
-    jobs = [*_jobs([r for r in todo if r.direct]), *_jobs([r for r in todo if not r.direct])]
+    jobs = [
+        job
+        for direct in (True, False)
+        for job in jobs_of([r for r in todo if r.direct is direct], PIECE, _WHOLE * PIECE)
+    ]
     descriptors = {file: files.descriptor(file) for file in {request.file for request in todo}}
     report = advance or (lambda _: None)
     with Pages() as pages:
@@ -108,64 +82,8 @@ def read(
     return sum(request.nbytes for request in todo)
 
 
-@dataclass(slots=True)
-class _Job:
-    """One contiguous range of a file and the slices of requests that it serves."""
-
-    file: str
-    offset: int
-    staged: bool
-    end: int
-    #: (start in the file, end in the file, request)
-    parts: list[tuple[int, int, Request]] = field(default_factory=list)
-
-    @property
-    def asked(self) -> int:
-        """Bytes that the requests asked for; padding between them does not count."""
-        return sum(end - start for start, end, _ in self.parts)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether everything goes to the CPU's memory."""
-        return all(request.destination.device.type == "cpu" for *_, request in self.parts)
-
-
-def _jobs(requests: Sequence[Request]) -> Iterator[_Job]:
-    job: _Job | None = None
-    for request in requests:
-        if not request.nbytes:
-            continue
-        stop = request.offset + request.nbytes
-        if job is not None and not _joins(job, request):
-            yield job
-            job = None
-        if job is None and request.nbytes > PIECE:
-            step = _WHOLE * PIECE if request.direct else PIECE
-            for start in range(request.offset, stop, step):
-                end = min(start + step, stop)
-                yield _Job(request.file, start, not request.direct, end, [(start, end, request)])
-            continue
-        if job is None:
-            job = _Job(request.file, request.offset, not request.direct, request.offset)
-        job.parts.append((request.offset, stop, request))
-        job.end = stop
-    if job is not None:
-        yield job
-
-
-def _joins(job: _Job, request: Request) -> bool:
-    return (
-        request.file == job.file
-        and request.offset >= job.end
-        and request.offset + request.nbytes - job.offset <= PIECE
-        and len(job.parts) < _MAX_BUFFERS
-        # A staged slice is viewed as its dtype, which needs its place in the buffer aligned.
-        and (request.direct or (request.offset - job.offset) % request.dtype.itemsize == 0)
-    )
-
-
 def _read_parallel(
-    jobs: Sequence[_Job],
+    jobs: Sequence[Job],
     descriptors: Mapping[str, int],
     pages: Pages,
     report: Callable[[int], object],
@@ -174,9 +92,9 @@ def _read_parallel(
     # One per reader is enough where they cast themselves; a device is fed while they read on.
     most = min(_STAGES, _THREADS) if all(job.on_host for job in jobs) else _STAGES
     free = [_stage() for _ in range(min(staged, most))]
-    running: dict[Future[None], tuple[_Job, torch.Tensor | None]] = {}
+    running: dict[Future[None], tuple[Job, torch.Tensor | None]] = {}
     waiting = iter(jobs)
-    held: _Job | None = next(waiting, None)
+    held: Job | None = next(waiting, None)
     with ThreadPoolExecutor(min(_THREADS, len(jobs)), "torchlift-read") as pool:
         try:
             while held is not None or running:
@@ -207,21 +125,21 @@ def _stage() -> torch.Tensor:
     return torch.empty(PIECE, dtype=torch.uint8, device="cpu")
 
 
-def _read_one(job: _Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
+def _read_one(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
     """One job on a reader thread."""
     _fetch(job, descriptor, stage, pages)
     if job.on_host:
         _deliver(job, stage, pages)
 
 
-def _fetch(job: _Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
+def _fetch(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
     """Fill the job's buffers from the file."""
     if stage is None and len(job.parts) == 1:
         return _fetch_part(job, descriptor, pages)
     buffers: list[memoryview] = []
     first = at = job.offset
     for start, end, request in job.parts:
-        if _is_far(start - at, end - start):
+        if is_far(start - at, end - start):
             _read_run(job, descriptor, buffers, first, at)
             buffers, first, at = [], start, start
         if stage is not None:
@@ -234,7 +152,7 @@ def _fetch(job: _Job, descriptor: int, stage: torch.Tensor | None, pages: Pages)
     _read_run(job, descriptor, buffers, first, at)
 
 
-def _fetch_part(job: _Job, descriptor: int, pages: Pages) -> None:
+def _fetch_part(job: Job, descriptor: int, pages: Pages) -> None:
     """Read a part of one request's range to where it belongs."""
     start, end, request = job.parts[0]
     within = start - request.offset
@@ -248,13 +166,7 @@ def _fetch_part(job: _Job, descriptor: int, pages: Pages) -> None:
     pages.write(request.destination.data_ptr() + within, end - start, produce, request.fresh)
 
 
-def _is_far(gap: int, nbytes: int) -> bool:
-    """Whether to skip the bytes before a range of `nbytes` instead of reading them too."""
-    # The rows of a shard that is cut along an inner dimension lie as far apart as they are long.
-    return gap > min(_MAX_GAP, 256 + nbytes * _MAX_WASTE)
-
-
-def _read_run(job: _Job, descriptor: int, buffers: list[memoryview], start: int, end: int) -> None:
+def _read_run(job: Job, descriptor: int, buffers: list[memoryview], start: int, end: int) -> None:
     """Read one contiguous range into the buffers."""
     while start < end:
         try:
@@ -270,7 +182,7 @@ def _read_run(job: _Job, descriptor: int, buffers: list[memoryview], start: int,
             buffers[0] = buffers[0][got:]
 
 
-def _deliver(job: _Job, stage: torch.Tensor | None, pages: Pages) -> None:
+def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
     """Cast and copy what was staged."""
     if stage is None:
         return
@@ -307,7 +219,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         ctypes.memmove(target.data_ptr(), aligned.data_ptr(), aligned.nbytes)
 
 
-def _failed(job: _Job, reason: str, found: str | None = None) -> IntegrityError:
+def _failed(job: Job, reason: str, found: str | None = None) -> IntegrityError:
     return IntegrityError(
         reason,
         file=job.file,
