@@ -38,7 +38,7 @@ def make_model(name: str) -> nn.Module:
         factory: Any = importlib.import_module(module)
         for part in attribute.split("."):
             factory = getattr(factory, part)
-        return skeleton(factory)
+        model: nn.Module = skeleton(factory)
     except Exception as error:
         raise UsageError(f"--model {name}: {_told(error)}") from error
     finally:
@@ -46,6 +46,7 @@ def make_model(name: str) -> nn.Module:
         os.chdir(folder)
         if folder in sys.path:
             sys.path.remove(folder)
+    return model
 
 
 def _told(error: Exception) -> str:
@@ -67,7 +68,7 @@ def _where(error: Exception) -> str | None:
 
 
 def _is_inner(file: str) -> bool:
-    homes = (os.path.join(os.path.dirname(home.__file__), "") for home in (torch, torchlift))
+    homes = [os.path.join(path, "") for home in (torch, torchlift) for path in home.__path__]
     if file.startswith(("<frozen ", *homes)):
         return True
     # What is installed lies below the standard library where there is no virtual environment.
