@@ -220,6 +220,51 @@ def test_swapped_tensors_are_swapped_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert [(id(p), p.data_ptr()) for p in model.parameters()] == [(id(p), at) for p, at in kept]
 
 
+def test_swapped_parameters_get_back_all_that_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient, attributes and hooks; torch leaves them with a tensor that nobody holds."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model, called = layers(), []
+    refuses(model)
+    model(torch.rand(3, 3)).sum().backward()
+    params = list(model.parameters())
+    for param in params:
+        param.mark = "mine"
+        param.register_hook(lambda grad: called.append(grad))
+        param.register_post_accumulate_grad_hook(lambda param: called.append(param))
+    params[0].requires_grad_(False)
+    grads = [(param.grad, param.grad.clone()) for param in params]
+    with pytest.raises(ValueError, match="no"):
+        ours.set_model_state_dict(model, state_for(model))
+    for param, (grad, values) in zip(params, grads, strict=True):
+        assert param.grad is grad
+        assert torch.equal(grad, values)
+        assert param.mark == "mine"
+        assert type(param) is nn.Parameter
+    assert [param.requires_grad for param in params] == [False, *[True] * (len(params) - 1)]
+    model(torch.rand(3, 3)).sum().backward()
+    assert len(called) == 2 * (len(params) - 1)
+
+
+def test_an_expanded_tensor_gets_its_values_and_its_flag_back() -> None:
+    """torch refuses to write to elements that share memory, though each can be written once."""
+    model = layers()
+    model.wide = nn.Parameter(torch.rand(3, 1).expand(3, 4))
+    before = model.wide.detach().clone()
+
+    def write(module: nn.Module, keys: Any) -> None:
+        module.wide.requires_grad_(False)
+        module.wide[:, :1].mul_(2)
+        raise ValueError("no")
+
+    model.register_load_state_dict_post_hook(write)
+    state = {key: value for key, value in state_for(model).items() if key != "wide"}
+    with pytest.raises(ValueError, match="no"):
+        ours.set_model_state_dict(model, state, options=StateDictOptions(strict=False))
+    assert torch.equal(model.wide.detach(), before)
+    assert model.wide.requires_grad
+    assert model.wide.stride() == (1, 0)
+
+
 @cache
 def results(ranks: int) -> dict[str, str]:
     with TemporaryDirectory() as out:

@@ -85,7 +85,6 @@ def _put_back(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None
 
 def _values_of(tensor: torch.Tensor) -> Callable[[], None]:
     """What gives a tensor back its memory and the values in it, whatever was done to it."""
-    grad = tensor.requires_grad
     if is_lazy(tensor):
         kind, empty = type(tensor), tensor.data
 
@@ -95,19 +94,57 @@ def _values_of(tensor: torch.Tensor) -> Callable[[], None]:
 
         return forget
     local = held(tensor)
-    memory, before = local.detach(), None if local.is_meta else local.detach().clone()
+    memory, dress = local.detach(), _dress_of(tensor)
+    written = _once(memory)
+    before = None if local.is_meta else written.clone()
 
     def undo() -> None:
         if is_dtensor(tensor):
             tensor._local_tensor = local
         elif is_plain(tensor) and not _is_same_memory(tensor, memory):
             tensor.data = memory
+        dress()
         if before is not None:
-            memory.copy_(before)
-        if tensor.requires_grad != grad:
-            tensor.requires_grad_(grad)
+            written.copy_(before)
 
     return undo
+
+
+def _once(memory: torch.Tensor) -> torch.Tensor:
+    """Every element that an expanded tensor repeats, once: torch refuses to write to the others."""
+    for dim, stride in enumerate(memory.stride()) if memory.layout is torch.strided else ():
+        if stride == 0 and memory.shape[dim] > 1:
+            memory = memory.narrow(dim, 0, 1)
+    return memory
+
+
+def _dress_of(tensor: torch.Tensor) -> Callable[[], None]:
+    """What gives a tensor back all that is not its content.
+
+    A load that swaps what is inside of parameters (torch.__future__) leaves all of it with the
+    tensor that the content came from, which nobody holds.
+    """
+    kind, attributes, needs_grad = type(tensor), dict(vars(tensor)), tensor.requires_grad
+    grad = tensor.grad if tensor.is_leaf else None
+    hooks = {name: found for name in _HOOKS if (found := getattr(tensor, name)) is not None}
+
+    def undo() -> None:
+        if type(tensor) is not kind:
+            tensor.__class__ = kind
+        vars(tensor).clear()
+        vars(tensor).update(attributes)
+        if tensor.requires_grad != needs_grad:
+            tensor.requires_grad_(needs_grad)
+        for name, before in hooks.items():
+            # A swap leaves these attributes, and takes away what calls them; setting them adds it.
+            setattr(tensor, name, before)
+        if tensor.is_leaf and tensor.grad is not grad:
+            tensor.grad = grad
+
+    return undo
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
