@@ -6,6 +6,8 @@ import ctypes
 import errno
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -31,6 +33,23 @@ def test_allocated_tensors_are_plain_tensors_of_their_own_size(dtype, numel):
         assert made.data_ptr() % (2 << 20) == 0
     made.fill_(1)
     assert bool(made.eq(1).all())
+
+
+@pytest.mark.parametrize("spare", [0, 1, 4096, 2**21 - 4096, 2**21 - 1])
+def test_a_large_tensor_takes_one_small_page_before_it_is_filled(spare):
+    """Even where the kernel gives huge pages to everybody."""
+    child = (
+        "import sys, torch; from torchlift.pages import allocate\n"
+        "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "allocate(1 << 22, torch.uint8, torch.device('cpu')); before = resident()\n"
+        "kept = [allocate((1 << 22) + int(sys.argv[1]), torch.uint8, torch.device('cpu')) "
+        "for _ in range(64)]\n"
+        "print((resident() - before) // 64)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", child, str(spare)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 32 << 10
 
 
 def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):

@@ -44,18 +44,20 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < _HUGE_PAGE or _MADV_HUGEPAGE is None:
         return torch.empty(numel, dtype=dtype, device=device)
+    pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    # Linux aligns an anonymous map of this size to 2 MiB since 6.7; the extra address space makes
+    # the alignment sure on older kernels. It ends so that no huge page fits in at its end.
+    spare = _HUGE_PAGE - (0 if pages % _HUGE_PAGE else mmap.PAGESIZE)
     try:
-        # Linux aligns an anonymous map of this size to 2 MiB since 6.7; the extra page of address
-        # space, never touched, makes the alignment sure on older kernels.
-        area = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area = mmap.mmap(-1, pages + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError):
         # vm.max_map_count is reached after some 65,000 maps; malloc still finds memory then.
         return torch.empty(numel, dtype=dtype, device=device)
     raw = torch.frombuffer(area, dtype=torch.uint8)
-    # Once a page is there, what is set for a part of the map and taken back leaves one map behind;
-    # before that, every such part would stay a map of its own.
-    raw[-1] = 0
     start = -raw.data_ptr() % _HUGE_PAGE
+    # Once a page is there, what is set for a part of the map and taken back leaves one map behind;
+    # before that, every such part would stay a map of its own. This one is spare, and small.
+    raw[0 if start else -1] = 0
     return torch.frombuffer(area, dtype=dtype, count=numel, offset=start)
 
 
