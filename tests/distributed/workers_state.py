@@ -5,6 +5,7 @@ Started by ``python -m torch.distributed.run`` with a folder for the results.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,13 @@ from compare_states import CHECKS, reads_as_torch_does
 from ranks import main
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from wrapped_models import (
     OPTIMIZERS,
@@ -96,6 +103,51 @@ def rank_0_loads_for_everybody_and_the_others_pass_nothing() -> None:
             model, optim, model_state_dict=given[0], optim_state_dict=given[1], options=options
         )
         same(state_of(model, optim), state_of(*source), wrap)
+
+
+class Own(nn.Linear):
+    """Looks at what it gets, as code that converts an older format does."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.got = {key: (type(value), tuple(value.shape)) for key, value in state.items()}
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def with_code(kind: str, meta: bool) -> Any:
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.Sequential(nn.Linear(3, 5), Own(5, 7), nn.BatchNorm1d(7))
+    if kind == "hook":
+        model.register_load_state_dict_pre_hook(lambda *_: None)
+    if kind == "tensor parallel":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model[1])
+    return fully_shard(model)
+
+
+@check(2, 4)
+def a_module_that_loads_itself_gets_what_it_gets_from_torch() -> None:
+    """A DTensor with this rank's part of each whole tensor, where it holds DTensors."""
+    torch.manual_seed(5)
+    source = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.BatchNorm1d(7)).state_dict()
+    for kind, meta, broadcast in itertools.product(
+        ("override", "hook", "tensor parallel"), (False, True), (False, True)
+    ):
+        results = []
+        for api in (ours, theirs):
+            model = with_code(kind, meta)
+            params = list(model.parameters())
+            options = api.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+            given = cloned(dict(source)) if not broadcast or dist.get_rank() == 0 else {}
+            assert api.set_model_state_dict(model, given, options=options) == ([], [])
+            assert meta or list(map(id, model.parameters())) == list(map(id, params))
+            assert all(isinstance(param, nn.Parameter) for param in model.parameters())
+            results.append((containers(model.state_dict()), model[1].got))
+        same(results[0][0], results[1][0], f"{kind} {meta} {broadcast}")
+        assert results[0][1]["1.weight"] == results[1][1]["1.weight"]
+        for key, value in results[0][0].items():
+            same(value.full_tensor() if hasattr(value, "full_tensor") else value, source[key], key)
 
 
 @check(2)
@@ -322,4 +374,6 @@ def fully_sharded_data_parallel_goes_through_torch() -> None:
 
 
 if __name__ == "__main__":
-    main(CHECKS[int(os.environ["WORLD_SIZE"])])
+    only = os.environ.get("ONLY")
+    checks = CHECKS[int(os.environ["WORLD_SIZE"])]
+    main({name: run for name, run in checks.items() if not only or name in only.split(";")})

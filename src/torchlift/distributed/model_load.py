@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from torchlift.distributed.custom import is_custom
 from torchlift.distributed.layout import is_dtensor, local_shape, spans_of
 from torchlift.distributed.model_state import own
 from torchlift.distributed.moves import Move, Sent, whole_move
 from torchlift.distributed.names import Names, Slot
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
-from torchlift.distributed.shards import dressed, home
+from torchlift.distributed.shards import dressed, held, home
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -66,7 +67,7 @@ def plan_model(
     """
     plan = ModelPlan(assign=any(s.tensor is not None and s.tensor.is_meta for s in names.slots))
     known = {slot.fqn for slot in names.slots}
-    plan.unexpected = [k for k in offered if k not in known and not _custom(names, k)]
+    plan.unexpected = [k for k in offered if k not in known and not is_custom(names, k)]
     shapes: Shapes = {}
     new: dict[int, torch.Tensor] = {}
     for slot in names.slots:
@@ -81,7 +82,7 @@ def plan_model(
             continue
         plan.handed[slot.fqn] = _prepare(slot, value, plan, new, names, options, device)
     for name in offered:
-        if name not in known and _custom(names, name):
+        if name not in known and is_custom(names, name):
             plan.handed[name] = _arriving(offered[name], plan, device)
     _hand_to_twins(plan, names, new)
     _refuse(plan, shapes, options.strict, alone)
@@ -141,40 +142,14 @@ def some(items: list[str], limit: int = 8) -> str:
     return ", ".join(map(repr, items[:limit])) + more
 
 
-def _custom(names: Names, fqn: str) -> bool:
-    """Whether a module on the way to `fqn` has loading code that may want other keys."""
-    path = fqn
-    while path:
-        path = path.rpartition(".")[0]
-        module = names.modules.get(path)
-        if module is not None and has_code(module):
-            return True
-    return False
-
-
-def has_code(module: nn.Module) -> bool:
-    """Whether a module changes what it is loaded from, or loads itself.
-
-    Example:
-        >>> has_code(nn.Linear(1, 1))
-        False
-    """
-    loads_itself = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    if loads_itself and not isinstance(module, _NormBase):
-        return True
-    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-    # FSDP2 and activation checkpointing register hooks that leave keys and values alone.
-    return not all(getattr(h, "__module__", "").startswith("torch.distributed.") for h in hooks)
-
-
 def _excused(names: Names, slot: Slot, offered: Mapping[str, Any]) -> bool:
     """Whether a name may be absent: its tensor comes under another name, or its module decides."""
     if slot.tensor is None:
-        return _custom(names, slot.fqn)
+        return is_custom(names, slot.fqn)
     if any(other in offered for other in names.fqns(slot.tensor)):
         return True
     old_norm = isinstance(slot.module, _NormBase) and slot.fqn.endswith("num_batches_tracked")
-    return old_norm or _custom(names, slot.fqn)
+    return old_norm or is_custom(names, slot.fqn)
 
 
 def _fits(slot: Slot, value: Any, names: Names) -> bool:
@@ -183,7 +158,7 @@ def _fits(slot: Slot, value: Any, names: Names) -> bool:
         return True
     # torch loads a vector of one element into a scalar, for files older than scalars.
     scalar = isinstance(value, torch.Tensor) and live.shape == () and value.shape == (1,)
-    return value.shape == live.shape or scalar or _custom(names, slot.fqn)
+    return value.shape == live.shape or scalar or is_custom(names, slot.fqn)
 
 
 def _prepare(
@@ -197,7 +172,11 @@ def _prepare(
 ) -> Any:
     """What ``load_state_dict`` is to receive for one slot, and the moves that fill it."""
     live = slot.tensor
-    if live is None or is_lazy(live) or _custom(names, slot.fqn):
+    if live is None or is_lazy(live) or is_custom(names, slot.fqn):
+        if options.full_state_dict and is_dtensor(live) and _is_whole(value, live):
+            made = _empty(live, value, options, device).detach()
+            plan.moves.append(Move(value, held(made), spans_of(live)))
+            return made
         return _arriving(value, plan, device)
     if not isinstance(value, (torch.Tensor, Sent)):
         raise _no_tensor(slot.fqn, value)
@@ -222,6 +201,12 @@ def _prepare(
             value = value.reshape(())
         plan.moves.append(Move(value, whole.detach(), spans_of(live)))
     return live
+
+
+def _is_whole(value: Any, live: DTensor) -> bool:
+    """Whether a value is all of a tensor of which a module's own code gets its rank's part."""
+    plain = isinstance(value, (torch.Tensor, Sent)) and not is_dtensor(value)
+    return plain and value.shape == live.shape
 
 
 def _same_layout(value: DTensor, live: DTensor) -> bool:
@@ -290,7 +275,9 @@ def apply_model(model: nn.Module, plan: ModelPlan, names: Names, strict: bool) -
         return
     known = {slot.fqn for slot in names.slots}
     missing = [names.canonical(key) for key in result.missing_keys]
-    missing = [m for m in missing if m not in plan.handed and (_custom(names, m) or m not in known)]
+    missing = [
+        m for m in missing if m not in plan.handed and (is_custom(names, m) or m not in known)
+    ]
     unexpected = [names.canonical(key) for key in result.unexpected_keys]
     plan.missing += [name for name in missing if name not in plan.missing]
     plan.unexpected += [name for name in unexpected if name not in plan.unexpected]

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchlift.distributed.custom import has_code
 from torchlift.distributed.fsdp import take_note
 from torchlift.distributed.gather import map_tensors
 from torchlift.distributed.layout import is_dtensor
-from torchlift.distributed.model_load import has_code
 from torchlift.distributed.optimizer_load import is_left_to_us
 from torchlift.distributed.shards import held
 from torchlift.distributed.status import tensors_of
