@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -144,6 +146,105 @@ def other_keys_on_one_rank() -> None:
         with unchanged(model, optimizer) as caught:
             load(model, optimizer, given, WHOLE)
         assert isinstance(caught.value, ours.StateDictMismatch)
+
+
+def everybody_raises(call: Callable[[], object], own: type[Exception], says: str) -> None:
+    """The last rank its own error, and all others that one, at once."""
+    with pytest.raises((own, ours.StateDictMismatch)) as caught:
+        call()
+    assert says in str(caught.value), str(caught.value)
+    if is_last():
+        assert isinstance(caught.value, own), repr(caught.value)
+    else:
+        assert f"on rank {last()}: {own.__name__}: " in str(caught.value), str(caught.value)
+    dist.barrier()
+
+
+@check
+def arguments_that_make_no_sense_on_one_rank() -> None:
+    """No optimizer, options of another kind, a model whose names cannot be told."""
+
+    def fails() -> None:
+        raise LookupError("no names")
+
+    for wrap in SHARDED:
+        model, optimizer = built(wrap)
+        state = cloned(ours.get_state_dict(model, optimizer, options=WHOLE))
+        for options in (WHOLE, FROM_0):
+            halves = ours.StateDictOptions(broadcast_from_rank0=options is FROM_0)
+            halves.full_state_dict = options is not FROM_0
+            for wrong, own, says in (
+                (([], options), RuntimeError, "none was passed"),
+                ((None, options), TypeError, "not iterable"),
+                ((optimizer, "text"), TypeError, "must be a StateDictOptions"),
+                ((optimizer, halves), ValueError, "full_state_dict must be True"),
+            ):
+                if wrong[1] is halves and options is WHOLE:
+                    continue  # nothing is wrong with it
+                mine = wrong if is_last() else (optimizer, options)
+                call = partial(ours.set_optimizer_state_dict, model, mine[0], state[1])
+                everybody_raises(partial(call, options=mine[1]), own, says)
+            if is_last():
+                model._fqn_modifiers = fails
+            for call in (
+                partial(ours.set_model_state_dict, model, state[0]),
+                partial(ours.set_optimizer_state_dict, model, optimizer, state[1]),
+            ):
+                everybody_raises(partial(call, options=options), LookupError, "no names")
+            vars(model).pop("_fqn_modifiers", None)
+
+
+@check
+def a_state_that_one_rank_asks_for_wrongly() -> None:
+    for wrap in ("fsdp blocks", "tensor parallel"):
+        model, optimizer = built(wrap)
+        mine = [] if is_last() else optimizer
+        call = partial(ours.get_optimizer_state_dict, model, mine, options=WHOLE)
+        everybody_raises(call, RuntimeError, "none was passed")
+
+
+@check
+def a_broadcast_that_one_rank_knows_nothing_of() -> None:
+    for wrap in SHARDED:
+        model, optimizer = built(wrap)
+        state = cloned(ours.get_state_dict(model, optimizer, options=WHOLE))
+        for mine in ((WHOLE, FROM_0), (FROM_0, WHOLE)):
+            with unchanged(model, optimizer) as caught:
+                load(model, optimizer, state, mine[is_last()])
+            assert "the same on every rank" in str(caught.value)
+
+
+class OnlyOnRank0:
+    def __reduce__(self) -> Any:
+        return found_only_on_rank_0, ()
+
+
+def found_only_on_rank_0() -> int:
+    if is_last():
+        raise ImportError("only on rank 0")
+    return 5
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self) -> object:
+        return 1
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+@check
+def an_object_that_one_rank_cannot_receive() -> None:
+    model = WithExtra(2, 2)
+    state = {**WithExtra(2, 2).state_dict(), "_extra_state": OnlyOnRank0()}
+    before = cloned(dict(model.named_parameters()))
+    given = state if dist.get_rank() == 0 else {}
+    everybody_raises(
+        lambda: ours.set_model_state_dict(model, given, options=FROM_0),
+        ImportError,
+        "only on rank 0",
+    )
+    same(cloned(dict(model.named_parameters())), before)
 
 
 @check

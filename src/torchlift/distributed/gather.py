@@ -10,7 +10,7 @@ import torch
 
 from torchlift.distributed.layout import Spans, blocks, is_dtensor, local_shape, spans_at
 from torchlift.distributed.moves import BUDGET, wire
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift.distributed.options import StateDictMismatch, StateDictOptions, checked
 from torchlift.distributed.status import Circle, has_group, rank
 
 if TYPE_CHECKING:
@@ -18,23 +18,27 @@ if TYPE_CHECKING:
 
 
 def gathered(
-    read: Callable[[], dict[str, Any]], shared: Iterable[torch.Tensor], options: StateDictOptions
+    read: Callable[[StateDictOptions], dict[str, Any]],
+    shared: Iterable[torch.Tensor],
+    options: Any,
 ) -> dict[str, Any]:
     """What `read` returns, finished; ranks that gather do so when all have read theirs.
 
     Args:
         read: makes this rank's part.
         shared: tensors of the model; the ranks of their meshes gather together.
-        options: see `finish`.
+        options: as the caller passed them; see `finish`.
     """
-    circle = Circle.of_model(shared if options.full_state_dict else (), kind=StateDictMismatch)
-    problem, state = None, {}
+    gathers = getattr(options, "full_state_dict", False)
+    circle = Circle.of_model(shared if gathers else (), kind=StateDictMismatch)
+    problem, state, chosen = None, {}, StateDictOptions()
     try:
-        state = read()
+        chosen = checked(options)
+        state = read(chosen)
     except BaseException as error:
         problem = error
     circle.agree(problem)
-    return finish(state, options)
+    return finish(state, chosen)
 
 
 def finish(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:

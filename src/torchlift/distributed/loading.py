@@ -3,103 +3,137 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from torchlift.distributed.gather import map_tensors
-from torchlift.distributed.layout import is_dtensor
 from torchlift.distributed.model_load import ModelPlan, mismatch, plan_model
-from torchlift.distributed.model_state import by_name, metadata_of, tensors
-from torchlift.distributed.moves import Move, Sent, broadcast, copy, sendable
+from torchlift.distributed.moves import Move, Sent, broadcast, copy
 from torchlift.distributed.names import Names, reshard
+from torchlift.distributed.offered import Offer, described, make_offer, packed
 from torchlift.distributed.optimizer_load import (
     OptimizerPlan,
     OptimizerReport,
     merged,
     plan_optimizers,
 )
-from torchlift.distributed.optimizer_state import Saved, normalised
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift.distributed.options import (
+    Optimizers,
+    StateDictMismatch,
+    StateDictOptions,
+    checked,
+    require,
+    several,
+)
 from torchlift.distributed.perform import Work, carry_out
-from torchlift.distributed.status import Circle, portable, rank
+from torchlift.distributed.status import Circle, rank, tensors_of
 from torchlift.distributed.undo import may_refuse, optimizer_may_refuse
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 @dataclass
-class Offer:
-    """What there is to load.
+class _Job:
+    """What this rank was asked for, once it is known to make sense."""
 
-    Attributes:
-        model: canonical name -> value; None when the model is not to be loaded.
-        optimizer: the optimizers' part; None when they are not to be loaded.
-        metadata: module versions of the model's part.
-        tensors: with ``broadcast_from_rank0`` what rank 0 sends, elsewhere its descriptions.
-        kind: device type of rank 0's model.
-    """
-
-    model: dict[str, Any] | None = None
-    optimizer: Saved | None = None
-    metadata: Any = None
-    tensors: list[torch.Tensor | Sent] = field(default_factory=list)
-    kind: str = "cpu"
-
-    @property
-    def parts(self) -> tuple[bool, bool]:
-        """Whether there is a model's part, and an optimizer's."""
-        return self.model is not None, self.optimizer is not None
+    names: Names
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    options: StateDictOptions
+    offer: Offer
 
 
 def load(
     model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Optimizers,
     model_state: Any,
     optim_state: Any,
-    options: StateDictOptions,
+    options: Any,
+    both: bool = False,
 ) -> tuple[ModelPlan, OptimizerReport]:
     """Load a model and optimizers, or nothing at all, on every rank.
+
+    Whatever is wrong with the arguments is found out inside what precedes an agreement: the other
+    ranks would wait for one that had left before.
 
     Args:
         model: the model, wrapped or not.
         optimizers: its optimizers, perhaps none.
         model_state: by canonical name or by module; None leaves the model alone.
         optim_state: in any form `normalised` knows; None leaves the optimizers alone.
-        options: how to load.
+        options: how to load, as the caller passed it.
+        both: whether there need be no optimizer.
 
     Raises:
         StateDictMismatch: something does not fit, on this rank or on another.
     """
-    reshard(model)
-    names = Names(model, options.dsd_fqn_modifiers)
-    make = partial(_offer, model_state, optim_state, optimizers, names)
-    offer = _receive_offer(make) if options.broadcast_from_rank0 else None
-    circle = _circle(model, names, options)
-    problem: BaseException | None = None
-    say: Said | None = None
-    try:
-        offer = offer or make()
-        plans = _plan(names, optimizers, offer, options)
-        say = _said(model, plans, offer, options)
-    except BaseException as error:
-        problem = error
-    said = circle.agree(problem, say).values()
-    assert offer is not None
+    sends = bool(getattr(options, "broadcast_from_rank0", False))
+    circle = _circle(model, sends)
+    begin = partial(_begin, model, optimizers, model_state, optim_state, options, both)
+    if sends:
+        begin = partial(_receive, *_send(circle, begin))
+
+    def prepare() -> tuple[tuple[_Job, tuple[ModelPlan, list[OptimizerPlan]]], Said]:
+        job = begin()
+        plans = _plan(job)
+        return (job, plans), _said(model, plans, job.offer, job.options)
+
+    (job, plans), said = _agreed(circle, prepare)
     fill: Callable[[list[Move]], None] = copy
-    if options.broadcast_from_rank0:
+    if sends:
         _settle_unexpected(plans[0], said)
-        fill = partial(broadcast, offered=offer.tensors, kind=offer.kind)
-    _carry_out(Work(model, names, *offer.parts, *plans, options.strict, fill), circle, said)
+        fill = partial(broadcast, offered=job.offer.tensors, kind=job.offer.kind)
+    work = Work(model, job.names, *job.offer.parts, *plans, job.options.strict, fill)
+    _carry_out(work, circle, said)
     return plans[0], merged(plans[1])
 
 
-def _circle(model: nn.Module, names: Names, options: StateDictOptions) -> Circle:
-    if options.broadcast_from_rank0:
+def _circle(model: nn.Module, sends: bool) -> Circle:
+    if sends:
         return Circle.of_all(StateDictMismatch)
-    return Circle.of_model(tensors(names), model.modules(), StateDictMismatch)
+    return Circle.of_model(tensors_of(model), model.modules(), StateDictMismatch)
+
+
+def _agreed(circle: Circle, step: Callable[[], tuple[T, S]]) -> tuple[T, Collection[S]]:
+    """What this rank's step made, and what those of all ranks have to say.
+
+    Raises:
+        StateDictMismatch: a rank's step raised an error, or ranks take different steps.
+    """
+    problem: BaseException | None = None
+    done: tuple[T, S] | None = None
+    try:
+        done = step()
+    except BaseException as error:
+        problem = error
+    said = circle.agree(problem, done and done[1]).values()
+    assert done is not None
+    if len({type(each) for each in said}) > 1:
+        raise StateDictMismatch("broadcast_from_rank0 must be the same on every rank")
+    return done[0], said
+
+
+def _begin(
+    model: nn.Module,
+    optimizers: Optimizers,
+    model_state: Any,
+    optim_state: Any,
+    options: Any,
+    both: bool,
+) -> _Job:
+    chosen, found = checked(options), several(optimizers)
+    if optim_state is not None and not both:
+        require(found)
+    reshard(model)
+    names = Names(model, chosen.dsd_fqn_modifiers)
+    if chosen.broadcast_from_rank0 and rank() != 0:
+        return _Job(names, found, chosen, Offer())
+    optim_state = optim_state if found else None
+    return _Job(names, found, chosen, make_offer(model_state, optim_state, found, names))
 
 
 def _carry_out(work: Work, circle: Circle, said: Collection[Said]) -> None:
@@ -152,98 +186,46 @@ def _settle_unexpected(plan: ModelPlan, said: Collection[Said]) -> None:
         raise mismatch([], plan.unexpected, {})
 
 
-def _offer(
-    model_state: Any,
-    optim_state: Any,
-    optimizers: Sequence[torch.optim.Optimizer],
-    names: Names,
-) -> Offer:
-    offer = Offer(kind=_kind(names))
-    if model_state is not None:
-        offer.model = by_name(model_state, names)
-        offer.metadata = metadata_of(model_state, names)
-    if optim_state is not None:
-        offer.optimizer = normalised(optim_state, optimizers, names)
-    return offer
-
-
-def _kind(names: Names) -> str:
-    for tensor in tensors(names):
-        if is_dtensor(tensor):
-            return tensor.device_mesh.device_type
-        if not tensor.is_meta:
-            return tensor.device.type
-    return "cpu"
-
-
-def _plan(
-    names: Names,
-    optimizers: Sequence[torch.optim.Optimizer],
-    offer: Offer,
-    options: StateDictOptions,
-) -> tuple[ModelPlan, list[OptimizerPlan]]:
+def _plan(job: _Job) -> tuple[ModelPlan, list[OptimizerPlan]]:
     model_plan, plans = ModelPlan(), []
+    offer, options = job.offer, job.options
     if offer.model is not None:
         device = torch.device("cpu" if options.cpu_offload else offer.kind)
         alone = not options.broadcast_from_rank0
-        model_plan = plan_model(names, offer.model, options, device, alone)
+        model_plan = plan_model(job.names, offer.model, options, device, alone)
         model_plan.metadata = offer.metadata
     if offer.optimizer is not None:
-        plans = plan_optimizers(names, optimizers, offer.optimizer, options)
+        plans = plan_optimizers(job.names, job.optimizers, offer.optimizer, options)
     return model_plan, plans
 
 
-def _receive_offer(make: Callable[[], Offer]) -> Offer:
-    """Rank 0's offer on every rank, each tensor replaced by its description."""
-    box: list[Any] = [None]
-    problem: Exception | None = None
-    offered: list[torch.Tensor | Sent] = []
-    if rank() == 0:
-        try:
-            box[0] = _packed(_described(make(), offered))
-        except Exception as error:
-            box[0] = portable(error, StateDictMismatch)
-            problem = error
-    if not torch.distributed.is_initialized():
-        raise StateDictMismatch(
-            "broadcast_from_rank0=True needs a process group",
-            hint="Call torch.distributed.init_process_group first, or leave the option out.",
-        )
+def _send(circle: Circle, begin: Callable[[], _Job]) -> tuple[_Job, bytes]:
+    """This rank's job, and rank 0's offer as it travels: each tensor is a description."""
+
+    def pack() -> tuple[tuple[_Job, bytes | None], None]:
+        if not torch.distributed.is_initialized():
+            raise StateDictMismatch(
+                "broadcast_from_rank0=True needs a process group",
+                hint="Call torch.distributed.init_process_group first, or leave the option out.",
+            )
+        job = begin()
+        if rank() != 0:
+            return (job, None), None
+        offered: list[torch.Tensor | Sent] = []
+        message = packed(described(job.offer, offered))
+        job.offer.tensors = offered
+        return (job, message), None
+
+    (job, message), _ = _agreed(circle, pack)
+    box = [message]
     torch.distributed.broadcast_object_list(box, src=0)
-    if isinstance(box[0], Exception):
-        raise problem or box[0]
-    offer: Offer = pickle.loads(box[0])
-    offer.tensors = offered if rank() == 0 else offer.tensors
-    return offer
+    assert box[0] is not None
+    return job, box[0]
 
 
-def _packed(offer: Offer) -> bytes:
-    # Not left to the broadcast, where what cannot be packed stops rank 0 alone.
-    try:
-        return pickle.dumps(offer)
-    except Exception as error:
-        raise StateDictMismatch(
-            "an object in the state dict cannot be sent to other processes",
-            found=f"{type(error).__name__}: {error}",
-        ) from error
-
-
-def _described(offer: Offer, offered: list[torch.Tensor | Sent]) -> Offer:
-    def describe(tensor: torch.Tensor, name: str = "a tensor of the state dict") -> Sent:
-        offered.append(sendable(tensor, name))
-        return Sent(len(offered) - 1, tensor.shape, tensor.dtype)
-
-    if offer.model is not None:
-        offer.model = {
-            name: describe(value, name) if isinstance(value, torch.Tensor) else value
-            for name, value in offer.model.items()
-        }
-    if offer.optimizer is not None:
-        saved = offer.optimizer
-        changed: dict[str, Any] = {f.name: getattr(saved, f.name) for f in fields(saved)}
-        changed["state"] = map_tensors(saved.state, describe)
-        for part in ("hyper", "empty", "other"):
-            changed[part] = map_tensors(changed[part], lambda tensor: tensor.detach().cpu())
-        offer.optimizer = Saved(**changed)
-    offer.tensors = [Sent(n, tensor.shape, tensor.dtype) for n, tensor in enumerate(offered)]
-    return offer
+def _receive(job: _Job, message: bytes) -> _Job:
+    """The job with rank 0's offer; an object in it may be one that this process cannot have."""
+    offer: Offer = pickle.loads(message)
+    if rank() == 0:
+        offer.tensors = job.offer.tensors
+    return replace(job, offer=offer)

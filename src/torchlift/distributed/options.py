@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from torchlift.errors import MismatchError
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 class StateDictMismatch(MismatchError, RuntimeError):
@@ -78,3 +83,25 @@ def checked(options: Any) -> StateDictOptions:
 
 
 _DEFAULTS = StateDictOptions()
+
+
+def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    """One or several optimizers as several.
+
+    Example:
+        >>> len(several(torch.optim.SGD([torch.ones(1)])))
+        1
+    """
+    if isinstance(optimizers, torch.optim.Optimizer):
+        return (optimizers,)
+    return tuple(optimizers)
+
+
+def require(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    """Check that there is one.
+
+    Raises:
+        RuntimeError: there is none; torch raises that too.
+    """
+    if not optimizers:
+        raise RuntimeError("the state dict of optimizers was asked for, and none was passed")

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from torchlift.distributed.model_state import PATCHED
-from torchlift.distributed.options import StateDictOptions, checked
+from torchlift.distributed.options import Optimizers, StateDictOptions, checked, several
 from torchlift.distributed.state_dict import (
-    Optimizers,
-    _several,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -67,15 +65,15 @@ def patch_optimizer_state_dict(
         >>> list(optimizer.state_dict()["state"])
         ['weight', 'bias']
     """
-    chosen, several = checked(options), _several(optimizers)
+    chosen, found = checked(options), several(optimizers)
 
     def state_dict() -> dict[str, Any]:
-        return get_optimizer_state_dict(model, several, options=chosen)
+        return get_optimizer_state_dict(model, found, options=chosen)
 
     def load_state_dict(state_dict: Mapping[str, Any]) -> Any:
-        return set_optimizer_state_dict(model, several, dict(state_dict), options=chosen)
+        return set_optimizer_state_dict(model, found, dict(state_dict), options=chosen)
 
-    for optimizer in several:
+    for optimizer in found:
         _patch(optimizer, state_dict, load_state_dict)
 
 

@@ -6,8 +6,6 @@ the results wherever torch's are right: a program that changes the import keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +15,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torchlift.collector import collection_paused
 from torchlift.distributed.gather import gathered
 from torchlift.distributed.loading import load
-from torchlift.distributed.model_state import read_model, tensors
+from torchlift.distributed.model_state import read_model
 from torchlift.distributed.names import Names, reshard, uses_fsdp1
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import read_optimizers
-from torchlift.distributed.options import StateDictOptions, checked
-
-Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+from torchlift.distributed.options import Optimizers, StateDictOptions, checked, require, several
+from torchlift.distributed.status import tensors_of
 
 
 class LoadedKeys(_IncompatibleKeys):
@@ -64,16 +61,17 @@ def get_model_state_dict(
         >>> sorted(get_model_state_dict(model))
         ['0.bias', '0.weight']
     """
-    chosen = checked(options)
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.get_model(model, submodules, chosen)
+        return fsdp1.get_model(model, submodules, checked(options))
+
+    def read(chosen: StateDictOptions) -> dict[str, Any]:
+        return read_model(model, Names(model, chosen.dsd_fqn_modifiers), submodules, chosen)
+
     with collection_paused(), torch.no_grad():
-        names = Names(model, chosen.dsd_fqn_modifiers)
-        read = partial(read_model, model, names, submodules, chosen)
         # Submodules may have nothing to gather, and then not every rank need ask for them.
-        return gathered(read, () if submodules else tensors(names), chosen)
+        return gathered(read, () if submodules else tensors_of(model), options)
 
 
 def get_optimizer_state_dict(
@@ -109,17 +107,19 @@ def get_optimizer_state_dict(
         >>> found["state"]["weight"]["step"], found["param_groups"][0]["params"]
         (tensor(0.), ['weight'])
     """
-    chosen, several = checked(options), _several(optimizers)
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.get_optimizer(model, several, submodules, chosen)
-    _require(several)
-    reshard(model)
+        return fsdp1.get_optimizer(model, several(optimizers), submodules, checked(options))
+
+    def read(chosen: StateDictOptions) -> dict[str, Any]:
+        found = several(optimizers)
+        require(found)
+        reshard(model)
+        return read_optimizers(Names(model, chosen.dsd_fqn_modifiers), found, chosen)
+
     with collection_paused(), torch.no_grad():
-        names = Names(model, chosen.dsd_fqn_modifiers)
-        read = partial(read_optimizers, names, several, chosen)
-        return gathered(read, tensors(names), chosen)
+        return gathered(read, tensors_of(model), options)
 
 
 def get_state_dict(
@@ -146,11 +146,11 @@ def get_state_dict(
         >>> sorted(found[0]), found[1]["param_groups"][0]["lr"]
         (['bias', 'weight'], 0.1)
     """
-    several = _several(optimizers)
+    found = several(optimizers)
     state = get_model_state_dict(model, submodules=submodules, options=options)
-    if not several:
+    if not found:
         return state, {}
-    return state, get_optimizer_state_dict(model, several, options=options)
+    return state, get_optimizer_state_dict(model, found, options=options)
 
 
 def set_model_state_dict(
@@ -185,13 +185,12 @@ def set_model_state_dict(
         >>> set_model_state_dict(model, nn.Linear(2, 1).state_dict())
         <All keys matched successfully>
     """
-    chosen = checked(options)
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.set_model(model, model_state_dict, chosen)
+        return fsdp1.set_model(model, model_state_dict, checked(options))
     with collection_paused():
-        plan, _ = load(model, (), model_state_dict, None, chosen)
+        plan, _ = load(model, (), model_state_dict, None, options)
     return LoadedKeys(plan.missing, plan.unexpected)
 
 
@@ -232,14 +231,13 @@ def set_optimizer_state_dict(
         loaded the state of 1 parameters
           missing (1): bias
     """
-    chosen, several = checked(options), _several(optimizers)
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.set_optimizer(model, several, optim_state_dict, chosen)
-    _require(several)
+        found = several(optimizers)
+        return fsdp1.set_optimizer(model, found, optim_state_dict, checked(options))
     with collection_paused():
-        return load(model, several, None, optim_state_dict, chosen)[1]
+        return load(model, optimizers, None, optim_state_dict, options)[1]
 
 
 def set_state_dict(
@@ -275,25 +273,15 @@ def set_state_dict(
         >>> done, done.optimizer.loaded
         (<All keys matched successfully>, ['weight', 'bias'])
     """
-    chosen, several = checked(options), _several(optimizers)
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.set_both(model, several, model_state_dict, optim_state_dict, chosen)
+        found, chosen = several(optimizers), checked(options)
+        return fsdp1.set_both(model, found, model_state_dict, optim_state_dict, chosen)
     with collection_paused():
-        optim_state = optim_state_dict if several else None
-        plan, report = load(model, several, model_state_dict or None, optim_state, chosen)
+        plan, report = load(
+            model, optimizers, model_state_dict or None, optim_state_dict, options, both=True
+        )
     done = LoadedKeys(plan.missing, plan.unexpected)
     done.optimizer = report
     return done
-
-
-def _several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    if isinstance(optimizers, torch.optim.Optimizer):
-        return (optimizers,)
-    return tuple(optimizers)
-
-
-def _require(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    if not optimizers:
-        raise RuntimeError("the state dict of optimizers was asked for, and none was passed")
