@@ -125,8 +125,9 @@ def on_ranks(count, function, *args, needs=()):
 #
 # In three ways. First each rank saves what it has with `torch.save`, as you might do yourself. Then
 # they save together. `torch.distributed.checkpoint`, DCP for short, writes a directory: one file
-# per rank, and an index. `torchlift.distributed.save_consolidated` writes one safetensors file,
-# into which each rank puts its own bytes. Neither of the two puts a tensor together in memory.
+# per rank, and an index. `torchlift.distributed.save_consolidated` writes one ordinary file, into
+# which each rank puts its own bytes: safetensors here, and what `torch.save` would write where the
+# name ends in ``.pt``. Neither of the two puts a tensor together in memory.
 
 
 def local(tensor):
@@ -378,8 +379,8 @@ scratch.cleanup()
 # ----------------
 #
 # - **A job saves for itself, to go on later:** ``dcp.save``, with all ranks writing at once.
-# - **Others will read it:** `torchlift.distributed.save_consolidated`, one ordinary safetensors
-#   file.
+# - **Others will read it:** `torchlift.distributed.save_consolidated`, one ordinary safetensors or
+#   torch file.
 # - **You load on any number of ranks, or on one:** cut a `torchlift.skeleton`, then
 #   `torchlift.load`. It takes the directory and the file alike.
 # - **Your code calls** ``dcp.load``: give it a `torchlift.distributed.CheckpointReader` as storage
