@@ -165,8 +165,79 @@ def test_the_pickle_keeps_order_kind_sharing_and_plain_values() -> None:
     for bad in (object(), [torch.ones(1)], {"a": {1, 2}}, torch.float32, len):
         with pytest.raises(PlacementError, match=r"'k': cannot be stored in a torch file so that"):
             torch_pickle({"k": bad}, [])
-    nested.append(nested)
-    assert torch_pickle({"k": nested}, [])
+
+
+def _levels(count: int) -> list[object]:
+    inner: list[object] = []
+    for _ in range(count - 1):
+        inner = [inner]
+    return inner
+
+
+def _around_itself() -> list[object]:
+    made: list[object] = [1, "x"]
+    made.append({"back": made})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (_around_itself(), "do not contain themselves; found a list"),
+        (_levels(91), "at most 90 levels"),
+        (_levels(100_000), "at most 90 levels"),
+        ([1, -(2**1015)], "less than 1016 bits; found 1016 bits"),
+        (["\ud800"], "expected text; found a lone surrogate"),
+        ({"\ud800": 1}, "expected text; found a lone surrogate"),
+        ({2**64: 1}, "integer of more than 64 bits"),
+        ({(1,) * 65: 1}, "a large or deeply nested tuple"),
+    ],
+)
+def test_plain_values_that_no_reader_would_read_are_refused(value: object, text: str) -> None:
+    """Before they are in a file that looks whole; the message names the key."""
+    with pytest.raises(PlacementError, match=rf"'k': cannot be stored in a torch .*{text}"):
+        torch_pickle({"k": value}, [])
+    with pytest.raises(PlacementError, match="'_metadata': cannot be stored"):
+        torch_pickle({}, [], metadata={"k": value})
+
+
+def test_plain_values_at_the_limits_are_read_back(tmp_path: Path) -> None:
+    """By torch and by torchlift; a container in two places is no container that holds itself."""
+    twice = [1, [2]]
+    values = {
+        "deep._extra_state": _levels(90), "wide": [2**1015 - 1, 1 - 2**1015],
+        "twice": [twice, twice, {"a": twice}], "keys": {(1, "a"): 1, 2**64 - 1: 2, "\U0001f600": 3},
+    }  # fmt: skip
+    data = torch_pickle(values, [])
+    layout = torch_zip_layout([], data)
+    file = bytearray(layout.nbytes)
+    for start, part in layout.frame([]):
+        file[start : start + len(part)] = part
+    path = tmp_path / "x.pt"
+    path.write_bytes(file)
+    assert torch.load(path, weights_only=True) == values
+    with torchlift.open(path) as found:
+        assert found.objects["wide"] == values["wide"]
+
+
+def test_two_values_that_would_get_one_name_are_refused() -> None:
+    """torchlift joins the keys of nested dictionaries by dots."""
+    with pytest.raises(PlacementError, match=r"'a\.b': .* have this key once"):
+        torch_pickle({"a.b": 1, "a": {"b": 2}}, [])
+
+
+def test_the_header_of_another_rank_gives_the_same_offsets() -> None:
+    """Its length is enough; and what is not text is no metadata."""
+    tensors = [Stored("w", "int8", (2,)), Stored("v", "float32", (3,))]
+    layout = safetensors_layout(tensors, {"note": "n" * 200})
+    other = safetensors_layout(tensors, layout.payloads[0].offset)
+    assert (other.payloads, other.nbytes) == (layout.payloads, layout.nbytes)
+    for metadata in ({"epoch": 3}, {"epoch": None}, {3: "epoch"}):
+        with pytest.raises(TypeError, match=r"metadata\[.*: a safetensors file has text only"):
+            safetensors_layout(tensors, metadata)
+    for metadata in ({"epoch": "\ud800"}, {"\ud800": "epoch"}):
+        with pytest.raises(ValueError, match=r"metadata\[.*: lone surrogates are not text"):
+            safetensors_layout(tensors, metadata)
 
 
 def test_safetensors_refuses_what_it_has_no_word_for() -> None:

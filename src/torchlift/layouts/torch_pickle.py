@@ -15,16 +15,12 @@ from typing import Any
 import torch
 
 from torchlift.boxes import row_major
-from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE
 from torchlift.formats.stand_ins import STORAGE_DTYPES
 from torchlift.layouts import Stored
+from torchlift.layouts.plain import require_plain, require_readable
 
 _STORAGES = {dtype: name.removeprefix("torch.") for name, dtype in STORAGE_DTYPES.items()}
-
-#: What values that are not tensors may consist of: what ``weights_only=True`` and torchlift read.
-_LEAVES = (type(None), bool, int, float, str, bytes)
-_CONTAINERS = (list, tuple, dict, OrderedDict)
 
 
 class Shared:
@@ -53,7 +49,7 @@ def torch_pickle(
         ordered: whether to make an ``OrderedDict`` rather than a dict.
 
     Raises:
-        PlacementError: a value can be read back only by running code.
+        PlacementError: a value cannot be read back, or only by running code.
 
     Example:
         >>> import torch, pickletools
@@ -67,32 +63,17 @@ def torch_pickle(
         if isinstance(value, Shared):
             state[key] = _Tensor(storages[value.number])
         else:
-            _require_plain(key, value)
+            require_plain(key, value)
             state[key] = value
     if metadata is not None:
-        _require_plain("_metadata", metadata)
+        require_plain("_metadata", metadata)
         state._metadata = metadata  # type: ignore[attr-defined]
     file = io.BytesIO()
     _Pickler(file, protocol=2).dump(state)
-    return file.getvalue()
-
-
-def _require_plain(key: str, value: object) -> None:
-    pending: list[Any] = [value]
-    seen: set[int] = set()
-    while pending:
-        item = pending.pop()
-        if type(item) in _CONTAINERS and id(item) not in seen:
-            seen.add(id(item))  # a list may hold itself
-            pending += [*item, *item.values()] if isinstance(item, dict) else item
-        elif type(item) not in (*_LEAVES, *_CONTAINERS):
-            raise PlacementError(
-                "cannot be stored in a torch file so that it can be read back without running code",
-                entry=key,
-                expected="tensors as values of the state dict, or plain data",
-                found=f"a {type(item).__module__}.{type(item).__qualname__}",
-                hint="Take it out of what is saved, or flatten what holds it.",
-            )
+    data = file.getvalue()
+    if not all(isinstance(value, Shared) for value in values.values()):
+        require_readable(data)
+    return data
 
 
 class _Storage:
