@@ -52,7 +52,9 @@ def outline_of(state: Mapping[str, object], *notes: str) -> Outline:
             absent |= 1 << position
             continue
         spread = (value.device_mesh, value.placements) if is_dtensor(value) else None
-        layout = (local.dtype, tuple(value.shape), local.shape, local.stride(), spread)
+        # A conjugate or negative view has the memory of its whole, and other values.
+        shown = (local.dtype, local.is_conj(), local.is_neg(), local.shape, local.stride())
+        layout = (*shown, tuple(value.shape), spread)
         found[local.device, local.data_ptr(), layout].append(position)
     groups = tuple(tuple(group) for group in found.values() if len(group) > 1)
     return Outline(digest.digest(), groups, absent)
