@@ -10,14 +10,14 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from torchlift import unfinished
-from torchlift.unfinished import Unfinished, remove_debris, write_at
+from torchlift.unfinished import NotDurable, Unfinished, remove_debris, write_at
 
 KINDS = ("anonymous", "named")
 
 
 @pytest.fixture(params=KINDS)
 def named(request: pytest.FixtureRequest) -> bool:
-    if request.param == "anonymous" and not (unfinished._ANONYMOUS and unfinished._machine()):
+    if request.param == "anonymous" and not (unfinished._ANONYMOUS and unfinished.machine()):
         pytest.skip("files have names here")
     return bool(request.param == "named")
 
@@ -77,11 +77,15 @@ def test_bytes_then_name_then_folder_are_made_durable(
 def test_only_what_dead_writers_of_the_same_path_left_is_removed(tmp_path: Path) -> None:
     """Not a live writer's file, nor what merely has a similar name."""
     live = Unfinished(str(tmp_path / "x.pt"), named=True)
-    others = [".x.pt.part", ".x.pt.backup.part", ".x.pt.abcdefgh", ".y.pt.abcdefgh.part"]
-    for name in [*others, ".x.pt.abcdefgh.part"]:
+    ours = ".x.pt.torchlift-abcdefgh.part"
+    others = [
+        ".x.pt.part", ".x.pt.download.part", ".x.pt.torchlift-backup.part",
+        ".x.pt.torchlift-abcdefgh", ".y.pt.torchlift-abcdefgh.part",
+    ]  # fmt: skip
+    for name in [*others, ours]:
         (tmp_path / name).touch()
-    (tmp_path / ".x.pt.aaaaaaaa.part").symlink_to("elsewhere")
-    assert remove_debris(str(tmp_path / "x.pt")) == [".x.pt.abcdefgh.part"]
+    (tmp_path / ".x.pt.torchlift-aaaaaaaa.part").symlink_to("elsewhere")
+    assert remove_debris(str(tmp_path / "x.pt")) == [ours]
     assert len(os.listdir(tmp_path)) == 1 + len(others) + 1
     live.commit()
     live.close()
@@ -108,19 +112,90 @@ def test_a_rename_that_is_denied_leaves_the_old_file_alone(
     assert path.read_bytes() == b"old"
 
 
+def test_a_folder_that_cannot_be_made_durable_is_told_from_a_file_that_did_not_appear(
+    tmp_path: Path, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new file is in place by then, and stays."""
+    fsync = os.fsync
+
+    def denied(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(5, "denied")
+        fsync(descriptor)
+
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    file = Unfinished(str(path), named=named)
+    monkeypatch.setattr(os, "fsync", denied)
+    with pytest.raises(NotDurable, match="denied"):
+        file.commit()
+    file.close()
+    assert os.listdir(tmp_path) == ["x"]
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_a_file_that_is_replaced_passes_its_mode_on(tmp_path: Path, named: bool, mode: int) -> None:
+    """And nobody whom it shuts out can read the new one while it is written."""
+    path = tmp_path / "x"
+    path.touch()
+    path.chmod(mode)
+    file = Unfinished(str(path), named=named)
+    assert stat.S_IMODE(os.fstat(file.descriptor).st_mode) == mode | 0o600
+    os.close(file.address().open())
+    file.commit()
+    file.close()
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, named: bool) -> None:
+    """Also where nothing is there yet; a link that leads to itself is an error."""
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "x"
+    link.symlink_to(tmp_path / "real" / "y")
+    for content in (b"new", b"newer"):
+        file = Unfinished(str(link), named=named)
+        assert len(os.listdir(tmp_path)) == 2
+        write_at(file.descriptor, content, 0)
+        file.commit()
+        file.close()
+        assert link.is_symlink()
+        assert link.read_bytes() == content
+        assert os.listdir(tmp_path / "real") == ["y"]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        Unfinished(str(tmp_path / "loop"), named=named)
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path, named: bool) -> None:
+    """Nor a device, such as the one that swallows everything."""
+    os.mkfifo(tmp_path / "x")
+    with pytest.raises(FileExistsError, match="a device or a pipe"):
+        Unfinished(str(tmp_path / "x"), named=named)
+
+
+def test_a_name_may_be_as_long_as_the_folder_allows(tmp_path: Path, named: bool) -> None:
+    """That of the unfinished file is cut."""
+    path = tmp_path / ("ä" * 127)
+    file = Unfinished(str(path), named=named)
+    file.commit()
+    file.close()
+    assert os.listdir(tmp_path) == [path.name]
+
+
 def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another name is drawn."""
-    if not (unfinished._ANONYMOUS and unfinished._machine()):
+    if not (unfinished._ANONYMOUS and unfinished.machine()):
         pytest.skip("files have names here")
     names = iter(["taken000", "free0000"])
     monkeypatch.setattr(unfinished, "_random", lambda: next(names))
     file = Unfinished(str(tmp_path / "x"))
-    (tmp_path / ".x.taken000.part").write_bytes(b"theirs")
+    (tmp_path / ".x.torchlift-taken000.part").write_bytes(b"theirs")
     file.commit()
     file.close()
-    assert (tmp_path / ".x.taken000.part").read_bytes() == b"theirs"
+    assert (tmp_path / ".x.torchlift-taken000.part").read_bytes() == b"theirs"
     assert (tmp_path / "x").read_bytes() == b""
 
 
@@ -144,7 +219,7 @@ def test_a_folder_one_may_not_write_to_and_a_folder_in_the_way_are_errors(named:
         assert os.listdir(folder) == []
 
 
-def test_a_file_of_another_machine_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_a_file_of_anothermachine_is_not_taken_for_this_one(tmp_path: Path) -> None:
     """Neither by the name of the machine nor by what the same number means here."""
     file = Unfinished(str(tmp_path / "x"))
     address = file.address()

@@ -139,6 +139,8 @@ def test_views_that_are_no_plain_memory_are_stored_as_what_they_show(tmp_path: P
     whole = torch.randn(4, 6)
     odd = torch.randn(3, dtype=torch.complex64)
     state = {
+        "odd": odd,
+        "imaginary": odd.imag,
         "whole": whole,
         "slice": whole[1:],
         "turned": whole.t(),
@@ -251,7 +253,10 @@ def results() -> Iterator[dict[tuple[str, int], dict[str, str]]]:
     [
         ("save", "writes_files"),
         ("save", "writes_a_module"),
+        ("save", "writes_rank_0s_metadata"),
+        ("save", "keeps_conjugate_shards_apart"),
         ("save", "one_bad_rank_stops_all"),
+        ("save", "a_bad_path_of_one_rank_stops_all"),
         ("save", "saves_where_a_file_must_have_a_name"),
         ("save", "a_fault_of_one_rank_stops_all"),
         ("load", "reads_what_any_number_of_ranks_wrote"),

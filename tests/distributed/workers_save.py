@@ -19,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import main
+from safetensors import safe_open
+from safetensors.torch import load_file
 from save_states import expected_state, same_bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -146,14 +148,89 @@ def on_rank(who: int, name: str, replacement: Any) -> Iterator[None]:
         yield
 
 
+def writes_rank_0s_metadata() -> None:
+    """Whatever the others have, or none: a longer header must not move their offsets."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    line = init_device_mesh("cpu", (world,))
+    want = expected_state()
+    state = {key: spread(line, [Shard(0)], value) for key, value in want.items()}
+    state = {key: value for key, value in state.items() if not value.is_complex()}
+    for name, metadata in [
+        ("only", {"note": "n" * 200} if rank == 0 else None),
+        ("longer", {"host": "h" * (1 + 50 * rank)}),
+        ("other", None if rank == 0 else {"a": "b"}),
+    ]:
+        path = SHARED / f"{name}-{world}.safetensors"
+        save_consolidated(state, path, metadata=metadata)
+        for key, value in load_file(path).items():
+            assert same_bits(value, want[key]), (name, key)
+        with safe_open(path, "pt") as file:
+            assert (file.metadata() or {}) == {
+                "only": {"note": "n" * 200}, "longer": {"host": "h"}, "other": {},
+            }[name]  # fmt: skip
+        dist.barrier()
+
+
+def keeps_conjugate_shards_apart() -> None:
+    """They have the memory of their whole."""
+    world = dist.get_world_size()
+    line = init_device_mesh("cpu", (world,))
+    whole = torch.arange(8.0).to(torch.complex64) + 1j
+    state = {"x": distribute_tensor(whole, line, [Shard(0)])}
+    state["y"] = state["x"].conj()
+    path = SHARED / f"conjugate-{world}.pt"
+    save_consolidated(state, path)
+    found = torch.load(path, weights_only=True)
+    assert torch.equal(found["x"], whole)
+    assert torch.equal(found["y"], whole.conj())
+
+
+def a_bad_path_of_one_rank_stops_all() -> None:
+    """Before anything is written, and nobody waits for the one that failed."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    last = rank == world - 1
+    folder = SHARED / f"paths-{world}"
+    state = {"w": torch.ones(3)}
+    if rank == 0:
+        (folder / "inner").mkdir(parents=True)
+        (folder / "link").symlink_to("inner")
+    dist.barrier()
+    # Two names of one folder are no fault.
+    save_consolidated(state, folder / ("link" if last else "inner") / "x.pt")
+    dist.barrier()
+    kind = (TypeError, CheckpointError)
+    with pytest.raises(kind, match="not NoneType"):
+        save_consolidated(state, None if last else folder / "x.pt")
+    if world > 1:
+        for other in (folder / "y.pt", folder / "inner" / "x.pt"):
+            text = (
+                rf"to the same path; expected .*x\.pt, as on rank 0; found .* on rank {world - 1}"
+            )
+            with pytest.raises(PlacementError, match=text):
+                save_consolidated(state, other if last else folder / "x.pt")
+    home = os.getcwd()
+    gone = folder / f"gone-{rank}"
+    gone.mkdir()
+    os.chdir(gone if last else folder)
+    gone.rmdir()
+    try:
+        with pytest.raises(CheckpointError, match="No such file"):
+            save_consolidated(state, "x.pt")
+    finally:
+        os.chdir(home)
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == ["inner", "link"]
+    assert os.listdir(folder / "inner") == ["x.pt"]
+
+
 def saves_where_a_file_must_have_a_name() -> None:
     """No O_TMPFILE on rank 0's file system; a rank on another machine, or in another container."""
     world = dist.get_world_size()
-    other = unfinished.Address("/proc/1/fd/0", unfinished._machine(), 1, 1)
+    other = unfinished.Address("/proc/1/fd/0", unfinished.machine(), 1, 1)
     for who, name, replacement in [
         (0, "_ANONYMOUS", 0),
-        (world - 1, "_machine", lambda: "another"),
-        (0, "_machine", lambda: ""),
+        (world - 1, "machine", lambda: "another"),
+        (0, "machine", lambda: ""),
     ]:
         path = SHARED / f"named-{world}.pt"
         with on_rank(who, name, replacement):
@@ -250,7 +327,10 @@ def loads_on_another_number_of_ranks() -> None:
 SAVES = (
     writes_files,
     writes_a_module,
+    writes_rank_0s_metadata,
+    keeps_conjugate_shards_apart,
     one_bad_rank_stops_all,
+    a_bad_path_of_one_rank_stops_all,
     saves_where_a_file_must_have_a_name,
     a_fault_of_one_rank_stops_all,
 )

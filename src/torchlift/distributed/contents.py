@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchlift.distributed.outline import Outline, outline_of, require_same, shared_positions
@@ -15,6 +16,7 @@ from torchlift.distributed.shards import held
 from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE
 from torchlift.layouts import Layout, Stored, format_for
+from torchlift.layouts.plain import is_unicode
 from torchlift.layouts.safetensors import safetensors_layout
 from torchlift.layouts.torch_pickle import Shared, torch_pickle
 from torchlift.layouts.torch_zip import torch_zip_layout
@@ -44,9 +46,16 @@ class Contents:
         """Check what can be checked on this rank alone.
 
         Raises:
+            TypeError: it is neither a module nor a mapping; or the metadata is not text.
             ValueError: see `format_for`; or a torch file is to hold metadata.
-            PlacementError: the format cannot hold a value.
+            PlacementError: the format cannot hold a name or a value.
         """
+        if not isinstance(obj, (nn.Module, Mapping)):
+            raise TypeError(
+                f"expected a module, or a mapping from name to tensor; found a {type(obj).__name__}"
+            )
+        if not isinstance(metadata, Mapping):
+            raise TypeError(f"metadata: expected a mapping, found a {type(metadata).__name__}")
         self.format = format_for(path, format)
         if metadata and self.format != "safetensors":
             raise ValueError(
@@ -57,6 +66,8 @@ class Contents:
         self.state: Mapping[str, object] = state
         self._metadata = dict(metadata)
         self._owners: dict[str, str] = {}
+        for key in self.state:
+            _require_name(key)
         self._stored = {
             key: _stored(key, value, self.format)
             for key, value in self.state.items()
@@ -81,20 +92,26 @@ class Contents:
             pairs = shared_positions(outlines).items()
             self._owners = {names[at]: names[first] for at, first in pairs}
 
-    def lay_out(self, pickled: int | None = None) -> tuple[Layout, int]:
+    def lay_out(self, length: int | None = None) -> tuple[Layout, int]:
         """The file.
 
         Args:
-            pickled: length of the pickle, in bytes, where another rank makes it, and the frame.
+            length: what another rank got, which makes the frame; only the offsets are wanted here.
 
         Returns:
-            The layout, and the length of the pickle, 0 where the format has none.
+            The layout, and the length in bytes of what the ranks may see differently and of which
+            the offsets depend: a header with metadata, a pickle with plain values.
 
         Raises:
-            PlacementError: a value can be read back only by running code.
+            PlacementError: a value cannot be read back, or only by running code.
         """
         if self.format == "safetensors":
-            return safetensors_layout(self._stored.values(), self._metadata), 0
+            tensors = self._stored.values()
+            layout = safetensors_layout(tensors, self._metadata if length is None else length)
+            return layout, min((start for _, start in layout.payloads), default=layout.nbytes)
+        return self._lay_out_torch(length)
+
+    def _lay_out_torch(self, pickled: int | None) -> tuple[Layout, int]:
         own = [key for key in self._stored if key not in self._owners]
         tensors = [self._stored[key] for key in own]
         if pickled is not None:
@@ -110,9 +127,25 @@ class Contents:
         return torch_zip_layout(tensors, data), len(data)
 
 
+def _require_name(key: object) -> None:
+    """Refuse a name that readers cannot read, such as a member of an Enum."""
+    if type(key) is str and is_unicode(key):
+        return
+    found = f"a {type(key).__name__}" if type(key) is not str else "a lone surrogate in it"
+    raise PlacementError(
+        "cannot be the name of a tensor in a file",
+        entry=str(key),
+        expected="a str that UTF-8 can write",
+        found=found,
+        hint="Rename it in what is saved.",
+    )
+
+
 def _stored(key: str, value: object, format: str) -> Stored:
     found = type(value).__name__
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and is_lazy(value):
+        found += ", which gets its shape when the module is first called"
+    elif isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
         is_dense = value.layout == torch.strided and not value.is_nested and not value.is_meta
         if is_dense and name in ITEMSIZE and not is_traceable_wrapper_subclass(held(value)):

@@ -11,23 +11,25 @@ import os
 from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchlift.distributed.contents import Contents
+from torchlift.distributed.destination import Destination, require_one
+from torchlift.distributed.outline import Outline
 from torchlift.distributed.parts import parts_of
 from torchlift.distributed.status import exchange, settle, world_of
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.layouts.crc import PartialCrc, whole_crc
-from torchlift.unfinished import Address, Unfinished, write_at
+from torchlift.unfinished import Address, NotDurable, Unfinished, write_at
 
 
 def save_consolidated(
     obj: nn.Module | Mapping[str, torch.Tensor],
-    path: str | os.PathLike[str],
+    path: str | bytes | os.PathLike[str],
     *,
     format: str | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -36,14 +38,16 @@ def save_consolidated(
 
     All ranks call it with the same names. Each writes the bytes of its own shards into one file,
     and of what several ranks hold each writes a part; no weight travels between ranks and none is
-    put together in memory. The folder of the path must be the same one on every rank.
+    put together in memory: beside them a rank needs some 32 MiB, whatever their strides. The folder
+    of the path must be the same one on every rank.
 
     **A torch file** is what ``torch.save`` would write: ``torch.load`` reads it with
     ``weights_only=True`` and with ``mmap=True``. Each rank sums up its own ranges, and from the
     sums comes the checksum of every storage. Names that are one tensor share a storage in the file,
     and after ``torch.load``. ``_metadata`` of a module's state dict is kept, and so are values that
     are plain data instead of tensors, as rank 0 has them. Tensors are stored dense, without
-    ``requires_grad``, and as being on the CPU: nobody needs the mesh to load them.
+    ``requires_grad``, and as being on the CPU: nobody needs the mesh to load them. What these
+    readers could not read is refused: names that are no plain text, values that contain themselves.
 
     **A safetensors file** has no sharing: each name gets bytes of its own, a tied weight twice. It
     holds tensors only.
@@ -51,26 +55,31 @@ def save_consolidated(
     **Faults.** The file appears under its name, replacing an older one, when every rank has written
     everything and the disk has it. Until then it has no name where all ranks run on one machine
     and the file system knows ``O_TMPFILE``: whatever kills them, the kernel frees it. Elsewhere,
-    and for the moment in which it is renamed, it is called ``.NAME.RANDOM.part``. Ranks that
-    survive an error remove it; when all are killed at once, the next save to the same path does,
-    since nobody holds its lock (``flock``) any more. A rank that dies is noticed when the process
-    group notices: at once where connections break, else after its timeout.
+    and for the moment in which it is renamed, it is called ``.NAME.torchlift-RANDOM.part``. Ranks
+    that survive an error remove it; when all are killed at once, the next save to the same path
+    does, since nobody holds its lock (``flock``) any more. A rank that dies is noticed when the
+    process group notices: at once where connections break, else after its timeout. Two faults can
+    come when the new file is in place: a rank dies before it has heard so, and the folder cannot be
+    flushed to the disk (``fsync``). The message says so.
 
     Args:
         obj: a module, whose ``state_dict`` is saved, or a mapping from name to tensor.
-        path: of the file; one that exists is replaced.
+        path: of the file; one that exists is replaced and passes its mode on. Of a link, the file
+            that it leads to is replaced.
         format: ``"safetensors"`` or ``"torch-zip"``. None: the suffix says, ``.safetensors`` the
             one and ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` the other.
         metadata: text to record in the header of a safetensors file; a torch file has no place.
+            Rank 0's is recorded; that of the others may differ, or be None.
 
     Returns:
         Bytes of tensors that this rank wrote.
 
     Raises:
-        CheckpointError: a rank failed, and every rank raises that; the previous file is untouched
-            and nothing is left behind.
-        PlacementError: the format cannot hold a value, a tensor holds partial sums or lies where
-            no rank can write it, or the ranks do not save the same names.
+        CheckpointError: a rank failed, and every rank raises that. The previous file is untouched
+            and nothing is left behind, unless the message says that the new file is in place.
+        PlacementError: the format cannot hold a name or a value, a tensor holds partial sums or
+            lies where no rank can write it, or the ranks do not save the same names to one path.
+        TypeError: an object that is no module and no mapping, or metadata that is not text.
         ValueError: a format that is not known, no format and a suffix that does not tell, or
             metadata for a torch file.
 
@@ -87,8 +96,8 @@ def save_consolidated(
         >>> torch.load(os.path.join(folder, "model.pt"), mmap=True)["weight"].shape
         torch.Size([2, 3])
     """
-    target = os.path.abspath(os.fspath(path))
-    return _Saver(target, lambda: Contents(obj, target, format, metadata or {})).run()
+    given = metadata if metadata is not None else {}
+    return _Saver(path, lambda target: Contents(obj, target, format, given)).run()
 
 
 class _Written(NamedTuple):
@@ -99,9 +108,12 @@ class _Written(NamedTuple):
 
 
 class _Saver:
-    def __init__(self, path: str, make: Callable[[], Contents]) -> None:
-        self.path = path
+    def __init__(
+        self, path: str | bytes | os.PathLike[str], make: Callable[[str], Contents]
+    ) -> None:
+        self.given = path
         self.make = make
+        self.path: str | None = None
         self.rank, self.world = world_of()
         self.file: Unfinished | None = None  # on rank 0
         self.address: Address | None = None  # on all
@@ -109,13 +121,13 @@ class _Saver:
     def run(self) -> int:
         """The steps, after each of which every rank knows whether all are well."""
         try:
-            outlines = self._together(lambda: self.contents.describe())
-            self.contents.agree(outlines)
+            described = self._together(self._describe)
+            # From what all know, all draw one conclusion: they raise together without a word more.
+            require_one([destination for _, destination in described])
+            self.contents.agree([outline for outline, _ in described])
             length = self._together(self._lay_out)[0]
             self._open()
-            if self.rank != 0:
-                self.layout, _ = self.contents.lay_out(length)
-            written = self._together(self._write)
+            written = self._together(partial(self._write, length))
             self._together(lambda: self._commit(written))
         except BaseException:
             # Rank 0 may be the one that died, and cannot remove what it has created.
@@ -128,17 +140,22 @@ class _Saver:
                 self.file.close()
         return int(written[self.rank].nbytes)
 
-    @cached_property
-    def contents(self) -> Contents:
-        """What is to be saved; making it is a part of the first step, in which it may fail."""
-        return self.make()
+    def _describe(self) -> tuple[Outline, Destination]:
+        """Whatever this rank's arguments may make fail is here, where the others learn of it."""
+        self.path = os.fsdecode(self.given)  # for an error, if there is no current folder any more
+        self.path = os.path.abspath(self.path)
+        self.contents = self.make(self.path)
+        return self.contents.describe(), Destination.of(self.path)
 
     def _together(self, step: Callable[[], Any]) -> list[Any]:
         """Run one step on all ranks; return what each got, or raise what any of them met."""
         error: BaseException | None = None
-        value = None
+        value: Any = None
         try:
             value = step()
+        except NotDurable as failure:
+            error = self._error("the new file is in place, but its folder is not durable", failure)
+            error.hint = "Save again: a crash of the machine may bring the older file back."
         except OSError as failure:
             error = self._error("the file cannot be written", failure)
         except BaseException as failure:
@@ -188,6 +205,7 @@ class _Saver:
             return None
         if self.file is not None:
             self.file.close()
+        assert self.path is not None
         self.file = Unfinished(self.path, named=named)
         os.truncate(self.file.descriptor, self.layout.nbytes)
         return self.file.address()
@@ -200,9 +218,11 @@ class _Saver:
             return False
         return True
 
-    def _write(self) -> _Written:
+    def _write(self, length: int) -> _Written:
         """Write this rank's parts of every payload, and sum them up where sums are wanted."""
         assert self.address is not None
+        if self.rank != 0:
+            self.layout, _ = self.contents.lay_out(length)
         nbytes, sums = 0, array("I")
         descriptor = self.address.open()
         try:

@@ -1,0 +1,152 @@
+"""What is saved into one file: odd views and names; and where: wrong arguments, modes, links."""
+
+from __future__ import annotations
+
+import os
+import stat
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from save_states import same_bits
+from torch import nn
+
+import torchlift
+from torchlift import measure
+from torchlift.distributed import parts, save_consolidated
+from torchlift.errors import CheckpointError, PlacementError
+
+
+def test_blocks_of_odd_views_are_put_together_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a block of what is written at a time begins and ends in their dimensions."""
+    monkeypatch.setattr(parts, "_PIECE", 40)
+    cube = torch.randn(3, 5, 7)
+    odd = torch.randn(4, 3, dtype=torch.complex64)
+    state = {
+        "turned": cube.permute(2, 0, 1),
+        "stepped": cube[:, ::2, 1::3],
+        "wide": torch.randn(5, 1, 3).expand(5, 4, 3),
+        "conjugate": odd.conj().t(),
+        "negative": odd.conj().imag,
+        "half": cube.bfloat16().permute(1, 2, 0),
+        "bits": torch.randn(5, 4).to(torch.float8_e4m3fn).t(),
+        "none": torch.empty(0, 3, 2).permute(2, 0, 1),
+        "scalar": odd.conj()[0, 0].imag,
+    }
+    for name in ("x.pt", "x.safetensors"):
+        save_consolidated(state, tmp_path / name)
+        with torchlift.open(tmp_path / name) as found:
+            for key, value in state.items():
+                assert same_bits(found[key], value.resolve_conj().resolve_neg()), key
+        assert torchlift.verify(tmp_path / name).ok
+
+
+_SETUP = """
+import torch
+from torchlift import measure
+from torchlift.distributed import save_consolidated
+numel = 48 << 20
+views = {
+    "contiguous": lambda: torch.ones(numel),
+    "transposed": lambda: torch.ones(6 << 10, 8 << 10).t(),
+    "expanded": lambda: torch.ones(1).expand(numel),
+    "conjugate": lambda: torch.ones(numel // 2, dtype=torch.complex64).conj(),
+}
+"""
+_MEASURED = """
+result = {}
+for name, view in views.items():
+    state = {"w": view()}
+    with measure.memory(sampler="process") as use:
+        save_consolidated(state, args[0])
+    result[name] = use.added_anonymous
+    del state
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="owned memory is from /proc")
+def test_a_save_copies_a_block_at_a_time_whatever_the_strides(tmp_path: Path) -> None:
+    """192 MiB are saved within 40, where a copy of the whole would be 192."""
+    found = measure.in_child(_MEASURED, str(tmp_path / "x.pt"), setup=_SETUP).value
+    assert len(found) == 4
+    assert max(found.values()) < 40 * (1 << 20), found
+
+
+class _Text(str):
+    pass
+
+
+class _Choice(str, Enum):
+    A = "a"
+
+
+@pytest.mark.parametrize("key", [_Text("a"), _Choice.A, 1, ("a", 1), "\ud800"])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_name_that_readers_cannot_read_is_refused(tmp_path: Path, key: Any, suffix: str) -> None:
+    """The message has it in a form that can be printed."""
+    with pytest.raises(
+        PlacementError, match=r"['\"]: cannot be the name of a tensor in a file"
+    ) as met:
+        save_consolidated({key: torch.ones(2)}, tmp_path / f"x.{suffix}")
+    assert str(met.value).isprintable()
+    assert os.listdir(tmp_path) == []
+
+
+def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    """In words, whatever the format."""
+    for suffix in ("pt", "safetensors"):
+        path = tmp_path / f"x.{suffix}"
+        with pytest.raises(TypeError, match=r"expected a module, or a mapping .* found a list"):
+            save_consolidated([1], path)
+        with pytest.raises(PlacementError, match=r"'weight': .*when the module is first called"):
+            save_consolidated(nn.LazyLinear(3), path)
+        with pytest.raises(TypeError, match="metadata: expected a mapping, found a list"):
+            save_consolidated({}, path, metadata=["a"])
+        with pytest.raises(TypeError, match="not int"):
+            save_consolidated({}, 3)
+    with pytest.raises(TypeError, match=r"metadata\['epoch'\] = 3: .* text only"):
+        save_consolidated({}, path, metadata={"epoch": 3})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_path_may_be_bytes(tmp_path: Path) -> None:
+    """As for torch.save, and as the system has it."""
+    save_consolidated({"w": torch.ones(2)}, os.fsencode(tmp_path / "x.pt"))
+    assert torch.equal(torch.load(tmp_path / "x.pt")["w"], torch.ones(2))
+
+
+def test_the_mode_and_the_link_of_what_is_replaced_stay(tmp_path: Path) -> None:
+    """As with torch.save: a checkpoint that others may not read stays one."""
+    path, link = tmp_path / "x.pt", tmp_path / "link.pt"
+    save_consolidated({"w": torch.ones(2)}, path)
+    path.chmod(0o600)
+    link.symlink_to(path)
+    save_consolidated({"w": torch.zeros(2)}, link)
+    assert link.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert torch.equal(torch.load(path)["w"], torch.zeros(2))
+
+
+def test_a_folder_that_cannot_be_flushed_is_told_from_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new file is there by then; the message says so."""
+    path = tmp_path / "x.pt"
+    save_consolidated({"w": torch.ones(2)}, path)
+    fsync = os.fsync
+
+    def denied(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(5, "denied")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", denied)
+    text = "the new file is in place, but its folder is not durable.*denied.* bring the older"
+    with pytest.raises(CheckpointError, match=text):
+        save_consolidated({"w": torch.zeros(2)}, path)
+    assert torch.equal(torch.load(path)["w"], torch.zeros(2))
+    assert os.listdir(tmp_path) == ["x.pt"]
