@@ -76,7 +76,8 @@ def save_consolidated(
 
     Raises:
         CheckpointError: a rank failed, and every rank raises that. The previous file is untouched
-            and nothing is left behind, unless the message says that the new file is in place.
+            and nothing is left behind, unless the message says that the new one is, or may be,
+            in its place.
         PlacementError: the format cannot hold a name or a value, a tensor holds partial sums or
             lies where no rank can write it, or the ranks do not save the same names to one path.
         TypeError: an object that is no module and no mapping, or metadata that is not text.
