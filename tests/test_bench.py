@@ -407,3 +407,18 @@ def test_a_way_that_fails_makes_the_status_1(tmp_path, capsys, monkeypatch) -> N
     torch.save({"weight": torch.ones(3), "extra": Foreign()}, path)
     assert main(["bench", str(path), "--only", "torch-load", "--repeat", "1"]) == 1
     assert "failed: " in capsys.readouterr().out
+
+
+def test_the_sharded_comparison_runs_every_way():
+    """Each way on ranks of its own; one line for each, and the shards' memory."""
+    command = [sys.executable, "-m", "torchlift.bench.sharded", "--size", "8MiB", "--repeat", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    head, *lines = done.stdout.splitlines()
+    assert head.split() == ["way", "seconds", "faster", "anonymous", "memory", "per", "rank"]
+    assert [line[:22].strip() for line in lines] == [
+        "broadcast_from_rank0",
+        "full_state_dict, mmap",
+        "torchlift read",
+        "torchlift mmap",
+    ]

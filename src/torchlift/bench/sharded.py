@@ -1,4 +1,4 @@
-"""A full checkpoint into a sharded model, each way in turn on the same ranks.
+"""A full checkpoint into a sharded model, each way in turn, on ranks of its own.
 
     python -m torchlift.bench.sharded --ranks 2 --size 2GiB
 
@@ -38,16 +38,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         path, out = os.path.join(folder, "full.pt"), os.path.join(folder, "result.json")
         shape = make_checkpoint(path, nbytes=args.size)
-        job = json.dumps([path, list(shape), args.repeat, out])
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={args.ranks}", "--no-python", sys.executable, "-m"]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHLIFT_BENCH": job}
-        done = subprocess.run([*command, "torchlift.bench.sharded"], env=environment, check=False)
-        if done.returncode:
-            return done.returncode
-        with open(out, encoding="utf-8") as file:
-            print(table(json.load(file)))
+        results: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
+        # Memory is sampled in a round of its own, since that takes time from the others.
+        for measured in [*[False] * args.repeat, True]:
+            for way in _WAYS:
+                job = json.dumps([way, path, list(shape), measured, out])
+                status = _start(args.ranks, job)
+                if status:
+                    return status
+                with open(out, encoding="utf-8") as file:
+                    results[way].append(tuple(json.load(file)))
+    print(table(_merged(results)))
     return 0
+
+
+def _start(ranks: int, job: str) -> int:
+    """One way once, in fresh processes: memory that one way has freed would help the next."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", "--no-python", sys.executable, "-m"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHLIFT_BENCH": job}
+    done = subprocess.run([*command, "torchlift.bench.sharded"], env=environment, check=False)
+    return done.returncode
+
+
+def _merged(
+    results: dict[str, list[tuple[float, float]]],
+) -> dict[str, list[tuple[float, float]]]:
+    """Times of the rounds that were not sampled, each with the memory of the one that was."""
+    return {
+        way: [(seconds, rounds[-1][1]) for seconds, _ in rounds[:-1]]
+        for way, rounds in results.items()
+    }
 
 
 def table(results: dict[str, list[tuple[float, float]]]) -> str:
@@ -72,31 +93,22 @@ def table(results: dict[str, list[tuple[float, float]]]) -> str:
 
 
 def _rank(job: str) -> None:
-    """One process: every way in turn, several rounds, after a round that is not counted."""
+    """One process: one way, after a small load that is not counted."""
     import torch.distributed as dist
 
-    path, shape, repeat, out = json.loads(job)
-    dist.init_process_group("gloo")
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
-    with tempfile.TemporaryDirectory() as folder:
-        from torchlift.bench.generate import make_checkpoint
+    from torchlift.bench.generate import make_checkpoint
 
+    way, path, shape, measured, out = json.loads(job)
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as folder:
         small = os.path.join(folder, "small.pt")
-        tiny = make_checkpoint(small, nbytes=1 << 20, tensors=4)
-        for way in _WAYS:
-            _timed(way, small, tiny)
-    for number in range(repeat + 1):
-        for way in _WAYS:
-            # Memory is sampled in a round of its own, since that takes time from the others.
-            seconds, added = _timed(way, path, shape, measured=number == repeat)
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, (seconds, added))
-            found[way].append((max(s for s, _ in gathered), max(a for _, a in gathered)))
-            if number == repeat:
-                found[way] = [(seconds, found[way][-1][1]) for seconds, _ in found[way][:-1]]
+        _timed(way, small, make_checkpoint(small, nbytes=1 << 20, tensors=4))
+    found = _timed(way, path, shape, measured)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
     if dist.get_rank() == 0:
         with open(out, "w", encoding="utf-8") as file:
-            json.dump(found, file)
+            json.dump([max(seconds for seconds, _ in gathered), max(a for _, a in gathered)], file)
     dist.barrier()
     dist.destroy_process_group()
 
