@@ -264,3 +264,15 @@ def test_the_shards_of_a_mesh_cover_a_tensor_once(shape: tuple[int, ...]) -> Non
                 for _, out_of in overlaps(spans, block):
                     values[out_of] += 1
         assert torch.equal(seen, torch.full_like(seen, copies)), pair
+
+
+def test_wrong_options_are_named_before_what_else_is_missing() -> None:
+    """Without a process group, too, an option that makes no sense alone is said to be that."""
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="full_state_dict must be True as well"):
+        ours.set_model_state_dict(
+            model, {}, options=ours.StateDictOptions(broadcast_from_rank0=True)
+        )
+    options = ours.StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
+    with pytest.raises(RuntimeError, match="needs a process group"):
+        ours.set_model_state_dict(model, {}, options=options)

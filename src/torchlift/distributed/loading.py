@@ -203,12 +203,12 @@ def _send(circle: Circle, begin: Callable[[], _Job]) -> tuple[_Job, bytes]:
     """This rank's job, and rank 0's offer as it travels: each tensor is a description."""
 
     def pack() -> tuple[tuple[_Job, bytes | None], None]:
+        job = begin()  # first, for what is wrong with the options themselves
         if not torch.distributed.is_initialized():
             raise StateDictMismatch(
                 "broadcast_from_rank0=True needs a process group",
                 hint="Call torch.distributed.init_process_group first, or leave the option out.",
             )
-        job = begin()
         if rank() != 0:
             return (job, None), None
         offered: list[torch.Tensor | Sent] = []
