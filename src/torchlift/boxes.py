@@ -71,18 +71,14 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
     shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
     if shape == entry.shape and entry.is_contiguous:
         return entry
-    steps = row_major(shape)
     rows = _rows(entry, spans, shape)
-    chunks = [rows] if rows is not None else _pieces(entry, spans)
-    if len(chunks) > 1 or (chunks and chunks[0].shape == shape):
-        chunks = [c if not _follows(c, row_major(c.shape)) else _plain(c) for c in chunks]
-    nbytes = math.prod(shape) * entry.itemsize
+    chunks = [rows] if rows is not None else _pieces(entry, spans, shape)
     return TensorEntry(
         entry.key,
         entry.dtype,
         shape,
-        steps,
-        nbytes,
+        row_major(shape),
+        math.prod(shape) * entry.itemsize,
         entry.location,
         "",
         tuple(chunks),
@@ -100,18 +96,19 @@ def _rows(entry: TensorEntry, spans: Spans, shape: tuple[int, ...]) -> Chunk | N
         return None
     (start, stop), row = spans[0][0], math.prod(shape[1:]) * entry.itemsize
     origin = (0,) * len(shape)
-    return Chunk(
-        chunk.file, chunk.offset + start * row, (stop - start) * row, origin, shape, entry.stride
-    )
+    return Chunk(chunk.file, chunk.offset + start * row, (stop - start) * row, origin, shape)
 
 
-def _pieces(entry: TensorEntry, spans: Spans) -> list[Chunk]:
-    return [
+def _pieces(entry: TensorEntry, spans: Spans, shape: tuple[int, ...]) -> list[Chunk]:
+    chunks = [
         piece
         for start, lengths, at in _boxes(spans)
         for chunk in entry.chunks
         if (piece := _intersection(entry, chunk, start, lengths, at)) is not None
     ]
+    if len(chunks) > 1 or (chunks and chunks[0].shape == shape):
+        chunks = [c if not _follows(c, row_major(c.shape)) else _plain(c) for c in chunks]
+    return chunks
 
 
 def is_pieced(entry: TensorEntry) -> bool:

@@ -58,11 +58,10 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         made = kind.cls_to_become(new.detach(), *([grad] if isinstance(old, nn.Parameter) else ()))
     elif not isinstance(old, nn.Parameter):
         made = new.detach().requires_grad_(grad)
-    elif type(old) is nn.Parameter or is_wrapper(old):
-        # What `nn.Parameter` does with a plain tensor, after asking what it is.
-        made = torch.Tensor._make_subclass(nn.Parameter, new, grad)
     else:
-        made = torch.Tensor._make_subclass(type(old), new.detach(), grad)
+        # What `nn.Parameter` does with a plain tensor, after asking what it is.
+        kind = nn.Parameter if is_wrapper(old) else type(old)
+        made = torch.Tensor._make_subclass(kind, new, grad)
     for key, value in old.__dict__.items():
         # A wrapper's own tensors are its old values.
         if key != RECIPE and not (is_wrapper(old) and isinstance(value, torch.Tensor)):
@@ -140,9 +139,6 @@ def _set_hooks(tensor: Any, hooks: tuple[Any, Any]) -> None:
 
 def _exchange_unreferenced(group: Group, other: torch.Tensor) -> None:
     flat = flat_references(group)
-    if not flat:
-        exchange(group.tensor, other)
-        return
     for references, position in flat:
         references[position] = None  # torch exchanges nothing that is weakly referenced
     try:

@@ -49,7 +49,6 @@ ALLOCATIONS = frozenset(
 )
 #: The names of calls that may do nothing but overwrite; `only_fills` decides.
 OVERWRITERS = _FILLS | _MATRIX_FILLS
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Methods that move to the kind of device they are named after.
 MOVES = frozenset({torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu})
 DEVICE = torch.Tensor.device.__get__

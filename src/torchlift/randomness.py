@@ -10,9 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from torchlift.calls import Draws, Key, Track
-
-_META = torch.device("meta")
+from torchlift.calls import META, Draws, Key, Track
 
 
 class Randomness:
@@ -52,8 +50,8 @@ class Randomness:
         return tuple(key for key in keys if key in self._keys)
 
     def _order(self) -> Key:
-        storage = torch.empty(0, device=_META).untyped_storage()
+        storage = torch.empty(0, device=META).untyped_storage()
         key = int(storage._cdata)
-        self._tracks[key] = Track(storage, _META)
+        self._tracks[key] = Track(storage, META)
         self._keys.add(key)
         return key

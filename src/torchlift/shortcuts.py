@@ -14,6 +14,7 @@ import torch
 
 from torchlift import kinds
 from torchlift.calls import META, SCALARS, Device, Op, Ref, Track, device_from, key_of
+from torchlift.content import is_plain
 
 if TYPE_CHECKING:
     from torchlift.tape import Tape
@@ -63,7 +64,7 @@ def _overwrite(
     tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     tensor: Any = args[0] if args else kwargs.get("tensor")
-    if type(tensor) not in kinds.PLAIN_TENSORS or not tensor.is_meta:
+    if not is_plain(tensor) or not tensor.is_meta:
         return NotImplemented
     for value in kwargs.values():
         if type(value) not in SCALARS and value is not tensor:

@@ -21,7 +21,7 @@ from torchlift.distributed.contents import Contents
 from torchlift.distributed.destination import Destination, require_one
 from torchlift.distributed.outline import Outline
 from torchlift.distributed.parts import parts_of
-from torchlift.distributed.status import exchange, settle, world_of
+from torchlift.distributed.status import Circle, rank, settle
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.layouts.crc import PartialCrc, whole_crc
 from torchlift.unfinished import Address, NotDurable, Unfinished, write_at
@@ -115,7 +115,7 @@ class _Saver:
         self.given = path
         self.make = make
         self.path: str | None = None
-        self.rank, self.world = world_of()
+        self.rank = rank()
         self.file: Unfinished | None = None  # on rank 0
         self.address: Address | None = None  # on all
 
@@ -161,21 +161,16 @@ class _Saver:
             error = self._error("the file cannot be written", failure)
         except BaseException as failure:
             error = failure
-        if self.world > 1:
-            try:
-                known, values = exchange(error, value)
-            except RuntimeError as failure:
-                lost = self._error("another rank died or does not answer", failure)
-                lost.hint = (
-                    "The file is the old one, or the complete new one if that rank was last."
-                )
-                raise lost from (error or failure)
-            settle(known, error)
-        else:
-            values = {0: value}
+        try:
+            known, values = Circle.of_all().exchange(error, value)
+        except RuntimeError as failure:
+            lost = self._error("another rank died or does not answer", failure)
+            lost.hint = "The file is the old one, or the complete new one if that rank was last."
+            raise lost from (error or failure)
+        settle(known, error)
         if error is not None:
             raise error
-        return [values[rank] for rank in sorted(values)]
+        return [values[who] for who in sorted(values)]
 
     def _error(self, reason: str, cause: Exception) -> CheckpointError:
         error = CheckpointError(reason, file=self.path, found=str(cause).partition("\n")[0])

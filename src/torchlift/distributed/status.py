@@ -215,11 +215,6 @@ def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> li
     return groups * 2
 
 
-def exchange(error: BaseException | None, value: object) -> tuple[Problems, dict[int, Any]]:
-    """What every rank of the process group met, and a small value of each."""
-    return Circle.of_all().exchange(error, value)
-
-
 def portable(
     error: BaseException, kind: type[CheckpointError] = CheckpointError
 ) -> CheckpointError:

@@ -18,12 +18,12 @@ from torchlift.formats.source import Source, Window
 
 STORED, DEFLATED = 0, 8
 
-_END = struct.Struct("<4sHHHHIIH")
-_END64_LOCATOR = struct.Struct("<4sIQI")
-_END64 = struct.Struct("<4sQHHIIQQQQ")
+END = struct.Struct("<4sHHHHIIH")
+END64_LOCATOR = struct.Struct("<4sIQI")
+END64 = struct.Struct("<4sQHHIIQQQQ")
 _CENTRAL = struct.Struct("<4s4xHH4xIIIHHH8xI")
 _LOCAL = struct.Struct("<4s2xHH4x12xHH")
-_FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
+FULL32, FULL16 = 0xFFFFFFFF, 0xFFFF
 _ENCRYPTED = 0x1 | 0x40 | 0x2000
 
 #: Bytes read at once while headers lie close together: one read of a window is cheaper than the
@@ -146,13 +146,13 @@ def _inflate(data: bytes, record: Record) -> bytes:
 
 def _find_directory(source: Source | Window) -> tuple[int, int, int]:
     """Locate the central directory: (number of records, first byte, length in bytes)."""
-    tail_start = max(0, source.size - _END.size - _FULL16)
+    tail_start = max(0, source.size - END.size - FULL16)
     tail = source.read(tail_start, source.size - tail_start)
     at = tail.rfind(b"PK\x05\x06")
     while at >= 0:
-        if len(tail) - at >= _END.size:
-            comment = _END.unpack_from(tail, at)[-1]
-            if at + _END.size + comment == len(tail):
+        if len(tail) - at >= END.size:
+            comment = END.unpack_from(tail, at)[-1]
+            if at + END.size + comment == len(tail):
                 break
         at = tail.rfind(b"PK\x05\x06", 0, at)
     if at < 0:
@@ -162,10 +162,10 @@ def _find_directory(source: Source | Window) -> tuple[int, int, int]:
             found="none",
             hint="The file is truncated: an interrupted save or download. Fetch it again.",
         )
-    _, disk, disk_start, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
+    _, disk, disk_start, _, count, nbytes, start, _ = END.unpack_from(tail, at)
     position = tail_start + at
     limit = position
-    if _FULL16 in (count, disk, disk_start) or _FULL32 in (nbytes, start):
+    if FULL16 in (count, disk, disk_start) or FULL32 in (nbytes, start):
         count, nbytes, start, disk, disk_start, limit = _find_directory64(source, position)
     if disk or disk_start:
         raise FormatError("a zip archive split over several files", hint="Join the parts first.")
@@ -180,13 +180,13 @@ def _find_directory(source: Source | Window) -> tuple[int, int, int]:
 
 def _find_directory64(source: Source | Window, end: int) -> tuple[int, int, int, int, int, int]:
     """The same from the zip64 end record, plus disk numbers and where the record starts."""
-    at = end - _END64_LOCATOR.size
-    magic, disk, position, _ = _END64_LOCATOR.unpack(
-        source.read(at, _END64_LOCATOR.size, "zip64 locator")
+    at = end - END64_LOCATOR.size
+    magic, disk, position, _ = END64_LOCATOR.unpack(
+        source.read(at, END64_LOCATOR.size, "zip64 locator")
     )
     if magic != b"PK\x06\x07" or position > at:
         raise FormatError("a large zip archive without its zip64 locator")
-    fields = _END64.unpack(source.read(position, _END64.size, "zip64 end record"))
+    fields = END64.unpack(source.read(position, END64.size, "zip64 end record"))
     if fields[0] != b"PK\x06\x06":
         raise FormatError("a large zip archive without its zip64 end record")
     _, _, _, _, disk, disk_start, _, count, nbytes, start = fields
@@ -209,7 +209,7 @@ def _parse(directory: bytes, count: int) -> list[_Raw]:
             raise FormatError("the archive's directory is damaged", found=f"record {len(records)}")
         if flags & _ENCRYPTED:
             raise FormatError("an encrypted record", entry=name.decode("utf-8", "replace"))
-        if nbytes == _FULL32 or size == _FULL32 or header == _FULL32:
+        if nbytes == FULL32 or size == FULL32 or header == FULL32:
             size, nbytes, header = _widen(
                 directory[extra : extra + n_extra], size, nbytes, header, name
             )
@@ -232,7 +232,7 @@ def _widen(extra: bytes, size: int, nbytes: int, header: int, name: bytes) -> tu
             field = extra[at + 4 : at + 4 + length]
             wide = iter(struct.unpack_from(f"<{len(field) // 8}Q", field))
             # The extra field holds only those values that did not fit, in this order.
-            values = [next(wide, -1) if v == _FULL32 else v for v in (size, nbytes, header)]
+            values = [next(wide, -1) if v == FULL32 else v for v in (size, nbytes, header)]
             if -1 not in values:
                 return values[0], values[1], values[2]
             break

@@ -15,22 +15,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from torchlift.formats.zip_directory import END, END64, END64_LOCATOR, FULL16, FULL32
 from torchlift.layouts import Layout, Payload, Stored
 
 #: The top directory. torch takes the name of the file, which may change later, or this word.
 _TOP = "archive/"
 _ALIGNMENT = 64
 _NO_DATE = 33 << 16  # 1980-01-01, which zip counts from; in a local header torch leaves it out
-_FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 _SERIALIZATION_ID = ".data/serialization_id"
 _ID_DIGITS = 40
 _HAS_DESCRIPTOR, _UTF8 = 0x8, 0x800
 
 _LOCAL = struct.Struct("<4sHHHIIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHIIIIHHHHHII")
-_END64 = struct.Struct("<4sQHHIIQQQQ")
-_END64_LOCATOR = struct.Struct("<4sIQI")
-_END = struct.Struct("<4sHHHHIIH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,7 @@ class _Record:
     @property
     def is_large(self) -> bool:
         """Whether a number of it does not fit in 32 bits."""
-        return self.nbytes >= _FULL32 or self.header >= _FULL32
+        return self.nbytes >= FULL32 or self.header >= FULL32
 
     @property
     def extra(self) -> bytes:
@@ -86,7 +83,7 @@ class _Record:
     def central_header(self, crc: int) -> bytes:
         """What the directory says."""
         wide = _wide_field(self.nbytes, self.header) if self.is_large else b""
-        size, header = min(self.nbytes, _FULL32), min(self.header, _FULL32)
+        size, header = min(self.nbytes, FULL32), min(self.header, FULL32)
         fields = (0, 0, self.flags, 0, 0, crc, size, size, len(self.name), len(wide))
         return _CENTRAL.pack(b"PK\x01\x02", *fields, 0, 0, 0, 0, header) + self.name + wide
 
@@ -120,7 +117,7 @@ def torch_zip_layout(tensors: Sequence[Stored], pickled: bytes | int) -> Layout:
     first, last = len(before), len(before) + len(stored)
     payloads = map(Payload, tensors, (record.start for record in records[first:last]))
     end = sum(len(record.central_header(0)) for record in records)
-    end += at + _END64.size + _END64_LOCATOR.size + _END.size
+    end += at + END64.size + END64_LOCATOR.size + END.size
     return Layout(end, tuple(payloads), True, partial(_frame, records, first))
 
 
@@ -153,16 +150,16 @@ def _frame(records: list[_Record], first: int, sums: Sequence[int]) -> Iterator[
 def _end(count: int, start: int, nbytes: int) -> bytes:
     """The three records that say where the directory is; torch always writes all of them."""
     end64 = start + nbytes
-    few, small, near = min(count, _FULL16), min(nbytes, _FULL32), min(start, _FULL32)
+    few, small, near = min(count, FULL16), min(nbytes, FULL32), min(start, FULL32)
     return (
-        _END64.pack(b"PK\x06\x06", _END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
-        + _END64_LOCATOR.pack(b"PK\x06\x07", 0, end64, 1)
-        + _END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)
+        END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
+        + END64_LOCATOR.pack(b"PK\x06\x07", 0, end64, 1)
+        + END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)
     )
 
 
 def _wide_field(nbytes: int, header: int) -> bytes:
     """The zip64 extra field: those of (size, size, offset) that do not fit in 32 bits."""
-    numbers = [nbytes, nbytes] if nbytes >= _FULL32 else []
-    numbers += [header] if header >= _FULL32 else []
+    numbers = [nbytes, nbytes] if nbytes >= FULL32 else []
+    numbers += [header] if header >= FULL32 else []
     return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
