@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchlift.distributed.launch import launch_command
+
 
 def run_workers(module: Path, ranks: int, out: Path, timeout: float = 150) -> dict[str, str]:
     """Run every check of `module` on `ranks` ranks.
@@ -21,8 +23,7 @@ def run_workers(module: Path, ranks: int, out: Path, timeout: float = 150) -> di
     Returns:
         Check -> what went wrong on which rank, or an empty text.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", str(module), str(out)]
+    command = launch_command(ranks, str(module), str(out))
     paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     quiet["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
+from torchlift.distributed.launch import launch_command
 from torchlift.sizes import parse_size
 
 _BROADCAST = "broadcast_from_rank0"
@@ -54,11 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _start(ranks: int, job: str) -> int:
     """One way once, in fresh processes: memory that one way has freed would help the next."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "--no-python", sys.executable, "-m"]
+    command = launch_command(ranks, "-m", "torchlift.bench.sharded")
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHLIFT_BENCH": job}
-    done = subprocess.run([*command, "torchlift.bench.sharded"], env=environment, check=False)
-    return done.returncode
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _merged(

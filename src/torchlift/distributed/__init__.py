@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchlift.distributed.optimizer_load import OptimizerReport
     from torchlift.distributed.options import StateDictMismatch, StateDictOptions
     from torchlift.distributed.patch import patch_model_state_dict, patch_optimizer_state_dict
+    from torchlift.distributed.ranks import on_ranks
     from torchlift.distributed.reader import CheckpointReader
     from torchlift.distributed.save import save_consolidated
     from torchlift.distributed.simulation import Simulation, simulate
@@ -33,6 +34,7 @@ __all__ = [
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "on_ranks",
     "patch_model_state_dict",
     "patch_optimizer_state_dict",
     "save_consolidated",
@@ -49,6 +51,7 @@ _HOMES = {
     "OptimizerReport": "optimizer_load",
     "StateDictMismatch": "options",
     "StateDictOptions": "options",
+    "on_ranks": "ranks",
     "patch_model_state_dict": "patch",
     "patch_optimizer_state_dict": "patch",
     "save_consolidated": "save",

@@ -1,0 +1,223 @@
+"""A function on several ranks: what comes back, what is printed, and how a failure is told."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchlift.distributed import on_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def processes_that_mention(text: Path) -> list[str]:
+    """The command lines of all that runs with this path among its arguments."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it ended while we looked
+            continue
+        if str(text) in line:
+            found.append(line)
+    return found
+
+
+# ---- what comes back
+
+SCRIPT = """
+import dataclasses, os
+import torch
+import torch.distributed as dist
+import beside
+from torchlift.distributed import on_ranks
+
+OFFSET = 10
+
+@dataclasses.dataclass
+class Found:
+    total: torch.Tensor
+    said: str
+
+def shifted(tensor):
+    return tensor + OFFSET
+
+def add(tensor):
+    print("rank", dist.get_rank(), "starts,", torch.get_num_threads(), "thread")
+    os.system("echo a child of rank $RANK")
+    total = shifted(tensor * dist.get_rank())
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return Found(total, f"{beside.WORD} {os.environ['WORD']} {os.environ['RANK']}")
+
+for found in on_ranks(2, add, torch.ones(2), environment={"WORD": "hello"}):
+    print(type(found) is Found, found.total.tolist(), found.said)
+"""
+
+
+def test_a_script_s_own_functions_run_on_each_rank_and_their_results_come_back(tmp_path) -> None:
+    """With the globals, classes and modules they refer to; prints and results in order of ranks."""
+    tmp_path.joinpath("beside.py").write_text("WORD = 'beside'", encoding="utf-8")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "rank 0 starts, 1 thread",
+        "a child of rank 0",
+        "rank 1 starts, 1 thread",
+        "a child of rank 1",
+        "True [21.0, 21.0] beside hello 0",
+        "True [21.0, 21.0] beside hello 1",
+    ]
+
+
+# ---- what goes wrong on a rank
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(capsys) -> None:
+    """The rank that waited for it is ended, and is not blamed for losing its neighbour."""
+
+    def raises_on_one() -> None:
+        print("before")
+        if dist.get_rank() == 1:
+            raise LookupError("nothing here")
+        dist.barrier()
+
+    with pytest.raises(RuntimeError, match=r"^rank 1 of 2 failed\n\[rank 1\] Traceback") as caught:
+        on_ranks(2, raises_on_one)
+    text = str(caught.value)
+    assert text.endswith("LookupError: nothing here")
+    assert len(re.findall(r"^  File ", text, re.MULTILINE)) == 1
+    assert "in raises_on_one" in text
+    assert capsys.readouterr().out == "before\nbefore\n"
+
+
+def test_an_error_of_all_ranks_is_told_for_each(tmp_path, monkeypatch) -> None:
+    """Here: a result that cannot be sent back. Nothing is left in the temporary folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(RuntimeError) as caught:
+        on_ranks(2, threading.Lock)
+    said = "TypeError: what the function returned cannot be sent to another process: TypeError: "
+    first, *others = str(caught.value).splitlines()
+    assert first == "ranks 0, 1 of 2 failed"
+    assert [line[:9] + line[9:].startswith(said) * "..." for line in others] == [
+        "[rank 0] ...",
+        "[rank 1] ...",
+    ]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("torchlift-")]
+
+
+def test_a_rank_that_dies_is_named_with_what_it_wrote_to_stderr() -> None:
+    """The launcher knows the exit code; the last words are the rank's."""
+
+    def dies() -> None:
+        if dist.get_rank() == 1:
+            print("last words", file=sys.stderr)
+            os._exit(3)
+        dist.barrier()
+
+    with pytest.raises(RuntimeError, match=r"^rank 1 of 2 died with exit code 3\nlast words"):
+        on_ranks(2, dies)
+
+
+def test_a_rank_that_ends_early_leaves_no_result() -> None:
+    """An exit that looks like success is none."""
+    with pytest.raises(RuntimeError, match=r"^rank 0 of 1 left no result"):
+        on_ranks(1, os._exit, 0)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="looks for them in /proc")
+def test_ranks_that_hang_are_ended_after_the_timeout(tmp_path, monkeypatch) -> None:
+    """The error names those that were not done, and no process is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TimeoutError, match=r"^ranks 0, 1 of 2 not done after 4 s$"):
+        on_ranks(2, time.sleep, 100, timeout=4)
+    assert processes_that_mention(tmp_path) == []
+
+
+KILLED = """
+import pathlib, sys, time
+import torch.distributed as dist
+from torchlift.distributed import on_ranks
+
+def hang(path):
+    pathlib.Path(path, str(dist.get_rank())).touch()
+    time.sleep(100)
+
+on_ranks(2, hang, sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="looks for them in /proc")
+def test_ranks_leave_when_their_caller_is_killed(tmp_path) -> None:
+    """Nobody can ask them to: they see a pipe end."""
+    caller = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    end = time.monotonic() + 60
+    while not (tmp_path / "0").exists() or not (tmp_path / "1").exists():
+        assert time.monotonic() < end
+        assert caller.poll() is None
+        time.sleep(0.05)
+    caller.send_signal(signal.SIGKILL)
+    caller.wait()
+    while processes_that_mention(tmp_path):
+        assert time.monotonic() < end, processes_that_mention(tmp_path)
+        time.sleep(0.05)
+
+
+# ---- what is refused before anything starts
+
+
+@pytest.mark.parametrize("count", [0, -2, True, 2.0, "2", None])
+def test_a_count_that_is_none_is_refused(count) -> None:
+    """A bool counts nothing, and text is not converted."""
+    with pytest.raises(ValueError, match=f"a whole number of processes from 1 on, not {count!r}"):
+        on_ranks(count, dist.get_rank)
+
+
+def test_a_timeout_that_leaves_no_time_is_refused() -> None:
+    """Zero would end the ranks before they start."""
+    with pytest.raises(ValueError, match="timeout must be more than 0 seconds, not 0"):
+        on_ranks(2, dist.get_rank, timeout=0)
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    """As when the function was called already."""
+    with pytest.raises(TypeError, match="calls a function on each rank, and 3 is none"):
+        on_ranks(2, 3)  # type: ignore[arg-type]
+
+
+def test_a_function_that_cannot_be_sent_is_refused_by_its_name() -> None:
+    """A lock belongs to one process, and so does a function that refers to it."""
+    lock = threading.Lock()
+
+    def locked() -> bool:
+        return lock.locked()
+
+    with pytest.raises(TypeError, match=r"locked, what it refers to.*cannot pickle '_thread.lock'"):
+        on_ranks(2, locked)
+    with pytest.raises(TypeError, match="or an argument cannot be sent to another process"):
+        on_ranks(2, torch.is_tensor, lock)
+
+
+def test_without_cloudpickle_the_error_says_how_to_get_it(monkeypatch) -> None:
+    """It is an optional dependency."""
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "torchlift\[recipes\]"') as caught:
+        on_ranks(2, dist.get_rank)
+    assert caught.value.name == "cloudpickle"
