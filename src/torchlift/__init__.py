@@ -101,6 +101,11 @@ class _Package(ModuleType):
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # cloudpickle sends a plain module by its name, and refuses one of a class of its own. With
+        # it every function that says `torchlift.load` could not be sent to another process.
+        return __import__, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 

@@ -41,6 +41,7 @@ import dataclasses, os
 import torch
 import torch.distributed as dist
 import beside
+import torchlift
 from torchlift.distributed import on_ranks
 
 OFFSET = 10
@@ -56,6 +57,7 @@ def shifted(tensor):
 def add(tensor):
     print("rank", dist.get_rank(), "starts,", torch.get_num_threads(), "thread")
     os.system("echo a child of rank $RANK")
+    assert torchlift.skeleton
     total = shifted(tensor * dist.get_rank())
     dist.all_reduce(total)
     dist.destroy_process_group()
