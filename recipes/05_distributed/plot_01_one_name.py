@@ -17,11 +17,6 @@ what each other one saved.
 # The model is two blocks and a head. You will follow one of its parameters, the weight
 # ``blocks.0.up.weight``.
 
-import inspect
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import textwrap
 from collections import OrderedDict
@@ -42,6 +37,7 @@ from torchlift.distributed import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    on_ranks,
     patch_model_state_dict,
     set_model_state_dict,
 )
@@ -126,64 +122,12 @@ WAYS = [
 # Two processes
 # -------------
 #
-# Most of these wrappers want a process group. ``on_ranks`` writes the functions that it is given
-# into a small script, starts it on as many processes as you ask for, with ``gloo`` on the CPU, and
-# returns what each rank returned, in the order of the ranks.
-
-SCRIPT = """
-import json, os, sys
-from collections import OrderedDict
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, parallel
-from torch.nn.parallel import DistributedDataParallel
-
-from torchlift.distributed import *
-
-{functions}
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-result = {name}(*json.loads(sys.argv[1]))
-Path(sys.argv[2], f"{{dist.get_rank()}}.json").write_text(json.dumps(result))
-dist.barrier()
-os._exit(0)  # at once: threads of gloo may still run
-"""
-
-scratch = tempfile.TemporaryDirectory(prefix="torchlift-")
-folder = Path(scratch.name)
-
-
-def on_ranks(count, function, *args, needs=()):
-    """Run a function on many processes; return its results, by rank."""
-    sources = [inspect.getsource(each) for each in (*needs, function)]
-    functions = "\n\n".join(sources)
-    script = folder / f"{function.__name__}.py"
-    script.write_text(SCRIPT.format(functions=functions, name=function.__name__))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={count}", str(script)]
-    command += [json.dumps(args), str(folder)]
-    environment = {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    results = [folder / f"{rank}.json" for rank in range(count)]
-    return [json.loads(result.read_text()) for result in results]
-
-
-# %%
-# This is what runs on every rank. First it wraps a model in each way, and looks at two state dicts:
+# Most of these wrappers want a process group. `torchlift.distributed.on_ranks` starts as many
+# processes as you ask for, with ``gloo`` on the CPU, and calls a function on each. You may define
+# it right here, in a cell: it is sent with all that it refers to. You get back what each rank
+# returned, in the order of the ranks.
+#
+# Here is what runs on every rank. First it wraps a model in each way, and looks at two state dicts:
 # the one that the wrapped model gives you, and the one of
 # `torchlift.distributed.get_model_state_dict`. Then each of the nine saves and each of the nine
 # loads, once with raw keys and once with canonical names.
@@ -197,7 +141,7 @@ def look(model):
     return {
         "raw": list(model.state_dict()),
         "canonical": list(canonical),
-        "held": list(held.shape),
+        "held": tuple(held.shape),
     }
 
 
@@ -242,10 +186,10 @@ def compare(ways, path):
     return found | {"to save": len(state)}
 
 
-helpers = (block, build, compiled, compile_blocks, shard, tensor_parallel, wrap)
-helpers += (look, load_raw, load_canonical)
+scratch = tempfile.TemporaryDirectory(prefix="torchlift-")
+folder = Path(scratch.name)
 path = str(folder / "model.pt")
-ranks = on_ranks(2, compare, WAYS, path, needs=helpers)
+ranks = on_ranks(2, compare, WAYS, path)
 looks = ranks[0]["looks"]
 
 # %%
@@ -256,7 +200,7 @@ looks = ranks[0]["looks"]
 
 print(f"{'':<24}{'first raw key':<37}rank 0 holds")
 for way, found in looks.items():
-    print(f"{way:<24}{found['raw'][0]:<37}{tuple(found['held'])}")
+    print(f"{way:<24}{found['raw'][0]:<37}{found['held']}")
 
 plain = looks["plain"]["raw"]
 print("\nraw keys that are those of the plain model:")

@@ -17,12 +17,7 @@ checks that it has the right numbers, and counts the bytes that it read.
 # parallel on four ranks cuts the first weight by rows and the second one by columns. FSDP2 on two
 # ranks cuts both by rows. So hardly anything stays together.
 
-import inspect
-import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import textwrap
 from collections import OrderedDict
@@ -38,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 
 import torchlift
-from torchlift.distributed import CheckpointReader, save_consolidated, simulate
+from torchlift.distributed import CheckpointReader, on_ranks, save_consolidated, simulate
 
 
 def build():
@@ -63,63 +58,6 @@ def tensor_parallel(model):
 
 
 # %%
-# ``on_ranks`` is the one of the recipe before: it writes functions into a script, starts the script
-# on several processes, and returns what they return, by rank.
-
-SCRIPT = """
-import json, os, sys
-from collections import OrderedDict
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor, parallel
-
-import torchlift
-from torchlift.distributed import CheckpointReader, save_consolidated
-
-{functions}
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-result = {name}(*json.loads(sys.argv[1]))
-Path(sys.argv[2], f"{{dist.get_rank()}}.json").write_text(json.dumps(result))
-dist.barrier()
-os._exit(0)  # at once: threads of gloo may still run
-"""
-
-scratch = tempfile.TemporaryDirectory(prefix="torchlift-")
-folder = Path(scratch.name)
-
-
-def on_ranks(count, function, *args, needs=()):
-    """Run a function on many processes; return its results, by rank."""
-    sources = [inspect.getsource(each) for each in (*needs, function)]
-    functions = "\n\n".join(sources)
-    script = folder / f"{function.__name__}.py"
-    script.write_text(SCRIPT.format(functions=functions, name=function.__name__))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={count}", str(script)]
-    command += [json.dumps(args), str(folder)]
-    environment = {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    results = [folder / f"{rank}.json" for rank in range(count)]
-    return [json.loads(result.read_text()) for result in results]
-
-
-# %%
 # Four ranks save
 # ---------------
 #
@@ -128,6 +66,12 @@ def on_ranks(count, function, *args, needs=()):
 # per rank, and an index. `torchlift.distributed.save_consolidated` writes one ordinary file, into
 # which each rank puts its own bytes: safetensors here, and what `torch.save` would write where the
 # name ends in ``.pt``. Neither of the two puts a tensor together in memory.
+#
+# `torchlift.distributed.on_ranks` is known from the recipe before: it runs a function on several
+# processes, and returns what they return, by rank.
+
+scratch = tempfile.TemporaryDirectory(prefix="torchlift-")
+folder = Path(scratch.name)
 
 
 def local(tensor):
@@ -137,13 +81,12 @@ def local(tensor):
 def save(folder):
     state = tensor_parallel(trained()).state_dict()
     own = {name: local(tensor) for name, tensor in state.items()}
-    torch.save(own, f"{folder}/own-{dist.get_rank()}.pt")
-    dcp.save(state, checkpoint_id=f"{folder}/parts")
-    return save_consolidated(state, f"{folder}/whole.safetensors")
+    torch.save(own, folder / f"own-{dist.get_rank()}.pt")
+    dcp.save(state, checkpoint_id=folder / "parts")
+    return save_consolidated(state, folder / "whole.safetensors")
 
 
-helpers = (build, trained, tensor_parallel, local)
-wrote = on_ranks(4, save, str(folder), needs=helpers)
+wrote = on_ranks(4, save, folder)
 own, parts, whole = (
     folder / "own-0.pt",
     folder / "parts",
@@ -241,8 +184,7 @@ def load(parts, whole, damaged):
 damaged = folder / "damaged"
 shutil.copytree(parts, damaged)
 (damaged / "__2_0.distcp").unlink()
-paths = [str(path) for path in (parts, whole, damaged)]
-ranks = on_ranks(2, load, *paths, needs=(build, trained, is_right))
+ranks = on_ranks(2, load, parts, whole, damaged)
 
 for rank, found in enumerate(ranks):
     print(f"rank {rank} reads {found['read']} of {ckpt.nbytes} bytes")

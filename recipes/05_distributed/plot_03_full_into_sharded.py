@@ -16,11 +16,6 @@ You put 192 MiB into a model on two ranks in six ways, and measure time and memo
 # Twelve weights of 16 MiB each. Every number says where it stands, so that a rank can tell whether
 # it got the right ones. FSDP2 gives each of two ranks one half of the rows of every weight.
 
-import inspect
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -35,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 
 import torchlift
 from torchlift import measure
-from torchlift.distributed import StateDictOptions, set_model_state_dict
+from torchlift.distributed import StateDictOptions, on_ranks, set_model_state_dict
 
 MIB = 2**20
 
@@ -168,63 +163,12 @@ def compare(large, small):
 
 
 # %%
-# ``on_ranks`` is the one of the recipes before, with one more line, about memory.
+# `torchlift.distributed.on_ranks` is known from the recipes before. The variable is for glibc,
+# which keeps freed memory for later: one way would live on what another one left. Now blocks from
+# 1 MiB on go back to the system at once.
 
-SCRIPT = """
-import json, os, sys, time
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.fsdp import fully_shard
-
-import torchlift
-from torchlift import measure
-from torchlift.distributed import StateDictOptions, set_model_state_dict
-
-{functions}
-
-WAYS = [{ways}]
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-result = {name}(*json.loads(sys.argv[1]))
-Path(sys.argv[2], f"{{dist.get_rank()}}.json").write_text(json.dumps(result))
-dist.barrier()
-os._exit(0)  # at once: threads of gloo may still run
-"""
-
-
-def on_ranks(count, function, *args, needs=()):
-    """Run a function on many processes; return its results, by rank."""
-    sources = [inspect.getsource(each) for each in (*needs, function)]
-    functions = "\n\n".join(sources)
-    ways = ", ".join(way.__name__ for way in WAYS)
-    script = folder / f"{function.__name__}.py"
-    name = function.__name__
-    script.write_text(SCRIPT.format(functions=functions, ways=ways, name=name))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={count}", str(script)]
-    command += [json.dumps(args), str(folder)]
-    # glibc keeps freed memory for later, and one way would live on what another
-    # one left. Blocks from this size on go back to the system at once.
-    environment = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MIB)}
-    done = subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    results = [folder / f"{rank}.json" for rank in range(count)]
-    return [json.loads(result.read_text()) for result in results]
-
-
-helpers = (numbers, build, by_torch, *WAYS, once)
-ranks = on_ranks(2, compare, large, small, needs=helpers)
+at_once = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+ranks = on_ranks(2, compare, large, small, environment=at_once)
 
 best = {}
 for way in (way.__name__ for way in WAYS):

@@ -18,11 +18,6 @@ with the run that never stopped, down to the last bit.
 # and the number of the step.
 
 import copy
-import inspect
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import textwrap
 from collections import OrderedDict
@@ -42,6 +37,7 @@ from torchlift.distributed import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    on_ranks,
     set_optimizer_state_dict,
 )
 
@@ -174,58 +170,9 @@ print("weights alone, at the end above 3x:", weights_alone[-1] > 3 * straight[-1
 # ---------------
 #
 # Now the same file on two ranks, under FSDP2. Twice: once each rank sees all of the data, and once
-# each sees half of it, which is what you would do to be faster. ``on_ranks`` is the one of the
-# first recipe of this chapter.
-
-SCRIPT = """
-import json, os, sys
-from collections import OrderedDict
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-import torchlift
-from torchlift.distributed import *
-
-{functions}
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-result = {name}(*json.loads(sys.argv[1]))
-Path(sys.argv[2], f"{{dist.get_rank()}}.json").write_text(json.dumps(result))
-dist.barrier()
-os._exit(0)  # at once: threads of gloo may still run
-"""
-
-
-def on_ranks(count, function, *args, needs=()):
-    """Run a function on many processes; return its results, by rank."""
-    sources = [inspect.getsource(each) for each in (*needs, function)]
-    functions = "\n\n".join(sources)
-    script = folder / f"{function.__name__}.py"
-    script.write_text(SCRIPT.format(functions=functions, name=function.__name__))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={count}", str(script)]
-    command += [json.dumps(args), str(folder)]
-    environment = {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    results = [folder / f"{rank}.json" for rank in range(count)]
-    return [json.loads(result.read_text()) for result in results]
-
-
-# %%
+# each sees half of it, which is what you would do to be faster. `torchlift.distributed.on_ranks`
+# starts them, as in the first recipe of this chapter.
+#
 # After 50 more steps the two ranks save, with DCP, each its own shards. The optimizer's state is
 # saved flat, one key for each tensor and each number.
 
@@ -242,8 +189,7 @@ def on_two(path, later):
 
 
 later = folder / "later"
-helpers = (build, make_adam, train, go_on)
-ranks = on_ranks(2, on_two, path, str(later), needs=helpers)
+ranks = on_ranks(2, on_two, path, later)
 for rank, found in enumerate(ranks):
     print(f"rank {rank}: Adam's steps {found['steps']}", end=", ")
     print("every loss bit-equal:", found["same"] == straight[100:150])
