@@ -301,6 +301,22 @@ def test_a_mesh_alone_reads_what_renames_leave(run, path) -> None:
     assert "plan" not in found
 
 
+def test_tensor_parallel_is_said_by_patterns(run, path) -> None:
+    """What nobody said is in the output, with the option that says it."""
+    status, out, err = run(path, "--mesh", "tp=2")
+    assert (status, err) == (0, "")
+    assert "tp leaves 4 matrices, 4.0 KiB, whole, as no style is known for them: " in out
+    assert "or --tp PATTERN=DIMENSION" in out
+    words = ("--tp", "3=none", "--tp", "2=rowwise", "--tp", "*=0")
+    _, out, _ = run(path, "--mesh", "tp=2", *words, "--json")
+    found = json.loads(out)
+    bias = LAYER - 1024
+    assert found["unstyled"] == {}
+    assert found["bytes"] == [LAYER + (512 + bias) + 2 * LAYER // 2] * 2
+    _, out, _ = run(path, "--mesh", "tp=2", "--tp", "0=0", "--json")
+    assert list(json.loads(out)["unstyled"]) == [f"{n}.weight" for n in (1, 2, 3)]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -319,6 +335,12 @@ def test_a_mesh_alone_reads_what_renames_leave(run, path) -> None:
         (["--mesh", "fsdp=x"], "--mesh: 'fsdp=x' is not a mesh dimension"),
         (["--mesh", "fsdp=2,fsdp=2"], "--mesh: mesh dimension 'fsdp' is given twice"),
         (["--mesh", "fsdp=1000000000"], "--mesh: a mesh of more than 1,048,576 ranks"),
+        (["--tp", "0=0"], "--tp: needs a --mesh with tp, such as fsdp=8,tp=2"),
+        (["--mesh", "tp=2", "--tp", "x"], "--tp 'x': expected PATTERN=DIMENSION, such as 'head=0'"),
+        (["--mesh", "tp=2", "--tp", "=0"], "--tp '=0': expected PATTERN=DIMENSION"),
+        (["--mesh", "tp=2", "--tp", "x=0"], "--tp 'x=0': it matches no parameter with such a dim"),
+        (["--mesh", "tp=2", "--tp", "0=2"], "--tp '0=2': it matches no parameter with such a dim"),
+        (["--mesh", "tp=2", "--tp", "*=diag"], "'diag' is neither a dimension nor a style: none, "),
     ],
 )
 def test_a_mesh_that_means_nothing_is_wrong_usage(run, path, words, said) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ranks import main
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -43,6 +44,15 @@ MESHES = {
     ],
     8: ["dp_replicate=2,dp_shard=2,tp=2", "dp_shard=2,cp=2,tp=2", "fsdp=2,tp=4"],
 }  # fmt: skip
+
+#: Mesh -> what FSDP cuts along another dimension.
+ELSEWHERE = {
+    "fsdp=2": {"turned": 1, "experts": 1, "wide.weight": 1},
+    "fsdp=4": {"turned": -1, "experts": 1},
+    "fsdp=2,tp=2": {"turned": 1, "experts": 1, "wide.weight": 1},
+    "replicate=2,shard=2": {"experts": 1, "wide.weight": 1},
+}
+PIPELINES = ["pp=2", "pp=2,fsdp=2", "fsdp=2,pp=2"]
 
 PLAN: dict[str, Any] = {
     "up": ColwiseParallel(), "down": RowwiseParallel(), "wide": ColwiseParallel(),
@@ -83,7 +93,9 @@ def saved() -> dict[str, torch.Tensor]:
     return state
 
 
-def distributed(model: nn.Module, sizes: dict[str, int]) -> nn.Module:
+def distributed(
+    model: nn.Module, sizes: dict[str, int], shard: dict[str, int], ignored: tuple[str, ...]
+) -> nn.Module:
     """The model on such a mesh, as torchtitan builds them."""
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if "tp" in sizes:
@@ -95,8 +107,12 @@ def distributed(model: nn.Module, sizes: dict[str, int]) -> nn.Module:
     over: DeviceMesh = mesh[(*copies, *shards)] if copies else mesh[shards]
     if len(shards) > 1:
         over = over._flatten("flat")
-    fully_shard(model.down, mesh=over)
-    return fully_shard(model, mesh=over)
+    named = dict(model.named_parameters())
+    alone = {named[name] for name in ignored}
+    dims = {id(named[name]): Shard(dim) for name, dim in shard.items()}
+    rule = (lambda parameter: dims.get(id(parameter))) if shard else None
+    fully_shard(model.down, mesh=over, shard_placement_fn=rule, ignored_params=alone)
+    return fully_shard(model, mesh=over, shard_placement_fn=rule, ignored_params=alone)
 
 
 def everywhere(value: object) -> list[Any]:
@@ -113,14 +129,24 @@ def held(model: nn.Module) -> int:
     return sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()))
 
 
-def compare(path: Path, mesh: str, *, dtype: torch.dtype | None = None) -> None:
+def compare(
+    path: Path,
+    mesh: str,
+    *,
+    dtype: torch.dtype | None = None,
+    shard: dict[str, int] | None = None,
+    ignored: tuple[str, ...] = (),
+) -> None:
     """Load on the mesh; every rank reads and holds what the simulator said."""
-    model: Any = distributed(torchlift.skeleton(Odd), parse_mesh(mesh))
+    model: Any = distributed(torchlift.skeleton(Odd), parse_mesh(mesh), shard or {}, ignored)
     report = torchlift.load(model, path, source="read", dtype=dtype)
     for key, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(whole, saved()[key].to(whole.dtype)), (mesh, key)
-    found = simulate(path, mesh, model=torchlift.skeleton(Odd), tp=STYLES, dtype=dtype)
+    found = simulate(
+        path, mesh, model=torchlift.skeleton(Odd), tp=STYLES, dtype=dtype, shard=shard,
+        ignored=ignored,
+    )  # fmt: skip
     assert list(found.bytes) == everywhere(report.bytes_read), (mesh, found.bytes)
     assert list(found.held) == everywhere(held(model)), (mesh, found.held)
     assert sum(found.bytes) == sum(nbytes for nbytes, _ in found.files.values()), mesh
@@ -151,6 +177,69 @@ def from_shards(mesh: str) -> None:
     dist.barrier()
 
 
+def placed_elsewhere(mesh: str) -> None:
+    """``shard_placement_fn`` and ``ignored_params`` of ``fully_shard``."""
+    path = OUT / "elsewhere.pt"
+    if dist.get_rank() == 0:
+        torch.save(saved(), path)
+    dist.barrier()
+    compare(path, mesh, shard=ELSEWHERE[mesh], ignored=("up.weight", "down.bias", "thin"))
+    dist.barrier()
+
+
+class Staged(nn.Module):
+    """Some layers of a model of five under the names that they have in the whole, tied ends."""
+
+    def __init__(self, layers: Iterable[int] = range(5), first: bool = True, last: bool = True):
+        super().__init__()
+        if first:
+            self.embed = nn.Embedding(11, 6)
+        self.layers = nn.ModuleDict({str(n): nn.Linear(6, 7 + n) for n in layers})
+        for layer in self.layers.values():
+            layer.register_buffer("scale", torch.randn(3))
+        if last:
+            self.norm = nn.LayerNorm(6)
+            self.head = nn.Linear(6, 11, bias=False)
+        if first and last:
+            self.head.weight = self.embed.weight
+        self.register_buffer("rotary", torch.arange(5.0), persistent=False)
+
+
+def _only(names: set[str], key: str) -> str | None:
+    return key if key in names else None
+
+
+def pipeline(name: str, mesh: str) -> None:
+    """Each stage is a model of its own layers, loaded from the file of the whole."""
+    path, sizes = OUT / name, parse_mesh(mesh)
+    whole = Staged()
+    state = {**whole.state_dict(), **dict(whole.named_parameters(remove_duplicate=False))}
+    if name.startswith("parts"):
+        dcp.save({key: value.detach() for key, value in state.items()}, checkpoint_id=path)
+    elif dist.get_rank() == 0:
+        torch.save(dict(sorted(state.items())), path)
+    dist.barrier()
+    grid = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    stage, depth = grid["pp"].get_local_rank(), sizes["pp"]
+    mine = [n for n in range(5) if n * depth // 5 == stage]
+    ends = stage == 0, stage == depth - 1
+    model: Any = torchlift.skeleton(Staged, mine, *ends)
+    if "fsdp" in sizes:
+        fully_shard(model, mesh=grid["fsdp"])
+    names = set(model.state_dict())
+    rename = partial(_only, names)  # strictly: nothing of this stage may be missing
+    report = torchlift.load(model, path, rename=rename, source="read")
+    for key, value in model.state_dict().items():
+        local = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(local, state[key]), (mesh, key)
+    found = simulate(path, mesh, model=torchlift.skeleton(Staged))
+    assert list(found.bytes) == everywhere(report.bytes_read), (mesh, found.bytes)
+    assert list(found.held) == everywhere(held(model)), (mesh, found.held)
+    assert sum(found.bytes) == sum(nbytes for nbytes, _ in found.files.values()), mesh
+    if name.endswith(".pt"):  # every buffer is a parameter to who knows the file alone
+        assert sum(simulate(path, {"pp": depth}).bytes) == found.nbytes + 11 * 6 * 4
+
+
 def refuses_a_model_that_is_distributed() -> None:
     """Its shapes are no longer those of the model that the styles are about."""
     torch.save(saved(), OUT / f"own-{dist.get_rank()}.pt")
@@ -160,6 +249,13 @@ def refuses_a_model_that_is_distributed() -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {"refuses": refuses_a_model_that_is_distributed}
+for _mesh in ELSEWHERE:
+    if math.prod(parse_mesh(_mesh).values()) == int(OUT.name):
+        CHECKS[f"elsewhere {_mesh}"] = partial(placed_elsewhere, _mesh)
+for _mesh in PIPELINES:
+    if math.prod(parse_mesh(_mesh).values()) == int(OUT.name):
+        CHECKS[f"pipeline {_mesh}"] = partial(pipeline, f"stages-{_mesh}.pt", _mesh)
+        CHECKS[f"pipeline of parts {_mesh}"] = partial(pipeline, f"parts-{_mesh}", _mesh)
 for _mesh in MESHES[int(OUT.name)]:
     CHECKS[f"file {_mesh}"] = partial(from_one_file, _mesh)
     CHECKS[f"parts {_mesh}"] = partial(from_shards, _mesh)

@@ -17,6 +17,7 @@ from torchlift.cli import UsageError
 from torchlift.cli.factory import make_model
 from torchlift.cli.output import print_json, printable
 from torchlift.distributed.meshes import parse_mesh
+from torchlift.distributed.styles import STYLES, USUAL
 from torchlift.match import Rename
 from torchlift.plan import LoadPlan, make_plan
 from torchlift.remap import by_key, by_pattern, fit, rules, strip
@@ -34,7 +35,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "as torchlift.load would; --model imports and runs the module that you name.\n"
         "With --mesh, what each rank of a cluster reads: of the model's tensors where --model is\n"
         "given, else of all in the file. Its dimensions, the outermost first: fsdp (or dp_shard,\n"
-        "shard, cp, ep), dp (or ddp, dp_replicate, replicate, hsdp), tp, pp."
+        "shard, cp, ep), dp (or ddp, dp_replicate, replicate, hsdp), tp, pp. How tp cuts is known\n"
+        "by name of the usual transformers; what it leaves whole for want of a name is listed.\n"
+        "--tp 'head=0' says how to cut what else there is: a dimension, a style such as colwise\n"
+        "or rowwise, or none; a * in the pattern stands for anything."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
     parser.add_argument("--root", metavar="KEY", help="only this container of the file")
@@ -61,6 +65,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIM=N,...",
         help="what each rank would read, such as fsdp=1024,tp=8; goes with none of the devices",
     )
+    parser.add_argument(
+        "--tp",
+        metavar="PATTERN=STYLE",
+        action="append",
+        default=[],
+        help="how tp of --mesh cuts these; repeatable, the first match counts",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -76,9 +87,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         rename, dtype = _rename(args), _dtype(args.dtype)
         mesh = _mesh(args)
+        tp = _tp(args.tp, mesh)
         with open_checkpoint(args.path, root=args.root) as ckpt:
             if mesh is not None:
-                return _on_mesh(args, mesh, ckpt, dtype, rename)
+                return _on_mesh(args, mesh, ckpt, dtype, rename, tp)
             if args.model is None:
                 inventory = take(ckpt, dtype, rename)
                 found = _Found(inventory, _place(args, ckpt, inventory, dtype, rename), None)
@@ -111,19 +123,48 @@ def _mesh(args: argparse.Namespace) -> dict[str, int] | None:
         raise UsageError(f"--mesh: {error}") from error
 
 
+def _tp(texts: list[str], mesh: dict[str, int] | None) -> dict[str, str | int | None]:
+    """How tensor parallel cuts what is named, before what is known of the usual models."""
+    if texts and "tp" not in (mesh or {}):
+        raise UsageError("--tp: needs a --mesh with tp, such as fsdp=8,tp=2")
+    found: dict[str, str | int | None] = {}
+    for text in texts:
+        pattern, equals, style = map(str.strip, text.rpartition("="))
+        if not pattern or not equals:
+            raise UsageError(f"--tp {text!r}: expected PATTERN=DIMENSION, such as 'head=0'")
+        digits = style.removeprefix("-")
+        if digits.isascii() and digits.isdecimal():
+            found.setdefault(pattern, int(style[:20]))
+        elif style == "none" or style in STYLES:
+            found.setdefault(pattern, None if style == "none" else style)
+        else:
+            raise UsageError(
+                f"--tp {text!r}: {style!r} is neither a dimension nor a style: none, "
+                f"{', '.join(STYLES)}"
+            )
+    return {**found, "*": found.get("*", USUAL)}
+
+
 def _on_mesh(
     args: argparse.Namespace,
     mesh: dict[str, int],
     ckpt: Checkpoint,
     dtype: DtypeRule,
     rename: Rename | None,
+    tp: dict[str, str | int | None],
 ) -> int:
     """Print which bytes each rank of a mesh would read."""
     from torchlift.distributed.simulation import simulate
 
     model = make_model(args.model) if args.model is not None else None
     strict = not args.no_strict
-    found = simulate(ckpt, mesh, model=model, rename=rename, dtype=dtype, strict=strict)
+    found = simulate(ckpt, mesh, model=model, rename=rename, dtype=dtype, strict=strict, tp=tp)
+    useless = [text for text in args.tp if text.rpartition("=")[0].strip() in found.unused]
+    if useless:
+        raise UsageError(
+            f"--tp {useless[0]!r}: it matches no parameter with such a dimension that none before "
+            "it matches"
+        )
     if args.json:
         print_json({"path": ckpt.path, "format": ckpt.format, **found.to_dict()})
     else:

@@ -15,8 +15,12 @@ REPLICATED = ("dp", "ddp", "dp_replicate", "replicate", "hsdp")
 _KINDS = (*SHARDED, *REPLICATED, "tp", "pp")
 _MOST = 1 << 20
 _LAYER = re.compile(r"(?:^|\.)([0-9]+)\.")
-# A safetensors file is in alphabetical order, the head before the first layer.
-_LAST = re.compile(r"(?:^|\.)(?:lm_head|head|output|norm|final_\w+|ln_f|score|classifier)(?:\.|$)")
+# A safetensors file is in alphabetical order: the head before the first layer, in GPT-2 the
+# embeddings after the last.
+_FIRST = re.compile(r"(?:^|\.)(?:wte|wpe|shared|(?!embed_out)\w*embed\w*)(?:\.|$)")
+_LAST = re.compile(
+    r"(?:^|\.)(?:lm_head|head|embed_out|output|norm|final_\w+|ln_f|score|classifier)(?:\.|$)"
+)
 
 
 class Cell(NamedTuple):
@@ -107,6 +111,17 @@ def cells(mesh: Mapping[str, int]) -> Iterator[Cell]:
         yield Cell(stage, shard, part)
 
 
+def layer_of(key: str) -> int | None:
+    """The number of the layer that a tensor belongs to.
+
+    Example:
+        >>> layer_of("model.layers.3.experts.0.w"), layer_of("norm.weight")
+        (3, None)
+    """
+    found = _LAYER.search(key)
+    return int(found[1][:18]) if found else None
+
+
 def stages(keys: Iterable[str], count: int) -> list[int]:
     """The pipeline stage of each tensor: runs of layers, and the ends for what has none.
 
@@ -115,14 +130,16 @@ def stages(keys: Iterable[str], count: int) -> list[int]:
         [0, 0, 1, 1]
     """
     keys = list(keys)
-    layers = [int(m[1][:18]) if (m := _LAYER.search(key)) else None for key in keys]
+    layers = [layer_of(key) for key in keys]
     depth = max((layer for layer in layers if layer is not None), default=0) + 1
     found: list[int] = []
     seen = False
     for key, layer in zip(keys, layers, strict=True):
         seen = seen or layer is not None
-        if layer is None:
-            found.append(count - 1 if seen or _LAST.search(key) else 0)
-        else:
+        if layer is not None:
             found.append(layer * count // depth)
+        elif _FIRST.search(key):
+            found.append(0)
+        else:
+            found.append(count - 1 if seen or _LAST.search(key) else 0)
     return found

@@ -6,16 +6,23 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from torchlift.boxes import cut, is_pieced, run_count, steps_in_file
 from torchlift.distributed.layout import Span, Spans, everything, local_shape
-from torchlift.distributed.meshes import REPLICATED, SHARDED, Cell, cells, extents, stages
-from torchlift.distributed.styles import Style, StyleOf
+from torchlift.distributed.meshes import REPLICATED, Cell, cells, extents
 from torchlift.formats import Chunk, TensorEntry
+
+
+class Cut(NamedTuple):
+    """Along which dimension a tensor is cut by tensor parallel, and then by FSDP; None: not."""
+
+    tp: int | None = None
+    fsdp: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +30,14 @@ class Want:
     """One tensor of the model that is to be.
 
     Attributes:
-        name: what tensor parallel and pipeline know it by.
+        name: what tensor parallel, FSDP and pipeline know it by.
         shape: in elements.
         itemsize: bytes per element once it is loaded.
         entry: where its bytes are; None for what no file provides.
         span: bytes that a rank reads which holds it whole, as a plain tensor.
         parameter: FSDP and tensor parallel leave buffers alone.
         embedding: whether it is the weight of an embedding.
+        others: what else it is called, where it is tied.
     """
 
     name: str
@@ -39,6 +47,7 @@ class Want:
     span: int
     parameter: bool = True
     embedding: bool = False
+    others: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -63,27 +72,36 @@ class _Table:
     files: list[tuple[int, int]]
 
 
-def count(wants: Sequence[Want], mesh: Mapping[str, int], style: StyleOf) -> Shares:
-    """Add up what every rank reads and holds."""
+def count(
+    wants: Sequence[Want],
+    mesh: Mapping[str, int],
+    cuts: Sequence[Cut],
+    places: Sequence[Collection[int]],
+) -> Shares:
+    """Add up what every rank reads and holds.
+
+    Args:
+        wants: the tensors.
+        mesh: dimension -> size.
+        cuts: of each tensor.
+        places: the pipeline stages of each tensor.
+    """
     size = extents(mesh)
     copies = math.prod(ranks for name, ranks in mesh.items() if name in REPLICATED)
-    fsdp = any(name in SHARDED for name in mesh)
     totals = torch.zeros(size.stage, size.shard * size.part, 3, dtype=torch.int64)
     files: Counter[str] = Counter()
     asked: Counter[str] = Counter()
     tables: dict[tuple[object, ...], _Table] = {}
     often: Counter[tuple[int, tuple[object, ...]]] = Counter()
-    for want, stage in zip(wants, stages((want.name for want in wants), size.stage), strict=True):
-        cuts = want.parameter and "tp" in mesh
-        dim = style(want.name, want.shape, want.embedding) if cuts else None
+    for want, cut_as, where in zip(wants, cuts, places, strict=True):
         # Tensors of one shape are cut alike; a model of 300 tensors has a dozen shapes.
-        kind = _kind(want, dim)
+        kind = _kind(want, cut_as)
         if kind not in tables:
-            tables[kind] = _table(want, size, dim, fsdp)
-        often[stage, kind] += 1
+            tables[kind] = _table(want, size, cut_as)
+        often.update((stage, kind) for stage in where)
         for file, (nbytes, runs) in zip(_files(want), tables[kind].files, strict=True):
-            files[file] += nbytes * copies
-            asked[file] += runs * copies
+            files[file] += nbytes * copies * len(where)
+            asked[file] += runs * copies * len(where)
     for (stage, kind), times in often.items():
         totals[stage] += times * tables[kind].cells
     rows: list[list[list[int]]] = totals.tolist()
@@ -101,9 +119,9 @@ def _files(want: Want) -> list[str]:
     return list(dict.fromkeys(chunk.file for chunk in want.entry.chunks)) if want.entry else []
 
 
-def _kind(want: Want, dim: Style) -> tuple[object, ...]:
+def _kind(want: Want, dims: Cut) -> tuple[object, ...]:
     """What two tensors have in common that every rank cuts alike."""
-    cut_as = want.shape, want.itemsize, want.parameter, dim, want.span
+    cut_as = want.shape, want.itemsize, dims, want.span
     entry = want.entry
     if entry is None:
         return cut_as
@@ -112,20 +130,20 @@ def _kind(want: Want, dim: Style) -> tuple[object, ...]:
     return *cut_as, entry.dtype, entry.shape, entry.stride, pieces
 
 
-def _table(want: Want, size: Cell, dim: Style, fsdp: bool) -> _Table:
+def _table(want: Want, size: Cell, dims: Cut) -> _Table:
     pieces = _Pieces(want.entry, _files(want)) if want.entry is not None else None
-    spread = want.parameter and bool(want.shape) and (fsdp or dim is not None)
+    spread = dims != Cut()
     files = [[0, 0] for _ in _files(want)]
     known: dict[object, tuple[list[tuple[int, int, int]], tuple[int, int, int]]] = {}
     found = []
     for shard, part in itertools.product(range(size.shard), range(size.part)):
-        key = _alike(want.shape, size, shard, part, dim) if spread else None
+        key = _alike(want.shape, size, shard, part, dims) if spread else None
         if spread and pieces is not None and pieces.count > 1:
             key = shard, part  # of several runs it does matter which rows are read
         if key not in known:
             spans = everything(want.shape)
             if spread:
-                spans = _spans(want.shape, size, shard, part, dim)
+                spans = _spans(want.shape, size, shard, part, dims)
             reads = pieces.of(spans, spread, want.span) if pieces is not None else []
             read, asked = sum(r[1] for r in reads), sum(r[2] for r in reads)
             known[key] = reads, (read, asked, math.prod(local_shape(spans)) * want.itemsize)
@@ -181,28 +199,33 @@ class _Pieces:
         return replace(self._entry, chunks=self._entry.chunks[first:last])
 
 
-def _alike(
-    shape: tuple[int, ...], size: Cell, shard: int, part: int, dim: Style
-) -> tuple[int, int]:
+def _alike(shape: tuple[int, ...], size: Cell, shard: int, part: int, dims: Cut) -> tuple[int, int]:
     """Sizes of the part along the dimensions that are cut: equal for nearly all of a million."""
-    first = other = shape[0]
-    if dim is not None:
-        other = _length(shape[dim], size.part, part)
-        first = other if dim == 0 else first
-    return _length(first, size.shard, shard), other
+    other = length(shape[dims.tp], size.part, part) if dims.tp is not None else 0
+    if dims.fsdp is None:
+        return 0, other
+    total = other if dims.fsdp == dims.tp else shape[dims.fsdp]
+    return length(total, size.shard, shard), other
 
 
-def _length(total: int, parts: int, index: int) -> int:
+def length(total: int, parts: int, index: int) -> int:
+    """How much of `total` the `index`-th of so many parts has.
+
+    Example:
+        >>> [length(10, 4, part) for part in range(4)]
+        [3, 3, 3, 1]
+    """
     step = -(-total // parts)
     return max(0, min(step, total - index * step))
 
 
-def _spans(shape: tuple[int, ...], size: Cell, shard: int, part: int, dim: Style) -> Spans:
+def _spans(shape: tuple[int, ...], size: Cell, shard: int, part: int, dims: Cut) -> Spans:
     """What FSDP cuts from what tensor parallel left: torch's order."""
     spans = [list(ranges) for ranges in everything(shape)]
-    if dim is not None:
-        spans[dim] = _chunk(spans[dim], size.part, part)
-    spans[0] = _chunk(spans[0], size.shard, shard)
+    if dims.tp is not None:
+        spans[dims.tp] = _chunk(spans[dims.tp], size.part, part)
+    if dims.fsdp is not None:
+        spans[dims.fsdp] = _chunk(spans[dims.fsdp], size.shard, shard)
     return tuple(map(tuple, spans))
 
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
-from torchlift.boxes import row_major
-from torchlift.checkpoint import Checkpoint, dtype_of
+from torchlift.checkpoint import Checkpoint
+from torchlift.distributed.cuts import Cuts, ShardDims, cuts_of, places_of
 from torchlift.distributed.layout import is_dtensor
-from torchlift.distributed.meshes import checked
+from torchlift.distributed.meshes import checked, extents
 from torchlift.distributed.meshes import parse_mesh as parse_mesh
 from torchlift.distributed.shares import Want, count
-from torchlift.distributed.styles import TensorParallel, style_of
-from torchlift.formats import Chunk, TensorEntry
-from torchlift.match import Rename, renamed
+from torchlift.distributed.styles import TensorParallel, largest
+from torchlift.distributed.wants import of_checkpoint, of_module, of_plan
+from torchlift.match import Rename
 from torchlift.plan import LoadPlan, plan, resolve
 from torchlift.report import human, names_of, summarise, tensors
-from torchlift.rules import DtypeRule, Options, check_rule, entry_like, target_dtype
-from torchlift.slots import Group, collect, is_lazy
+from torchlift.rules import DtypeRule, Options
+from torchlift.slots import collect
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,9 @@ class Simulation:
         held: for each rank the bytes of the parameters and buffers that it has after the load, what
             no file provides among them; without what FSDP adds to uneven shards.
         plan: with a model, how its names and shapes fit the checkpoint; else None.
+        unstyled: parameters of two dimensions or more that tensor parallel leaves whole, because
+            no style is known for their names -> bytes.
+        unused: patterns of ``tp=`` that no parameter with such a dimension matches.
     """
 
     mesh: dict[str, int]
@@ -47,6 +49,8 @@ class Simulation:
     nbytes: int
     held: tuple[int, ...] = ()
     plan: LoadPlan | None = field(default=None, repr=False)
+    unstyled: dict[str, int] = field(default_factory=dict, repr=False)
+    unused: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -72,6 +76,8 @@ class Simulation:
                 file: {"bytes": nbytes, "requests": count}
                 for file, (nbytes, count) in self.files.items()
             },
+            "unstyled": self.unstyled,
+            "unused": list(self.unused),
         }
         if self.plan is not None:
             found["plan"] = names_of(self.plan)
@@ -89,6 +95,7 @@ class Simulation:
             f"  {len(self.files):,} file{'s' if len(self.files) != 1 else ''}, "
             f"at most {most:,} byte ranges from one",
         ]
+        lines += self._untold()
         if self.plan is not None:
             held = f"{human(min(self.held))} to {human(max(self.held))}"
             lines.append(
@@ -97,18 +104,35 @@ class Simulation:
             lines += summarise(self.plan)
         return "\n".join(lines)
 
+    def _untold(self) -> list[str]:
+        """What somebody should say about tensor parallel."""
+        lines = []
+        if self.unstyled:
+            many = f"{len(self.unstyled):,} matri{'x' if len(self.unstyled) == 1 else 'ces'}"
+            lines.append(
+                f"  tp leaves {many}, {human(sum(self.unstyled.values()))}, whole, as no style is "
+                f"known for them: {', '.join(largest(self.unstyled))}; "
+                'say it with tp={"pattern": dimension, "*": "usual"}, or --tp PATTERN=DIMENSION'
+            )
+        if self.unused:
+            listed = ", ".join(map(repr, self.unused))
+            lines.append(f"  tp= matches no parameter with such a dimension: {listed}")
+        return lines
+
 
 def simulate(
-    source: nn.Module | Checkpoint | str | os.PathLike[str],
+    source: torch.nn.Module | Checkpoint | str | os.PathLike[str],
     mesh: Mapping[str, int] | str,
     *,
     root: str | None = None,
     tp: TensorParallel | None = None,
-    model: nn.Module | None = None,
+    model: torch.nn.Module | None = None,
     rename: Rename | None = None,
     dtype: DtypeRule = None,
     strict: bool = True,
     ignore_mismatched: bool = False,
+    shard: ShardDims | None = None,
+    ignored: Iterable[str] = (),
 ) -> Simulation:
     """Compute which bytes each rank of a mesh reads when it loads its shards of a model.
 
@@ -120,27 +144,35 @@ def simulate(
         mesh: dimension -> size, outermost first, as a mapping or as text ``"fsdp=1024,tp=8"``.
             ``fsdp`` (or ``dp_shard``, ``shard``, ``cp``, ``ep``; several are flattened to one) cuts
             every parameter along its first dimension; ``tp`` as the argument of that name says;
-            ``pp`` gives each stage a run of layers; ``dp`` (or ``ddp``, ``dp_replicate``,
-            ``replicate``, ``hsdp``) replicates. FSDP cuts what TP has left, as torch does.
+            ``pp`` gives each stage a run of layers, a tied tensor to each stage that has one of
+            its names, and rotary tables and the like, which no file holds, to all; ``dp`` (or
+            ``ddp``, ``dp_replicate``, ``replicate``, ``hsdp``) replicates. FSDP cuts what TP has
+            left, as torch does.
         root: keep only what is under this container of the checkpoint.
         tp: pattern of names (``*`` stands for anything) -> ``"colwise"``, ``"rowwise"``, a tensor
             dimension or None, the first match counts; or a callable from name and shape to a
-            dimension or None. None takes the names of the usual transformers. As torch has it,
-            ``"rowwise"`` cuts the rows of an embedding, its vocabulary, where a model tells that it
-            is one; ``"embedding_rowwise"`` does anywhere.
+            dimension or None. As torch has it, ``"rowwise"`` cuts the rows of an embedding, its
+            vocabulary, where a model tells that it is one; ``"embedding_rowwise"`` does anywhere.
+            ``"usual"`` takes the names of the well-known transformers, those with a plan in the
+            transformers library among them; None is ``{"*": "usual"}``. A matrix that nothing
+            matches stays whole, and the result names it.
         model: what the checkpoint is to be loaded into, not distributed itself: names, shapes and
             ties are those of `torchlift.plan`, and only what it would load is read.
         rename: as for `torchlift.load`.
         dtype: as for `torchlift.load`; it changes what the ranks hold, not what they read.
         strict: as for `torchlift.load`, with a model.
         ignore_mismatched: as for `torchlift.load`, with a model.
+        shard: pattern of names -> the dimension that FSDP cuts, the first match counts and the rest
+            is cut along the first; or a callable from name and shape to a dimension or None: what
+            ``fully_shard`` calls ``shard_placement_fn``.
+        ignored: patterns of names that FSDP leaves alone: its ``ignored_params``.
 
     Returns:
         Bytes and byte ranges per rank and per file. Thousands of ranks take about a second.
 
     Raises:
-        ValueError: a mesh dimension whose name or size means nothing, or arguments that do not go
-            together.
+        ValueError: a mesh dimension whose name or size means nothing, arguments that do not go
+            together, or a pattern of `shard` or `ignored` that matches no parameter.
         MismatchError: the checkpoint does not fit the model.
 
     Example:
@@ -153,33 +185,43 @@ def simulate(
     """
     sizes = parse_mesh(mesh) if isinstance(mesh, str) else checked(mesh)
     made = None
-    if isinstance(source, nn.Module):
+    if isinstance(source, torch.nn.Module):
         if root is not None or rename is not None or model is not None:
             raise ValueError("root=, rename= and model= are for a checkpoint, not for a module")
-        wants = list(_of_module(source, dtype))
+        wants = list(of_module(source, dtype))
     elif model is None:
         if not strict or ignore_mismatched:
             raise ValueError("strict= and ignore_mismatched= need the model that is to be loaded")
         ckpt, owned = resolve(source, root)
         with ckpt if owned else nullcontext():
-            wants = list(_of_checkpoint(ckpt, rename, dtype))
+            wants = of_checkpoint(ckpt, rename, dtype)
     else:
         options = Options(rename, None, dtype, strict, ignore_mismatched)
         made = _planned(model, source, options, root)
-        wants = list(_of_plan(model, made))
-    return _simulation(sizes, wants, tp, made)
+        wants = list(of_plan(model, made))
+    return _simulation(sizes, wants, cuts_of(wants, sizes, tp, shard, ignored), made)
 
 
 def _simulation(
-    mesh: dict[str, int], wants: list[Want], tp: TensorParallel | None, made: LoadPlan | None
+    mesh: dict[str, int], wants: list[Want], cuts: Cuts, made: LoadPlan | None
 ) -> Simulation:
-    found = count(wants, mesh, style_of(tp))
-    nbytes = sum(want.entry.nbytes for want in wants if want.entry is not None)
-    return Simulation(mesh, found.read, found.requests, found.files, nbytes, found.held, made)
+    places = places_of(wants, extents(mesh).stage)
+    found = count(wants, mesh, cuts.all, places)
+    return Simulation(
+        mesh=mesh,
+        bytes=found.read,
+        requests=found.requests,
+        files=found.files,
+        nbytes=sum(want.entry.nbytes for want in wants if want.entry is not None),
+        held=found.held,
+        plan=made,
+        unstyled=cuts.unstyled,
+        unused=cuts.unused,
+    )
 
 
 def _planned(
-    model: nn.Module,
+    model: torch.nn.Module,
     source: Checkpoint | str | os.PathLike[str],
     options: Options,
     root: str | None,
@@ -197,56 +239,3 @@ def _planned(
         ignore_mismatched=options.ignore_mismatched,
         source="read",
     )
-
-
-def _of_plan(model: nn.Module, made: LoadPlan) -> Iterator[Want]:
-    steps = {id(step.group.tensor): step for step in made.work.steps}
-    becomes = {id(making.group.tensor): making.dtype for making in made.work.makings}
-    for group in collect(model):
-        step = steps.get(id(group.tensor))
-        if step is not None:
-            shape = step.candidate.shape if is_lazy(group.tensor) else tuple(group.tensor.shape)
-            yield _want(group, shape, step.dtype, step.entry, step.span)
-        elif not is_lazy(group.tensor):
-            dtype = becomes.get(id(group.tensor), group.tensor.dtype)
-            yield _want(group, tuple(group.tensor.shape), dtype, None, 0)
-
-
-def _of_module(model: nn.Module, dtype: DtypeRule) -> Iterator[Want]:
-    at = 0
-    groups = [group for group in collect(model) if not is_lazy(group.tensor)]
-    check_rule(dtype, [name for group in groups for name in group.names], present=False)
-    for group in groups:
-        tensor, shape = group.tensor, tuple(group.tensor.shape)
-        if not group.persistent:
-            yield _want(group, shape, tensor.dtype, None, 0)
-            continue
-        seen = entry_like(group.fqn, group)
-        chunk = Chunk("model", at, seen.nbytes, (0,) * len(shape), shape)
-        chunks = (chunk,) if seen.nbytes else ()
-        entry = replace(seen, stride=row_major(shape), storage=group.fqn, chunks=chunks)
-        becomes = target_dtype(dtype, seen, tensor, tensor.dtype)
-        yield _want(group, shape, becomes, entry, seen.nbytes)
-        at += seen.nbytes
-
-
-def _want(
-    group: Group, shape: tuple[int, ...], dtype: torch.dtype, entry: TensorEntry | None, span: int
-) -> Want:
-    embedding = isinstance(group.slots[0].module, nn.Embedding | nn.EmbeddingBag)
-    return Want(group.fqn, shape, dtype.itemsize, entry, span, group.is_parameter, embedding)
-
-
-def _of_checkpoint(ckpt: Checkpoint, rename: Rename | None, dtype: DtypeRule) -> Iterator[Want]:
-    seen: set[object] = set()
-    for key, name in renamed(ckpt.entries, rename, ckpt.path).items():
-        entry = ckpt.entries[key]
-        spot = (entry.storage, entry.chunks[:1], entry.shape, entry.stride, entry.dtype)
-        if entry.chunks and spot in seen:
-            continue
-        seen.add(spot)
-        stored = dtype_of(entry, ckpt.path)
-        blank = torch.empty(0, dtype=stored, device="meta")
-        becomes = target_dtype(dtype, replace(entry, key=name), blank, stored)
-        span = sum(chunk.nbytes for chunk in entry.chunks)
-        yield Want(name, entry.shape, becomes.itemsize, entry, span)

@@ -1,95 +1,140 @@
-"""How tensor parallelism cuts the layers of the usual models, by name."""
+"""Along which dimension tensor parallelism cuts each tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Protocol
+
+from torchlift.distributed.usual import Shape, lies_turned, usual
 
 #: How a tensor is cut across the tensor-parallel dimension: along this tensor dimension, or not.
 Style = int | None
 #: Patterns of names with a style each, as model configurations write them.
-TensorParallel = Mapping[str, str | Style] | Callable[[str, tuple[int, ...]], Style]
+TensorParallel = Mapping[str, str | Style] | Callable[[str, Shape], Style]
 
-_STYLES: dict[str, Style] = {
-    "colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "packed_colwise": 0,
-    "rowwise": -1, "rowwise_rep": -1, "rowwise_split_input": -1, "packed_rowwise": -1,
+_COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
+_ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise")
+_OTHER: dict[str, Style] = {
     "embedding_rowwise": 0, "embedding_colwise": -1,
     "replicate": None, "replicated_with_grad_allreduce": None, "sequence_parallel": None,
+    # What transformers' plans say of a module beside what they say of its parameters.
+    "mla_kv_a_proj": None, "all_reduce": None, "local_params": None, "moe_tp_experts": None,
+    "moe_identity_expert": None,
 }  # fmt: skip
 # An embedding's weight lies the other way round than a linear layer's: torch's RowwiseParallel cuts
 # its vocabulary, which is its first dimension.
-_TURNED = {"colwise": -1, "colwise_rep": -1, "rowwise": 0, "rowwise_rep": 0}
-
-#: The layers of the usual transformers, by the names that their authors gave them.
-MEGATRON: dict[str, str | Style] = {
-    "*norm*": None,
-    **dict.fromkeys(
-        ["*o_proj.*", "*out_proj.*", "*down_proj.*", "*fc2.*", "*c_proj.*", "*.w2.*", "*.wo.*"],
-        "rowwise",
-    ),
-    **dict.fromkeys(
-        [
-            "*q_proj.*", "*k_proj.*", "*v_proj.*", "*qkv*", "*gate_proj.*", "*up_proj.*",
-            "*fc1.*", "*c_fc.*", "*.w1.*", "*.w3.*", "*.w[qkv].*", "*lm_head.*", "output.*",
-        ],
-        "colwise",
-    ),
-    **dict.fromkeys(["*embed_tokens.*", "*wte.*", "*tok_embeddings.*"], "embedding_rowwise"),
-}  # fmt: skip
+_TURNED = ("colwise", "colwise_rep", "rowwise", "rowwise_rep")
+#: The style that asks the names of the well-known models.
+USUAL = "usual"
+STYLES = (*_COLUMNS, *_ROWS, *_OTHER, USUAL)
 
 
-class StyleOf(Protocol):
-    """From a tensor's name and shape to the dimension that tensor parallel cuts."""
+def fits(key: str, pattern: str) -> bool:
+    """Whether a pattern is about a tensor: about its name, or that of the module it is in.
 
-    def __call__(self, key: str, shape: tuple[int, ...], embedding: bool = False, /) -> Style:
-        """`embedding`: whether it is known to belong to an embedding."""
+    Example:
+        >>> fits("layers.3.down.bias", "layers.*.down"), fits("layers.3.down.bias", "down")
+        (True, False)
+    """
+    name = key.removesuffix(".weight").removesuffix(".bias")
+    return fnmatchcase(key, pattern) or fnmatchcase(name, pattern)
 
 
-def style_of(tp: TensorParallel | None) -> StyleOf:
-    """A function from a tensor's name and shape to the dimension that tensor parallel cuts.
+class Styles:
+    """From a tensor's name and shape to the dimension that tensor parallel cuts.
 
     Args:
-        tp: patterns or a function; None for `MEGATRON`.
+        tp: patterns or a function; None for the names of the well-known models.
+        shapes: of all the tensors: those beside it tell how one lies.
 
     Raises:
         ValueError: a style that nobody knows.
 
     Example:
-        >>> style = style_of({"layers.*.down": "rowwise", "embed": "rowwise"})
+        >>> style = Styles({"layers.*.down": "rowwise", "embed": "rowwise"})
         >>> style("layers.3.down.weight", (8, 32)), style("layers.3.down.bias", (8,))
         (1, None)
         >>> style("embed.weight", (100, 8), True)
         0
+        >>> style.find("other", (8, 8)), style.unused
+        ((False, None), ())
     """
-    if callable(tp):
-        own = tp
-        return lambda key, shape, embedding=False, /: _within(own(key, shape), shape)
-    patterns = [(p, s, _named(s)) for p, s in (MEGATRON if tp is None else tp).items()]
 
-    def style(key: str, shape: tuple[int, ...], embedding: bool = False, /) -> Style:
-        name = key.removesuffix(".weight").removesuffix(".bias")
-        for pattern, text, found in patterns:
-            if fnmatchcase(key, pattern) or fnmatchcase(name, pattern):
-                if embedding and text in _TURNED:
-                    found = _TURNED[str(text)]
-                # Only a matrix is cut along its columns: its bias is added once, by every rank.
-                return None if found == -1 and len(shape) < 2 else _within(found, shape)
-        return None
+    def __init__(
+        self, tp: TensorParallel | None, shapes: Mapping[str, Shape] | None = None
+    ) -> None:
+        self._function = tp if callable(tp) else None
+        self._patterns = {} if callable(tp) else dict({"*": USUAL} if tp is None else tp)
+        for style in self._patterns.values():
+            _check(style)
+        self._unused = {p: None for p, style in self._patterns.items() if style != USUAL}
+        self._turned = lies_turned(shapes or {})
 
-    return style
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The patterns that no tensor so far had a name, and a dimension, for."""
+        return tuple(self._unused)
+
+    def __call__(self, key: str, shape: Shape, embedding: bool = False) -> Style:
+        """The dimension; `embedding`: whether it is known to belong to an embedding."""
+        return self.find(key, shape, embedding)[1]
+
+    def find(self, key: str, shape: Shape, embedding: bool = False) -> tuple[bool, Style]:
+        """Whether anything is known of this tensor, and the dimension."""
+        if self._function is not None:
+            return True, _within(self._function(key, shape), shape)
+        for pattern, style in self._patterns.items():
+            if not fits(key, pattern):
+                continue
+            turned = embedding and style in _TURNED
+            if style == USUAL:
+                style, turned = usual(key, shape), self._turned(key)
+                if style is None:
+                    return False, None
+            if not isinstance(style, int) or -len(shape) <= style < len(shape):
+                self._unused.pop(pattern, None)
+            return True, _dimension(style, shape, turned)
+        return False, None
 
 
-def _within(found: Style, shape: tuple[int, ...]) -> Style:
+def _check(style: object) -> None:
+    if isinstance(style, str) and style not in STYLES:
+        raise ValueError(f"{style!r} is not a tensor-parallel style: {', '.join(STYLES)}")
+
+
+def _dimension(style: str | Style, shape: Shape, turned: bool) -> Style:
+    if style in _COLUMNS:
+        # Of a stack of matrices, such as experts, each one is cut.
+        outputs = 1 if len(shape) == 3 else 0
+        return _within(-1 if turned and len(shape) > 1 else outputs, shape)
+    found = (-2 if turned else -1) if style in _ROWS else style
+    if isinstance(found, str):
+        found = _OTHER[found]
+    # Only a matrix is cut along its columns: its bias is added once, by every rank.
+    return None if found == -1 and len(shape) < 2 else _within(found, shape)
+
+
+def _within(found: Style, shape: Shape) -> Style:
     """A dimension counted from the front; None where the tensor lacks it, which stays whole."""
     if found is None or not -len(shape) <= found < len(shape):
         return None
     return found % len(shape)
 
 
-def _named(style: str | Style) -> Style:
-    if not isinstance(style, str):
-        return style
-    if style not in _STYLES:
-        raise ValueError(f"{style!r} is not a tensor-parallel style: {', '.join(_STYLES)}")
-    return _STYLES[style]
+def largest(sizes: Mapping[str, int], most: int = 3) -> list[str]:
+    """The names with the largest sizes, those of the layers together as one pattern.
+
+    Example:
+        >>> largest({"layers.0.w": 4, "layers.1.w": 4, "x": 6, "y": 1}, 2)
+        ['layers.*.w (2)', 'x', '1 more']
+    """
+    groups: dict[str, list[int]] = {}
+    for name, size in sizes.items():
+        groups.setdefault(_without_numbers(name.split(".")), []).append(size)
+    ordered = sorted(groups, key=lambda name: -sum(groups[name]))
+    told = [f"{n} ({len(groups[n])})" if len(groups[n]) > 1 else n for n in ordered[:most]]
+    return [*told, f"{len(ordered) - most:,} more"] if len(ordered) > most else told
+
+
+def _without_numbers(parts: Iterable[str]) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in parts)
