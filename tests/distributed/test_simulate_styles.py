@@ -106,12 +106,13 @@ def test_a_model_has_nothing_that_nobody_knows(name: str) -> None:
     styles = Styles(None, shapes)
     plan = type(model.config).base_model_tp_plan or {}
     for key, shape in shapes.items():
-        known, dim = styles.find(key, shape)
+        known, dim, packed = styles.find(key, shape)
         assert known or len(shape) < 2, key
         inner = ".".join("*" if p.isdecimal() else p for p in key.split(".")[1:])
         said = plan.get(inner) or plan.get(inner.rpartition(".")[0])
         if said is not None:
             assert dim == _dim(said, key, shape), key
+            assert (packed == 2) == said.startswith("packed"), key
 
 
 def test_layers_of_gpt2_lie_the_other_way_round() -> None:
@@ -191,6 +192,29 @@ def test_a_plan_of_transformers_can_be_passed_as_it_is() -> None:
     guess = simulate(model, "tp=8", tp={"lm_head": None, "*embed_tokens": None, "*": "usual"})
     assert found.bytes == guess.bytes
     assert {key.split(".")[-2] for key in found.unstyled} == {"embed_tokens", "lm_head", "gate"}
+
+
+def test_of_two_matrices_in_one_a_rank_reads_a_part_of_each() -> None:
+    """The gates and what they gate of every expert are byte ranges of their own."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.Module()
+            self.experts.gate_up_proj = nn.Parameter(torch.zeros(3, 10, 4))
+            self.experts.down_proj = nn.Parameter(torch.zeros(3, 4, 5))
+
+    model = torchlift.skeleton(Experts)
+    found = simulate(model, "tp=2")
+    assert found.bytes == (4 * 3 * (4 * 6 + 4 * 3), 4 * 3 * (4 * 4 + 4 * 2))
+    assert found.requests == (3 * 2 + 12, 3 * 2 + 12)
+    assert sum(simulate(model, "fsdp=2,tp=2", shard={"*gate_up_proj": -1}).bytes) == found.nbytes
+    tp = {"*gate_up_proj": "packed_colwise", "*": None}
+    assert found.bytes[0] - simulate(model, "tp=2", tp=tp).bytes[0] == 4 * 3 * 4 * (3 - 5)
+    rows = torchlift.skeleton(nn.Linear, 3, 12, bias=False)
+    plain = simulate(rows, "fsdp=3,tp=2", tp={"*": "packed_colwise"})
+    assert plain.bytes == (24,) * 6
+    assert plain.requests == (1, 1, 2, 2, 1, 1)
 
 
 def test_fsdp_cuts_where_it_is_told_and_nothing_that_it_ignores() -> None:

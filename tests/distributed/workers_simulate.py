@@ -18,13 +18,14 @@ from ranks import main
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchlift
 from torchlift.distributed import simulate
@@ -78,7 +79,7 @@ class Odd(nn.Module):
         self.norm = nn.LayerNorm(6)
         self.thin = nn.Parameter(torch.randn(1, 5))
         self.turned = nn.Parameter(torch.randn(9, 4))
-        self.experts = nn.Parameter(torch.randn(3, 4, 5))
+        self.experts = nn.Parameter(torch.randn(3, 8, 5))
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("gaps", torch.randn(5))
         self.register_buffer("inv_freq", 1.0 / torch.arange(1.0, 5.0), persistent=False)
@@ -100,6 +101,9 @@ def distributed(
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if "tp" in sizes:
         parallelize_module(model, mesh["tp"], PLAN)
+    if tuple(sizes) == ("tp",):  # FSDP takes no such tensor
+        packed = distribute_tensor(model.experts, mesh, [_StridedShard(1, split_factor=2)])
+        model.experts = nn.Parameter(packed)
     shards = tuple(name for name in sizes if name in SHARDED)
     if not shards:
         return model
@@ -143,8 +147,9 @@ def compare(
     for key, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(whole, saved()[key].to(whole.dtype)), (mesh, key)
+    styles = {**STYLES, "experts": "packed_colwise" if mesh.startswith("tp=") else "replicate"}
     found = simulate(
-        path, mesh, model=torchlift.skeleton(Odd), tp=STYLES, dtype=dtype, shard=shard,
+        path, mesh, model=torchlift.skeleton(Odd), tp=styles, dtype=dtype, shard=shard,
         ignored=ignored,
     )  # fmt: skip
     assert list(found.bytes) == everywhere(report.bytes_read), (mesh, found.bytes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torchlift.distributed.meshes import SHARDED, extents, layer_of, stages
 from torchlift.distributed.shares import Cut, Want, length
-from torchlift.distributed.styles import Styles, TensorParallel, fits
+from torchlift.distributed.styles import Found, Styles, TensorParallel, fits
 from torchlift.distributed.usual import Shape
 
 #: Patterns of names with the dimension that FSDP cuts, or a function from name and shape to it.
@@ -46,13 +46,13 @@ def cuts_of(
     styles = Styles(tp, {want.name: want.shape for want in wants if want.parameter})
     made = Cuts()
     for want in wants:
-        known, dim = True, None
+        found = Found(True)
         if want.parameter and "tp" in mesh:
-            known, dim = styles.find(want.name, want.shape, want.embedding)
+            found = styles.find(want.name, want.shape, want.embedding)
         # A vector is whole, or goes with its matrix.
-        if not known and len(want.shape) > 1 and mesh["tp"] > 1:
+        if not found.known and len(want.shape) > 1 and mesh["tp"] > 1:
             made.unstyled[want.name] = _nbytes(want)
-        made.all.append(Cut(dim, fsdp.dim(want, dim)))
+        made.all.append(Cut(found.dim, fsdp.dim(want, found.dim), found.packed))
     made.unused = styles.unused if tp is not None and "tp" in mesh else ()
     fsdp.check()
     return made

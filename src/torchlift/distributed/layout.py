@@ -104,7 +104,7 @@ def _shard_spans(
                 found=placement,
                 hint="Redistribute it to Replicate() or Shard() first.",
             )
-        held[dim] = _cut(held[dim], mesh[axis], at[axis], strided)
+        held[dim] = cut_spans(held[dim], mesh[axis], at[axis], strided)
     return tuple(tuple(spans) for spans in held)
 
 
@@ -131,7 +131,13 @@ def _order(placements: Sequence[Any], mesh: Sequence[int]) -> Iterator[tuple[int
         yield axis, 1
 
 
-def _cut(spans: list[Span], parts: int, index: int, strided: int) -> list[Span]:
+def cut_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> list[Span]:
+    """One part of what `spans` cover, or of each of so many pieces of it, as torch cuts them.
+
+    Example:
+        >>> cut_spans([(0, 8)], 2, 1), cut_spans([(0, 8)], 2, 1, strided=2)
+        ([(4, 8)], [(2, 4), (6, 8)])
+    """
     pieces = [_chunk(spans, strided, i) for i in range(strided)] if strided > 1 else [spans]
     return [span for piece in pieces for span in _chunk(piece, parts, index)]
 

@@ -13,16 +13,23 @@ from typing import NamedTuple
 import torch
 
 from torchlift.boxes import cut, is_pieced, run_count, steps_in_file
-from torchlift.distributed.layout import Span, Spans, everything, local_shape
+from torchlift.distributed.layout import Spans, cut_spans, everything, local_shape
 from torchlift.distributed.meshes import REPLICATED, Cell, cells, extents
 from torchlift.formats import Chunk, TensorEntry
 
 
 class Cut(NamedTuple):
-    """Along which dimension a tensor is cut by tensor parallel, and then by FSDP; None: not."""
+    """Along which dimensions a tensor is cut.
+
+    Attributes:
+        tp: by tensor parallel; None: not.
+        fsdp: and then by FSDP.
+        packed: matrices that lie one after the other along `tp`, each of which is cut.
+    """
 
     tp: int | None = None
     fsdp: int | None = None
+    packed: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +139,14 @@ def _kind(want: Want, dims: Cut) -> tuple[object, ...]:
 
 def _table(want: Want, size: Cell, dims: Cut) -> _Table:
     pieces = _Pieces(want.entry, _files(want)) if want.entry is not None else None
-    spread = dims != Cut()
+    spread = (dims.tp, dims.fsdp) != (None, None)
     files = [[0, 0] for _ in _files(want)]
     known: dict[object, tuple[list[tuple[int, int, int]], tuple[int, int, int]]] = {}
     found = []
     for shard, part in itertools.product(range(size.shard), range(size.part)):
         key = _alike(want.shape, size, shard, part, dims) if spread else None
-        if spread and pieces is not None and pieces.count > 1:
+        several = pieces is not None and pieces.count > 1
+        if spread and (several or (dims.packed > 1 and dims.fsdp == dims.tp)):
             key = shard, part  # of several runs it does matter which rows are read
         if key not in known:
             spans = everything(want.shape)
@@ -201,7 +209,10 @@ class _Pieces:
 
 def _alike(shape: tuple[int, ...], size: Cell, shard: int, part: int, dims: Cut) -> tuple[int, int]:
     """Sizes of the part along the dimensions that are cut: equal for nearly all of a million."""
-    other = length(shape[dims.tp], size.part, part) if dims.tp is not None else 0
+    other = 0
+    if dims.tp is not None:
+        each = [length(shape[dims.tp], dims.packed, piece) for piece in range(dims.packed)]
+        other = sum(length(total, size.part, part) for total in each)
     if dims.fsdp is None:
         return 0, other
     total = other if dims.fsdp == dims.tp else shape[dims.fsdp]
@@ -223,14 +234,7 @@ def _spans(shape: tuple[int, ...], size: Cell, shard: int, part: int, dims: Cut)
     """What FSDP cuts from what tensor parallel left: torch's order."""
     spans = [list(ranges) for ranges in everything(shape)]
     if dims.tp is not None:
-        spans[dims.tp] = _chunk(spans[dims.tp], size.part, part)
+        spans[dims.tp] = cut_spans(spans[dims.tp], size.part, part, dims.packed)
     if dims.fsdp is not None:
-        spans[dims.fsdp] = _chunk(spans[dims.fsdp], size.shard, shard)
+        spans[dims.fsdp] = cut_spans(spans[dims.fsdp], size.shard, shard)
     return tuple(map(tuple, spans))
-
-
-def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
-    """One of the equal parts of a dimension, as ``torch.chunk`` makes them."""
-    ((start, stop),) = spans
-    size = -(-(stop - start) // parts)
-    return [(min(start + index * size, stop), min(start + (index + 1) * size, stop))]

@@ -153,6 +153,7 @@ def simulate(
             dimension or None, the first match counts; or a callable from name and shape to a
             dimension or None. As torch has it, ``"rowwise"`` cuts the rows of an embedding, its
             vocabulary, where a model tells that it is one; ``"embedding_rowwise"`` does anywhere.
+            ``"packed_colwise"`` and ``"packed_rowwise"`` cut two matrices in one, each of them.
             ``"usual"`` takes the names of the well-known transformers, those with a plan in the
             transformers library among them; None is ``{"*": "usual"}``. A matrix that nothing
             matches stays whole, and the result names it.

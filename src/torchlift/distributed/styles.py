@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from torchlift.distributed.usual import Shape, lies_turned, usual
 
@@ -14,6 +15,8 @@ TensorParallel = Mapping[str, str | Style] | Callable[[str, Shape], Style]
 
 _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
 _ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise")
+# Two matrices in one, such as a gate and what it gates: a rank has a part of each.
+_PACKED = ("packed_colwise", "packed_rowwise")
 _OTHER: dict[str, Style] = {
     "embedding_rowwise": 0, "embedding_colwise": -1,
     "replicate": None, "replicated_with_grad_allreduce": None, "sequence_parallel": None,
@@ -27,6 +30,20 @@ _TURNED = ("colwise", "colwise_rep", "rowwise", "rowwise_rep")
 #: The style that asks the names of the well-known models.
 USUAL = "usual"
 STYLES = (*_COLUMNS, *_ROWS, *_OTHER, USUAL)
+
+
+class Found(NamedTuple):
+    """How a tensor is cut.
+
+    Attributes:
+        known: whether somebody said so.
+        dim: the dimension, or None.
+        packed: matrices that lie one after the other along it.
+    """
+
+    known: bool
+    dim: Style = None
+    packed: int = 1
 
 
 def fits(key: str, pattern: str) -> bool:
@@ -57,7 +74,7 @@ class Styles:
         >>> style("embed.weight", (100, 8), True)
         0
         >>> style.find("other", (8, 8)), style.unused
-        ((False, None), ())
+        (Found(known=False, dim=None, packed=1), ())
     """
 
     def __init__(
@@ -77,12 +94,12 @@ class Styles:
 
     def __call__(self, key: str, shape: Shape, embedding: bool = False) -> Style:
         """The dimension; `embedding`: whether it is known to belong to an embedding."""
-        return self.find(key, shape, embedding)[1]
+        return self.find(key, shape, embedding).dim
 
-    def find(self, key: str, shape: Shape, embedding: bool = False) -> tuple[bool, Style]:
-        """Whether anything is known of this tensor, and the dimension."""
+    def find(self, key: str, shape: Shape, embedding: bool = False) -> Found:
+        """The same, and whether anything is known of this tensor."""
         if self._function is not None:
-            return True, _within(self._function(key, shape), shape)
+            return Found(True, _within(self._function(key, shape), shape))
         for pattern, style in self._patterns.items():
             if not fits(key, pattern):
                 continue
@@ -90,11 +107,13 @@ class Styles:
             if style == USUAL:
                 style, turned = usual(key, shape), self._turned(key)
                 if style is None:
-                    return False, None
+                    return Found(False)
             if not isinstance(style, int) or -len(shape) <= style < len(shape):
                 self._unused.pop(pattern, None)
-            return True, _dimension(style, shape, turned)
-        return False, None
+            # transformers cuts a packed bias as if it were one.
+            packed = 2 if style in _PACKED and len(shape) > 1 else 1
+            return Found(True, _dimension(style, shape, turned), packed)
+        return Found(False)
 
 
 def _check(style: object) -> None:

@@ -23,6 +23,7 @@ _GROUPS: tuple[tuple[str | int, str], ...] = (
         *.positional_embedding* *.token_type_embeddings. *.pooler.* *.experts.down_proj_bias.
      """),
     (-1, "*.experts.gate_up_proj_bias."),
+    ("packed_colwise", "*.experts.gate_up_proj."),
     ("rowwise", """
         *.o_proj.* *.out_proj.* *.down_proj.* *.fc2.* *.c_proj.* *.w2.* *.wo.* *.Wo.*
         *.attn.proj. *attention.dense. *.self_attn.dense. *.output.dense. *.dense_4h_to_h.
