@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -66,3 +68,17 @@ def test_a_circle_of_one_raises_what_it_met() -> None:
     assert Circle.of_all().agree(None, 5) == {0: 5}
     with pytest.raises(KeyError):
         Circle.of_model([], []).agree(KeyError("x"))
+
+
+def test_what_went_wrong_first_is_raised_when_the_others_are_lost() -> None:
+    """A time-out says nothing of why; the argument that was wrong does."""
+
+    class Lost(Circle):
+        def exchange(self, *_: object) -> Any:
+            raise TimeoutError("nobody answers")
+
+    with pytest.raises(TypeError, match="wrong") as caught:
+        Lost([]).agree(TypeError("wrong"))
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    with pytest.raises(TimeoutError):
+        Lost([]).agree(None)

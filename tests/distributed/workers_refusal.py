@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import refused_arguments  # noqa: F401
 import refused_files  # noqa: F401
+import refused_fsdp1  # noqa: F401
 import torch
 import torch.distributed as dist
 from hooked_models import TROUBLES, layers, refuses, state_for
 from ranks import main
-from refusals import CHECKS, check, is_last, last, unchanged
+from refusals import CHECKS, FROM_0, WHOLE, check, everybody_raises, is_last, last, unchanged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from wrapped_models import WRAPPERS, built, cloned, fsdp, net, same, train
 
 import torchlift.distributed as ours
 
-WHOLE = ours.StateDictOptions(full_state_dict=True)
-FROM_0 = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 SHARDED = ("ddp", "fsdp blocks", "tensor parallel")
 
 
@@ -148,18 +147,6 @@ def other_keys_on_one_rank() -> None:
         assert isinstance(caught.value, ours.StateDictMismatch)
 
 
-def everybody_raises(call: Callable[[], object], own: type[Exception], says: str) -> None:
-    """The last rank its own error, and all others that one, at once."""
-    with pytest.raises((own, ours.StateDictMismatch)) as caught:
-        call()
-    assert says in str(caught.value), str(caught.value)
-    if is_last():
-        assert isinstance(caught.value, own), repr(caught.value)
-    else:
-        assert f"on rank {last()}: {own.__name__}: " in str(caught.value), str(caught.value)
-    dist.barrier()
-
-
 @check
 def arguments_that_make_no_sense_on_one_rank() -> None:
     """No optimizer, options of another kind, a model whose names cannot be told."""
@@ -175,7 +162,7 @@ def arguments_that_make_no_sense_on_one_rank() -> None:
             halves.full_state_dict = options is not FROM_0
             for wrong, own, says in (
                 (([], options), RuntimeError, "none was passed"),
-                ((None, options), TypeError, "not iterable"),
+                ((None, options), TypeError, "must be an optimizer"),
                 ((optimizer, "text"), TypeError, "must be a StateDictOptions"),
                 ((optimizer, halves), ValueError, "full_state_dict must be True"),
             ):

@@ -3,57 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchlift.distributed.layout import Spans, blocks, is_dtensor, local_shape, spans_at
 from torchlift.distributed.moves import BUDGET, wire
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions, checked
-from torchlift.distributed.status import Circle, has_group, rank
+from torchlift.distributed.options import StateDictOptions
+from torchlift.distributed.status import has_group, rank
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def gathered(
-    read: Callable[[StateDictOptions], dict[str, Any]],
-    shared: Iterable[torch.Tensor],
-    options: Any,
+def finish(
+    state: dict[str, Any], options: StateDictOptions, all_offload: bool = True
 ) -> dict[str, Any]:
-    """What `read` returns, finished; ranks that gather do so when all have read theirs.
-
-    Args:
-        read: makes this rank's part.
-        shared: tensors of the model; the ranks of their meshes gather together.
-        options: as the caller passed them; see `finish`.
-    """
-    gathers = getattr(options, "full_state_dict", False)
-    circle = Circle.of_model(shared if gathers else (), kind=StateDictMismatch)
-    problem, state, chosen = None, {}, StateDictOptions()
-    try:
-        chosen = checked(options)
-        state = read(chosen)
-    except BaseException as error:
-        problem = error
-    circle.agree(problem)
-    return finish(state, chosen)
-
-
-def finish(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     """Gather and offload what `state` holds, as the options say.
 
     Args:
         state: nested dicts, lists and tuples; it is not changed.
         options: `full_state_dict` and `cpu_offload` are looked at.
+        all_offload: whether every rank that gathers wants what this one does; where one wants its
+            tensors for itself, all take part in that, and those on other ranks drop them.
 
     Returns:
         With both options a complete dict on rank 0 and an empty one elsewhere; the memory this
         takes is the result on rank 0 plus a fixed budget, and the latter elsewhere.
     """
     if options.full_state_dict and options.cpu_offload and has_group():
-        found: dict[str, Any] = map_tensors(state, _to_rank0)
+        found: dict[str, Any] = map_tensors(state, _to_rank0 if all_offload else _kept_by_rank0)
         return found if rank() == 0 else {}
     if options.full_state_dict:
         state = map_tensors(state, _whole)
@@ -90,6 +70,11 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return here.full_tensor()
 
 
+def _kept_by_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
+    whole = _whole(tensor)
+    return whole.to("cpu") if rank() == 0 else None
+
+
 def _to_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
     """The whole tensor on the CPU of rank 0, sent there in bounded pieces; None elsewhere."""
     if not is_dtensor(tensor):
@@ -99,8 +84,7 @@ def _to_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
     if owners is None:  # rank 0 has no part in this mesh, so nobody wants the tensor
         return None
     if any(placement.is_partial() for placement in tensor.placements):
-        summed = _whole(tensor)
-        return summed.to("cpu") if rank() == 0 else None
+        return _kept_by_rank0(tensor)
     local, device = tensor.to_local().detach(), wire(mesh.device_type)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype) if rank() == 0 else None
     for coordinate in owners:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from torchlift.distributed.model_load import ModelPlan, mismatch, plan_model
+from torchlift.distributed.model_load import ModelPlan, plan_model
 from torchlift.distributed.moves import Move, Sent, broadcast, copy
 from torchlift.distributed.names import Names, reshard
 from torchlift.distributed.offered import Offer, described, make_offer, packed
@@ -23,15 +23,18 @@ from torchlift.distributed.optimizer_load import (
 )
 from torchlift.distributed.options import (
     Optimizers,
+    Part,
     StateDictMismatch,
     StateDictOptions,
     checked,
+    checked_model,
     require,
+    says,
     several,
 )
 from torchlift.distributed.perform import Work, carry_out
+from torchlift.distributed.said import Said, require_alike, said_of, settle_unexpected
 from torchlift.distributed.status import Circle, rank, tensors_of
-from torchlift.distributed.undo import may_refuse, optimizer_may_refuse
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -48,12 +51,12 @@ class _Job:
 
 
 def load(
+    part: Part,
     model: nn.Module,
     optimizers: Optimizers,
     model_state: Any,
     optim_state: Any,
     options: Any,
-    both: bool = False,
 ) -> tuple[ModelPlan, OptimizerReport]:
     """Load a model and optimizers, or nothing at all, on every rank.
 
@@ -61,44 +64,68 @@ def load(
     ranks would wait for one that had left before.
 
     Args:
+        part: what to load; with both there need be no optimizer.
         model: the model, wrapped or not.
         optimizers: its optimizers, perhaps none.
-        model_state: by canonical name or by module; None leaves the model alone.
-        optim_state: in any form `normalised` knows; None leaves the optimizers alone.
+        model_state: by canonical name or by module.
+        optim_state: in any form `normalised` knows.
         options: how to load, as the caller passed it.
-        both: whether there need be no optimizer.
 
     Raises:
         StateDictMismatch: something does not fit, on this rank or on another.
     """
-    sends = bool(getattr(options, "broadcast_from_rank0", False))
-    circle = _circle(model, sends)
-    begin = partial(_begin, model, optimizers, model_state, optim_state, options, both)
+    circle, sends, alike = _circle(model, says(options, "broadcast_from_rank0"))
+
+    def begin() -> _Job:
+        job = _begin(part, model, optimizers, model_state, optim_state, options)
+        if not alike:
+            raise StateDictMismatch(_DIFFERENT)
+        return job
+
     if sends:
         begin = partial(_receive, *_send(circle, begin))
 
     def prepare() -> tuple[tuple[_Job, tuple[ModelPlan, list[OptimizerPlan]]], Said]:
         job = begin()
         plans = _plan(job)
-        return (job, plans), _said(model, plans, job.offer, job.options)
+        return (job, plans), said_of(model, job.names, plans, job.offer, job.options)
 
-    (job, plans), said = _agreed(circle, prepare)
+    (job, plans), told = _agreed(circle, prepare)
+    require_alike(circle, job.names, plans[0], told)
+    said = told.values()
     fill: Callable[[list[Move]], None] = copy
     if sends:
-        _settle_unexpected(plans[0], said)
+        settle_unexpected(plans[0], said)
         fill = partial(broadcast, offered=job.offer.tensors, kind=job.offer.kind)
     work = Work(model, job.names, *job.offer.parts, *plans, job.options.strict, fill)
     _carry_out(work, circle, said)
     return plans[0], merged(plans[1])
 
 
-def _circle(model: nn.Module, sends: bool) -> Circle:
-    if sends:
-        return Circle.of_all(StateDictMismatch)
-    return Circle.of_model(tensors_of(model), model.modules(), StateDictMismatch)
+_DIFFERENT = "broadcast_from_rank0 must be the same on every rank"
 
 
-def _agreed(circle: Circle, step: Callable[[], tuple[T, S]]) -> tuple[T, Collection[S]]:
+def _circle(model: nn.Module, sends: bool | None) -> tuple[Circle, bool, bool]:
+    """Who loads together, whether rank 0 sends to all, and whether the ranks of a model say so.
+
+    Args:
+        model: the model; one that is none has no circle of its own.
+        sends: what this rank's options say, None when nothing: they are an error then.
+    """
+    circle = Circle([])
+    if isinstance(model, nn.Module):
+        circle = Circle.of_model(tensors_of(model), model.modules(), StateDictMismatch)
+    alike = True
+    if circle.groups and not circle.is_everybody:
+        # Ranks of this model that send would wait for this one among all processes.
+        said = set(circle.exchange(None, sends)[1].values())
+        sends, alike = True in said, True not in said or False not in said
+    if sends is None:
+        sends = not circle.groups  # then only those to whom rank 0 sends would wait
+    return Circle.of_all(StateDictMismatch) if sends else circle, sends, alike
+
+
+def _agreed(circle: Circle, step: Callable[[], tuple[T, S]]) -> tuple[T, dict[int, S]]:
     """What this rank's step made, and what those of all ranks have to say.
 
     Raises:
@@ -110,30 +137,30 @@ def _agreed(circle: Circle, step: Callable[[], tuple[T, S]]) -> tuple[T, Collect
         done = step()
     except BaseException as error:
         problem = error
-    said = circle.agree(problem, done and done[1]).values()
+    said = circle.agree(problem, done and done[1])
     assert done is not None
-    if len({type(each) for each in said}) > 1:
-        raise StateDictMismatch("broadcast_from_rank0 must be the same on every rank")
+    if len({type(each) for each in said.values()}) > 1:
+        raise StateDictMismatch(_DIFFERENT)
     return done[0], said
 
 
 def _begin(
+    part: Part,
     model: nn.Module,
     optimizers: Optimizers,
     model_state: Any,
     optim_state: Any,
     options: Any,
-    both: bool,
 ) -> _Job:
     chosen, found = checked(options), several(optimizers)
-    if optim_state is not None and not both:
+    if part is Part.OPTIMIZERS:
         require(found)
-    reshard(model)
+    reshard(checked_model(model))
     names = Names(model, chosen.dsd_fqn_modifiers)
     if chosen.broadcast_from_rank0 and rank() != 0:
         return _Job(names, found, chosen, Offer())
-    optim_state = optim_state if found else None
-    return _Job(names, found, chosen, make_offer(model_state, optim_state, found, names))
+    offer = make_offer(part, model_state, optim_state, found, names, chosen.strict)
+    return _Job(names, found, chosen, offer)
 
 
 def _carry_out(work: Work, circle: Circle, said: Collection[Said]) -> None:
@@ -141,49 +168,6 @@ def _carry_out(work: Work, circle: Circle, said: Collection[Said]) -> None:
     careful = keeps or any(each.model_refuses for each in said)
     with torch.no_grad():
         carry_out(work, circle if careful else None, keeps)
-
-
-@dataclass(frozen=True)
-class Said:
-    """What the ranks tell each other when all have a plan.
-
-    Attributes:
-        model_refuses, optimizer_refuses: whether code that is not torch's runs there, and may end
-            the load.
-        strict: as in the options; one strict rank is enough.
-        unexpected: names that this rank has no use for, where rank 0's are for all.
-    """
-
-    model_refuses: bool
-    optimizer_refuses: bool
-    strict: bool
-    unexpected: list[str]
-
-
-def _said(
-    model: nn.Module,
-    plans: tuple[ModelPlan, list[OptimizerPlan]],
-    offer: Offer,
-    options: StateDictOptions,
-) -> Said:
-    return Said(
-        offer.model is not None and may_refuse(model),
-        any(optimizer_may_refuse(plan.optimizer) for plan in plans[1]),
-        options.strict,
-        plans[0].unexpected if options.broadcast_from_rank0 else [],
-    )
-
-
-def _settle_unexpected(plan: ModelPlan, said: Collection[Said]) -> None:
-    """Unexpected is what no rank wants: the stages of a pipeline share one state dict.
-
-    Raises:
-        StateDictMismatch: there is such a name, and a rank is strict; then on every rank.
-    """
-    nobody = set.intersection(*(set(each.unexpected) for each in said))
-    plan.unexpected = [name for name in plan.unexpected if name in nobody]
-    if plan.unexpected and any(each.strict for each in said):
-        raise mismatch([], plan.unexpected, {})
 
 
 def _plan(job: _Job) -> tuple[ModelPlan, list[OptimizerPlan]]:

@@ -185,13 +185,13 @@ def _prepare(
             new[id(live)] = _empty(live, value, options, device)
         live = new[id(live)]
     elif not plan.assign and not options.full_state_dict:
-        if is_dtensor(live) and not is_dtensor(value):
+        if is_dtensor(live) != is_dtensor(value) or not _same_mesh(value, live):
             raise _layout_error(slot.fqn, value, live)
         return value
     if is_dtensor(value):
         if is_dtensor(live) and _same_layout(value, live):
             plan.moves.append(whole_move(value.to_local().detach(), live.to_local().detach()))
-        elif not plan.assign:
+        elif not plan.assign and is_dtensor(live) and _same_mesh(value, live):
             return value  # load_state_dict redistributes it
         else:
             raise _layout_error(slot.fqn, value, live)
@@ -221,9 +221,16 @@ def _no_tensor(fqn: str, value: object) -> StateDictMismatch:
     )
 
 
+def _same_mesh(value: object, live: object) -> bool:
+    """Whether torch can copy one into the other, as far as meshes are concerned."""
+    return not (is_dtensor(value) and is_dtensor(live)) or value.device_mesh == live.device_mesh
+
+
 def _layout_error(fqn: str, value: torch.Tensor | Sent, live: torch.Tensor) -> StateDictMismatch:
     def layout(tensor: object) -> str:
-        return str(tensor.placements) if is_dtensor(tensor) else "a plain tensor"
+        if not is_dtensor(tensor):
+            return "a plain tensor"
+        return f"{tensor.placements} on {tensor.device_mesh}"
 
     return StateDictMismatch(
         "the state dict has another layout than the model",

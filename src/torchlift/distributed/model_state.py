@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def by_name(model_state: Any, names: Names) -> dict[str, Any]:
     """A copy of a state dict whose keys may be modules, each standing for a prefix.
 
     Raises:
-        StateDictMismatch: a key is a module that the model does not contain.
+        StateDictMismatch: a key is no string, or a module that the model does not contain.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1))
@@ -92,6 +93,11 @@ def by_name(model_state: Any, names: Names) -> dict[str, Any]:
                 copy[key] = value
                 continue
             prefixes = names.prefixes({key})
+            if not isinstance(value, Mapping):
+                raise StateDictMismatch(
+                    "the value for a module in the state dict is no state dict",
+                    found=type(value).__name__,
+                )
             if not prefixes:
                 raise StateDictMismatch(
                     "a key of the state dict is a module that is not part of the model",
@@ -100,7 +106,9 @@ def by_name(model_state: Any, names: Names) -> dict[str, Any]:
             for prefix in prefixes:
                 copy.update({prefix + name: item for name, item in value.items()})
     for key in copy:
-        if "_flat_param" in str(key):
+        if not isinstance(key, str):
+            raise StateDictMismatch("a key of the state dict is no string", found=repr(key))
+        if "_flat_param" in key:
             raise StateDictMismatch(
                 "the key of a flattened FSDP parameter has no canonical name",
                 entry=key,

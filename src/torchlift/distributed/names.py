@@ -151,17 +151,25 @@ def _translate(name: str, prefixes: dict[str, str]) -> str:
     return name
 
 
-def uses_fsdp1(model: nn.Module) -> bool:
+def uses_fsdp1(model: object) -> bool:
     """Whether any part of the model is a ``FullyShardedDataParallel``, which torch handles itself.
 
     Example:
         >>> uses_fsdp1(nn.Linear(1, 1))
         False
     """
+    return isinstance(model, nn.Module) and any(map(is_fsdp1, model.modules()))
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether a module is itself a ``FullyShardedDataParallel``.
+
+    Example:
+        >>> is_fsdp1(nn.Linear(1, 1))
+        False
+    """
     loaded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return loaded is not None and any(
-        isinstance(module, loaded.FullyShardedDataParallel) for module in model.modules()
-    )
+    return loaded is not None and isinstance(module, loaded.FullyShardedDataParallel)
 
 
 def reshard(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,7 +15,7 @@ from torchlift.distributed.model_state import by_name, metadata_of, tensors
 from torchlift.distributed.moves import Sent, sendable
 from torchlift.distributed.names import Names
 from torchlift.distributed.optimizer_state import Saved, normalised
-from torchlift.distributed.options import StateDictMismatch
+from torchlift.distributed.options import Part, StateDictMismatch
 
 
 @dataclass
@@ -43,19 +43,63 @@ class Offer:
 
 
 def make_offer(
+    part: Part,
     model_state: Any,
     optim_state: Any,
     optimizers: Sequence[torch.optim.Optimizer],
     names: Names,
+    strict: bool,
 ) -> Offer:
-    """What this rank's state dicts offer to its model and optimizers."""
+    """What this rank's state dicts offer to its model and optimizers.
+
+    Raises:
+        TypeError: what should be a state dict is something else.
+        StateDictMismatch: there is none where one is needed.
+    """
     offer = Offer(kind=_kind(names))
-    if model_state is not None:
-        offer.model = by_name(model_state, names)
-        offer.metadata = metadata_of(model_state, names)
-    if optim_state is not None:
-        offer.optimizer = normalised(optim_state, optimizers, names)
+    # With optimizers torch takes no model state, or an empty one, for a model to leave alone.
+    if part is Part.MODEL or (part is Part.BOTH and not is_nothing(model_state)):
+        given = state_dict(model_state, "model_state_dict", strict)
+        offer.model = by_name(given, names)
+        offer.metadata = metadata_of(given, names)
+    if optimizers:
+        given = state_dict(optim_state, "optim_state_dict", strict)
+        offer.optimizer = normalised(given, optimizers, names)
     return offer
+
+
+def is_nothing(state: Any) -> bool:
+    """Whether an argument is no state dict, or an empty one.
+
+    Example:
+        >>> is_nothing({}), is_nothing([])
+        (True, False)
+    """
+    return state is None or (isinstance(state, Mapping) and not state)
+
+
+def state_dict(state: Any, argument: str, strict: bool) -> Mapping[Any, Any]:
+    """A state dict as it was passed, when it is one; nothing at all only where that is allowed.
+
+    torch takes None for an empty dict, which is an error for it too unless ``strict`` is False
+    (``_verify_state_dict`` in ``torch/distributed/checkpoint/state_dict.py``).
+
+    Raises:
+        TypeError: it is something else.
+        StateDictMismatch: it is None, and the load is strict.
+
+    Example:
+        >>> state_dict(None, "model_state_dict", strict=False)
+        {}
+    """
+    if state is None and strict:
+        raise StateDictMismatch(
+            f"{argument} is None: there is nothing to load",
+            hint="Only ranks that rank 0 sends to (broadcast_from_rank0=True) need none.",
+        )
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(f"{argument} must be a dict, not {type(state).__name__}")
+    return {} if state is None else state
 
 
 def _kind(names: Names) -> str:

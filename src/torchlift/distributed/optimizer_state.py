@@ -126,6 +126,7 @@ def normalised(
         return Saved()
     if _STATE not in saved or _GROUPS not in saved:
         return _unflatten(saved, optimizers, names)
+    _check_form(saved)
     found = Saved()
     groups = saved[_GROUPS]
     numbered = _numbered(groups, optimizers, names)
@@ -139,6 +140,17 @@ def normalised(
         if not group[_PARAMS]:
             found.empty.append(hyper)
     return found
+
+
+def _check_form(saved: Mapping[str, Any]) -> None:
+    """Refuse what is only by its two keys an optimizer state dict."""
+    state, groups = saved[_STATE], saved[_GROUPS]
+    fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
+    if not fits or not all(isinstance(g, Mapping) and _PARAMS in g for g in groups):
+        raise StateDictMismatch(
+            "not an optimizer state dict",
+            expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}",
+        )
 
 
 def _numbered(
@@ -169,7 +181,7 @@ def _unflatten(
         for name in names.fqns(param)
     }
     for key, value in flat.items():
-        section, _, rest = key.partition(".")
+        section, _, rest = str(key).partition(".")
         if section == _GROUPS:
             name, _, hyper = rest.rpartition(".")
             found.hyper.setdefault(name, {})[hyper] = value

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from enum import Flag, auto
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchlift.errors import MismatchError
 
@@ -27,7 +29,8 @@ class StateDictOptions:
 
     Attributes:
         full_state_dict: gather every tensor; no DTensor is left in the result. For a load: the
-            state dict holds whole tensors, of which every rank takes its own slice.
+            state dict holds whole tensors, of which every rank takes its own slice. Must be the
+            same on every rank: one that does not gather talks to nobody, and others wait for it.
         cpu_offload: move tensors to the CPU. With `full_state_dict` only rank 0 gets the result,
             the other ranks get an empty dict.
         ignore_frozen_params: leave parameters out whose ``requires_grad`` is False.
@@ -62,7 +65,7 @@ def checked(options: Any) -> StateDictOptions:
         options: a `StateDictOptions`, torch's class of that name, or None for the defaults.
 
     Raises:
-        TypeError: the object lacks a field of `StateDictOptions`.
+        TypeError: the object lacks a field of `StateDictOptions`, or has no name where one is due.
         ValueError: `broadcast_from_rank0` without `full_state_dict`.
 
     Example:
@@ -79,14 +82,52 @@ def checked(options: Any) -> StateDictOptions:
         raise ValueError(
             "broadcast_from_rank0=True sends whole tensors: full_state_dict must be True as well"
         )
+    name: Any = copy.dsd_fqn_modifiers
+    if not isinstance(name, str):
+        raise TypeError(f"dsd_fqn_modifiers must be the name of a method, not {name!r}")
     return copy
 
 
 _DEFAULTS = StateDictOptions()
 
 
+def says(options: Any, name: str) -> bool | None:
+    """What an `options` argument says of a field, even one that is of no use; None: nothing.
+
+    The others may wait for a rank with a wrong argument, so it has to make out what they do.
+
+    Example:
+        >>> says({"full_state_dict": True}, "full_state_dict"), says(None, "full_state_dict")
+        (True, False)
+        >>> says("text", "full_state_dict") is None
+        True
+    """
+    if options is None or isinstance(options, Mapping):
+        return bool((options or {}).get(name, getattr(_DEFAULTS, name)))
+    try:
+        return bool(getattr(options, name))
+    except Exception:
+        return None
+
+
+class Part(Flag):
+    """What a call is about.
+
+    Example:
+        >>> Part.MODEL in Part.BOTH
+        True
+    """
+
+    MODEL = auto()
+    OPTIMIZERS = auto()
+    BOTH = MODEL | OPTIMIZERS
+
+
 def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     """One or several optimizers as several.
+
+    Raises:
+        TypeError: something in there is no optimizer.
 
     Example:
         >>> len(several(torch.optim.SGD([torch.ones(1)])))
@@ -94,7 +135,28 @@ def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     """
     if isinstance(optimizers, torch.optim.Optimizer):
         return (optimizers,)
-    return tuple(optimizers)
+    given: Any = optimizers
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    for each in found:
+        # Not by their class: wrappers of optimizers need not be optimizers.
+        if not hasattr(each, "param_groups"):
+            raise TypeError(f"optimizers must be an optimizer or an iterable of them, not {each!r}")
+    return found
+
+
+def checked_model(model: Any) -> nn.Module:
+    """The model, when it is one.
+
+    Raises:
+        TypeError: it is none.
+
+    Example:
+        >>> checked_model(nn.Linear(1, 1))
+        Linear(in_features=1, out_features=1, bias=True)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
+    return model
 
 
 def require(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

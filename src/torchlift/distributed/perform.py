@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -81,12 +82,21 @@ def _keep(work: Work, commit: Commit, optimizers: bool) -> None:
 
 def _redistribute(work: Work) -> None:
     """Do what has to communicate while no rank can be stopped by its modules' code."""
-    for slot in work.names.slots:
-        value, live = work.plan.handed.get(slot.fqn), slot.tensor
+    live: dict[str, Any] = {slot.fqn: slot.tensor for slot in work.names.slots}
+    for name, value in other_layouts(work.names, work.plan).items():
+        work.plan.handed[name] = value.redistribute(placements=live[name].placements)
+
+
+def other_layouts(names: Names, plan: ModelPlan) -> dict[str, Any]:
+    """What ``load_state_dict`` gets in another layout than the model's: it has to communicate."""
+    found = {}
+    for slot in names.slots:
+        value, live = plan.handed.get(slot.fqn), slot.tensor
         if not (is_dtensor(value) and is_dtensor(live)) or value.device_mesh != live.device_mesh:
             continue
         if value.placements != live.placements:
-            work.plan.handed[slot.fqn] = value.redistribute(live.device_mesh, live.placements)
+            found[slot.fqn] = value
+    return found
 
 
 def _load_model(work: Work, moves: list[Move]) -> None:

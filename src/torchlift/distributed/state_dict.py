@@ -13,14 +13,11 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torchlift.collector import collection_paused
-from torchlift.distributed.gather import gathered
 from torchlift.distributed.loading import load
-from torchlift.distributed.model_state import read_model
-from torchlift.distributed.names import Names, reshard, uses_fsdp1
+from torchlift.distributed.names import uses_fsdp1
 from torchlift.distributed.optimizer_load import OptimizerReport
-from torchlift.distributed.optimizer_state import read_optimizers
-from torchlift.distributed.options import Optimizers, StateDictOptions, checked, require, several
-from torchlift.distributed.status import tensors_of
+from torchlift.distributed.options import Optimizers, Part, StateDictOptions
+from torchlift.distributed.reading import read
 
 
 class LoadedKeys(_IncompatibleKeys):
@@ -52,7 +49,8 @@ def get_model_state_dict(
         Canonical name -> tensor (sharing memory with the model unless gathered) or extra state.
 
     Raises:
-        StateDictMismatch: two keys have one canonical name.
+        StateDictMismatch: two keys have one canonical name; or, where ranks gather, another rank
+            met an error or asks for other tensors.
 
     Example:
         >>> model = torch.compile(nn.Sequential(nn.Linear(2, 3)), backend="eager")
@@ -61,17 +59,7 @@ def get_model_state_dict(
         >>> sorted(get_model_state_dict(model))
         ['0.bias', '0.weight']
     """
-    if uses_fsdp1(model):
-        from torchlift.distributed import fsdp1
-
-        return fsdp1.get_model(model, submodules, checked(options))
-
-    def read(chosen: StateDictOptions) -> dict[str, Any]:
-        return read_model(model, Names(model, chosen.dsd_fqn_modifiers), submodules, chosen)
-
-    with collection_paused(), torch.no_grad():
-        # Submodules may have nothing to gather, and then not every rank need ask for them.
-        return gathered(read, () if submodules else tensors_of(model), options)
+    return _read(Part.MODEL, model, (), submodules, options)[0]
 
 
 def get_optimizer_state_dict(
@@ -99,7 +87,8 @@ def get_optimizer_state_dict(
 
     Raises:
         RuntimeError: no optimizer was passed.
-        StateDictMismatch: an optimizer holds a parameter that the model does not.
+        StateDictMismatch: an optimizer holds a parameter that the model does not; or, where ranks
+            gather, another rank met an error or asks for other tensors.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -107,19 +96,7 @@ def get_optimizer_state_dict(
         >>> found["state"]["weight"]["step"], found["param_groups"][0]["params"]
         (tensor(0.), ['weight'])
     """
-    if uses_fsdp1(model):
-        from torchlift.distributed import fsdp1
-
-        return fsdp1.get_optimizer(model, several(optimizers), submodules, checked(options))
-
-    def read(chosen: StateDictOptions) -> dict[str, Any]:
-        found = several(optimizers)
-        require(found)
-        reshard(model)
-        return read_optimizers(Names(model, chosen.dsd_fqn_modifiers), found, chosen)
-
-    with collection_paused(), torch.no_grad():
-        return gathered(read, tensors_of(model), options)
+    return _read(Part.OPTIMIZERS, model, optimizers, None, options)[1]
 
 
 def get_state_dict(
@@ -146,11 +123,19 @@ def get_state_dict(
         >>> sorted(found[0]), found[1]["param_groups"][0]["lr"]
         (['bias', 'weight'], 0.1)
     """
-    found = several(optimizers)
-    state = get_model_state_dict(model, submodules=submodules, options=options)
-    if not found:
-        return state, {}
-    return state, get_optimizer_state_dict(model, found, options=options)
+    state, optimizer_state = _read(Part.BOTH, model, optimizers, submodules, options)
+    return state, optimizer_state
+
+
+def _read(
+    part: Part, model: nn.Module, optimizers: Any, submodules: Any, options: Any
+) -> list[dict[str, Any]]:
+    if uses_fsdp1(model):
+        from torchlift.distributed import fsdp1
+
+        return fsdp1.read(part, model, optimizers, submodules, options)
+    with collection_paused(), torch.no_grad():
+        return read(part, model, optimizers, submodules, options)
 
 
 def set_model_state_dict(
@@ -178,7 +163,8 @@ def set_model_state_dict(
         ``missing_keys`` and ``unexpected_keys``, by canonical name.
 
     Raises:
-        StateDictMismatch: keys or shapes do not fit; it is a `RuntimeError` as well.
+        StateDictMismatch: keys or shapes do not fit, there is no state dict (None), or another
+            rank met an error; it is a `RuntimeError` as well.
 
     Example:
         >>> model = torch.compile(nn.Linear(2, 1), backend="eager")
@@ -188,9 +174,9 @@ def set_model_state_dict(
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.set_model(model, model_state_dict, checked(options))
+        return fsdp1.set_model(model, model_state_dict, options)
     with collection_paused():
-        plan, _ = load(model, (), model_state_dict, None, options)
+        plan, _ = load(Part.MODEL, model, (), model_state_dict, None, options)
     return LoadedKeys(plan.missing, plan.unexpected)
 
 
@@ -234,10 +220,9 @@ def set_optimizer_state_dict(
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        found = several(optimizers)
-        return fsdp1.set_optimizer(model, found, optim_state_dict, checked(options))
+        return fsdp1.set_optimizer(model, optimizers, optim_state_dict, options)
     with collection_paused():
-        return load(model, optimizers, None, optim_state_dict, options)[1]
+        return load(Part.OPTIMIZERS, model, optimizers, None, optim_state_dict, options)[1]
 
 
 def set_state_dict(
@@ -276,11 +261,10 @@ def set_state_dict(
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        found, chosen = several(optimizers), checked(options)
-        return fsdp1.set_both(model, found, model_state_dict, optim_state_dict, chosen)
+        return fsdp1.set_both(model, optimizers, model_state_dict, optim_state_dict, options)
     with collection_paused():
         plan, report = load(
-            model, optimizers, model_state_dict or None, optim_state_dict, options, both=True
+            Part.BOTH, model, optimizers, model_state_dict, optim_state_dict, options
         )
     done = LoadedKeys(plan.missing, plan.unexpected)
     done.optimizer = report

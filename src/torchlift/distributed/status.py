@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from torchlift.distributed.layout import is_dtensor
-from torchlift.distributed.names import wrapped_by
+from torchlift.distributed.names import is_fsdp1, wrapped_by
 from torchlift.errors import CheckpointError
 
 #: rank -> what it met, or None.
@@ -90,8 +90,13 @@ class Circle:
         modules: Iterable[nn.Module] = (),
         kind: type[CheckpointError] = CheckpointError,
     ) -> Circle:
-        """The processes of the meshes of DTensors, and of DDP among the modules."""
+        """The processes of the meshes of DTensors, and of DDP and FSDP1 among the modules."""
         return cls(_groups(tensors, modules) if has_group() else [], kind)
+
+    @property
+    def is_everybody(self) -> bool:
+        """Whether all processes of the default process group are told directly."""
+        return has_group() and self.groups == [torch.distributed.group.WORLD]
 
     def exchange(
         self, error: BaseException | None, value: object = None
@@ -113,7 +118,12 @@ class Circle:
         Raises:
             CheckpointError: see `settle`. On a process that met an error itself it may be that one.
         """
-        problems, values = self.exchange(error, value)
+        try:
+            problems, values = self.exchange(error, value)
+        except BaseException as lost:
+            if error is not None:
+                raise error from lost  # what went wrong first is what has to be mended
+            raise
         settle(problems, error, self._kind)
         if error is not None:
             raise error
@@ -202,7 +212,7 @@ def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> li
     """The process groups over which the ranks' states spread to all of them."""
     dist = torch.distributed
     meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t)))
-    replicas: list[Any] = [m.process_group for m in modules if wrapped_by(m)[0] == "module"]
+    replicas = [group for module in modules for group in _groups_of(module)]
     world = dist.get_world_size()
     sizes = [mesh.size() for mesh in meshes] + [dist.get_world_size(group) for group in replicas]
     if world in sizes:
@@ -213,6 +223,17 @@ def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> li
     # may have to come back. Always twice: a process inside one mesh does not know whether another
     # of its processes is inside two.
     return groups * 2
+
+
+def _groups_of(module: nn.Module) -> list[Any]:
+    """The process groups of a module that wraps another for all of its processes."""
+    if wrapped_by(module)[0] == "module":
+        return [module.process_group]
+    if not is_fsdp1(module):
+        return []
+    # A hybrid one shards over the first and repeats over the second.
+    both = [module.process_group, getattr(module, "_inter_node_pg", None)]
+    return [group for group in both if group is not None]
 
 
 def portable(

@@ -1,0 +1,87 @@
+"""One rank calls with other arguments, and the model is a ``FullyShardedDataParallel``."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from refusals import (
+    FROM_0,
+    WHOLE,
+    all_differ,
+    check,
+    everybody_raises,
+    getters,
+    one_of,
+    setters,
+    whole,
+)
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from wrapped_models import cloned, containers, same
+
+import torchlift.distributed as ours
+
+
+def fsdp1() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@check
+def arguments_for_fully_sharded_data_parallel() -> None:
+    """torch's own functions communicate before they look at all of them."""
+    model, optimizer = fsdp1()
+    good = cloned(containers(ours.get_state_dict(model, optimizer, options=WHOLE)))
+    before = cloned(dict(model.named_parameters()))
+    for options in (WHOLE, FROM_0):
+        for get in getters(model, optimizer):
+            call = partial(get, options=one_of("text", options))
+            everybody_raises(call, TypeError, "must be a StateDictOptions")
+        for load in setters(model, optimizer, good).values():
+            call = partial(load, options=one_of("text", options))
+            everybody_raises(call, TypeError, "must be a StateDictOptions")
+        for wrong in (None, 5, [5]):
+            mine = one_of(wrong, optimizer)
+            calls = [*getters(model, mine)[1:], *list(setters(model, mine, good).values())[1:]]
+            for call in calls:
+                everybody_raises(partial(call, options=options), TypeError, "must be an optimizer")
+    for wrong in (None, {}, 5, dict(list(good[0].items())[1:])):
+        for part in ("model", "both"):
+            with pytest.raises((ours.StateDictMismatch, TypeError)):
+                setters(model, optimizer, one_of((wrong, good[1]), good))[part](options=WHOLE)
+            dist.barrier()
+    for wrong in (None, {}, 5, {**good[1], "state": {}}):
+        for part in ("optimizer", "both"):
+            with pytest.raises((ours.StateDictMismatch, TypeError)):
+                setters(model, optimizer, one_of((good[0], wrong), good))[part](options=WHOLE)
+            dist.barrier()
+    for load in setters(model, optimizer, good).values():
+        with all_differ("do not ask for the same"):
+            load(options=one_of(WHOLE, FROM_0))
+    with all_differ("do not ask for the same"):
+        ours.get_state_dict(model, one_of([], optimizer), options=WHOLE)
+    same(cloned(dict(model.named_parameters())), before)
+
+
+@check
+def fully_sharded_data_parallel_gets_all_from_rank_0() -> None:
+    """Whatever the others pass, and whether or not there is a model to load."""
+    model, optimizer = fsdp1()
+    good = cloned(containers(ours.get_state_dict(model, optimizer, options=WHOLE)))
+    for mine in ({}, None, good[0], {**good[0], "nobody": torch.ones(1)}):
+        for value in good[0].values():
+            value.add_(1)
+        given = good[0] if dist.get_rank() == 0 else mine
+        setters(model, optimizer, (given, good[1]))["both"](options=FROM_0)
+        same(cloned(containers(whole(model))), good[0])
+    setters(model, optimizer, ({}, good[1]))["both"](options=FROM_0)
+    same(cloned(containers(whole(model))), good[0])
