@@ -7,14 +7,20 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchlift.distributed.launch import launch_command
+
+Checks = dict[str, Callable[[], None]]
+SAVE, LOAD = "save", "load"
 
 
 def run_workers(module: Path, ranks: int, out: Path, timeout: float = 150) -> dict[str, str]:
@@ -50,7 +56,39 @@ def run_workers(module: Path, ranks: int, out: Path, timeout: float = 150) -> di
     return found
 
 
-def main(checks: dict[str, Callable[[], None]]) -> None:
+def run_saves_then_loads(module: Path, worlds: Sequence[int]) -> dict[int, dict[str, str]]:
+    """Let each number of ranks save, then each load what all of them saved.
+
+    The largest world comes between the two and does both, since starting it takes longest.
+
+    Returns:
+        Ranks -> check -> what went wrong on which rank, or an empty text.
+    """
+    *smaller, largest = worlds
+    turns = [(SAVE, ranks) for ranks in smaller]
+    turns += [(SAVE + LOAD, largest), *((LOAD, ranks) for ranks in smaller)]
+    found: dict[int, dict[str, str]] = {ranks: {} for ranks in worlds}
+    with TemporaryDirectory() as folder:
+        for phases, ranks in turns:
+            out = Path(folder, f"{phases}-{ranks}")
+            out.mkdir()
+            found[ranks] |= run_workers(module, ranks, out)
+    return found
+
+
+@cache
+def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh of this shape, or a line of all ranks: made once, since each starts process groups."""
+    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def main_saves_then_loads(*, saves: Checks, loads: Checks) -> None:
+    """The body of a worker process whose checks save or load, as its turn is."""
+    phases = Path(sys.argv[1]).name
+    main({**(saves if SAVE in phases else {}), **(loads if LOAD in phases else {})})
+
+
+def main(checks: Checks) -> None:
     """The body of a worker process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))

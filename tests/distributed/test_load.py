@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from ranks import run_workers
+from ranks import run_saves_then_loads
 
-# Eight starts of up to four processes, which share whatever the machine has.
+# Seven starts of up to four processes, which share whatever the machine has.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 WORLDS = (1, 2, 3, 4)
@@ -17,18 +15,9 @@ WORKERS = Path(__file__).with_name("workers_load.py")
 
 
 @pytest.fixture(scope="module")
-def results() -> Iterator[dict[int, dict[str, str]]]:
+def results() -> dict[int, dict[str, str]]:
     """Every check on every number of ranks, after each number of ranks has saved."""
-    with TemporaryDirectory() as folder:
-        for phase in ("save", "load"):
-            found = {}
-            for ranks in WORLDS:
-                out = Path(folder, f"{phase}-{ranks}")
-                out.mkdir()
-                found[ranks] = run_workers(WORKERS, ranks, out)
-            if phase == "save":
-                assert not any(text for checks in found.values() for text in checks.values()), found
-        yield found
+    return run_saves_then_loads(WORKERS, WORLDS)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)

@@ -8,14 +8,12 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 import pytest
 import torch
-from ranks import run_workers
+from ranks import run_saves_then_loads
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -233,41 +231,34 @@ WORKERS = Path(__file__).with_name("workers_save.py")
 
 
 @pytest.fixture(scope="module")
-def results() -> Iterator[dict[tuple[str, int], dict[str, str]]]:
+def results() -> dict[int, dict[str, str]]:
     """Every check on every number of ranks, after each number of ranks has saved."""
-    with TemporaryDirectory() as folder:
-        found = {}
-        for phase in ("save", "load"):
-            for ranks in RANKS:
-                out = Path(folder, f"{phase}-{ranks}")
-                out.mkdir()
-                found[phase, ranks] = run_workers(WORKERS, ranks, out)
-        yield found
+    return run_saves_then_loads(WORKERS, RANKS)
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(
-    ("phase", "check"),
+    "check",
     [
-        ("save", "writes_files"),
-        ("save", "writes_a_module"),
-        ("save", "writes_rank_0s_metadata"),
-        ("save", "keeps_conjugate_shards_apart"),
-        ("save", "one_bad_rank_stops_all"),
-        ("save", "a_bad_path_of_one_rank_stops_all"),
-        ("save", "saves_where_a_file_must_have_a_name"),
-        ("save", "a_fault_of_one_rank_stops_all"),
-        ("load", "reads_what_any_number_of_ranks_wrote"),
-        ("load", "loads_on_another_number_of_ranks"),
+        "writes_files",
+        "writes_a_module",
+        "writes_rank_0s_metadata",
+        "keeps_conjugate_shards_apart",
+        "one_bad_rank_stops_all",
+        "a_bad_path_of_one_rank_stops_all",
+        "saves_where_a_file_must_have_a_name",
+        "a_fault_of_one_rank_stops_all",
+        "reads_what_any_number_of_ranks_wrote",
+        "loads_on_another_number_of_ranks",
     ],
 )
 def test_ranks_write_one_torch_file(
-    results: dict[tuple[str, int], dict[str, str]], ranks: int, phase: str, check: str
+    results: dict[int, dict[str, str]], ranks: int, check: str
 ) -> None:
     """Every dtype and placement, bit for bit; ties stay; on a fault the old file stays, alone."""
-    assert results[phase, ranks][check] == ""
+    assert results[ranks][check] == ""
 
 
 KILLED = Path(__file__).with_name("worker_killed.py")

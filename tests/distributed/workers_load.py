@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import main
+from ranks import cpu_mesh, main_saves_then_loads
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -37,7 +37,6 @@ warnings.simplefilter("ignore")
 
 OUT = Path(sys.argv[1])
 SHARED = OUT.parent
-PHASE = OUT.name.partition("-")[0]
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
@@ -100,7 +99,7 @@ def fsdp(model: nn.Module) -> nn.Module:
 def hsdp(model: nn.Module) -> nn.Module:
     world = dist.get_world_size()
     shards = 2 if world % 2 == 0 else 1
-    mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("rep", "shard"))
+    mesh = cpu_mesh(world // shards, shards, names=("rep", "shard"))
     return fully_shard(model, mesh=mesh)
 
 
@@ -108,13 +107,13 @@ PLAN: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def tp(model: nn.Module) -> nn.Module:
-    return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), PLAN)
+    return parallelize_module(model, cpu_mesh(), PLAN)
 
 
 def two_d(model: nn.Module) -> nn.Module:
     world = dist.get_world_size()
     cuts = 2 if world % 2 == 0 else 1
-    mesh = init_device_mesh("cpu", (world // cuts, cuts), mesh_dim_names=("dp", "tp"))
+    mesh = cpu_mesh(world // cuts, cuts, names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], PLAN)
     return fully_shard(model, mesh=mesh["dp"])
 
@@ -216,15 +215,24 @@ class One(nn.Module):
 
 def meshes() -> Iterator[tuple[DeviceMesh, list[list[Any]]]]:
     world = dist.get_world_size()
-    line = init_device_mesh("cpu", (world,))
+    line = cpu_mesh()
     yield line, [[Shard(0)], [Shard(1)], [Shard(2)], [Replicate()]]
     if world % 2 == 0:
-        grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("a", "b"))
+        grid = cpu_mesh(world // 2, 2, names=("a", "b"))
         pairs = [Shard(0), Shard(1), Shard(2), Replicate()]
         yield (
             grid,
             [[a, b] for a in pairs for b in pairs] + [[_StridedShard(0, split_factor=2), Shard(0)]],
         )
+
+
+# Each choice with each one of another kind, in half as many loads as all of them together.
+PAIRS_OF_CHOICES: list[tuple[bool, Any, torch.dtype | None]] = [
+    (True, "mmap", None),
+    (True, "read", torch.float64),
+    (False, "mmap", torch.float64),
+    (False, "read", None),
+]
 
 
 @check
@@ -242,24 +250,23 @@ def loads_every_placement() -> None:
                 if strided and shape[0] % mesh.size():
                     continue
                 expected = distribute_tensor(whole, mesh, placements)
-                for start in (torch.zeros(shape), torch.empty(shape, device="meta")):
-                    for source in ("mmap", "read"):
-                        for dtype in (None, torch.float64):
-                            model = One(distribute_tensor(start, mesh, placements))
-                            torchlift.load(model, path, source=source, dtype=dtype)
-                            local = model.w.to_local()
-                            want = expected.to_local().to(dtype or torch.float32)
-                            what = (shape, placements, source, dtype)
-                            assert local.is_contiguous(), what
-                            assert torch.equal(local, want), what
-                            assert model.w.placements == tuple(placements), what
+                for live, source, dtype in PAIRS_OF_CHOICES:
+                    start = torch.empty(shape, device="cpu" if live else "meta")
+                    model = One(distribute_tensor(start, mesh, placements, src_data_rank=None))
+                    torchlift.load(model, path, source=source, dtype=dtype)
+                    local = model.w.to_local()
+                    want = expected.to_local().to(dtype or torch.float32)
+                    what = (shape, placements, source, dtype)
+                    assert local.is_contiguous(), what
+                    assert torch.equal(local, want), what
+                    assert model.w.placements == tuple(placements), what
         dist.barrier()
 
 
 @check
 def refuses_partial_sums() -> None:
     path = full_one(torch.ones(4, 4))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh()
     model = One(DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()], run_check=False))
     with pytest.raises(PlacementError) as caught:
         torchlift.load(model, path)
@@ -307,7 +314,7 @@ def reads_its_shards_and_no_more() -> None:
 
 
 def split_columns(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh()
     for layer in model.layers:
         layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(1)]))
     return model
@@ -556,9 +563,7 @@ def writes_checkpoints() -> None:
         )
         total = sum(v.numel() * v.itemsize for v in net(Untied).state_dict().values())
         assert sum(everywhere(wrote)) == total, wrote
-    columns = {
-        "odd": distribute_tensor(net().odd.detach(), init_device_mesh("cpu", (world,)), [Shard(1)])
-    }
+    columns = {"odd": distribute_tensor(net().odd.detach(), cpu_mesh(), [Shard(1)])}
     dcp.save(columns, checkpoint_id=SHARED / f"columns-from-{world}")
     future = dcp.async_save(columns, checkpoint_id=SHARED / f"columns-from-{world}-async")
     future.result()
@@ -569,17 +574,23 @@ def loads_what_any_number_of_ranks_saved() -> None:
     expected = net(Untied).state_dict()
     paths = saved("dcp") + saved("one")
     assert len(paths) == 16, paths
+    # Each choice with each one of another kind.
+    ways: list[tuple[bool, Any, str]] = [
+        (True, "mmap", "fsdp"),
+        (True, "read", "two_d"),
+        (False, "mmap", "two_d"),
+        (False, "read", "fsdp"),
+    ]
     for path in paths:
-        for start in (lambda: net(Untied, 1), lambda: torchlift.skeleton(Untied)):
-            for source in ("mmap", "read"):
-                for wrap in ("fsdp", "two_d"):
-                    model = WRAPS[wrap](start())
-                    report = torchlift.load(model, path, source=source)
-                    require_equal(model, expected, (path.name, source, wrap))
-                    if source == "read":
-                        local = sum(local_of(v).nbytes for v in model.state_dict().values())
-                        assert report.bytes_read == local, (path.name, report)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for live, source, wrap in ways:
+            start = net(Untied, 1) if live else torchlift.skeleton(Untied)
+            model = WRAPS[wrap](start)
+            report = torchlift.load(model, path, source=source)
+            require_equal(model, expected, (path.name, source, wrap))
+            if source == "read":
+                local = sum(local_of(v).nbytes for v in model.state_dict().values())
+                assert report.bytes_read == local, (path.name, report)
+    mesh = cpu_mesh()
     for path in saved("columns"):
         for placement in (Shard(0), Shard(1), Replicate()):
             made = One(distribute_tensor(torch.zeros(7, 3), mesh, [placement]))
@@ -626,4 +637,4 @@ def a_save_that_fails_leaves_the_old_file() -> None:
 
 
 if __name__ == "__main__":
-    main({"writes_checkpoints": writes_checkpoints} if PHASE == "save" else CHECKS)
+    main_saves_then_loads(saves={"writes_checkpoints": writes_checkpoints}, loads=CHECKS)

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import main
+from ranks import cpu_mesh, main_saves_then_loads
 from safetensors import safe_open
 from safetensors.torch import load_file
 from save_states import expected_state, same_bits
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -51,9 +51,9 @@ class Tied(nn.Module):
 
 def meshes() -> dict[str, tuple[DeviceMesh, list[Any]]]:
     world = dist.get_world_size()
-    line = init_device_mesh("cpu", (world,))
+    line = cpu_mesh()
     rows = 2 if world % 2 == 0 else 1
-    plane = init_device_mesh("cpu", (rows, world // rows))
+    plane = cpu_mesh(rows, world // rows)
     return {
         "rows": (line, [Shard(0)]),
         "columns": (line, [Shard(1)]),
@@ -88,7 +88,7 @@ def writes_files() -> None:
 
 def writes_a_module() -> None:
     world = dist.get_world_size()
-    model = fully_shard(Tied(), mesh=init_device_mesh("cpu", (world,)))
+    model = fully_shard(Tied(), mesh=cpu_mesh())
     path = SHARED / f"module-from-{world}.pt"
     save_consolidated(model, path)
     found = torch.load(path, weights_only=True)
@@ -106,7 +106,7 @@ def one_bad_rank_stops_all() -> None:
     path = SHARED / f"kept-{world}.pt"
     save_consolidated({"w": torch.ones(3)}, path)
     before = path.read_bytes()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = cpu_mesh()
     cases: list[tuple[Any, Path, type[Exception], str]] = [
         (object(), path, PlacementError, "without running code"),
         ([torch.ones(2)], path, PlacementError, "plain data; found a torch.Tensor"),
@@ -151,7 +151,7 @@ def on_rank(who: int, name: str, replacement: Any) -> Iterator[None]:
 def writes_rank_0s_metadata() -> None:
     """Whatever the others have, or none: a longer header must not move their offsets."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    line = init_device_mesh("cpu", (world,))
+    line = cpu_mesh()
     want = expected_state()
     state = {key: spread(line, [Shard(0)], value) for key, value in want.items()}
     state = {key: value for key, value in state.items() if not value.is_complex()}
@@ -174,7 +174,7 @@ def writes_rank_0s_metadata() -> None:
 def keeps_conjugate_shards_apart() -> None:
     """They have the memory of their whole."""
     world = dist.get_world_size()
-    line = init_device_mesh("cpu", (world,))
+    line = cpu_mesh()
     whole = torch.arange(8.0).to(torch.complex64) + 1j
     state = {"x": distribute_tensor(whole, line, [Shard(0)])}
     state["y"] = state["x"].conj()
@@ -252,7 +252,7 @@ def a_fault_of_one_rank_stops_all() -> None:
 
     world, rank = dist.get_world_size(), dist.get_rank()
     path = SHARED / f"fault-{world}.pt"
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = cpu_mesh()
     state = {"w": distribute_tensor(torch.ones(40_000), mesh, [Shard(0)])}
     save_consolidated(state, path)
     before = path.read_bytes()
@@ -311,7 +311,7 @@ def reads_what_any_number_of_ranks_wrote() -> None:
 
 
 def loads_on_another_number_of_ranks() -> None:
-    line = init_device_mesh("cpu", (dist.get_world_size(),))
+    line = cpu_mesh()
     for path in sorted(SHARED.glob("module-from-*.pt")):
         torch.manual_seed(0)
         whole = Tied().state_dict()
@@ -337,4 +337,5 @@ SAVES = (
 LOADS = (reads_what_any_number_of_ranks_wrote, loads_on_another_number_of_ranks)
 
 if __name__ == "__main__":
-    main({check.__name__: check for check in (SAVES if OUT.name.startswith("save") else LOADS)})
+    by_name = [{check.__name__: check for check in checks} for checks in (SAVES, LOADS)]
+    main_saves_then_loads(saves=by_name[0], loads=by_name[1])

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import main
+from ranks import cpu_mesh, main
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -98,7 +98,7 @@ def distributed(
     model: nn.Module, sizes: dict[str, int], shard: dict[str, int], ignored: tuple[str, ...]
 ) -> nn.Module:
     """The model on such a mesh, as torchtitan builds them."""
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = cpu_mesh(*sizes.values(), names=tuple(sizes))
     if "tp" in sizes:
         parallelize_module(model, mesh["tp"], PLAN)
     if tuple(sizes) == ("tp",):  # FSDP takes no such tensor
@@ -224,7 +224,7 @@ def pipeline(name: str, mesh: str) -> None:
     elif dist.get_rank() == 0:
         torch.save(dict(sorted(state.items())), path)
     dist.barrier()
-    grid = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    grid = cpu_mesh(*sizes.values(), names=tuple(sizes))
     stage, depth = grid["pp"].get_local_rank(), sizes["pp"]
     mine = [n for n in range(5) if n * depth // 5 == stage]
     ends = stage == 0, stage == depth - 1

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as theirs
 from compare_states import CHECKS, reads_as_torch_does
-from ranks import main
+from ranks import cpu_mesh, main
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -120,7 +119,7 @@ def with_code(kind: str, meta: bool) -> Any:
     if kind == "hook":
         model.register_load_state_dict_pre_hook(lambda *_: None)
     if kind == "tensor parallel":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = cpu_mesh()
         return parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model[1])
     return fully_shard(model)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import cpu_mesh
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -58,12 +59,8 @@ def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 
 
-def _mesh(*shape: int, names: tuple[str, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
 def _line() -> DeviceMesh:
-    return _mesh(dist.get_world_size(), names=("dp",))
+    return cpu_mesh(dist.get_world_size(), names=("dp",))
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -87,7 +84,7 @@ def fsdp(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 def _square() -> DeviceMesh:
-    return _mesh(2, dist.get_world_size() // 2, names=("dp", "tp"))
+    return cpu_mesh(2, dist.get_world_size() // 2, names=("dp", "tp"))
 
 
 def _fsdp_tp(model: nn.Module) -> nn.Module:
