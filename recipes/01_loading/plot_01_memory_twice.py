@@ -74,7 +74,9 @@ use.mark("free")
 
 def in_steps(code, runs=1):
     """Run code in a fresh process and print each step; of several runs, the middle."""
-    children = [torchlift.measure.in_child(code, path, setup=SETUP) for _ in range(runs)]
+    children = [
+        torchlift.measure.in_child(code, path, setup=SETUP) for _ in range(runs)
+    ]
     children.sort(key=lambda child: child.seconds)
     child = children[runs // 2]
     if runs > 1:

@@ -55,7 +55,9 @@ state = torch.load(folder / "stack.pt", mmap=True)
 
 print(f"checkpoint: {nbytes / 2**20:.0f} MiB in {len(state)} tensors")
 pairs = zip(model.state_dict().values(), state.values(), strict=True)
-print("every weight is there:", all(torch.equal(one, other) for one, other in pairs))
+print(
+    "every weight is there:", all(torch.equal(one, other) for one, other in pairs)
+)
 del model, state, pairs
 
 # %%
@@ -105,8 +107,14 @@ peak = {way: run.memory.added_anonymous / nbytes for way, run in runs.items()}
 print()
 print("plain: peak above 1.9x the checkpoint:", peak["plain"] > 1.9)
 print("by hand: peak below 1.2x the checkpoint:", peak["by hand"] < 1.2)
-print("torchlift, read: peak below 1.2x the checkpoint:", peak["torchlift, read"] < 1.2)
-print("torchlift, mmap: peak below 0.1x the checkpoint:", peak["torchlift, mmap"] < 0.1)
+print(
+    "torchlift, read: peak below 1.2x the checkpoint:",
+    peak["torchlift, read"] < 1.2,
+)
+print(
+    "torchlift, mmap: peak below 0.1x the checkpoint:",
+    peak["torchlift, mmap"] < 0.1,
+)
 
 # %%
 
@@ -127,7 +135,9 @@ for way, run in runs.items():
     base = run.memory.baseline.anonymous
     seconds = [sample.seconds for sample in run.memory.timeline]
     added = [(sample.anonymous - base) / MIB for sample in run.memory.timeline]
-    axes.plot(seconds[-1:], added[-1:], "o", markersize=9, color=style[way]["color"])
+    axes.plot(
+        seconds[-1:], added[-1:], "o", markersize=9, color=style[way]["color"]
+    )
     # What the process has at the end it keeps: go on to the edge of the picture.
     axes.plot([*seconds, end], [*added, added[-1]], label=way, **style[way])
 axes.set(
@@ -180,7 +190,10 @@ def try_both(case, make, check, **options):
     saved = make()
     path = folder / "case.pt"
     torch.save(saved.state_dict(), path)
-    for way, load in {"by hand": load_by_hand, "torchlift": load_with_torchlift}.items():
+    for way, load in {
+        "by hand": load_by_hand,
+        "torchlift": load_with_torchlift,
+    }.items():
         try:
             model = load(make, path, **(options if way == "torchlift" else {}))
             right, found = check(model, saved)
@@ -205,7 +218,8 @@ class Rooted(nn.Module):
 
 
 def scale_is_loaded(model, saved):
-    return torch.equal(model.scale, saved.scale), f"scale is on {model.scale.device}"
+    right = torch.equal(model.scale, saved.scale)
+    return right, f"scale is on {model.scale.device}"
 
 
 try_both("parameter of the root", Rooted, scale_is_loaded)
@@ -248,7 +262,8 @@ class Centered(nn.Module):
 
 def mean_is_a_buffer(model, saved):
     kind = "parameter" if "mean" in dict(model.named_parameters()) else "buffer"
-    return kind == "buffer" and torch.equal(model.mean, saved.mean), f"mean is a {kind}"
+    right = kind == "buffer" and torch.equal(model.mean, saved.mean)
+    return right, f"mean is a {kind}"
 
 
 try_both("persistent buffer", Centered, mean_is_a_buffer)
@@ -425,7 +440,8 @@ def make():
 
 model = load_by_hand(make, folder / "wider.pt")
 layer = model[0]
-print(f"by hand: out_features={layer.out_features}, weight of shape {list(layer.weight.shape)}")
+shape = list(layer.weight.shape)
+print(f"by hand: out_features={layer.out_features}, weight of shape {shape}")
 matrix["wrong shape"] = {"by hand": layer.weight.shape == (2, 2)}
 
 model = torchlift.skeleton(make)

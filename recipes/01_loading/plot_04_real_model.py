@@ -168,7 +168,9 @@ for row, values in enumerate(similarity.tolist()):
     for column, value in enumerate(values):
         color = "white" if value > 0.6 else "black"
         shown = f"{max(value, 0):.1f}"
-        axes.text(column, row, shown, color=color, ha="center", va="center", size=11)
+        axes.text(
+            column, row, shown, color=color, ha="center", va="center", size=11
+        )
 start = 0
 for group in sentences.values():
     low, high = start - 0.5, start + len(group) - 0.5
@@ -176,7 +178,9 @@ for group in sentences.values():
     axes.plot(*box, color=TEAL, linewidth=3, clip_on=False)
     start += len(group)
 axes.set_xticks(range(8), range(1, 9))
-labels = [textwrap.fill(f"{number}  {text}", 20) for number, text in enumerate(texts, 1)]
+labels = [
+    textwrap.fill(f"{number}  {text}", 20) for number, text in enumerate(texts, 1)
+]
 axes.set_yticks(range(8), labels)
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
@@ -205,7 +209,9 @@ def past_64(model):
 
 
 first = min(chunk.offset for entry in entries for chunk in entry.chunks)
-print(f"first byte of weights in the file: {first} = {first // 64} x 64 + {first % 64}")
+print(
+    f"first byte of weights in the file: {first} = {first // 64} x 64 + {first % 64}"
+)
 print("address modulo 64, torchlift, mapped:", past_64(model))
 print("address modulo 64, reference:        ", past_64(reference))
 print("address modulo 64, torchlift, read:  ", past_64(owned))
@@ -314,7 +320,10 @@ for way, body in WAYS.items():
     used[way], mapped[way] = use.added_anonymous, use.added_file_backed
     seconds[way] = child.value
     sizes = (f"~{table[way] / MIB:.1f} MiB" for table in (loaded, used, mapped))
-    print(f"{way:17} {1000 * seconds[way]:6.0f} ms", *(f"{size:>13}" for size in sizes))
+    print(
+        f"{way:17} {1000 * seconds[way]:6.0f} ms",
+        *(f"{size:>13}" for size in sizes),
+    )
 
 # %%
 # *Owned* is anonymous memory, *mapped* is file-backed memory. The first column of sizes is right
@@ -322,14 +331,18 @@ for way, body in WAYS.items():
 
 ours, usual = "torchlift, mapped", "build and copy"
 print("build and copy owns the checkpoint:", 0.95 < loaded[usual] / nbytes < 1.25)
-print("from_pretrained owns less than 0.1x:", loaded["from_pretrained"] / nbytes < 0.1)
+print(
+    "from_pretrained owns less than 0.1x:", loaded["from_pretrained"] / nbytes < 0.1
+)
 print("torchlift owns less than 0.1x:", loaded[ours] / nbytes < 0.1)
 print("torchlift in use owns less than 0.3x:", used[ours] / nbytes < 0.3)
 print(
     "torchlift within 16 MiB of from_pretrained:",
     abs(used[ours] - used["from_pretrained"]) < 16 * MIB,
 )
-print(f"torchlift loads {seconds[usual] / seconds[ours]:.0f}x faster than build and copy")
+print(
+    f"torchlift loads {seconds[usual] / seconds[ours]:.0f}x faster than build and copy"
+)
 print("faster than build and copy:", seconds[usual] > seconds[ours])
 
 # %%
@@ -345,7 +358,9 @@ bars.set_label("file-backed: the kernel can drop it")
 axes.axvline(nbytes / MIB, color=GRAY, linestyle=":", linewidth=2)
 axes.text(nbytes / MIB, -0.5, " size of the file", color=GRAY, va="bottom")
 axes.invert_yaxis()
-axes.set(xlabel="peak of added memory, first use included (MiB)", ylabel="way to load")
+axes.set(
+    xlabel="peak of added memory, first use included (MiB)", ylabel="way to load"
+)
 axes.spines[["top", "right"]].set_visible(False)
 figure.legend(loc="outside lower center", ncols=1, frameon=False)
 plt.show()

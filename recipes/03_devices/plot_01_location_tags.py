@@ -121,7 +121,9 @@ except RuntimeError as error:
 
 def records(path):
     with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if "serialization_id" not in name]
+        names = [
+            name for name in archive.namelist() if "serialization_id" not in name
+        ]
         return {name.partition("/")[2]: archive.read(name) for name in names}
 
 
@@ -383,7 +385,10 @@ RUNS = {
 MIB = 2**20
 with torchlift.open(tagged) as ckpt:
     size = ckpt.nbytes
-    print(f"checkpoint: {size / MIB:.0f} MiB,", {e.location for e in ckpt.entries.values()})
+    print(
+        f"checkpoint: {size / MIB:.0f} MiB,",
+        {e.location for e in ckpt.entries.values()},
+    )
 
 peak = {}
 for run, (code, *arguments) in RUNS.items():

@@ -272,13 +272,17 @@ for row, found in enumerate(looks.values()):
     for word in found["raw"][0].split("."):
         end = start + len(word)
         color, alpha = (COLORS[word], 1) if word in COLORS else (GRAY, 0.3)
-        keys.barh(row, end - start, left=start, height=0.55, color=color, alpha=alpha)
+        keys.barh(
+            row, end - start, left=start, height=0.55, color=color, alpha=alpha
+        )
         start = end + 1  # the dot
 legend = {"compile: _orig_mod": TEAL, "DDP: module": RUST}
 for label, color in legend.items():
     keys.barh(0, 0, color=color, label=label)
 keys.barh(0, 0, color=GRAY, alpha=0.3, label="your own words")
-keys.set_yticks(range(len(WAYS)), [f"{way}   {row}" for row, way in enumerate(WAYS, 1)])
+keys.set_yticks(
+    range(len(WAYS)), [f"{way}   {row}" for row, way in enumerate(WAYS, 1)]
+)
 keys.set(ylim=(len(WAYS) - 0.4, -0.6), xticks=range(0, 40, 10))
 keys.set(xlabel="position in the raw key\n(characters)", ylabel="saved from")
 
@@ -358,7 +362,11 @@ try:
     torchlift.load(compiled_model, path)
 except torchlift.MismatchError as error:
     text = f"{type(error).__name__}: {error}".replace(f"{folder}/", "")
-    show(text[: text.index("missing")] + "... " + text[text.index("The model's names") :])
+    show(
+        text[: text.index("missing")]
+        + "... "
+        + text[text.index("The model's names") :]
+    )
 
 # %%
 # A name that is really wrong is still an error, under the name that you know. It is raised before

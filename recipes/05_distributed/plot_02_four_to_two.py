@@ -33,7 +33,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, parallel
 
 import torchlift
-from torchlift.distributed import CheckpointReader, on_ranks, save_consolidated, simulate
+from torchlift.distributed import (
+    CheckpointReader,
+    on_ranks,
+    save_consolidated,
+    simulate,
+)
 
 
 def build():
@@ -270,19 +275,29 @@ def rows_of(key, rank):
 
 
 drawn = [
-    sum(length for key in entries for _, _, length in pieces(entries[key], *rows_of(key, rank)))
+    sum(
+        length
+        for key in entries
+        for _, _, length in pieces(entries[key], *rows_of(key, rank))
+    )
     for rank in range(2)
 ]
 print("the pieces are what was read:", drawn == [found["read"] for found in ranks])
 
-figure, panels = plt.subplots(2, 1, figsize=(7.2, 5.2), layout="constrained", sharey=True)
+figure, panels = plt.subplots(
+    2, 1, figsize=(7.2, 5.2), layout="constrained", sharey=True
+)
 for axes, key in zip(panels, ("up.weight", "down.weight"), strict=True):
     entry = entries[key]
     for number, start, length in pieces(entry, 0, entry.shape[0]):
-        axes.barh([number, 6.6], length, left=start, height=0.8, color=COLORS[number])
+        axes.barh(
+            [number, 6.6], length, left=start, height=0.8, color=COLORS[number]
+        )
     for rank in range(2):
         for number, start, length in pieces(entry, *rows_of(key, rank)):
-            axes.barh(4.3 + rank, length, left=start, height=0.8, color=COLORS[number])
+            axes.barh(
+                4.3 + rank, length, left=start, height=0.8, color=COLORS[number]
+            )
     axes.set_yticks(
         [0, 1, 2, 3, 4.3, 5.3, 6.6],
         [

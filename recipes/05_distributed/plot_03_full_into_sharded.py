@@ -238,7 +238,9 @@ print("everybody_maps, rank 1 maps less than 0.1x:", mapped[1] < 0.1)
 
 for rank in every:
     nbytes = best["torchlift_read"][rank]["read"]
-    print(f"rank {rank} reads {nbytes / MIB:.1f} MiB, {nbytes / shard:.2f}x its shards")
+    print(
+        f"rank {rank} reads {nbytes / MIB:.1f} MiB, {nbytes / shard:.2f}x its shards"
+    )
 
 sending = max(one["loaded"] for one in best["rank_0_sends"])
 for way in ("torchlift_read", "torchlift_map"):
@@ -264,7 +266,8 @@ try:
     options = StateDictOptions(broadcast_from_rank0=True)
     set_model_state_dict(build(2, 16), {}, options=options)
 except ValueError as error:
-    print(textwrap.fill(f"{type(error).__name__}: {error}", 76, subsequent_indent="  "))
+    text = f"{type(error).__name__}: {error}"
+    print(textwrap.fill(text, 76, subsequent_indent="  "))
 
 # %%
 # The picture
@@ -306,7 +309,9 @@ for copies, text in ((0.5, "its shards"), (1, "the file")):
         linestyle=":",
         zorder=0,
     )
-    memory.text(copies * whole / MIB, -0.75, text, color=GRAY, ha="center", fontsize=10)
+    memory.text(
+        copies * whole / MIB, -0.75, text, color=GRAY, ha="center", fontsize=10
+    )
 times.set_yticks(range(len(best)), [way.replace("_", " ") for way in best])
 times.set(
     xscale="log",

@@ -333,7 +333,9 @@ for name, look in (
     ("torchlift looks", get_optimizer_state_dict),
 ):
     seen, moved = first_step(look)
-    print(f"{name:<16} step {seen}, the first real step moves a weight by {moved:.4f}")
+    print(
+        f"{name:<16} step {seen}, the first real step moves a weight by {moved:.4f}"
+    )
 
 # %%
 # Adam corrects its young means for their age. If the age is wrong, so is the correction. With
@@ -356,7 +358,8 @@ def two_groups(model, *, biases_first):
 
 def show(error):
     """Print the type and the message of an error, in short lines."""
-    print(textwrap.fill(f"{type(error).__name__}: {error}", 76, subsequent_indent="  "))
+    text = f"{type(error).__name__}: {error}"
+    print(textwrap.fill(text, 76, subsequent_indent="  "))
 
 
 def backward(model):
@@ -386,7 +389,10 @@ after = two_groups(model, biases_first=True)
 saved = get_optimizer_state_dict(model, before)
 set_optimizer_state_dict(model, after, saved)
 print("learning rate of the biases:", after.param_groups[0]["lr"])
-means = [(state["exp_avg"], after.state[p]["exp_avg"]) for p, state in before.state.items()]
+means = [
+    (state["exp_avg"], after.state[p]["exp_avg"])
+    for p, state in before.state.items()
+]
 print("every moment where it belongs:", all(torch.equal(*pair) for pair in means))
 
 # %%
@@ -398,7 +404,9 @@ print("every moment where it belongs:", all(torch.equal(*pair) for pair in means
 
 
 def with_new_head():
-    layers = {name: child for name, child in build().named_children() if name != "head"}
+    layers = {
+        name: child for name, child in build().named_children() if name != "head"
+    }
     return nn.Sequential(OrderedDict(layers | {"answer": nn.Linear(64, 3)}))
 
 
