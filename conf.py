@@ -79,6 +79,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 add_module_names = True
+toc_object_entries_show_parents = "hide"  # the margin is too narrow for dotted names
 
 # ---- recipes
 # A clone may lie below a folder with a blank in its name; that recipes have none, a test checks.
