@@ -251,6 +251,9 @@ def test_the_optimizer_s_own_state_dict_loads_too() -> None:
     other = torch.optim.Adam(model.parameters(), lr=0.5)
     ours.set_optimizer_state_dict(model, other, optimizer.state_dict())
     assert equal(other.state_dict(), optimizer.state_dict())
+    never_stepped = torch.optim.Adam(model.parameters(), lr=0.1).state_dict()
+    ours.set_optimizer_state_dict(model, other, never_stepped)
+    assert equal(other.state_dict(), never_stepped)
     few = torch.optim.Adam(model[0].parameters())
     with pytest.raises(ours.StateDictMismatch, match="no optimizer has as many"):
         ours.set_optimizer_state_dict(model, few, optimizer.state_dict())

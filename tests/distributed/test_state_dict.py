@@ -158,11 +158,14 @@ def test_submodules_and_modules_as_keys() -> None:
 
 
 def test_frozen_parameters_are_left_out_under_every_name() -> None:
-    """torch leaves the second name of a tied one in."""
+    """torch leaves the second name of a tied one in; what is left out a load does not miss."""
     model = Tied()
     model.embed.weight.requires_grad_(False)
     options = StateDictOptions(ignore_frozen_params=True)
     assert ours.get_model_state_dict(model, options=options) == {}
+    assert not any(ours.set_model_state_dict(model, {}, options=options))
+    with pytest.raises(ours.StateDictMismatch, match="missing 'embed"):
+        ours.set_model_state_dict(model, {})
 
 
 def test_extra_state_and_buffers_travel() -> None:

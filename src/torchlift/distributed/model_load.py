@@ -72,7 +72,7 @@ def plan_model(
     new: dict[int, torch.Tensor] = {}
     for slot in names.slots:
         if slot.fqn not in offered:
-            if not _excused(names, slot, offered):
+            if not _excused(names, slot, offered) and not _left_out(slot, options):
                 plan.missing.append(slot.fqn)
             continue
         value = offered[slot.fqn]
@@ -150,6 +150,12 @@ def _excused(names: Names, slot: Slot, offered: Mapping[str, Any]) -> bool:
         return True
     old_norm = isinstance(slot.module, _NormBase) and slot.fqn.endswith("num_batches_tracked")
     return old_norm or is_custom(names, slot.fqn)
+
+
+def _left_out(slot: Slot, options: StateDictOptions) -> bool:
+    """Whether what was read with the same options lacks it; a meta tensor has no value to keep."""
+    chosen = options.strict and options.ignore_frozen_params and slot.is_frozen
+    return chosen and slot.tensor is not None and not slot.tensor.is_meta
 
 
 def _fits(slot: Slot, value: Any, names: Names) -> bool:

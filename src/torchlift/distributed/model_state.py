@@ -45,7 +45,7 @@ def read_model(
         found._metadata = _canonical_metadata(raw._metadata, names)  # type: ignore[attr-defined]
     if options.ignore_frozen_params:
         for slot in names.slots:
-            if isinstance(slot.tensor, nn.Parameter) and not slot.tensor.requires_grad:
+            if slot.is_frozen:
                 found.pop(slot.fqn, None)
     if submodules:
         return _only(found, names.prefixes(submodules), options.keep_submodule_prefixes)

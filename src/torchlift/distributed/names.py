@@ -42,6 +42,11 @@ class Slot:
     module: nn.Module
     tensor: torch.Tensor | None
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is a parameter that is not trained."""
+        return isinstance(self.tensor, nn.Parameter) and not self.tensor.requires_grad
+
 
 class Names:
     """The canonical names of a model.

@@ -127,8 +127,7 @@ def _plan(
             name = _saved_name(param, names, saved.state)
             if name is None:
                 # A frozen parameter that was never trained has no state to miss.
-                expected = param.requires_grad and (optimizer.state.get(param) or fresh.of(param))
-                if expected:
+                if param.requires_grad and (optimizer.state.get(param) or fresh.of(param)):
                     plan.report.missing_keys.append(first_name(param, names))
                 continue
             target = Target(name, param, group, optimizer.state.get(param, {}), fresh, options)
@@ -216,10 +215,11 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
 
 def _loaded(plan: OptimizerPlan) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     """The state and the groups that the optimizer is to have."""
-    optimizer = plan.optimizer
-    return {**optimizer.state, **plan.state, **plan.other}, [
+    state = {**plan.optimizer.state, **plan.state, **plan.other}
+    # What was never stepped has no entry: some optimizers look into whichever comes first.
+    return {key: value for key, value in state.items() if not isinstance(value, dict) or value}, [
         {**group, **hyper, "params": group["params"]}
-        for group, hyper in zip(optimizer.param_groups, plan.hyper, strict=True)
+        for group, hyper in zip(plan.optimizer.param_groups, plan.hyper, strict=True)
     ]
 
 

@@ -133,6 +133,9 @@ def normalised(
     for key, value in saved[_STATE].items():
         name = numbered.get(key, key)
         (found.state if isinstance(name, str) else found.other)[name] = value
+    for name in numbered.values():
+        # An optimizer has no entry for what it never stepped: none is missing here.
+        found.state.setdefault(name, {})
     for group in groups:
         hyper = {key: value for key, value in group.items() if key != _PARAMS}
         for key in group[_PARAMS]:

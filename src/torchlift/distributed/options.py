@@ -33,7 +33,8 @@ class StateDictOptions:
             same on every rank: one that does not gather talks to nobody, and others wait for it.
         cpu_offload: move tensors to the CPU. With `full_state_dict` only rank 0 gets the result,
             the other ranks get an empty dict.
-        ignore_frozen_params: leave parameters out whose ``requires_grad`` is False.
+        ignore_frozen_params: leave parameters out whose ``requires_grad`` is False; a strict load
+            does not miss them then.
         keep_submodule_prefixes: with ``submodules=``, keep the full name of every key.
         strict: a load raises when the state dict lacks a key or, for the model, has one too many.
         broadcast_from_rank0: only rank 0 has the state dict to load; the others receive it in
