@@ -196,6 +196,14 @@ def test_a_timeout_that_leaves_no_time_is_refused() -> None:
     """Zero would end the ranks before they start."""
     with pytest.raises(ValueError, match="timeout must be more than 0 seconds, not 0"):
         on_ranks(2, dist.get_rank, timeout=0)
+    with pytest.raises(ValueError, match="timeout must be more than 0 seconds, not '5'"):
+        on_ranks(2, dist.get_rank, timeout="5")  # type: ignore[arg-type]
+
+
+def test_a_variable_that_is_no_text_is_refused_by_its_name() -> None:
+    """A number is a common mistake."""
+    with pytest.raises(TypeError, match="a variable of the environment is text, and PORT is 80"):
+        on_ranks(2, dist.get_rank, environment={"PORT": 80})  # type: ignore[dict-item]
 
 
 def test_what_cannot_be_called_is_refused() -> None:

@@ -36,6 +36,8 @@ T = TypeVar("T")
 _GRACE = 1.0
 # Seconds in which the launcher surely sees that a rank failed: it looks ten times a second.
 _LOOK = 10.0
+# Seconds that every clock here can count to, in milliseconds of 32 bits: eleven days.
+_LONGEST = 1e6
 # The file that says that a rank is about to leave after an error.
 _OVER = "over"
 
@@ -70,7 +72,8 @@ def on_ranks(
 
     Raises:
         ValueError: `count` is not a whole number from 1 on, or `timeout` is not above 0.
-        TypeError: the function or an argument cannot be sent to another process.
+        TypeError: the function or an argument cannot be sent to another process, or a variable is
+            no text.
         ModuleNotFoundError: cloudpickle is not installed.
         RuntimeError: a rank raised, or died. The message has its number and its traceback; the
             other ranks are ended.
@@ -82,7 +85,8 @@ def on_ranks(
         >>> on_ranks(2, dist.get_rank)
         [0, 1]
     """
-    _check(count, function, timeout)
+    _check(count, function, timeout, environment or {})
+    timeout = min(timeout, _LONGEST)
     name = getattr(function, "__qualname__", repr(function))
     call = _packed((function, args), f"{name}, what it refers to, or an argument")
     with tempfile.TemporaryDirectory(prefix="torchlift-", ignore_cleanup_errors=True) as place:
@@ -105,13 +109,18 @@ def on_ranks(
 # ---- the caller
 
 
-def _check(count: object, function: object, timeout: float) -> None:
+def _check(
+    count: object, function: object, timeout: object, environment: Mapping[str, object]
+) -> None:
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"count must be a whole number of processes from 1 on, not {count!r}")
     if not callable(function):
         raise TypeError(f"on_ranks calls a function on each rank, and {function!r} is none")
-    if not timeout > 0:
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be more than 0 seconds, not {timeout!r}")
+    for name, value in environment.items():
+        if not isinstance(value, str):
+            raise TypeError(f"a variable of the environment is text, and {name} is {value!r}")
 
 
 def _python_path() -> str:
@@ -232,7 +241,9 @@ def _redirect(folder: Path, rank: int) -> None:
         for number, file in enumerate((nothing, out, err)):
             os.dup2(file.fileno(), number)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", line_buffering=True)  # type: ignore[union-attr]
+        stream.reconfigure(  # type: ignore[union-attr]
+            encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
 
 
 def _call(folder: Path, timeout: timedelta) -> bytes:
