@@ -113,6 +113,57 @@ def test_casts_on_the_way_are_those_of_torch(tmp_path_factory, wanted, piece):
         torch.testing.assert_close(made.destination, right, rtol=0, atol=0, equal_nan=True)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    row=st.integers(1, 8),
+    gap=st.integers(-4, 9),
+    start=st.integers(0, 50),
+    kind=st.sampled_from([torch.uint8, torch.int16, torch.float32]),
+    wish=st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.float64]),
+    piece=st.sampled_from([64, 256, 8 << 20]),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_a_matrix_arrive_as_one_range(
+    tmp_path_factory, rows, row, gap, start, kind, wish, piece, seed
+):
+    """Rows apart, close or overlapping, with casts, small pieces and short reads."""
+    values = torch.randint(0, 100, (3000,), generator=torch.Generator().manual_seed(seed))
+    values = values.to(kind)
+    path = tmp_path_factory.mktemp("rows") / "numbers"
+    path.write_bytes(values.numpy().tobytes())
+    step, size = max(row + gap, 0), kind.itemsize
+    expected = torch.cat([values[start + n * step :][:row] for n in range(rows)]).to(wish)
+    made = torch.zeros(rows * row, dtype=wish)
+    other = request(str(path), 3, 70)  # a neighbour that starts before and ends behind the first
+    wanted = Request(
+        str(path), start * size, rows * row * size, made, kind, rows=rows, step=step * size
+    )
+    dice, true, arrived = random.Random(seed), os.preadv, []
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return true(descriptor, [buffers[0][: dice.randint(1, len(buffers[0]))]], offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "PIECE", piece)
+        patch.setattr(transfer, "_WHOLE", 1)
+        patch.setattr(os, "preadv", short)
+        total = read([wanted, other], opened(path), advance=arrived.append)
+    assert total == sum(arrived) == wanted.nbytes + 70
+    assert torch.equal(made, expected)
+    assert other.destination.tolist() == plain(str(path), 3, 70)
+
+
+def test_rows_that_lie_behind_the_end_are_one_clear_error(files):
+    """Of a file that has become shorter, say."""
+    name = next(iter(files._stamps))
+    late = Request(
+        name, 2900, 100, torch.zeros(100, dtype=torch.uint8), torch.uint8, rows=10, step=50
+    )
+    with pytest.raises(IntegrityError, match="the file ends early"):
+        read([late], files)
+
+
 def test_thousands_of_small_ranges_stay_below_the_kernels_limit(files):
     """Neighbours are read together, but never with more buffers than one call may have."""
     name = next(iter(files._stamps))

@@ -33,6 +33,20 @@ class Run(NamedTuple):
     numel: int
 
 
+class Rows(NamedTuple):
+    """Runs of one length and one distance in a file, which follow each other in the tensor.
+
+    Attributes:
+        first: the first of them.
+        many: how many there are.
+        step: bytes from the start of one to the start of the next in the file.
+    """
+
+    first: Run
+    many: int
+    step: int
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor.
 
@@ -125,21 +139,39 @@ def runs(entry: TensorEntry) -> Iterator[Run]:
         >>> [(run.offset, run.at, run.numel) for run in runs(cut(entry, [[(0, 2)], [(1, 2)]]))]
         [(4, 0, 1), (12, 1, 1)]
     """
+    for (file, offset, at, numel), many, step in rows(entry):
+        for row in range(many):
+            yield Run(file, offset + row * step, at + row * numel, numel)
+
+
+def rows(entry: TensorEntry) -> Iterator[Rows]:
+    """The same, without a step for each run: a shard of a matrix's columns is one of these.
+
+    Example:
+        >>> whole = Chunk("f", 0, 16, (0, 0), (2, 2))
+        >>> entry = TensorEntry("w", "float32", (2, 2), (2, 1), 16, "cpu", "f", (whole,))
+        >>> [(found.many, found.step) for found in rows(cut(entry, [[(0, 2)], [(1, 2)]]))]
+        [(2, 8)]
+    """
     steps, size = row_major(entry.shape), entry.itemsize
     for chunk in entry.chunks:
         held = steps_in_file(entry, chunk)
         outer, inner = _inner(chunk.shape, held, steps)
+        many, step = 1, inner * size
+        if outer and steps[outer - 1] == inner:
+            outer -= 1
+            many, step = chunk.shape[outer], held[outer] * size
         origin = sum(map(int.__mul__, chunk.start, steps))
         places = [(chunk.offset, origin)]
         for dim in range(outer):
-            step_in_file, step = held[dim] * size, steps[dim]
+            step_in_file, step_here = held[dim] * size, steps[dim]
             places = [
-                (offset + i * step_in_file, at + i * step)
+                (offset + i * step_in_file, at + i * step_here)
                 for offset, at in places
                 for i in range(chunk.shape[dim])
             ]
         for offset, at in places:
-            yield Run(chunk.file, offset, at, inner)
+            yield Rows(Run(chunk.file, offset, at, inner), many, step)
 
 
 def shortest_run(entry: TensorEntry) -> int:

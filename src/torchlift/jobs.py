@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,17 +14,19 @@ _MAX_WASTE = 0.01  # but no more of what is asked for than this, once it is more
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One byte range of a file and the tensor that receives it.
+    """One byte range of a file, or several of one length, and the tensor that receives them.
 
     Attributes:
         file: absolute path.
         offset: first byte in the file.
-        nbytes: bytes to read; a multiple of `dtype`'s item size.
+        nbytes: bytes to read, of all rows together; a row is a multiple of `dtype`'s item size.
         destination: one-dimensional contiguous tensor of ``nbytes / itemsize`` elements, on any
             device. A dtype that differs from `dtype` asks for a cast on the way.
         dtype: what the bytes in the file are.
         fresh: whether the destination is memory of `torchlift.pages` that nobody else knows of yet.
             Live memory must never be out of the reach of other threads, not even for a while.
+        rows: into how many ranges of one length the bytes are divided.
+        step: bytes in the file from the start of one row to the start of the next.
     """
 
     file: str
@@ -33,6 +35,8 @@ class Request:
     destination: torch.Tensor
     dtype: torch.dtype
     fresh: bool = False
+    rows: int = 1
+    step: int = 0
 
     @property
     def direct(self) -> bool:
@@ -48,7 +52,7 @@ class Job:
     offset: int
     staged: bool
     end: int
-    #: (start in the file, end in the file, request)
+    #: (start in the file, end in the file, request); the end as if its rows followed each other
     parts: list[tuple[int, int, Request]] = field(default_factory=list)
 
     @property
@@ -75,9 +79,12 @@ def jobs_of(requests: Iterable[Request], piece: int, whole: int) -> Iterator[Job
         if not request.nbytes:
             continue
         stop = request.offset + request.nbytes
-        if job is not None and not _joins(job, request, piece):
+        if job is not None and (request.rows > 1 or not _joins(job, request, piece)):
             yield job
             job = None
+        if request.rows > 1:
+            yield from _jobs_of_rows(request, piece, whole)
+            continue
         if job is None and request.nbytes > piece:
             step = whole if request.direct else piece
             for start in range(request.offset, stop, step):
@@ -90,6 +97,29 @@ def jobs_of(requests: Iterable[Request], piece: int, whole: int) -> Iterator[Job
         job.end = stop
     if job is not None:
         yield job
+
+
+def _jobs_of_rows(request: Request, piece: int, whole: int) -> Iterator[Job]:
+    """Jobs of as many rows as are worth one read, or of parts of a long row."""
+    row = request.nbytes // request.rows
+    together = max(1, piece // row)
+    for first in range(0, request.rows, together):
+        rows = min(together, request.rows - first)
+        start, nbytes = request.offset + first * request.step, rows * row
+        numel = nbytes // request.dtype.itemsize
+        at = first * row // request.dtype.itemsize
+        some = replace(
+            request,
+            offset=start,
+            nbytes=nbytes,
+            destination=request.destination[at : at + numel],
+            rows=rows,
+        )
+        if rows == 1:
+            yield from jobs_of([some], piece, whole)
+        else:
+            end = start + (rows - 1) * request.step + row
+            yield Job(request.file, start, not request.direct, end, [(start, start + nbytes, some)])
 
 
 def _joins(job: Job, request: Request, piece: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torchlift.boxes import runs, shortest_run
+from torchlift.boxes import rows, shortest_run
 from torchlift.formats import TensorEntry
 from torchlift.transfer import Request
 
@@ -23,7 +23,7 @@ def is_readable(entry: TensorEntry) -> bool:
 def requests_for(
     entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype, *, fresh: bool = False
 ) -> Iterator[Request]:
-    """One request for each run of bytes.
+    """One request for each run of bytes, or for all rows of a matrix that are cut alike.
 
     Args:
         entry: what to read.
@@ -35,9 +35,10 @@ def requests_for(
         >>> from torchlift.formats import Chunk
         >>> half = Chunk("f", 8, 12, (0, 0), (2, 1), (2, 1))
         >>> entry = TensorEntry("w", "float32", (2, 1), (1, 1), 8, "cpu", "", (half,))
-        >>> [r.offset for r in requests_for(entry, torch.empty(2), torch.float32)]
-        [8, 16]
+        >>> [(r.offset, r.rows, r.step) for r in requests_for(entry, torch.empty(2), torch.float32)]
+        [(8, 2, 8)]
     """
-    for run in runs(entry):
-        target = flat[run.at : run.at + run.numel]
-        yield Request(run.file, run.offset, run.numel * entry.itemsize, target, dtype, fresh)
+    for first, many, step in rows(entry):
+        numel = first.numel * many
+        target, nbytes = flat[first.at : first.at + numel], numel * entry.itemsize
+        yield Request(first.file, first.offset, nbytes, target, dtype, fresh, many, step)

