@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -345,11 +345,20 @@ def compiled_modules_inside_checkpointing_have_canonical_names() -> None:
     same(ours.get_state_dict(other, fresh, options=full)[1]["state"], states[1]["state"])
 
 
+class Versioned(nn.Linear):
+    _version = 2
+    seen: ClassVar[list[object]] = []
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *more: Any) -> None:
+        self.seen.append(metadata.get("version"))
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+
+
 @check(2)
 def fully_sharded_data_parallel_goes_through_torch() -> None:
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        layers = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        layers = nn.Sequential(Versioned(4, 6), nn.Linear(6, 2))
         model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
         optim = torch.optim.Adam(model.parameters())
         model(torch.ones(2, 4)).sum().backward()
@@ -370,6 +379,9 @@ def fully_sharded_data_parallel_goes_through_torch() -> None:
     )
     same(given, containers(mine))
     same(ours.get_state_dict(*target, options=ours.StateDictOptions(**full)), mine)
+    Versioned.seen.clear()
+    ours.set_model_state_dict(target[0], ours.get_model_state_dict(source[0]))
+    assert Versioned.seen == [2], Versioned.seen
 
 
 if __name__ == "__main__":

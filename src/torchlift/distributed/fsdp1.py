@@ -199,5 +199,8 @@ def _copied(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         copy: dict[Any, Any] = OrderedDict() if isinstance(tree, OrderedDict) else {}
         copy.update({key: _copied(value) for key, value in tree.items()})
+        if isinstance(tree, OrderedDict):
+            # Modules migrate what has no version, or an old one: the versions come along.
+            vars(copy).update(_copied(vars(tree)))
         return copy
     return [_copied(value) for value in tree] if isinstance(tree, list) else tree
