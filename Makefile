@@ -18,6 +18,9 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONPATH PYTHONHOME
+# Images for containers like to set this. Every one of the hundreds of processes that the tests, the
+# recipes and the notebooks start would compile torch anew, for a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv/torchlift.stamp
 PINS := requirements/all.txt requirements/model.txt
