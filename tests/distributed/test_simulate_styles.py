@@ -137,6 +137,13 @@ def test_t5_is_cut_and_its_distances_are_named() -> None:
     assert max(found.bytes) < 1.01 * found.nbytes / 8
 
 
+def test_a_table_of_positions_in_a_file_is_whole_on_purpose() -> None:
+    """A buffer that older encoders saved is no matrix for want of a style."""
+    found = Styles(None).find("embeddings.position_ids", (1, 512))
+    assert found.known
+    assert found.dim is None
+
+
 class Unknown(nn.Module):
     """Two kinds of layers that no model is known for, and a norm."""
 

@@ -20,7 +20,8 @@ _GROUPS: tuple[tuple[str | int, str], ...] = (
         *.router.* *.mlp.gate. *.block_sparse_moe.gate. *.feed_forward.gate.
         *.mixer.gate. *.shared_expert_gate. *.indexer.* *.compressor.* *.q_a_proj.
         *.kv_a_proj_with_mqa. *.wq_a. *.wkv_a. *.wpe. *.position_embedding* *.embed_positions.
-        *.positional_embedding* *.token_type_embeddings. *.pooler.* *.experts.down_proj_bias.
+        *.positional_embedding* *.position_ids. *.token_type_embeddings. *.pooler.*
+        *.experts.down_proj_bias.
      """),
     (-1, "*.experts.gate_up_proj_bias."),
     ("packed_colwise", "*.experts.gate_up_proj."),
