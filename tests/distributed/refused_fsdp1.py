@@ -18,22 +18,9 @@ from refusals import (
     setters,
     whole,
 )
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from wrapped_models import cloned, containers, same
+from wrapped_models import cloned, containers, fsdp1, same
 
 import torchlift.distributed as ours
-
-
-def fsdp1() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-    model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
 
 
 @check

@@ -19,7 +19,7 @@ from compare_states import CHECKS, reads_as_torch_does
 from ranks import cpu_mesh, main
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -34,6 +34,7 @@ from wrapped_models import (
     cloned,
     containers,
     fsdp,
+    fsdp1,
     net,
     same,
     train,
@@ -356,18 +357,8 @@ class Versioned(nn.Linear):
 
 @check(2)
 def fully_sharded_data_parallel_goes_through_torch() -> None:
-    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        layers = nn.Sequential(Versioned(4, 6), nn.Linear(6, 2))
-        model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
-        optim = torch.optim.Adam(model.parameters())
-        model(torch.ones(2, 4)).sum().backward()
-        optim.step()
-        optim.zero_grad()
-        return model, optim
-
     full = {"full_state_dict": True}
-    source, target = make(0), make(1)
+    source, target = fsdp1(0, Versioned), fsdp1(1, Versioned)
     mine = ours.get_state_dict(*source, options=ours.StateDictOptions(**full))
     same(mine, theirs.get_state_dict(*source, options=theirs.StateDictOptions(**full)))
     given = containers(mine)

@@ -11,7 +11,7 @@ from ranks import cpu_mesh
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -53,6 +53,20 @@ class Net(nn.Module):
 def net(seed: int = 0) -> Net:
     torch.manual_seed(seed)
     return Net()
+
+
+def fsdp1(
+    seed: int = 0, first: type[nn.Linear] = nn.Linear
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A ``FullyShardedDataParallel`` and its optimizer after a step."""
+    torch.manual_seed(seed)
+    layers = nn.Sequential(first(4, 6), nn.Linear(6, 2))
+    model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
 
 
 def compiled(module: nn.Module) -> Any:
