@@ -58,9 +58,10 @@ gallery: $(VENV) docs/_build/fresh.stamp  ## the executed HTML site
 test: lint types unit doctest html nbval  ## lint, types, tests on the wheel, doctests, site, notebooks
 	@echo "make test: everything passed"
 
-lint: $(VENV)  ## ruff: rules and format
+lint: $(VENV)  ## ruff: rules and format; import-linter: the house
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
+	.venv/bin/lint-imports --no-cache
 
 types: $(VENV)  ## mypy --strict on src
 	$(PY) -m mypy --strict src

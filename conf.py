@@ -41,7 +41,7 @@ nitpick_ignore_regex = [
     # What torch's own functions return has no page there either.
     ("py:class", r"torch\.nn\.modules\.module\._IncompatibleKeys"),
     # A plan carries the engine's own records, for the engine.
-    ("py:class", r"torchlift\.(match|slots|steps)\.\w+|Work"),
+    ("py:class", r"torchlift\._\w+(\.\w+)*|Work"),
 ]
 # Absolute, because autosummary looks below the pages and Sphinx below this file.
 templates_path = [str(ROOT / "docs" / "_templates")]

@@ -8,8 +8,8 @@ from pathlib import Path
 from checkpoint_files import tensor, write_zip
 from torch import nn
 
+from torchlift._model.slots import collect
 from torchlift.remap import ByKey
-from torchlift.slots import collect
 
 #: Tags as the backends write them: `torch.serialization.location_tag` of each, and private ones.
 TAGS = (

@@ -6,7 +6,7 @@ import torch
 from checkpoint_files import same_bits
 from torch import nn
 
-from torchlift.skeleton import unmade
+from torchlift._skeleton.skeleton import unmade
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

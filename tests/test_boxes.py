@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from torchlift.boxes import cut, is_pieced, row_major, run_count, runs, shortest_run
 from torchlift.formats import Chunk, TensorEntry
+from torchlift.formats.boxes import cut, is_pieced, row_major, run_count, runs, shortest_run
 
 
 def entry(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> TensorEntry:

@@ -23,7 +23,8 @@ from test_verify import flip
 from torch import nn
 
 import torchlift
-from torchlift import prepare, transfer
+from torchlift._plan import fetch as prepare
+from torchlift._transfer import read as transfer
 from torchlift.errors import IntegrityError, PlacementError
 
 MODES = ["auto", "assign", "copy", "swap"]

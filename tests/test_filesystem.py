@@ -11,7 +11,8 @@ from small_models import saved
 from torch import nn
 
 import torchlift
-from torchlift import filesystem, steps
+from torchlift._plan import decide as steps
+from torchlift._transfer import filesystem
 
 LINE = "36 25 {device} / {mount} rw,relatime shared:1 master:2 - {kind} server:/export rw\n"
 

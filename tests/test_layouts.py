@@ -19,12 +19,12 @@ import torch
 from save_states import TYPES, expected_state
 
 import torchlift
+from torchlift._save import Shared, torch_pickle
 from torchlift.errors import PlacementError
-from torchlift.layouts import Layout, Stored, format_for
-from torchlift.layouts.crc import PartialCrc, whole_crc
-from torchlift.layouts.safetensors import safetensors_layout
-from torchlift.layouts.torch_pickle import Shared, torch_pickle
-from torchlift.layouts.torch_zip import torch_zip_layout
+from torchlift.formats.crc import PartialCrc, whole_crc
+from torchlift.formats.layout import Layout, Stored, format_for
+from torchlift.formats.safetensors import safetensors_layout
+from torchlift.formats.zip_layout import torch_zip_layout
 
 
 def test_partial_sums_make_the_checksum_of_the_whole() -> None:
@@ -45,10 +45,10 @@ def test_partial_sums_make_the_checksum_of_the_whole() -> None:
 def test_layouts_need_neither_torch_nor_other_processes() -> None:
     """The pickle names torch's classes, so it alone has torch."""
     script = (
-        "import sys, torchlift.layouts.crc, torchlift.layouts.safetensors\n"
-        "import torchlift.layouts.torch_zip, torchlift.unfinished\n"
+        "import sys, torchlift.formats.crc, torchlift.formats.safetensors\n"
+        "import torchlift.formats.zip_layout, torchlift._transfer.write\n"
         "assert 'torch' not in sys.modules\n"
-        "import torchlift.layouts.torch_pickle\n"
+        "import torchlift._save\n"
         "assert 'torchlift.distributed' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, env=os.environ)

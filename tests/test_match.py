@@ -7,9 +7,9 @@ import torch
 from small_models import Mixed, Scalar, Tied, Two, entry
 from torch import nn
 
+from torchlift._model.slots import collect
+from torchlift._plan.match import Candidate, match, renamed, suggestion
 from torchlift.errors import MismatchError
-from torchlift.match import Candidate, match, renamed, suggestion
-from torchlift.slots import collect
 
 
 def offers(**shapes: tuple[int, ...]) -> dict[str, Candidate]:

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchlift import pages, userfault
-from torchlift.pages import HugePages, Pages, allocate
-from torchlift.userfault import Filler, open_filler
+from torchlift._transfer import pages, userfault
+from torchlift._transfer.pages import HugePages, Pages, allocate
+from torchlift._transfer.userfault import Filler, open_filler
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
@@ -39,7 +39,7 @@ def test_allocated_tensors_are_plain_tensors_of_their_own_size(dtype, numel):
 def test_a_large_tensor_takes_one_small_page_before_it_is_filled(spare):
     """Even where the kernel gives huge pages to everybody."""
     child = (
-        "import sys, torch; from torchlift.pages import allocate\n"
+        "import sys, torch; from torchlift._transfer.pages import allocate\n"
         "def resident(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         "allocate(1 << 22, torch.uint8, torch.device('cpu')); before = resident()\n"
         "kept = [allocate((1 << 22) + int(sys.argv[1]), torch.uint8, torch.device('cpu')) "

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from small_models import Mixed, Tied, Two, state_of
 from torch import nn
 
+from torchlift._model.commit import Commit, check_writable, repeats, successor_of
+from torchlift._model.slots import Group, Slot, collect
 from torchlift.errors import PlacementError
-from torchlift.place import Commit, check_writable, repeats, successor_of
-from torchlift.slots import Group, Slot, collect
 
 
 class Sentinel(Exception):

@@ -12,8 +12,8 @@ from small_models import Holder, Mixed, Scalar, Tied, Two, randomised, saved, st
 from torch import nn
 
 import torchlift
+from torchlift._plan.report import LoadReport, human
 from torchlift.errors import MismatchError, PlacementError
-from torchlift.report import LoadReport, human
 
 
 @pytest.fixture

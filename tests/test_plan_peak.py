@@ -22,7 +22,7 @@ pytestmark = [
 MIB = 2**20
 
 _SETUP = """
-import torch, torchlift, torchlift.load, torchlift.skeleton
+import torch, torchlift
 from torch import nn
 
 class Model(nn.Module):

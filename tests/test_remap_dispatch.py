@@ -20,9 +20,9 @@ from torch import nn
 
 import torchlift
 from torchlift import measure, remap
+from torchlift._model.slots import Group, collect
 from torchlift.errors import PlacementError
 from torchlift.remap.dispatching import Spread, run, stops
-from torchlift.slots import Group, collect
 
 hooks = pytest.importorskip("accelerate.hooks")
 
@@ -202,7 +202,7 @@ def test_accelerate_is_named_where_it_is_needed_and_missing() -> None:
         "from torch import nn\n"
         "from torchlift import remap\n"
         "from torchlift.remap.dispatching import Spread, run\n"
-        "from torchlift.slots import collect\n"
+        "from torchlift._model.slots import collect\n"
         "model = remap.dispatch(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {'': 'cpu'})\n"
         "groups = collect(model)\n"
         "homes = {id(g): 'meta' if g.fqn < '1' else 'cpu' for g in groups}\n"
@@ -253,7 +253,7 @@ make = lambda: nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(
         + """
 import torchlift
 from torchlift import remap
-import torchlift.prepare
+import torchlift._plan.fetch
 torch.set_num_threads(1)
 remap.dispatch
 with torch.no_grad(): nn.Linear(8, 8)(torch.ones(1, 8))

@@ -15,8 +15,8 @@ from torch import nn
 
 import torchlift
 from torchlift import measure, remap
+from torchlift._model.slots import collect
 from torchlift.errors import PlacementError
-from torchlift.slots import collect
 
 
 @st.composite

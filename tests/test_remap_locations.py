@@ -15,9 +15,9 @@ from small_models import Holder, on_meta, tensors_of
 
 import torchlift
 from torchlift import remap
+from torchlift._plan.plan import make_plan
+from torchlift._plan.rules import Options
 from torchlift.formats.summary import to_json
-from torchlift.plan import make_plan
-from torchlift.rules import Options
 
 
 def blank(path: Path) -> Holder:

@@ -28,7 +28,7 @@ SETUP = """
 import torch, torchlift
 from torch import nn
 from torchlift import remap
-import torchlift.prepare, torchlift.hooks
+import torchlift._plan.fetch, torchlift._plan.hooks
 torch.set_num_threads(2)
 
 class Model(nn.Module):

@@ -12,8 +12,8 @@ from torch import nn
 
 import torchlift
 from torchlift import remap
-from torchlift.plan import make_plan
-from torchlift.rules import Options
+from torchlift._plan.plan import make_plan
+from torchlift._plan.rules import Options
 
 
 class Views(nn.Module):

@@ -18,7 +18,7 @@ from torch import nn
 
 import torchlift
 from torchlift import measure
-from torchlift.skeleton import unmade
+from torchlift._skeleton.skeleton import unmade
 
 MIB = 2**20
 MODES = ("assign", "copy", "swap", "auto")
@@ -285,10 +285,10 @@ def test_the_recording_is_let_go_once_everything_is_made(tmp_path: Path) -> None
     import gc
     import weakref
 
-    from torchlift.place import RECIPE
+    from torchlift._model.commit import RECIPE
 
     made, loaded = torchlift.skeleton(pair), torchlift.skeleton(pair)
-    tapes = [weakref.ref(model[0].weight.__dict__[RECIPE].tape) for model in (made, loaded)]
+    tapes = [weakref.ref(model[0].weight.__dict__[RECIPE].recording) for model in (made, loaded)]
     torchlift.materialize(made)
     torchlift.load(loaded, saved(pair(), tmp_path))
     gc.collect()
@@ -464,7 +464,7 @@ result = sorted(set(sys.modules) - before)
 """
     plain = "with torch.device('meta'): model = LlamaForCausalLM(config)"
     recorded = "model = torchlift.skeleton(LlamaForCausalLM, config)"
-    setup = _LLAMA + "import torchlift.skeleton"
+    setup = _LLAMA + "import torchlift._skeleton.skeleton"
     both = [
         measure.in_child(count.format(build=build), 64, 2, setup=setup).value
         for build in (plain, recorded)

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchlift import transfer
+from torchlift._transfer import read as transfer
+from torchlift._transfer.files import Files
+from torchlift._transfer.read import Request, read
 from torchlift.errors import IntegrityError
-from torchlift.files import Files
 from torchlift.formats import FileStamp
-from torchlift.transfer import Request, read
 
 CONTENT = bytes(random.Random(0).randbytes(3000))
 

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from torchlift import unfinished
-from torchlift.unfinished import NotDurable, Unfinished, remove_debris, write_at
+from torchlift._transfer import write as unfinished
+from torchlift._transfer.write import NotDurable, Unfinished, remove_debris, write_at
 
 KINDS = ("anonymous", "named")
 

@@ -14,7 +14,7 @@ from small_models import saved
 
 import torchlift
 from torchlift.errors import FormatError, IntegrityError
-from torchlift.verify import verify_index
+from torchlift.formats.verify import verify_index
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from small_models import saved
 from torch import nn
 
 import torchlift
-from torchlift import written
+from torchlift._plan import hooks as written
+from torchlift._plan.hooks import Written
 from torchlift.errors import PlacementError
 from torchlift.formats import read_index
-from torchlift.written import Written
 
 CHANGES: dict[str, Callable[[dict[str, Any], str], None]] = {
     "in place": lambda state, key: state[key].mul_(2),

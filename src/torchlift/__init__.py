@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchlift import bench, distributed, errors, measure, remap, swap
-    from torchlift.checkpoint import Checkpoint, TensorEntry, open
+    from torchlift._checkpoint import Checkpoint, TensorEntry, open
+    from torchlift._load import load
+    from torchlift._plan.plan import LoadPlan, plan
+    from torchlift._plan.report import LoadReport
+    from torchlift._skeleton.skeleton import materialize, skeleton
     from torchlift.errors import (
         CheckpointError,
         FormatError,
@@ -17,11 +20,7 @@ if TYPE_CHECKING:
         PlacementError,
         UnsafeError,
     )
-    from torchlift.load import load
-    from torchlift.plan import LoadPlan, plan
-    from torchlift.report import LoadReport
-    from torchlift.skeleton import materialize, skeleton
-    from torchlift.verify import VerifyReport, verify
+    from torchlift.formats.verify import VerifyReport, verify
 
 __all__ = [
     "Checkpoint",
@@ -51,34 +50,33 @@ __all__ = [
 
 # Where each public name lives. They are imported when first used (PEP 562), so that
 # `import torchlift` costs nothing and `torchlift inspect` never loads torch.
-_HOMES = {
-    "Checkpoint": "checkpoint",
+_MODULES = {
+    "Checkpoint": "_checkpoint",
     "CheckpointError": "errors",
     "FormatError": "errors",
     "IntegrityError": "errors",
-    "LoadPlan": "plan",
-    "LoadReport": "report",
+    "LoadPlan": "_plan.plan",
+    "LoadReport": "_plan.report",
     "MismatchError": "errors",
     "PlacementError": "errors",
     "TensorEntry": "formats",
     "UnsafeError": "errors",
-    "VerifyReport": "verify",
-    "load": "load",
-    "materialize": "skeleton",
-    "open": "checkpoint",
-    "plan": "plan",
-    "skeleton": "skeleton",
-    "verify": "verify",
+    "VerifyReport": "formats.verify",
+    "load": "_load",
+    "materialize": "_skeleton.skeleton",
+    "open": "_checkpoint",
+    "plan": "_plan.plan",
+    "skeleton": "_skeleton.skeleton",
+    "verify": "formats.verify",
 }
-_ROOMS = ("bench", "distributed", "errors", "measure", "remap", "swap")
 
 
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    if name in _HOMES:
-        value = getattr(import_module(f"torchlift.{_HOMES[name]}"), name)
-    elif name in _ROOMS:
+    if name in _MODULES:
+        value = getattr(import_module(f"torchlift.{_MODULES[name]}"), name)
+    elif name in __all__:
         value = import_module(f"torchlift.{name}")
     elif name == "__version__":
         from importlib.metadata import version
@@ -93,21 +91,6 @@ def __getattr__(name: str) -> object:
 def __dir__() -> list[str]:
     return sorted(__all__)
 
-
-class _Package(ModuleType):
-    """Keeps `torchlift.load` the function: importing the module of that name would replace it."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # cloudpickle sends a plain module by its name, and refuses one of a class of its own. With
-        # it every function that says `torchlift.load` could not be sent to another process.
-        return __import__, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _Package
 
 if "torch" in sys.modules:
     # Who has torch is about to load something: these imports cost 45 ms, which belong here beside

@@ -12,7 +12,7 @@ from ranks import run_workers
 from torch import nn
 
 import torchlift
-from torchlift.checkpoint import Checkpoint
+from torchlift._checkpoint import Checkpoint
 from torchlift.distributed.meshes import parse_mesh, stages
 from torchlift.distributed.simulation import simulate
 from torchlift.formats import Chunk, Index, TensorEntry

@@ -17,8 +17,8 @@ from torch import nn
 
 import torchlift.distributed as ours
 from torchlift import MismatchError
+from torchlift._model.dtensor import blocks, overlaps, shard_spans
 from torchlift.distributed import StateDictOptions
-from torchlift.distributed.layout import blocks, overlaps, shard_spans
 
 FUNCTIONS = [name for name in ours.__all__ if name.startswith(("get_", "set_"))]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from torchlift._model.ranks import Circle, settle, tensors_of, together, world_of
 from torchlift.distributed.options import StateDictMismatch
-from torchlift.distributed.status import Circle, settle, tensors_of, together, world_of
 from torchlift.errors import CheckpointError, FormatError, MismatchError
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchlift import unfinished
+from torchlift._transfer import write as unfinished
 from torchlift.distributed import save
 from torchlift.errors import CheckpointError
 

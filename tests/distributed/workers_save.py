@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchlift
-from torchlift import unfinished
+from torchlift._transfer import write as unfinished
 from torchlift.distributed import save_consolidated
 from torchlift.errors import CheckpointError, PlacementError
 

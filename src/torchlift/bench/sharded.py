@@ -20,8 +20,8 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
+from torchlift._system import parse_size
 from torchlift.distributed.launch import launch_command
-from torchlift.sizes import parse_size
 
 _BROADCAST = "broadcast_from_rank0"
 _WAYS = (_BROADCAST, "full_state_dict, mmap", "torchlift read", "torchlift mmap")

@@ -7,11 +7,11 @@ import os
 import sys
 import tempfile
 
+from torchlift._system import parse_size
 from torchlift.bench import WAYS, Comparison, Result, compare
 from torchlift.cli import UsageError
 from torchlift.cli.output import print_json, printable
 from torchlift.measure import in_child
-from torchlift.sizes import parse_size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import torchlift
+from torchlift._skeleton.skeleton import skeleton
 from torchlift.cli import UsageError
-from torchlift.skeleton import skeleton
 
 
 def make_model(name: str) -> nn.Module:

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift.checkpoint import Checkpoint
-from torchlift.checkpoint import open as open_checkpoint
+from torchlift._checkpoint import Checkpoint
+from torchlift._checkpoint import open as open_checkpoint
+from torchlift._plan.match import Rename
+from torchlift._plan.plan import LoadPlan, make_plan
+from torchlift._plan.report import human, names_of
+from torchlift._plan.rules import DtypeRule, Options
 from torchlift.cli import UsageError
 from torchlift.cli.factory import make_model
 from torchlift.cli.output import print_json, printable
 from torchlift.distributed.meshes import parse_mesh
 from torchlift.distributed.styles import STYLES, USUAL
-from torchlift.match import Rename
-from torchlift.plan import LoadPlan, make_plan
 from torchlift.remap import by_key, by_pattern, fit, rules, strip
 from torchlift.remap.devices import spelled
 from torchlift.remap.fitting import Fit, placed
 from torchlift.remap.inventory import Inventory, take
-from torchlift.report import human, names_of
-from torchlift.rules import DtypeRule, Options
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

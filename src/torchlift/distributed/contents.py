@@ -11,15 +11,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchlift._model.dtensor import held
+from torchlift._save import Shared, torch_pickle
 from torchlift.distributed.outline import Outline, outline_of, require_same, shared_positions
-from torchlift.distributed.shards import held
 from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE
-from torchlift.layouts import Layout, Stored, format_for
-from torchlift.layouts.plain import is_unicode
-from torchlift.layouts.safetensors import safetensors_layout
-from torchlift.layouts.torch_pickle import Shared, torch_pickle
-from torchlift.layouts.torch_zip import torch_zip_layout
+from torchlift.formats.layout import Layout, Stored, format_for, is_unicode
+from torchlift.formats.safetensors import safetensors_layout
+from torchlift.formats.zip_layout import torch_zip_layout
 
 
 class Contents:

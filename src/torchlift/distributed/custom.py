@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from torchlift.distributed.names import Names
+from torchlift._model.names import Names
 
 
 def is_custom(names: Names, fqn: str) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchlift import unfinished
+from torchlift._transfer import write as unfinished
 from torchlift.errors import PlacementError
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as own
 from torch.nn.modules.module import _IncompatibleKeys
 
+from torchlift._model.ranks import Circle, rank
 from torchlift.distributed.offered import is_nothing, state_dict
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.options import (
@@ -27,7 +28,6 @@ from torchlift.distributed.options import (
     several,
 )
 from torchlift.distributed.reading import inside
-from torchlift.distributed.status import Circle, rank
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 #: What a call does -> a description of it, which must be the same on every rank.

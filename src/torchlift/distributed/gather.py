@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchlift.distributed.layout import Spans, blocks, is_dtensor, local_shape, spans_at
+from torchlift._model.dtensor import Spans, blocks, is_dtensor, local_shape, spans_at
+from torchlift._model.ranks import has_group, rank
 from torchlift.distributed.moves import BUDGET, wire
 from torchlift.distributed.options import StateDictOptions
-from torchlift.distributed.status import has_group, rank
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

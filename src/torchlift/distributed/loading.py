@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from torchlift._model.names import Names, reshard
+from torchlift._model.ranks import Circle, rank, tensors_of
 from torchlift.distributed.model_load import ModelPlan, plan_model
 from torchlift.distributed.moves import Move, Sent, broadcast, copy
-from torchlift.distributed.names import Names, reshard
 from torchlift.distributed.offered import Offer, described, make_offer, packed
 from torchlift.distributed.optimizer_load import (
     OptimizerPlan,
@@ -34,7 +35,6 @@ from torchlift.distributed.options import (
 )
 from torchlift.distributed.perform import Work, carry_out
 from torchlift.distributed.said import Said, require_alike, said_of, settle_unexpected
-from torchlift.distributed.status import Circle, rank, tensors_of
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -12,13 +12,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from torchlift._model.dtensor import dressed, held, home, is_dtensor, local_shape, spans_of
+from torchlift._model.names import Names, Slot
 from torchlift.distributed.custom import is_custom
-from torchlift.distributed.layout import is_dtensor, local_shape, spans_of
 from torchlift.distributed.model_state import own
 from torchlift.distributed.moves import Move, Sent, whole_move
-from torchlift.distributed.names import Names, Slot
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
-from torchlift.distributed.shards import dressed, held, home
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

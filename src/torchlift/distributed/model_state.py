@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchlift.distributed.names import Names, unique
+from torchlift._model.names import Names
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
 #: Functions that `patch_model_state_dict` and `patch_optimizer_state_dict` put into objects.
@@ -131,3 +131,21 @@ def metadata_of(model_state: Any, names: Names) -> OrderedDict[str, Any] | None:
 def tensors(names: Names) -> list[torch.Tensor]:
     """Every tensor of the model that its state dict has a key for."""
     return [slot.tensor for slot in names.slots if slot.tensor is not None]
+
+
+def unique(pairs: Iterator[tuple[str, object]]) -> dict[str, object]:
+    """A dict of `pairs`; two values for one name are an error, not a silent choice.
+
+    Raises:
+        StateDictMismatch: a name comes twice.
+
+    Example:
+        >>> unique(iter([("a", 1), ("b", 2)]))
+        {'a': 1, 'b': 2}
+    """
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise StateDictMismatch("two keys have the same canonical name", entry=name)
+        found[name] = value
+    return found

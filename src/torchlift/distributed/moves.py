@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from torchlift.distributed.layout import Span, Spans, blocks, everything, overlaps
-from torchlift.distributed.shards import held
+from torchlift._model.dtensor import Span, Spans, blocks, everything, held, overlaps
 from torchlift.errors import PlacementError
 
 #: Bytes in flight at once, in two buffers of half the size: one is filled while the other travels.

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.names import Names
 from torchlift.distributed.gather import map_tensors
-from torchlift.distributed.layout import is_dtensor
 from torchlift.distributed.model_state import by_name, metadata_of, tensors
 from torchlift.distributed.moves import Sent, sendable
-from torchlift.distributed.names import Names
 from torchlift.distributed.optimizer_state import Saved, normalised
 from torchlift.distributed.options import Part, StateDictMismatch
 

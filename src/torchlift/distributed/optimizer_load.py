@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from torchlift._model.names import Names
 from torchlift.distributed.fresh import FreshStates
 from torchlift.distributed.model_load import some
 from torchlift.distributed.model_state import own
 from torchlift.distributed.moves import Move
-from torchlift.distributed.names import Names
 from torchlift.distributed.optimizer_state import Saved, first_name
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 from torchlift.distributed.targets import Target, place

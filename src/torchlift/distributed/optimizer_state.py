@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from torchlift._model.names import Names
 from torchlift.distributed.fresh import FreshStates
 from torchlift.distributed.model_state import own
-from torchlift.distributed.names import Names
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchlift.distributed.layout import is_dtensor
-from torchlift.distributed.shards import held
+from torchlift._model.dtensor import held, is_dtensor
 from torchlift.errors import PlacementError
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from torchlift.boxes import cut, row_major, runs
-from torchlift.distributed.layout import Spans, everything, is_dtensor
-from torchlift.distributed.shards import held, spans
-from torchlift.distributed.status import world_of
+from torchlift._model.dtensor import Spans, everything, held, is_dtensor, spans
+from torchlift._model.ranks import world_of
 from torchlift.formats import Chunk, TensorEntry
-from torchlift.layouts import Stored
+from torchlift.formats.boxes import cut, row_major, runs
+from torchlift.formats.layout import Stored
 
 _PIECE = 16 << 20  # bytes that are moved from an accelerator at a time
 

@@ -8,16 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from torchlift.distributed.layout import is_dtensor
+from torchlift._model.commit import Commit, restored
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.names import Names
+from torchlift._model.ranks import Circle
 from torchlift.distributed.model_load import ModelPlan, apply_model
 from torchlift.distributed.model_state import tensors
 from torchlift.distributed.moves import Move, apart
-from torchlift.distributed.names import Names
 from torchlift.distributed.optimizer_load import OptimizerPlan, apply_optimizer
-from torchlift.distributed.status import Circle
 from torchlift.distributed.undo import keep_model, keep_optimizer
-from torchlift.place import Commit
-from torchlift.restored import restored
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchlift._model.names import Names, reshard
+from torchlift._model.ranks import Circle, tensors_of
 from torchlift.distributed.gather import finish
 from torchlift.distributed.model_state import read_model
-from torchlift.distributed.names import Names, reshard
 from torchlift.distributed.optimizer_state import read_optimizers
 from torchlift.distributed.options import (
     Part,
@@ -24,7 +25,6 @@ from torchlift.distributed.options import (
     several,
 )
 from torchlift.distributed.sequence import Sequence, digests, require_same, sequence
-from torchlift.distributed.status import Circle, tensors_of
 
 
 def read(

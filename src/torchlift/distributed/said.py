@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from torchlift._model.names import Names
+from torchlift._model.ranks import Circle
 from torchlift.distributed.model_load import ModelPlan, mismatch
 from torchlift.distributed.model_state import tensors
-from torchlift.distributed.names import Names
 from torchlift.distributed.offered import Offer
 from torchlift.distributed.optimizer_load import OptimizerPlan
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 from torchlift.distributed.perform import other_layouts
 from torchlift.distributed.sequence import Sequence, digests, require_same, sequence
-from torchlift.distributed.status import Circle
 from torchlift.distributed.undo import may_refuse, optimizer_may_refuse
 
 _PARTS = {

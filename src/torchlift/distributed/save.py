@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchlift._model.ranks import Circle, rank, settle
+from torchlift._transfer.write import Address, NotDurable, Unfinished, write_at
 from torchlift.distributed.contents import Contents
 from torchlift.distributed.destination import Destination, require_one
 from torchlift.distributed.outline import Outline
 from torchlift.distributed.parts import parts_of
-from torchlift.distributed.status import Circle, rank, settle
 from torchlift.errors import CheckpointError, PlacementError
-from torchlift.layouts.crc import PartialCrc, whole_crc
-from torchlift.unfinished import Address, NotDurable, Unfinished, write_at
+from torchlift.formats.crc import PartialCrc, whole_crc
 
 
 def save_consolidated(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchlift.distributed.layout import is_dtensor
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.ranks import Circle
 from torchlift.distributed.options import StateDictMismatch
-from torchlift.distributed.status import Circle
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from torchlift.boxes import cut, is_pieced, run_count, steps_in_file
-from torchlift.distributed.layout import Spans, cut_spans, everything, local_shape
+from torchlift._model.dtensor import Spans, cut_spans, everything, local_shape
 from torchlift.distributed.meshes import REPLICATED, Cell, cells, extents
 from torchlift.formats import Chunk, TensorEntry
+from torchlift.formats.boxes import cut, is_pieced, run_count, steps_in_file
 
 
 class Cut(NamedTuple):

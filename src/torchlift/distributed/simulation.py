@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchlift.checkpoint import Checkpoint
+from torchlift._checkpoint import Checkpoint
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.slots import collect
+from torchlift._plan.match import Rename
+from torchlift._plan.plan import LoadPlan, plan, resolve
+from torchlift._plan.report import human, names_of, summarise, tensors
+from torchlift._plan.rules import DtypeRule, Options
 from torchlift.distributed.cuts import Cuts, ShardDims, cuts_of, places_of
-from torchlift.distributed.layout import is_dtensor
 from torchlift.distributed.meshes import checked, extents
 from torchlift.distributed.meshes import parse_mesh as parse_mesh
 from torchlift.distributed.shares import Want, count
 from torchlift.distributed.styles import TensorParallel, largest
 from torchlift.distributed.wants import of_checkpoint, of_module, of_plan
-from torchlift.match import Rename
-from torchlift.plan import LoadPlan, plan, resolve
-from torchlift.report import human, names_of, summarise, tensors
-from torchlift.rules import DtypeRule, Options
-from torchlift.slots import collect
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from torchlift.collector import collection_paused
+from torchlift._model.names import uses_fsdp1
+from torchlift._system import collection_paused
 from torchlift.distributed.loading import load
-from torchlift.distributed.names import uses_fsdp1
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.options import Optimizers, Part, StateDictOptions
 from torchlift.distributed.reading import read

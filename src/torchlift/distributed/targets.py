@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from torchlift._model.dtensor import dressed, is_dtensor, local_shape, spans_of
 from torchlift.distributed.fresh import FreshStates, adopt
-from torchlift.distributed.layout import is_dtensor, local_shape, spans_of
 from torchlift.distributed.moves import Move, Sent, whole_move
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
-from torchlift.distributed.shards import dressed
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchlift._model.commit import Commit, is_plain, repeats
+from torchlift._model.dtensor import held, is_dtensor
+from torchlift._model.fsdp import take_note
+from torchlift._model.ranks import tensors_of
+from torchlift._model.slots import is_lazy
+from torchlift._plan.hooks import has_post_hooks
 from torchlift.distributed.custom import has_code
-from torchlift.distributed.fsdp import take_note
 from torchlift.distributed.gather import map_tensors
-from torchlift.distributed.layout import is_dtensor
 from torchlift.distributed.optimizer_load import is_left_to_us
-from torchlift.distributed.shards import held
-from torchlift.distributed.status import tensors_of
-from torchlift.hooks import has_post_hooks
-from torchlift.place import Commit, is_plain, repeats
-from torchlift.slots import is_lazy
 
 
 def may_refuse(model: nn.Module) -> bool:
@@ -63,7 +62,7 @@ def optimizer_may_refuse(optimizer: torch.optim.Optimizer) -> bool:
 def keep_model(model: nn.Module, commit: Commit) -> None:
     """Note how to give the model back its tensors, their values, and extra state.
 
-    Plain attributes are for `torchlift.restored` to give back.
+    Plain attributes are for `torchlift._model.commit` to give back.
     """
     commit.when_undone(lambda: take_note(model))
     for tensor in dict.fromkeys(tensors_of(model)):

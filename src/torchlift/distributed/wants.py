@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torchlift.boxes import row_major
-from torchlift.checkpoint import Checkpoint, dtype_of
+from torchlift._checkpoint import Checkpoint, dtype_of
+from torchlift._model.slots import Group, collect, is_lazy
+from torchlift._plan.match import Rename, renamed
+from torchlift._plan.plan import LoadPlan
+from torchlift._plan.rules import DtypeRule, check_rule, entry_like, target_dtype
 from torchlift.distributed.shares import Want
 from torchlift.formats import Chunk, TensorEntry
-from torchlift.match import Rename, renamed
-from torchlift.plan import LoadPlan
-from torchlift.rules import DtypeRule, check_rule, entry_like, target_dtype
-from torchlift.slots import Group, collect, is_lazy
+from torchlift.formats.boxes import row_major
 
 
 def of_plan(model: nn.Module, made: LoadPlan) -> Iterator[Want]:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchlift.collector import collection_paused
+from torchlift._system import collection_paused
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats.dcp_items import Items
 from torchlift.formats.dcp_metadata import Box, Description, Item, Tensor, read_metadata

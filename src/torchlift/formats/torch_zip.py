@@ -6,7 +6,7 @@ says about bytes is checked against the archive before anybody allocates a tenso
 
 from __future__ import annotations
 
-from torchlift.collector import collection_paused
+from torchlift._system import collection_paused
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import Flat, flatten
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry

@@ -7,8 +7,8 @@ import re
 
 import torch
 
+from torchlift._model.devices import DISK
 from torchlift.errors import PlacementError
-from torchlift.rules import DISK
 
 Device = torch.device | str | int
 

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from torchlift._model.commit import Commit
+from torchlift._model.devices import DISK, usable_device
+from torchlift._model.slots import Group, Slot, collect, is_lazy, walk
 from torchlift.errors import PlacementError
-from torchlift.place import Commit
 from torchlift.remap.devices import Device, is_accelerator, spelled
 from torchlift.remap.fitting import Fit
 from torchlift.remap.maps import ByKey, by_key
-from torchlift.rules import DISK, usable_device
-from torchlift.slots import Group, Slot, collect, is_lazy, walk
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from torchlift.checkpoint import Checkpoint
+from torchlift._checkpoint import Checkpoint
+from torchlift._plan.match import Rename
+from torchlift._plan.report import human
+from torchlift._plan.rules import DtypeRule
+from torchlift._system import parse_size
 from torchlift.errors import PlacementError
-from torchlift.match import Rename
 from torchlift.remap.devices import Device, checked, spelled
 from torchlift.remap.filling import Arrangement, Limits, arrangements
 from torchlift.remap.inventory import Inventory, Item, take
 from torchlift.remap.maps import ByKey, ancestors
 from torchlift.remap.units import cluster, hard_paths, soft_paths
-from torchlift.report import human
-from torchlift.rules import DtypeRule
-from torchlift.sizes import parse_size
 
 
 class Fit(ByKey[str]):

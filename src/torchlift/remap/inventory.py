@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from torchlift.checkpoint import Checkpoint, dtype_of
-from torchlift.match import Rename, renamed
-from torchlift.rules import DtypeRule, entry_like, target_dtype
-from torchlift.slots import Group, collect, is_lazy, walk
+from torchlift._checkpoint import Checkpoint, dtype_of
+from torchlift._model.slots import Group, collect, is_lazy, walk
+from torchlift._plan.match import Rename, renamed
+from torchlift._plan.rules import DtypeRule, entry_like, target_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def take(
         return _of_model(source, dtype)
     if isinstance(source, Checkpoint):
         return _of_checkpoint(source, dtype, rename)
-    from torchlift.checkpoint import open as open_checkpoint
+    from torchlift._checkpoint import open as open_checkpoint
 
     with open_checkpoint(source) as ckpt:
         return _of_checkpoint(ckpt, dtype, rename)

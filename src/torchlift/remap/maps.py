@@ -13,11 +13,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from torchlift._model.devices import usable_device
+from torchlift._plan.rules import check_rule
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats import TensorEntry
 from torchlift.remap.devices import TAG, Device, checked
 from torchlift.remap.names import compiled
-from torchlift.rules import check_rule, usable_device
 
 Value = Device | torch.dtype
 V = TypeVar("V", bound="Value")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torchlift.match import Rename
+from torchlift._plan.match import Rename
 
 Replacement = str | Callable[["re.Match[str]"], str] | None
 

@@ -1,0 +1,305 @@
+"""`open` and `Checkpoint`: an index as a lazy mapping of tensors.
+
+This room knows torch tensors and byte ranges. It does not know models.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType, TracebackType
+
+import torch
+
+from torchlift._transfer.files import Files
+from torchlift.errors import CheckpointError, FormatError, UnsafeError, did_you_mean
+from torchlift.formats import Chunk, Index, TensorEntry, read_index
+from torchlift.formats.boxes import steps_in_file
+from torchlift.formats.index import under
+from torchlift.formats.summary import to_html, to_text
+
+__all__ = ["Checkpoint", "TensorEntry", "open"]
+
+
+class Checkpoint(Mapping[str, torch.Tensor]):
+    """A checkpoint as a read-only mapping from key to tensor; nothing is read until it is touched.
+
+    Made by `torchlift.open`. A tensor taken from it is a view of a private memory map: it costs no
+    anonymous memory until it is written to, and writing never changes the file.
+
+    Attributes:
+        path: the file or directory, absolute.
+        format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``.
+        entries: key -> `TensorEntry`, in file order.
+        objects: key -> leaf that is not a tensor.
+        metadata: what the format itself records.
+        nbytes: bytes of unique storage that the entries use.
+        aliases: groups of keys that share a storage.
+        blocked: names of globals that only unpickling could rebuild; listed, never imported.
+
+    Example:
+        >>> import torch, torchlift, tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save({"model": {"weight": torch.arange(6.0).view(2, 3)}, "step": 7}, path)
+        >>> with torchlift.open(path) as ckpt:
+        ...     print(list(ckpt), ckpt["model.weight"].shape, ckpt.objects["step"])
+        ['model.weight'] torch.Size([2, 3]) 7
+    """
+
+    def __init__(self, index: Index, *, root: str | None = None) -> None:
+        self._index = index if root is None else _select(index, root)
+        self.root = root
+        self.path = index.path
+        self.format = index.format
+        self.entries: Mapping[str, TensorEntry] = MappingProxyType(dict(self._index.entries))
+        self.objects: Mapping[str, object] = MappingProxyType(dict(self._index.objects))
+        self.metadata: Mapping[str, str] = MappingProxyType(dict(self._index.metadata))
+        self.nbytes = self._index.nbytes
+        self.aliases = self._index.aliases
+        self.blocked = tuple(self._index.blocked)
+        self._views: MappedViews | None = MappedViews(self._index)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        entry = self.entries.get(key)
+        if entry is None:
+            if key in self._index.blocked_keys:
+                raise self.refusal(key)
+            raise KeyError(_no_such_key(key, self.entries))
+        return self.view(entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.entries
+
+    # By identity: a mapping would compare tensors, whose truth value is an error.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        root = "" if self.root is None else f", root={self.root!r}"
+        return (
+            f"<Checkpoint {self.path!r}{root}: {self.format}, "
+            f"{len(self)} tensors, {self.nbytes} bytes>"
+        )
+
+    def __str__(self) -> str:
+        return to_text(self._index)
+
+    def _repr_html_(self) -> str:
+        return to_html(self._index)
+
+    @property
+    def index(self) -> Index:
+        """The index behind this mapping, restricted to `root`."""
+        return self._index
+
+    def view(self, entry: TensorEntry) -> torch.Tensor:
+        """The tensor of `entry` as a view of this checkpoint's memory map.
+
+        Entries with an equal ``storage`` come out as views of one torch storage, so that aliases
+        stay aliases. A storage that is not aligned to its element size is copied to memory.
+
+        Raises:
+            IntegrityError: the file is gone, or not the one that was opened.
+            CheckpointError: the checkpoint was closed.
+        """
+        if self._views is None:
+            raise CheckpointError(
+                "the checkpoint is closed",
+                file=self.path,
+                hint="Take what you need inside the with block, or open it again.",
+            )
+        return self._views.view(entry)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All tensors as a plain dict of mapped views; aliases stay aliases."""
+        return {key: self.view(entry) for key, entry in self.entries.items()}
+
+    def refusal(self, key: str) -> UnsafeError:
+        """The error that says why `key` cannot be had."""
+        name = self._index.blocked_keys.get(key, "")
+        return UnsafeError(
+            f"only unpickling could rebuild it, through {name}, and that can run code",
+            file=self.path,
+            entry=key,
+            hint="Pass root= to take a part of the file without it, or save it as plain tensors.",
+        )
+
+    @property
+    def blocked_keys(self) -> Mapping[str, str]:
+        """Key -> name of the global that its value would have needed."""
+        return self._index.blocked_keys
+
+    def close(self) -> None:
+        """Close the files. Tensors already taken stay valid; taking new ones is an error."""
+        if self._views is not None:
+            self._views.close()
+            self._views = None
+
+
+class MappedViews:
+    """Tensors over private memory maps of a checkpoint's files, one torch storage per storage.
+
+    Two of these over one index share nothing: writing to a tensor of one never shows in the other.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.files = Files(index.files)
+        self._bases: dict[str, torch.UntypedStorage] = {}
+        self._lock = threading.Lock()
+
+    def view(self, entry: TensorEntry) -> torch.Tensor:
+        """The tensor of `entry`; see `Checkpoint.view`."""
+        dtype = dtype_of(entry, self.index.path)
+        if not entry.chunks:
+            return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
+        if len(entry.chunks) > 1:
+            made = torch.empty(entry.shape, dtype=dtype, device="cpu")
+            return self.fill(made, entry)
+        (chunk,) = entry.chunks
+        if entry.storage not in self.index.storages:
+            return self._piece(entry, chunk, dtype)
+        base = self._base(entry.storage, dtype.itemsize)
+        first = (chunk.offset - self.index.storages[entry.storage].offset) // dtype.itemsize
+        # set_ on a fresh tensor instead of view().as_strided(): storage sizes need not be a
+        # multiple of the item size when entries of several dtypes share one. The device is named,
+        # because a caller may have set another default.
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        return empty.set_(base, first, entry.shape, entry.stride)
+
+    def fill(self, target: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+        """Copy every chunk of `entry` out of the map into its box of `target`, which is returned.
+
+        Casts and moves as `Tensor.copy_` does; no second copy of the tensor is made.
+        """
+        dtype = dtype_of(entry, self.index.path)
+        for chunk in entry.chunks:
+            box = target
+            for dim, (start, size) in enumerate(zip(chunk.start, chunk.shape, strict=True)):
+                box = box.narrow(dim, start, size)
+            steps = steps_in_file(entry, chunk)
+            whole_rows = box.dim() and box.stride(-1) == steps[-1] == 1
+            if whole_rows and box.dtype == dtype and chunk.offset % dtype.itemsize:
+                # As bytes, which may lie anywhere: as numbers, they would have to be cloned first.
+                size = dtype.itemsize
+                raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
+                shape = (*chunk.shape[:-1], chunk.shape[-1] * size)
+                strides = (*(step * size for step in steps[:-1]), 1)
+                box.view(torch.uint8).copy_(raw.as_strided(shape, strides))
+            else:
+                box.copy_(self._piece(entry, chunk, dtype))
+        return target
+
+    def _piece(self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+        """The box of one chunk as a view of the map, in a storage that is its run of bytes."""
+        raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        steps = steps_in_file(entry, chunk)
+        return empty.set_(raw.untyped_storage(), 0, chunk.shape, steps)
+
+    def _base(self, name: str, itemsize: int) -> torch.UntypedStorage:
+        with self._lock:
+            base = self._bases.get(name)
+            if base is None:
+                where = self.index.storages[name]
+                base = self.files.mapped(where.file, where.offset, where.nbytes).untyped_storage()
+                self._bases[name] = base
+            if base.data_ptr() % itemsize:
+                # Loads at odd addresses are undefined behaviour in C++ and a fault on some CPUs.
+                base = self._bases[name] = base.clone()  # type: ignore[no-untyped-call]
+            return base
+
+    def close(self) -> None:
+        """Close the files; tensors already made stay valid."""
+        self.files.close()
+        self._bases.clear()
+
+
+def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint:
+    """Read the index of a checkpoint; run no code from it and read no weights.
+
+    Args:
+        path: a file or a directory; the format is found from the content. Torch zip files,
+            safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one, and
+            directories of ``torch.distributed.checkpoint`` (DCP).
+        root: keep only what is under this container and strip it: ``root="model"`` turns
+            ``model.layer.weight`` into ``layer.weight``. None keeps everything.
+
+    Returns:
+        The checkpoint, a lazy mapping and a context manager.
+
+    Raises:
+        FormatError: not a checkpoint, malformed, or `root` names nothing in it.
+        UnsafeError: it reaches outside its directory, or is a pickled object instead of tensors.
+
+    Example:
+        >>> import torch, torchlift, tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save({"model": torch.nn.Linear(3, 2).state_dict()}, path)
+        >>> torchlift.open(path, root="model").entries["weight"].shape
+        (2, 3)
+    """
+    return Checkpoint(read_index(path), root=root)
+
+
+def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:
+    """The torch dtype of `entry`.
+
+    Raises:
+        FormatError: this version of torch has no such dtype.
+    """
+    found = getattr(torch, entry.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise FormatError(
+            "its dtype is unknown to the installed torch",
+            file=path,
+            entry=entry.key,
+            found=entry.dtype,
+            hint="A newer torch may know it.",
+        )
+    return found
+
+
+def _select(index: Index, root: str) -> Index:
+    selected = under(index, root)
+    if selected is None:
+        if root in index.entries or root in index.objects:
+            raise FormatError(
+                "it is a leaf of the checkpoint, not a container",
+                file=index.path,
+                entry=root,
+                hint="Leave root= out, or pass rename= to choose among the keys.",
+            )
+        tops = sorted({key.split(".", 1)[0] for key in [*index.entries, *index.objects]})
+        raise FormatError(
+            "there is no such container",
+            file=index.path,
+            entry=root,
+            found="at the top: " + (", ".join(tops) or "nothing"),
+            hint=did_you_mean(root, tops) or "Pass one of these as root=, or leave root out.",
+        )
+    return selected
+
+
+def _no_such_key(key: object, keys: Iterable[str]) -> str:
+    return f"{key!r}. {did_you_mean(str(key), keys)}".rstrip(". ")

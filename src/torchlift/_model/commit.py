@@ -1,0 +1,419 @@
+"""How the content of one tensor object is replaced, while the object stays for its holders."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchlift._model.dtensor import dressed, held, is_sharded
+from torchlift._model.fsdp import is_fsdp
+from torchlift._model.slots import Group, is_lazy, modules_of
+from torchlift.errors import PlacementError
+
+#: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
+RECIPE = "_torchlift_recipe"
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_exchange_plain: Any = getattr(torch._C, "_swap_tensor_impl", None)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor or parameter and not of a subclass, which may run code of its own."""
+    return type(tensor) in _PLAIN
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it is of a subclass that holds its values elsewhere, in tensors of its own."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def content_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's values, which a wrapper holds in tensors of its own."""
+    if not is_wrapper(tensor):
+        return tensor.numel() * tensor.itemsize
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    inner = [getattr(tensor, name) for name in flatten()[0]] if flatten else []
+    return sum(content_bytes(item) for item in inner)
+
+
+def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`new` dressed as `old`: its class, its ``requires_grad`` and its Python attributes.
+
+    A `new` of a subclass, which only a loading handler makes, keeps its own class.
+    """
+    floating = new.is_floating_point() or new.is_complex()
+    grad = old.requires_grad and floating and old.is_leaf
+    if not is_plain(new):
+        made: torch.Tensor
+        if isinstance(new, nn.Parameter):
+            made = new.requires_grad_(grad) if isinstance(old, nn.Parameter) else new
+        elif is_sharded(new):
+            made = dressed(new, new._local_tensor, grad, isinstance(old, nn.Parameter))
+        else:
+            made = nn.Parameter(new, grad) if isinstance(old, nn.Parameter) else new.detach()
+    elif is_lazy(old):
+        kind: Any = type(old)
+        made = kind.cls_to_become(new.detach(), *([grad] if isinstance(old, nn.Parameter) else ()))
+    elif not isinstance(old, nn.Parameter):
+        made = new.detach().requires_grad_(grad)
+    else:
+        # What `nn.Parameter` does with a plain tensor, after asking what it is.
+        kind = nn.Parameter if is_wrapper(old) else type(old)
+        made = torch.Tensor._make_subclass(kind, new, grad)
+    for key, value in old.__dict__.items():
+        # A wrapper's own tensors are its old values.
+        if key != RECIPE and not (is_wrapper(old) and isinstance(value, torch.Tensor)):
+            made.__dict__.setdefault(key, value)
+    return made
+
+
+def obstacle(group: Group) -> str | None:
+    """Why the content of the group's tensor object cannot be exchanged, or None."""
+    tensor = group.tensor
+    foreign = weakref.getweakrefcount(tensor) - (1 if flat_references(group) else 0)
+    if foreign > 0:
+        return f"it has {foreign} weak reference{'s' if foreign > 1 else ''}"
+    if tensor._use_count() > 1:  # type: ignore[attr-defined]
+        return "autograd or another tensor still holds its content"
+    return None
+
+
+def flat_references(group: Group) -> list[tuple[list[Any], int]]:
+    """Where a recurrent layer keeps weak references to this tensor, which is its own weight."""
+    found = []
+    for slot in group.slots:
+        references = vars(slot.module).get("_flat_weight_refs", [])
+        for position, reference in enumerate(references):
+            if reference is not None and reference() is group.tensor:
+                found.append((references, position))
+    return found
+
+
+def exchange_content(group: Group, other: torch.Tensor) -> Callable[[], None]:
+    """Exchange, keeping what belongs to the object; return what takes it back."""
+    old = group.tensor
+    grad = old.grad if old.is_leaf else None
+    hooks: tuple[Any, Any] = old._backward_hooks, old._post_accumulate_grad_hooks
+    if grad is None and hooks == (None, None):
+        _exchange_unreferenced(group, other)
+        return lambda: _exchange_unreferenced(group, other)
+
+    def undo() -> None:
+        _release(old)
+        _exchange_unreferenced(group, other)
+        _equip(old, hooks, grad)
+
+    # Hooks and gradient belong to what torch exchanges, and holders to the object that stays:
+    # with torch.utils.swap_tensors alone the hooks are never called again.
+    _release(old)
+    try:
+        _exchange_unreferenced(group, other)
+    except BaseException:
+        _equip(old, hooks, grad)
+        raise
+    fits = grad is not None and old.requires_grad and _fits(grad, old)
+    _equip(old, hooks if old.requires_grad else (None, None), grad if fits else None)
+    return undo
+
+
+def _release(tensor: torch.Tensor) -> None:
+    if tensor.is_leaf and tensor.grad is not None:
+        tensor.grad = None
+    _set_hooks(tensor, (None, None))
+
+
+def _equip(tensor: torch.Tensor, hooks: tuple[Any, Any], grad: torch.Tensor | None) -> None:
+    _set_hooks(tensor, hooks)
+    if grad is not None:
+        tensor.grad = grad
+
+
+def _set_hooks(tensor: Any, hooks: tuple[Any, Any]) -> None:
+    if tensor._backward_hooks is not hooks[0]:
+        tensor._backward_hooks = hooks[0]
+    if tensor._post_accumulate_grad_hooks is not hooks[1]:
+        tensor._post_accumulate_grad_hooks = hooks[1]
+
+
+def _exchange_unreferenced(group: Group, other: torch.Tensor) -> None:
+    flat = flat_references(group)
+    for references, position in flat:
+        references[position] = None  # torch exchanges nothing that is weakly referenced
+    try:
+        exchange(group.tensor, other)
+    finally:
+        for references, position in flat:
+            references[position] = weakref.ref(group.tensor)
+
+
+def exchange(one: torch.Tensor, two: torch.Tensor) -> None:
+    """Exchange the content of two tensor objects: class, attributes, storage."""
+    if type(one) is type(two) and is_plain(one) and _is_lone(one) and _is_lone(two):
+        # What torch.utils.swap_tensors comes to where neither a subclass nor a holder is asked.
+        _exchange_plain(one, two)
+        one.__dict__, two.__dict__ = two.__dict__, one.__dict__
+        return
+    torch.utils.swap_tensors(one, two)  # type: ignore[no-untyped-call]
+
+
+def _is_lone(tensor: torch.Tensor) -> bool:
+    """Whether nothing but Python's ordinary references holds the object and its content."""
+    return (
+        _exchange_plain is not None
+        and not weakref.getweakrefcount(tensor)
+        and tensor._use_count() == 1  # type: ignore[attr-defined]
+    )
+
+
+def can_set_data(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether assigning ``old.data`` is possible: same kind of tensor, and both are real."""
+    if old.is_meta or is_lazy(old) or is_wrapper(old) or not is_plain(new):
+        return False
+    return torch._has_compatible_shallow_copy_type(old, new)
+
+
+def set_data(old: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Give a live tensor other data; its gradient stays where it fits, and goes where not."""
+    fits = grad is None or _fits(grad, data)
+    if not fits:
+        # A gradient of another dtype or device cannot stay: autograd would refuse the next one.
+        old.grad = None
+    old.data = data
+    if fits and grad is not None and old.grad is not grad:
+        old.grad = grad
+    # Otherwise a graph recorded before would go backward with the new values, and be wrong.
+    torch.autograd.graph.increment_version(old)
+
+
+def _fits(grad: torch.Tensor, data: torch.Tensor) -> bool:
+    return (grad.shape, grad.dtype, grad.device) == (data.shape, data.dtype, data.device)
+
+
+class Commit:
+    """Changes to a module that take effect together: leaving the block by an error undoes them."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def __enter__(self) -> Commit:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            with torch.no_grad():
+                while self._undo:
+                    # One that fails (a `set_extra_state` that refuses what it had) must neither
+                    # keep the rest from being undone nor hide the error that brought us here.
+                    with suppress(Exception):
+                        self._undo.pop()()
+        self._undo.clear()
+
+    def when_undone(self, action: Callable[[], object]) -> None:
+        """Call this after everything that comes later has been taken back."""
+        self._undo.append(action)
+
+    def put(self, group: Group, new: torch.Tensor) -> None:
+        """Swap where that is possible, so that references survive, and assign elsewhere."""
+        if can_set_data(group.tensor, new) or obstacle(group) is None:
+            self.swap(group, new)
+        else:
+            self.assign(group, new)
+
+    def assign(self, group: Group, new: torch.Tensor) -> None:
+        """Put `new` in every slot of the group; whoever held the old tensor keeps the old one."""
+        successor = successor_of(group.tensor, new)
+        for slot in group.slots:
+            # setattr, not _parameters[name]: recurrent layers keep a list of their flat weights
+            # up to date in __setattr__.
+            module, name, old = slot.module, slot.name, group.tensor
+            self._undo.append(lambda m=module, n=name, o=old: setattr(m, n, o))  # type: ignore[misc]
+            setattr(module, name, successor)
+
+    def swap(self, group: Group, new: torch.Tensor) -> None:
+        """Give the group's tensor object the content of `new`; every holder sees it.
+
+        Raises:
+            PlacementError: something holds on to the object in a way that forbids it.
+        """
+        old = group.tensor
+        if is_lazy(old):
+            self._fill_lazy(old, new)
+            return
+        if can_set_data(old, new):
+            previous, grad = old.data, old.grad if old.is_leaf else None
+            self._undo.append(lambda: set_data(old, previous, grad))
+            set_data(old, new, grad)
+            return
+        reason = obstacle(group)
+        if reason is not None:
+            raise PlacementError(
+                f"cannot be swapped: {reason}",
+                entry=group.fqn,
+                hint='Release it first, or load with mode="assign".',
+            )
+        self._undo.append(exchange_content(group, successor_of(old, new)))
+
+    def _fill_lazy(self, old: Any, new: torch.Tensor) -> None:
+        kind, empty, grad = type(old), old.data, old.requires_grad
+
+        def undo() -> None:
+            old.data = empty
+            old.__class__ = kind
+
+        self._undo.append(undo)
+        if old.is_meta:
+            # Another device cannot be taken through .data; the class changes with the content.
+            made = new.detach()
+            if kind.cls_to_become is not None and issubclass(kind.cls_to_become, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=grad)
+            exchange(old, made)
+            self._undo[-1] = lambda: exchange(old, made)
+            return
+        old.data = new.detach()
+        old.__class__ = kind.cls_to_become
+
+    def copy(self, group: Group, source: torch.Tensor, *, backup: bool = False) -> None:
+        """Overwrite the values in place, casting and moving as `Tensor.copy_` does.
+
+        Only with a backup, which takes a second copy in memory, can this be undone.
+        """
+        old = held(group.tensor)
+        if backup or not is_plain(old):
+            # A subclass may fail half-way in code of its own.
+            before = old.detach().clone()
+            self._undo.append(lambda: old.copy_(before))
+        with torch.no_grad():
+            old.copy_(source)
+
+    def extra_state(self, module: nn.Module, state: object) -> None:
+        """Call the module's `set_extra_state`; give it back what it has now on failure."""
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            before = copy.deepcopy(module.get_extra_state())
+            self._undo.append(lambda: module.set_extra_state(before))
+        module.set_extra_state(state)
+
+    def attribute(self, module: nn.Module, name: str, value: object) -> None:
+        """Set a plain attribute that is neither parameter nor buffer."""
+        had, before = name in vars(module), vars(module).get(name)
+        self._undo.append(
+            lambda: vars(module).__setitem__(name, before) if had else vars(module).pop(name, None)
+        )
+        vars(module)[name] = value
+
+
+def check_writable(group: Group) -> None:
+    """Refuse an in-place copy that torch would refuse, or get wrong, half-way.
+
+    Raises:
+        PlacementError: elements of the tensor share memory, or it may not be written to.
+    """
+    tensor = group.tensor
+    if repeats(tensor.shape, tensor.stride()):
+        raise PlacementError(
+            "cannot be written in place, because it is a view in which several elements share one "
+            "place in memory",
+            entry=group.fqn,
+            hint='Call .contiguous() on it first, or load with mode="assign".',
+        )
+    check_mode(group)
+
+
+def check_mode(group: Group) -> None:
+    """Refuse to change a tensor of inference mode outside of it, as torch would, half-way.
+
+    Raises:
+        PlacementError: it is one.
+    """
+    if group.tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise PlacementError(
+            "cannot be written in place, because it was made in inference mode",
+            entry=group.fqn,
+            hint='Load with mode="assign", or inside torch.inference_mode().',
+        )
+
+
+def repeats(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of such a view can share one place in memory, as expanding makes them.
+
+    Example:
+        >>> repeats((2, 3), (3, 1)), repeats((2, 3), (0, 1)), repeats((3, 2), (1, 1))
+        (False, True, True)
+    """
+    reach = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if step != reach or not size:
+            break
+        reach *= size
+    else:
+        return False  # row by row, as nearly all are
+    reach = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and 0 not in shape:
+            if step < reach:
+                return True
+            reach += (size - 1) * step
+    return False
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+@contextmanager
+def restored(model: nn.Module, *, always: bool, every: bool = False) -> Iterator[None]:
+    """Give the modules back their tensors, children and attributes if the block fails.
+
+    Only the objects: who changed the inside of one has to take that back. Nothing is kept for a
+    model without hooks.
+
+    Args:
+        model: the module whose hooks are about to be called.
+        always: also where the block succeeds.
+        every: also of a model without hooks.
+    """
+    modules = modules_of(model)
+    every = every or any(map(_has_hooks, modules))
+    kept = [_state_of(module) for module in modules] if every else []
+    try:
+        yield
+    except BaseException:
+        always = True
+        raise
+    finally:
+        if always:
+            for module, state in zip(modules, kept, strict=False):
+                _restore(module, state)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    for registry in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+        if registry and not all(map(is_fsdp, registry.values())):
+            return True
+    return False
+
+
+def _state_of(module: nn.Module) -> tuple[dict[str, Any], list[Any]]:
+    attributes = dict(vars(module))
+    return attributes, [attributes[name].copy() for name in _REGISTRIES]
+
+
+def _restore(module: nn.Module, state: tuple[dict[str, Any], list[Any]]) -> None:
+    attributes, registries = state
+    for name in vars(module).keys() - attributes.keys():
+        del vars(module)[name]
+    vars(module).update(attributes)
+    for name, content in zip(_REGISTRIES, registries, strict=True):
+        registry = attributes[name]
+        registry.clear()
+        registry.update(content)

@@ -1,0 +1,64 @@
+"""Tensors that can be trained, made inside inference mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from torchlift.errors import PlacementError
+
+#: Where a device rule puts what stays mapped from the file, whatever the other arguments say.
+DISK = "disk"
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Leave inference mode inside the block, without turning autograd on.
+
+    A tensor made in inference mode can never be trained, and does not count what is written to it:
+    a live model given such content would silently get no gradients any more.
+
+    Example:
+        >>> with torch.inference_mode(), ordinary_tensors():
+        ...     torch.zeros(1).is_inference(), torch.is_grad_enabled()
+        (False, False)
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.device:
+    """`asked` as a device with an index, once a tensor could be made on it.
+
+    Args:
+        asked: what a caller gave; ``"disk"`` is the CPU, where the file is mapped.
+        entry: what an error is about.
+        present: False for any device, whether or not this machine has it.
+
+    Raises:
+        PlacementError: it is no device, or not one of this machine.
+    """
+    try:
+        device = torch.device("cpu" if asked == DISK else asked)  # type: ignore[call-overload]
+        if device.type == "meta":
+            raise RuntimeError("a meta tensor holds no values")
+        if device.type == "cpu":
+            return torch.device("cpu")
+        return torch.empty(0, device=device).device if present else device
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError, ImportError) as error:
+        if not present and isinstance(asked, (str, int)):
+            return torch.device("privateuseone")  # a backend that this torch cannot even name
+        hint = 'Choose a device of this machine, such as device="cpu".'
+        if isinstance(asked, Mapping):
+            hint = "Wrap it: remap.by_key(...) for names, remap.by_location(...) for tags."
+        raise PlacementError(
+            "cannot go to the device that was asked for",
+            entry=entry,
+            found=f"{asked!r} ({str(error).splitlines()[0]})",
+            hint=hint,
+        ) from error

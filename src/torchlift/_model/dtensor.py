@@ -1,0 +1,375 @@
+"""Which part of a whole tensor a rank holds, as ranges of indices; no collective is involved."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from torchlift.errors import PlacementError
+from torchlift.formats import TensorEntry
+from torchlift.formats.boxes import cut
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+#: A range of indices, start included, stop not.
+Span = tuple[int, int]
+#: For each dimension the ranges of the whole tensor that follow each other in the local one.
+Spans = tuple[tuple[Span, ...], ...]
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether `value` is a DTensor; importing them costs time, so a process without stays without.
+
+    Example:
+        >>> is_dtensor(torch.zeros(2))
+        False
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def everything(shape: Sequence[int]) -> Spans:
+    """The spans of a tensor that is not sharded.
+
+    Example:
+        >>> everything((4, 2))
+        (((0, 4),), ((0, 2),))
+    """
+    return tuple(((0, size),) for size in shape)
+
+
+def spans_of(tensor: torch.Tensor) -> Spans:
+    """What this rank holds of `tensor`, which may be a plain one."""
+    if not is_dtensor(tensor):
+        return everything(tensor.shape)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return tuple(() for _ in tensor.shape)
+    return spans_at(tensor, coordinate)
+
+
+def spans_at(tensor: DTensor, coordinate: Sequence[int]) -> Spans:
+    """What the rank at `coordinate` of the mesh holds of `tensor`."""
+    return shard_spans(tensor.shape, tensor.device_mesh.shape, tensor.placements, coordinate)
+
+
+def shard_spans(
+    shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]
+) -> Spans:
+    """The ranges of a tensor that one rank of a mesh holds.
+
+    Args:
+        shape: of the whole tensor.
+        mesh: sizes of the mesh dimensions.
+        placements: one per mesh dimension: Shard, a strided shard or Replicate.
+        coordinate: the rank's place in the mesh.
+
+    Returns:
+        For each tensor dimension the ranges that follow each other in the local tensor.
+
+    Raises:
+        PlacementError: a placement that holds no values of its own, such as Partial.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> shard_spans((5, 2), (2, 2), (Replicate(), Shard(0)), (0, 1))
+        (((3, 5),), ((0, 2),))
+    """
+    wanted = tuple(shape), tuple(mesh), tuple(placements), tuple(coordinate)
+    try:
+        return _shard_spans(*wanted)
+    except TypeError:  # a placement of somebody's own that cannot be hashed
+        return _shard_spans.__wrapped__(*wanted)
+
+
+@lru_cache(1024)  # a model has many tensors and few shapes
+def _shard_spans(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...], at: tuple[int, ...]
+) -> Spans:
+    held = [[(0, size)] for size in shape]
+    for axis, strided in _order(placements, mesh):
+        placement = placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = getattr(placement, "dim", None)
+        if dim is None or placement.is_partial():
+            raise PlacementError(
+                "a tensor that is only a partial sum on each rank has no values to load or save",
+                found=placement,
+                hint="Redistribute it to Replicate() or Shard() first.",
+            )
+        held[dim] = cut_spans(held[dim], mesh[axis], at[axis], strided)
+    return tuple(tuple(spans) for spans in held)
+
+
+def _order(placements: Sequence[Any], mesh: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Mesh dimensions in the order in which they cut, with the pieces each cut is strided over.
+
+    FSDP over tensor parallel is written ``[_StridedShard(0, split_factor=tp), Shard(0)]``: the
+    tensor was cut by the second and then by the first. Cutting in that order is right for sizes
+    that do not divide evenly, where the strided formula is not.
+    """
+    late = []
+    for axis, placement in enumerate(placements):
+        factor = int(getattr(placement, "split_factor", 1) or 1)
+        right = math.prod(
+            size
+            for size, other in zip(mesh[axis + 1 :], placements[axis + 1 :], strict=True)
+            if getattr(other, "dim", None) == getattr(placement, "dim", -1)
+        )
+        if factor > 1 and factor == right:
+            late.append(axis)
+        else:
+            yield axis, factor
+    for axis in reversed(late):
+        yield axis, 1
+
+
+def cut_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> list[Span]:
+    """One part of what `spans` cover, or of each of so many pieces of it, as torch cuts them.
+
+    Example:
+        >>> cut_spans([(0, 8)], 2, 1), cut_spans([(0, 8)], 2, 1, strided=2)
+        ([(4, 8)], [(2, 4), (6, 8)])
+    """
+    pieces = [_chunk(spans, strided, i) for i in range(strided)] if strided > 1 else [spans]
+    return [span for piece in pieces for span in _chunk(piece, parts, index)]
+
+
+def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
+    """The `index`-th of `parts` chunks, as ``torch.chunk`` cuts them, some perhaps empty."""
+    total = sum(stop - start for start, stop in spans)
+    size = -(-total // parts)
+    low, high = min(index * size, total), min((index + 1) * size, total)
+    found = []
+    for start, stop in spans:
+        if low < stop - start and high > 0:
+            found.append((start + max(low, 0), start + min(high, stop - start)))
+        low, high = low - (stop - start), high - (stop - start)
+    return found
+
+
+@lru_cache(1024)
+def local_shape(spans: Spans) -> tuple[int, ...]:
+    """Shape of the local tensor.
+
+    Example:
+        >>> local_shape((((0, 2), (4, 6)), ((0, 3),)))
+        (4, 3)
+    """
+    return tuple(sum(stop - start for start, stop in dim) for dim in spans)
+
+
+def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[Span, ...]]:
+    """Cut a tensor into blocks of at most `limit` elements that are contiguous in memory.
+
+    Example:
+        >>> list(blocks((3, 4), 8))
+        [((0, 2), (0, 4)), ((2, 3), (0, 4))]
+        >>> list(blocks((2, 4), 2))[:2]
+        [((0, 1), (0, 2)), ((0, 1), (2, 4))]
+    """
+    if 0 in shape:
+        return
+    axis, inner = len(shape), 1
+    while axis > 0 and inner * shape[axis - 1] <= limit:
+        axis -= 1
+        inner *= shape[axis]
+    whole = tuple((0, size) for size in shape[axis:])
+    if axis == 0:
+        yield whole
+        return
+    rows = max(1, limit // inner)
+    for outer in itertools.product(*map(range, shape[: axis - 1])):
+        fixed = tuple((i, i + 1) for i in outer)
+        for start in range(0, shape[axis - 1], rows):
+            yield (*fixed, (start, min(start + rows, shape[axis - 1])), *whole)
+
+
+Index = tuple[slice, ...]
+
+
+def overlaps(spans: Spans, block: Sequence[Span]) -> Iterator[tuple[Index, Index]]:
+    """Where a block of the whole tensor goes in the local one: (index in local, index in block).
+
+    Example:
+        >>> list(overlaps((((2, 4),),), [(3, 9)]))
+        [((slice(1, 2, None),), (slice(0, 1, None),))]
+    """
+    dims = [
+        list(_shared(dim, start, stop)) for dim, (start, stop) in zip(spans, block, strict=True)
+    ]
+    for combination in itertools.product(*dims):
+        yield tuple(pair[0] for pair in combination), tuple(pair[1] for pair in combination)
+
+
+def _shared(dim: tuple[Span, ...], start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+    at = 0
+    for low, high in dim:
+        first, last = max(low, start), min(high, stop)
+        if first < last:
+            yield slice(at + first - low, at + last - low), slice(first - start, last - start)
+        at += high - low
+
+
+is_sharded = is_dtensor
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory behind a tensor on this rank: a DTensor's local shard, or the tensor itself.
+
+    Example:
+        >>> import torch
+        >>> held(torch.zeros(2))
+        tensor([0., 0.])
+    """
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def home(tensor: torch.Tensor) -> torch.device:
+    """The device on which a shard comes to live where nobody says otherwise: that of its mesh."""
+    assert is_dtensor(tensor)
+    if not tensor.is_meta:
+        return tensor.device
+    kind = tensor.device_mesh.device_type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.empty(0, device=kind).device
+
+
+def spans(tensor: torch.Tensor, key: str) -> Spans:
+    """The ranges of the whole tensor that this rank holds, in each dimension.
+
+    Args:
+        tensor: a DTensor.
+        key: what an error is about.
+
+    Raises:
+        PlacementError: its values are partial sums, or it is not laid out as its placements say.
+    """
+    assert is_dtensor(tensor)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return tuple(() for _ in tensor.shape)
+    try:
+        found = spans_at(tensor, coordinate)
+    except PlacementError as error:
+        error.entry = key
+        raise
+    present = tuple(tensor._local_tensor.shape)
+    if local_shape(found) != present:
+        raise PlacementError(
+            "the local shard has not the shape that its placements say",
+            entry=key,
+            expected=f"{list(local_shape(found))} for {tensor.placements}",
+            found=list(present),
+            hint="Distribute the tensor with distribute_tensor or fully_shard.",
+        )
+    return found
+
+
+def shard_of_entry(entry: TensorEntry, tensor: torch.Tensor, key: str) -> TensorEntry:
+    """The entry of what this rank holds: the byte ranges of its shard and no others.
+
+    Raises:
+        PlacementError: see `spans`.
+    """
+    if len(entry.shape) != tensor.dim():
+        return entry  # a scalar saved with shape [1], which has no parts
+    part = cut(entry, spans(tensor, key))
+    if not part.chunks:  # a rank outside the mesh, or an empty shard: its shape may be (0,)
+        shape = tuple(held(tensor).shape)
+        return dataclasses.replace(part, shape=shape, stride=tuple(held(tensor).stride()))
+    return part
+
+
+def shard_of_value(value: torch.Tensor, tensor: torch.Tensor, key: str) -> torch.Tensor:
+    """What this rank holds of a whole tensor, as a contiguous one of its own."""
+    if is_dtensor(value):
+        return value._local_tensor
+    if value.dim() != tensor.dim():
+        return value
+    return take(value, spans(tensor, key)).reshape(held(tensor).shape)
+
+
+def take(value: torch.Tensor, ranges: Spans) -> torch.Tensor:
+    """The part of a tensor that lies in these ranges, contiguous.
+
+    Example:
+        >>> import torch
+        >>> take(torch.arange(6).view(2, 3), (((0, 2),), ((0, 1), (2, 3))))
+        tensor([[0, 2],
+                [3, 5]])
+    """
+    for dim, found in enumerate(ranges):
+        parts = [value.narrow(dim, start, stop - start) for start, stop in found]
+        if len(parts) == 1:
+            value = parts[0]
+        else:
+            value = torch.cat(parts, dim) if parts else value.narrow(dim, 0, 0)
+    return value.contiguous()
+
+
+def dressed(
+    like: torch.Tensor, local: torch.Tensor, requires_grad: bool = False, parameter: bool = False
+) -> DTensor:
+    """`local` as the shard of a DTensor that is laid out as `like`; the dtype may differ.
+
+    Args:
+        like: a DTensor.
+        local: the shard.
+        requires_grad: of the new DTensor.
+        parameter: whether it is to be a parameter: what `nn.Parameter` makes of a DTensor, without
+            the detaching that every operation on one takes tens of microseconds for.
+    """
+    assert is_dtensor(like)
+    from torch.distributed.tensor import DTensor
+
+    spec = like._spec
+    meta = spec.tensor_meta
+    if meta is not None and meta.dtype != local.dtype:
+        spec = dataclasses.replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
+    # Not DTensor.from_local: it moves a shard that is offloaded to the CPU back to the mesh's
+    # device, and it cannot say in which order mesh dimensions cut.
+    made: Any = DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
+    if parameter:
+        made._is_param = True
+    return made  # type: ignore[no-any-return]
+
+
+def undressed(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
+    """The local shard of what a transform returned for the DTensor that it got.
+
+    Raises:
+        PlacementError: it is not a DTensor of the same layout.
+    """
+    assert is_dtensor(like)
+    if is_dtensor(made) and (made.device_mesh, made.placements) == (
+        like.device_mesh,
+        like.placements,
+    ):
+        return made._local_tensor
+    layout = f"a DTensor with placements {_text(like.placements)}"
+    found = f"placements {_text(made.placements)}" if is_dtensor(made) else type(made).__name__
+    raise PlacementError(
+        "transform got a DTensor, because the parameter is one, and returned another layout",
+        entry=key,
+        expected=layout,
+        found=found,
+        hint="Return tensor.redistribute(placements=...), which communicates, or do the work with "
+        "operations that keep the layout.",
+    )
+
+
+def _text(placements: Sequence[object]) -> str:
+    return f"({', '.join(map(str, placements))})"

@@ -1,0 +1,246 @@
+"""`module_load`: how a tensor subclass is loaded, without a ``__torch_function__`` of one's own.
+
+torch asks ``destination.module_load(source, assign)`` for what will be exchanged with the
+destination. While a handler is registered, that method looks here first; torch's own
+``load_state_dict`` on the swap path and `torchlift.load` both call it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchlift._model.slots import is_lazy
+from torchlift.errors import PlacementError
+
+Handler = Callable[..., torch.Tensor]
+
+_lock = threading.Lock()
+_registered: tuple[Registration, ...] = ()
+_torch_module_load: Any = None
+_active = threading.local()
+
+
+class Registration:
+    """A handler that is in force until `remove`, or until the end of a ``with`` block."""
+
+    def __init__(self, subclass: type[torch.Tensor], handler: Handler) -> None:
+        self.subclass = subclass
+        self.handler = handler
+
+    def remove(self) -> None:
+        """Forget the handler; doing so twice is no error."""
+        global _registered, _torch_module_load
+        with _lock:
+            _registered = tuple(item for item in _registered if item is not self)
+            # If somebody wrapped the method meanwhile, taking ours out would take theirs out.
+            if not _registered and vars(torch.Tensor).get("module_load") is _dispatch:
+                torch.Tensor.module_load = _torch_module_load  # type: ignore[method-assign]
+                _torch_module_load = None
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<module_load handler {_name(self.handler)} for {self.subclass.__name__}>"
+
+
+def module_load(subclass: type[torch.Tensor], handler: Handler) -> Registration:
+    """Register how tensors of a subclass are loaded into, and from.
+
+    ``handler(destination, source, assign=...)`` is called when the destination, the source or both
+    are of the class or inherit from it, and returns the tensor that is to be in the module: a new
+    object with the destination's shape, of any class. ``assign`` is True when dtype and device are
+    to be the source's (``assign=True`` in torch; ``mode="assign"``, or a destination on meta, in
+    `torchlift.load`), and False when they are to be the destination's.
+
+    Returning ``NotImplemented`` passes the pair on: to an earlier handler of the same class, to
+    that of a base class, to that of the other tensor, to torch. The destination's class comes
+    first, unless the source's inherits from it. With ``mode="copy"``, values are copied in place
+    and no handler is asked.
+
+    In `torchlift.load` the handler gets one tensor at a time, as the checkpoint holds it and after
+    a ``transform``, and a live destination as a copy: what it writes there is thrown away.
+
+    Args:
+        subclass: a class that inherits from `torch.Tensor` or `torch.nn.Parameter`.
+        handler: a callable as described; it runs without autograd.
+
+    Returns:
+        The registration: call its ``remove()``, or use it in a ``with`` statement.
+
+    Raises:
+        TypeError: the class is no subclass, or the handler cannot be called.
+
+    Example:
+        >>> import torch, torchlift
+        >>> class Negated(torch.Tensor):
+        ...     pass
+        >>> def load_negated(destination, source, assign):
+        ...     return (-source).as_subclass(Negated)
+        >>> layer = torch.nn.Linear(1, 1, bias=False)
+        >>> layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Negated))
+        >>> with torchlift.swap.module_load(Negated, load_negated):
+        ...     with torchlift.swap.preserving_references():
+        ...         _ = layer.load_state_dict({"weight": torch.ones(1, 1)})
+        >>> layer.weight.item()
+        -1.0
+    """
+    global _registered, _torch_module_load
+    asked: object = subclass
+    if not (isinstance(asked, type) and issubclass(asked, torch.Tensor)):
+        raise TypeError(f"module_load() takes a subclass of torch.Tensor, not {subclass!r}")
+    if subclass in (torch.Tensor, nn.Parameter):
+        raise TypeError(
+            f"module_load() would take over every tensor: register a subclass of "
+            f"{subclass.__name__} instead, or pass transform= to torchlift.load"
+        )
+    if not callable(handler):
+        raise TypeError(f"the handler for {subclass.__name__} cannot be called: {handler!r}")
+    made = Registration(subclass, handler)
+    with _lock:
+        if _torch_module_load is None:
+            _torch_module_load = torch.Tensor.module_load
+            torch.Tensor.module_load = _dispatch  # type: ignore[method-assign]
+        _registered = (*_registered, made)
+    return made
+
+
+def handles(destination: type, source: type) -> bool:
+    """Whether a handler is registered for such a pair of tensors."""
+    return bool(_registered) and bool(_handlers(destination, source))
+
+
+def has_own_loading(kind: type) -> bool:
+    """Whether a class brings a ``module_load`` of its own, written by hand."""
+    own = getattr(kind, "__torch_function__", None)
+    default = getattr(torch.Tensor.__torch_function__, "__func__", None)
+    if getattr(kind, "module_load", None) is not torch.Tensor.module_load:
+        return True
+    return (
+        own is not torch._C._disabled_torch_function_impl
+        and getattr(own, "__func__", None) is not default
+    )
+
+
+def is_handled(tensor: torch.Tensor) -> bool:
+    """Whether the class of a model's tensor says how plain tensors are loaded into it."""
+    kind = type(tensor)
+    if kind in (torch.Tensor, nn.Parameter) or is_lazy(tensor):
+        return False
+    return handles(kind, torch.Tensor) or has_own_loading(kind)
+
+
+def returns_own_input(tensor: torch.Tensor) -> bool:
+    """Whether what the tensor's class does in ``module_load`` cannot be exchanged with it.
+
+    Found out by loading zeros into a copy.
+    """
+    copy = _stand_in(tensor)
+    if copy is tensor:
+        return False
+    source = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    try:
+        with torch.no_grad():
+            made: object = copy.module_load(source)  # type: ignore[no-untyped-call]
+    except Exception:  # it may need a source of another kind; what it needs is not our question
+        return False
+    return made is copy or made is source
+
+
+def apply(destination: torch.Tensor, source: torch.Tensor, *, assign: bool) -> torch.Tensor:
+    """What a handler, registered or written by hand, makes of the source for this destination.
+
+    Raises:
+        PlacementError: the handler made a mistake.
+    """
+    stand_in = destination if destination.is_meta else _stand_in(destination)
+    with torch.no_grad():
+        made: torch.Tensor = stand_in.module_load(source, assign=assign)  # type: ignore[no-untyped-call]
+    _check(made, stand_in, source, f"module_load of {type(destination).__name__}")
+    return made
+
+
+def _dispatch(self: torch.Tensor, other: torch.Tensor, assign: bool = False) -> torch.Tensor:
+    """What stands in for ``Tensor.module_load`` while a handler is registered."""
+    busy: tuple[Registration, ...] = getattr(_active, "items", ())
+    # One that is busy called module_load itself, to reach the next one.
+    asked = [item for item in _handlers(type(self), type(other)) if item not in busy]
+    try:
+        for item in asked:
+            _active.items = (*busy, item)
+            made = item.handler(self, other, assign=assign)
+            if made is not NotImplemented:
+                _check(made, self, other, f"handler {_name(item.handler)}")
+                return made
+        # torch comes back here, through the __torch_function__ of the class.
+        _active.items = (*busy, *asked)
+        result: torch.Tensor = _torch_module_load(self, other, assign=assign)
+        return result
+    finally:
+        _active.items = busy
+
+
+def _handlers(destination: type, source: type) -> list[Registration]:
+    first = [destination, source]
+    if source is not destination and issubclass(source, destination):
+        first.reverse()
+    newest_first = _registered[::-1]
+    found: list[Registration] = []
+    for kind in first:
+        for base in kind.__mro__:
+            found += [item for item in newest_first if item.subclass is base and item not in found]
+    return found
+
+
+def _check(made: object, destination: torch.Tensor, source: torch.Tensor, who: str) -> None:
+    if not isinstance(made, torch.Tensor):
+        raise PlacementError(f"the {who} returned {type(made).__name__}, not a tensor")
+    if made is destination or made is source:
+        which = "destination" if made is destination else "source"
+        # torch exchanges the contents of two objects: with itself that is nothing.
+        raise PlacementError(
+            f"the {who} returned its own {which}: return a new tensor, such as {which}.detach()"
+        )
+    if not is_lazy(destination) and made.shape != destination.shape:
+        raise PlacementError(
+            f"the {who} returned the shape {list(made.shape)}, "
+            f"where the module has {list(destination.shape)}"
+        )
+    if made.is_meta and not source.is_meta:
+        raise PlacementError(
+            f"the {who} returned a tensor on meta, which has no values: "
+            "make it from the source, whose device is " + str(source.device)
+        )
+
+
+def _stand_in(destination: torch.Tensor) -> torch.Tensor:
+    """A copy that a handler may write to: the module must not change before everything is ready."""
+    kind = type(destination)
+    try:
+        copy = destination.detach().clone()
+        if type(copy) is not kind:
+            grad = destination.requires_grad
+            copy = torch.Tensor._make_subclass(kind, copy, grad)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return destination  # a subclass that cannot be copied: its handler must only read
+    for name, value in destination.__dict__.items():
+        copy.__dict__.setdefault(name, value)  # not over a wrapper's own inner tensors
+    return copy
+
+
+def _name(handler: Handler) -> str:
+    return getattr(handler, "__qualname__", None) or repr(handler)

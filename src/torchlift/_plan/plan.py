@@ -1,0 +1,259 @@
+"""`plan`: which bytes go to which tensor, how, and at what cost, before anything happens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from torchlift._checkpoint import Checkpoint
+from torchlift._checkpoint import open as open_checkpoint
+from torchlift._model.commit import content_bytes, is_plain, restored
+from torchlift._model.dtensor import held
+from torchlift._model.fsdp import reshard
+from torchlift._model.slots import Group, collect
+from torchlift._plan.decide import Step, Work, makings_for, steps_for
+from torchlift._plan.hooks import Outcome, has_post_hooks, run_hooks, run_post_hooks
+from torchlift._plan.match import Candidate, Match, Rename, match, renamed, suggestion
+from torchlift._plan.report import KeyReport, LoadReport, human, summarise, tensors
+from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules
+from torchlift._skeleton.skeleton import strays
+from torchlift._transfer import read as transfer
+from torchlift.errors import MismatchError
+
+
+@dataclass(frozen=True)
+class LoadPlan(LoadReport):
+    """What a load would do; made by `plan`, without reading weights or changing the model.
+
+    Attributes:
+        peak_bytes: estimate of the anonymous memory the load adds at its peak, in bytes.
+        bytes_to_read: bytes that will be copied out of the files.
+        work: what the transfer and placement rooms are to do.
+    """
+
+    peak_bytes: int = 0
+    bytes_to_read: int = 0
+    work: Work = field(default_factory=Work, repr=False)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"plan: {tensors(len(self.loaded))}, {human(self.nbytes)}, from {self.path}",
+                f"  to read {human(self.bytes_to_read)}, "
+                f"anonymous memory at the peak {human(self.peak_bytes)}",
+                *summarise(self),
+            ]
+        )
+
+
+def plan(
+    model: nn.Module,
+    ckpt: Checkpoint | str | os.PathLike[str],
+    *,
+    root: str | None = None,
+    rename: Rename | None = None,
+    device: DeviceRule = None,
+    dtype: DtypeRule = None,
+    strict: bool = True,
+    ignore_mismatched: bool = False,
+    mode: AnyMode = "auto",
+    source: AnySource = "auto",
+) -> LoadPlan:
+    """Say what `load` with the same arguments would do, without doing it.
+
+    Args:
+        model: a module, live or on meta. It is not changed.
+        ckpt: a checkpoint, or a path that `torchlift.open` reads.
+        root: keep only what is under this container of the checkpoint.
+        rename: callable from a name in the checkpoint to a name in the model, or to None to drop.
+        device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
+            ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
+            and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file.
+        dtype: None, a floating-point dtype, or a callable from `TensorEntry` to a dtype or None. It
+            casts floating-point parameters and persistent buffers, nothing else.
+        strict: raise when keys are missing or unexpected.
+        ignore_mismatched: treat a key whose shape differs as missing instead of raising.
+        mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``.
+        source: ``"mmap"``, ``"read"`` or ``"auto"``.
+
+    Returns:
+        The plan; printing it gives a summary.
+
+    Raises:
+        MismatchError: the names or shapes do not fit; one error that lists all of them.
+        UnsafeError: a value could only be had by running code.
+        PlacementError: a tensor cannot go where it was asked to go.
+
+    Example:
+        >>> import torch, torchlift, tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save(torch.nn.Linear(3, 2).state_dict(), path)
+        >>> p = torchlift.plan(torchlift.skeleton(torch.nn.Linear, 3, 2), path)
+        >>> list(p.loaded), p.bytes_to_read
+        (['weight', 'bias'], 0)
+    """
+    options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
+    opened, owned = resolve(ckpt, root)
+    reshard(model)  # not to be taken back
+    try:
+        with restored(model, always=True):
+            return make_plan(model, opened, options, check_shapes=True)
+    finally:
+        if owned:
+            opened.close()
+
+
+def resolve(ckpt: Checkpoint | str | os.PathLike[str], root: str | None) -> tuple[Checkpoint, bool]:
+    """The checkpoint that the argument means, and whether it was opened for this call."""
+    if not isinstance(ckpt, Checkpoint):
+        return open_checkpoint(ckpt, root=root), True
+    if root is None:
+        return ckpt, False
+    return Checkpoint(ckpt.index, root=root), True
+
+
+def make_plan(
+    model: nn.Module, ckpt: Checkpoint, options: Options, *, check_shapes: bool
+) -> LoadPlan:
+    """`plan` on an open checkpoint; `check_shapes` is False when a transform may change them."""
+    reshard(model)
+    groups = collect(model)
+    check_rules(options, [name for group in groups for name in group.names])
+    names = renamed([*ckpt.entries, *ckpt.blocked_keys], options.rename, ckpt.path)
+    for key in ckpt.blocked_keys:
+        if key in names:
+            raise ckpt.refusal(key)
+    objects = renamed(ckpt.objects, options.rename, ckpt.path)
+    offered = {key: name for key, name in names.items() if key in ckpt.entries}
+    outcome = run_hooks(model, ckpt.index, offered, objects, options.strict)
+    if outcome is None:
+        candidates = {name: Candidate(key, ckpt.entries[key]) for key, name in offered.items()}
+        outcome = Outcome(candidates, unexpected=list(objects.values()))
+    else:
+        groups = collect(model)  # again: a hook may have put other tensors in their slots
+    matched = match(groups, outcome.candidates, check_shapes=check_shapes)
+    matched.missing = [name for name in matched.missing if name not in outcome.silent]
+    matched.missing += [name for name in outcome.missing if name not in matched.missing]
+    matched.unexpected += outcome.unexpected
+    if options.strict and (matched.missing or matched.unexpected) and has_post_hooks(model):
+        # They may excuse a name, and get to see the loaded module only if nothing is wrong.
+        run_post_hooks(model, matched.missing, matched.unexpected)
+    _check(matched, ckpt.path, options)
+    work = Work(
+        steps=tuple(steps_for(matched, ckpt.path, options)),
+        makings=tuple(makings_for([*matched.unmatched, *strays(model, groups)], options)),
+        attributes=tuple(outcome.attributes),
+        extra=tuple(outcome.extra),
+    )
+    return _assemble(ckpt, groups, matched, work, names, _peak(work, has_post_hooks(model)))
+
+
+def _assemble(
+    ckpt: Checkpoint,
+    groups: list[Group],
+    matched: Match,
+    work: Work,
+    names: Mapping[str, str],
+    peak: int,
+) -> LoadPlan:
+    loaded: dict[str, KeyReport] = {}
+    for step in work.steps:
+        loaded.update(dict.fromkeys(step.group.names, _describe(step)))
+    order = {slot.fqn: at for at, slot in enumerate(s for g in groups for s in g.slots)}
+    return LoadPlan(
+        path=ckpt.path,
+        loaded=dict(sorted(loaded.items(), key=lambda item: order[item[0]])),
+        missing_keys=matched.missing,
+        unexpected_keys=matched.unexpected,
+        mismatched=matched.mismatched,
+        hint=suggestion(matched.missing, matched.unexpected),
+        tied=tuple(group.names for group in groups if len(group.slots) > 1),
+        replayed=[name for group in work.replayed for name in group.names],
+        renamed={old: new for old, new in names.items() if old != new},
+        peak_bytes=peak,
+        bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
+        work=work,
+    )
+
+
+def _describe(step: Step) -> KeyReport:
+    file_dtype = step.entry.dtype if step.entry else _name(step.candidate.value)
+    dtype = str(step.dtype).removeprefix("torch.")
+    return KeyReport(
+        key=step.key,
+        entry=step.candidate.key,
+        nbytes=step.nbytes,
+        mode=step.mode,
+        source=step.source,
+        device=str(step.device),
+        dtype=dtype,
+        cast_from=file_dtype if file_dtype != dtype else None,
+        note=step.note,
+    )
+
+
+def _name(value: torch.Tensor | None) -> str:
+    assert value is not None
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _peak(work: Work, backed_up: bool) -> int:
+    steps, makings = work.steps, work.makings
+    staged = sum(
+        step.span
+        for step in steps
+        if step.owned and step.source == "read" and step.dense and step.is_changed
+    )
+    made = sum(
+        item.group.tensor.numel() * item.dtype.itemsize
+        for item in makings
+        if item.device.type == "cpu"
+    )
+    # What a hook may still refuse, or a subclass fail to copy, is kept until it has not.
+    kept = sum(
+        content_bytes(held(step.group.tensor))
+        for step in steps
+        if step.in_place and (backed_up or not is_plain(held(step.group.tensor)))
+        if step.group.tensor.device.type == "cpu"
+    )
+    return sum(step.owned_bytes for step in steps) + made + kept + transfer.stage_bytes(staged)
+
+
+def _check(matched: Match, path: str, options: Options) -> None:
+    missing, unexpected = matched.missing, matched.unexpected
+    wrong = {} if options.ignore_mismatched else matched.mismatched
+    bad_names = options.strict and (missing or unexpected)
+    if wrong or bad_names:
+        parts = []
+        if missing and options.strict:
+            parts.append(f"missing ({len(missing)}): {', '.join(missing)}")
+        if unexpected and options.strict:
+            parts.append(f"unexpected ({len(unexpected)}): {', '.join(unexpected)}")
+        if wrong:
+            parts.append(f"mismatched ({len(wrong)}): " + "; ".join(map(str, wrong.values())))
+        ways = options.strict and bool(missing), options.strict and bool(unexpected), bool(wrong)
+        raise MismatchError(
+            "the checkpoint does not fit the model: " + "; ".join(parts),
+            file=path,
+            hint=suggestion(missing, unexpected) or _way_out(*ways),
+            missing_keys=missing,
+            unexpected_keys=unexpected,
+            mismatched={key: (item.expected, item.found) for key, item in wrong.items()},
+        )
+    # What ignore_mismatched lets pass counts as missing from here on.
+    matched.missing = missing + list(matched.mismatched)
+
+
+def _way_out(missing: bool, unexpected: bool, shapes: bool) -> str:
+    ways = []
+    if unexpected and not missing:
+        ways.append("rename= to drop these (return None), or strict=False to load what fits")
+    elif missing:
+        ways.append("strict=False to load what fits")
+    if shapes:
+        ways.append("ignore_mismatched=True to skip what has another shape")
+    return f"Pass {' and '.join(ways)}."

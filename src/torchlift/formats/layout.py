@@ -1,0 +1,104 @@
+"""Where everything goes in a file that is yet to be written, format by format.
+
+A layout is arithmetic over names, dtypes and shapes. Nothing here reads a weight, opens a file or
+knows of other processes: whoever writes puts each payload at its offset, in any order and from
+anywhere, and then what the layout calls the frame.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchlift.formats.index import ITEMSIZE
+
+FORMATS = ("safetensors", "torch-zip")
+
+_SUFFIXES = {
+    ".safetensors": "safetensors", ".pt": "torch-zip", ".pth": "torch-zip", ".bin": "torch-zip",
+    ".ckpt": "torch-zip",
+}  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """A tensor that is to be stored, dense and row-major.
+
+    Attributes:
+        key: its name.
+        dtype: such as ``"float32"``.
+        shape: of the whole tensor.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its values, in bytes."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+class Payload(NamedTuple):
+    """A tensor's place in the file: its first byte is at `offset`."""
+
+    tensor: Stored
+    offset: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file that is yet to be written.
+
+    Attributes:
+        nbytes: size of the file.
+        payloads: the weights, by ascending offset.
+        checked: whether `frame` needs the CRC-32 of every payload; else it takes an empty list.
+        frame: CRC-32s, in the order of the payloads -> (offset, bytes) of all that is not weights.
+            Bytes of the file that are in neither stay zero.
+    """
+
+    nbytes: int
+    payloads: tuple[Payload, ...]
+    checked: bool
+    frame: Callable[[Sequence[int]], Iterator[tuple[int, bytes]]]
+
+
+def format_for(path: str, given: str | None) -> str:
+    """The format to write: the one that is asked for, or the one that the suffix stands for.
+
+    Raises:
+        ValueError: it is neither asked for nor clear, or it is not known.
+
+    Example:
+        >>> format_for("model.pt", None), format_for("model.pt", "safetensors")
+        ('torch-zip', 'safetensors')
+    """
+    if given is not None:
+        if given not in FORMATS:
+            raise ValueError(f"format={given!r}: expected one of {', '.join(FORMATS)}, or None")
+        return given
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix not in _SUFFIXES:
+        raise ValueError(
+            f"{path}: the suffix {suffix!r} does not say which format to write; name the file "
+            f".safetensors or .pt, or pass format= one of {', '.join(map(repr, FORMATS))}"
+        )
+    return _SUFFIXES[suffix]
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written in UTF-8: half of a surrogate pair cannot.
+
+    Example:
+        >>> is_unicode(chr(0x1F600)), is_unicode(chr(0xD83D))
+        (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
