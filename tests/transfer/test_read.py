@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from failing_reads import failing, readers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -217,26 +218,6 @@ def test_a_failing_read_is_an_integrity_error(files, monkeypatch, number, nth):
     assert "Check the disk" in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
     assert not readers()
-
-
-def failing(error: BaseException, nth: int):
-    """An os.preadv whose nth call fails."""
-    true, lock, calls = os.preadv, threading.Lock(), []
-
-    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        with lock:
-            calls.append(1)
-            count = len(calls)
-        if count == nth:
-            raise error
-        return true(descriptor, buffers, offset)
-
-    return preadv
-
-
-def readers() -> list[str]:
-    """Names of the reader threads that still run."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("torchlift-read")]
 
 
 def test_a_file_that_ends_early_is_an_integrity_error(tmp_path):
