@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import Call, same_bits, tensor, write_safetensors, write_zip
+from damaged_files import damage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -256,22 +257,6 @@ def test_a_file_that_is_not_the_one_that_was_opened_is_refused(tmp_path, how):
     with pytest.raises(IntegrityError, match=text) as caught:
         ckpt["w"]
     assert str(path) in str(caught.value)
-
-
-def damage(path: Path, how: str) -> None:
-    """Change a file under its reader's feet."""
-    if how == "shorter":
-        os.truncate(path, 100)
-    elif how == "replaced":
-        other = path.with_suffix(".other")
-        other.write_bytes(path.read_bytes())
-        os.replace(other, path)
-    elif how == "overwritten":
-        status = path.stat()
-        path.write_bytes(path.read_bytes())
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    else:
-        path.unlink()
 
 
 def test_a_device_tag_is_information_only(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damaged_files import flip
 from safetensors.torch import save_file
 from small_models import saved
 
@@ -28,18 +29,6 @@ def replaced(path: Path) -> None:
     other = path.with_name("other")
     torch.save({"big": torch.arange(1_500_000.0) + 1, "w": torch.ones(3)}, other)
     os.replace(other, path)
-
-
-def flip(path: Path, key: str, at: int = 0) -> None:
-    """Change one bit of a tensor's payload and leave the file's times as they were."""
-    (chunk,) = torchlift.open(path).entries[key].chunks
-    status = path.stat()
-    with open(path, "r+b") as file:
-        file.seek(chunk.offset + at)
-        byte = file.read(1)[0]
-        file.seek(chunk.offset + at)
-        file.write(bytes([byte ^ 1]))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def test_an_intact_file_verifies(path):

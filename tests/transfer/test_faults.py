@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from damaged_files import damage, flip
 from failing_reads import failing, readers
 from safetensors.torch import save_file
 from small_models import Mixed, Two, assert_holds, randomised, saved, state_of
-from test_checkpoint import damage
-from test_verify import flip
 from torch import nn
 
 import torchlift
