@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import torchlift
+from torchlift._system import printable
 from torchlift.errors import (
     CheckpointError,
     FormatError,
@@ -15,7 +16,6 @@ from torchlift.errors import (
     MismatchError,
     PlacementError,
     UnsafeError,
-    clip,
     did_you_mean,
 )
 
@@ -78,7 +78,7 @@ def test_hostile_text_is_cut_to_a_readable_length():
     error = FormatError("is wrong", entry="k" * 1_000_000, found="v" * 1_000_000)
     assert len(str(error)) < 700
     assert "(1000000 characters)" in str(error)
-    assert clip("short") == "short"
+    assert printable("short", 300) == "short"
 
 
 def test_near_names_are_offered_and_far_ones_are_not():

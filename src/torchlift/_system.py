@@ -1,13 +1,18 @@
-"""Keeps Python's cyclic garbage collector out of work that makes many objects and no cycles."""
+"""What every room needs: the collector, signals, freed memory, sizes and names for people.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import re
 import signal
 import sys
 import threading
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +28,7 @@ def collection_paused() -> Iterator[None]:
 
     Example:
         >>> import gc
+    import math
         >>> with collection_paused():
         ...     gc.isenabled()
         False
@@ -116,3 +122,60 @@ def _malloc_trim() -> Callable[[int], object]:
 
 def _nothing(_: int) -> None:
     return None
+
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def human(nbytes: float) -> str:
+    """Return a number of bytes as people read it.
+
+    Example:
+        >>> human(500), human(3 * 2**29)
+        ('500 B', '1.5 GiB')
+    """
+    unit = min(int(math.log2(max(nbytes, 1))) // 10, len(_BINARY) - 1)
+    return f"{nbytes / 1024**unit:.{min(unit, 1)}f} {_BINARY[unit]}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 tensor``, ``2,000 tensors``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+# Cc: escape sequences, carriage returns, line breaks. Cf: characters that turn the direction of the
+# line. Cs: lone surrogates, which cannot be encoded. Zl, Zp: separators that terminals break at.
+_UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+
+def printable(text: str, limit: int | None = None, *, lines: bool = False) -> str:
+    r"""Escape what a terminal would obey or a reader could not see.
+
+    A key in a hostile file can hold escape sequences that move the cursor, rename the window or
+    paint a harmless-looking line over a real one.
+
+    Args:
+        text: anything, names from a file included.
+        limit: characters after which the text is clipped, with its length behind it.
+        lines: keep line breaks, for text of several lines.
+
+    Returns:
+        the text with such characters written as Python escapes.
+
+    Example:
+        >>> print(printable("layer\x1b[2K\nweight"), printable("x" * 1000, 30))
+        layer\x1b[2K\nweight xxxxxxxxxx... (1000 characters)
+    """
+    if limit is not None and len(text) > limit:
+        text = f"{text[: limit - 20]}... ({len(text)} characters)"
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if (lines and c == "\n") or _is_safe(c) else _escape(c) for c in text)
+
+
+def _is_safe(char: str) -> bool:
+    return unicodedata.category(char) not in _UNSAFE
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")

@@ -11,6 +11,10 @@ import difflib
 import os
 from collections.abc import Iterable
 
+from torchlift._system import printable
+
+_LONGEST = 300  # characters of one name or value in a message
+
 
 class CheckpointError(Exception):
     """Base of every error torchlift raises about a checkpoint.
@@ -43,19 +47,14 @@ class CheckpointError(Exception):
         super().__init__(reason)
 
     def __str__(self) -> str:
-        parts = []
-        if self.file is not None:
-            parts.append(f"{self.file}: ")
-        if self.entry is not None:
-            parts.append(f"{clip(self.entry)!r}: ")
-        parts.append(self.reason)
+        file = "" if self.file is None else f"{self.file}: "
+        entry = "" if self.entry is None else f"'{printable(self.entry, _LONGEST)}': "
+        text = f"{file}{entry}{self.reason}"
         if self.expected is not None:
-            parts.append(f"; expected {clip(str(self.expected))}")
+            text += f"; expected {printable(str(self.expected), _LONGEST)}"
         if self.found is not None:
-            parts.append(f"; found {clip(str(self.found))}")
-        if self.hint is not None:
-            parts.append(f". {self.hint}")
-        return "".join(parts)
+            text += f"; found {printable(str(self.found), _LONGEST)}"
+        return printable(text if self.hint is None else f"{text}. {self.hint}")
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions travel between processes (ranks, data loader workers) by pickle; the default
@@ -109,11 +108,6 @@ class PlacementError(CheckpointError):
 
 class IntegrityError(CheckpointError):
     """Bytes are not what a checksum, or the file as it was opened, says they should be."""
-
-
-def clip(text: str, limit: int = 300) -> str:
-    """Shorten hostile or merely huge text so that a message stays readable."""
-    return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(text)} characters)"
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

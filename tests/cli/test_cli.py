@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from torchlift import cli
-from torchlift.cli import output
+from torchlift._system import printable
+from torchlift.cli.output import print_json
 
 
 def torchlift(*args: object, **options) -> subprocess.CompletedProcess[str]:
@@ -195,7 +196,7 @@ def test_main_returns_the_status_instead_of_exiting(small, capsys) -> None:
 
 def test_json_output_has_no_number_that_json_lacks(capsys) -> None:
     """nan and infinity become null, wherever they are."""
-    output.print_json({"a": [float("nan"), 1.5, (float("inf"), 2)], "b": "é"})
+    print_json({"a": [float("nan"), 1.5, (float("inf"), 2)], "b": "é"})
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5, [None, 2]], "b": "é"}
 
 
@@ -212,9 +213,9 @@ def test_json_output_has_no_number_that_json_lacks(capsys) -> None:
 )
 def test_printable_text_keeps_what_can_be_read_and_escapes_the_rest(text, shown) -> None:
     """Letters of any script stay; what a terminal obeys or hides is written out."""
-    assert output.printable(text) == shown
+    assert printable(text) == shown
 
 
 def test_printable_text_may_keep_its_line_breaks() -> None:
     """Text of several lines keeps them, and nothing else."""
-    assert output.printable("a\n\x1bb", lines=True) == "a\n\\x1bb"
+    assert printable("a\n\x1bb", lines=True) == "a\n\\x1bb"

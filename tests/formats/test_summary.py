@@ -8,8 +8,9 @@ import pytest
 import torch
 from checkpoint_files import tensor, write_zip
 
+from torchlift._system import human
 from torchlift.formats import read_index
-from torchlift.formats.summary import human_bytes, to_html, to_json, to_text
+from torchlift.formats.summary import to_html, to_json, to_text
 
 
 @pytest.fixture
@@ -81,4 +82,4 @@ def test_an_empty_checkpoint_is_shown(tmp_path):
 )
 def test_sizes_are_in_the_unit_that_fits(nbytes, text):
     """Binary units, one decimal."""
-    assert human_bytes(nbytes) == text
+    assert human(nbytes) == text

@@ -18,9 +18,10 @@ from torchlift._model.slots import Group, collect
 from torchlift._plan.decide import Step, Work, makings_for, steps_for
 from torchlift._plan.hooks import Outcome, has_post_hooks, run_hooks, run_post_hooks
 from torchlift._plan.match import Candidate, Match, Rename, match, renamed, suggestion
-from torchlift._plan.report import KeyReport, LoadReport, human, summarise, tensors
+from torchlift._plan.report import KeyReport, LoadReport, printable_lines, summarise
 from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules
 from torchlift._skeleton.skeleton import strays
+from torchlift._system import count_of, human
 from torchlift._transfer import read as transfer
 from torchlift.errors import MismatchError
 
@@ -40,9 +41,10 @@ class LoadPlan(LoadReport):
     work: Work = field(default_factory=Work, repr=False)
 
     def __str__(self) -> str:
-        return "\n".join(
+        return printable_lines(
             [
-                f"plan: {tensors(len(self.loaded))}, {human(self.nbytes)}, from {self.path}",
+                f"plan: {count_of(len(self.loaded), 'tensor')}, {human(self.nbytes)}, "
+                f"from {self.path}",
                 f"  to read {human(self.bytes_to_read)}, "
                 f"anonymous memory at the peak {human(self.peak_bytes)}",
                 *summarise(self),

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torchlift._system import count_of, human, printable
+
 Mode = Literal["assign", "copy", "swap"]
 Source = Literal["mmap", "read"]
 
@@ -103,9 +105,10 @@ class LoadReport:
         return {key: item.source for key, item in self.loaded.items()}
 
     def __str__(self) -> str:
-        return "\n".join(
+        return printable_lines(
             [
-                f"loaded {tensors(len(self.loaded))}, {human(self.nbytes)}, from {self.path}",
+                f"loaded {count_of(len(self.loaded), 'tensor')}, {human(self.nbytes)}, "
+                f"from {self.path}",
                 f"  in {self.seconds:.3f} s, {human(self.bytes_read)} read",
                 *summarise(self),
             ]
@@ -130,7 +133,7 @@ def summarise(report: LoadReport) -> list[str]:
     if report.hint:
         lines.append(f"  hint: {report.hint}")
     notes = Counter(item.note for item in report.loaded.values() if item.note)
-    lines += [f"  note: {note} ({tensors(n)})" for note, n in notes.items()]
+    lines += [f"  note: {note} ({count_of(n, 'tensor')})" for note, n in notes.items()]
     return lines
 
 
@@ -157,17 +160,6 @@ def _listed(title: str, items: list[str], limit: int = 5) -> list[str]:
     return [f"  {title} ({len(items)}): {', '.join(items[:limit])}{more}"]
 
 
-def tensors(count: int) -> str:
-    """A number of tensors for people."""
-    return f"{count} tensor" + ("" if count == 1 else "s")
-
-
-def human(nbytes: float) -> str:
-    """A number of bytes for people: ``human(2**21)`` is ``"2.0 MiB"``."""
-    if nbytes < 1024:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        nbytes /= 1024
-        if nbytes < 1024 or unit == "TiB":
-            break
-    return f"{nbytes:.1f} {unit}"
+def printable_lines(lines: list[str]) -> str:
+    """Join lines in which a file's names may hold what a terminal would obey."""
+    return "\n".join(map(printable, lines))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from torchlift.cli.output import printable
+from torchlift._system import printable
 from torchlift.errors import CheckpointError
 
 #: name -> (what it does, module). The module is imported only when its command is the one to run,

@@ -7,10 +7,10 @@ import os
 import sys
 import tempfile
 
-from torchlift._system import parse_size
+from torchlift._system import parse_size, printable
 from torchlift.bench import WAYS, Comparison, Result, compare
 from torchlift.cli import UsageError
-from torchlift.cli.output import print_json, printable
+from torchlift.cli.output import print_json
 from torchlift.measure import in_child
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from torchlift.cli.output import print_json, printable
+from torchlift._system import printable
+from torchlift.cli.output import print_json
 from torchlift.formats import read_index
 from torchlift.formats.summary import to_json, to_text
 

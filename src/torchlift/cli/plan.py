@@ -15,11 +15,12 @@ from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._plan.match import Rename
 from torchlift._plan.plan import LoadPlan, make_plan
-from torchlift._plan.report import human, names_of
+from torchlift._plan.report import names_of
 from torchlift._plan.rules import DtypeRule, Options
+from torchlift._system import human, printable
 from torchlift.cli import UsageError
 from torchlift.cli.factory import make_model
-from torchlift.cli.output import print_json, printable
+from torchlift.cli.output import print_json
 from torchlift.distributed.meshes import parse_mesh
 from torchlift.distributed.styles import STYLES, USUAL
 from torchlift.remap import by_key, by_pattern, fit, rules, strip

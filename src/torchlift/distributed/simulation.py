@@ -14,8 +14,9 @@ from torchlift._model.dtensor import is_dtensor
 from torchlift._model.slots import collect
 from torchlift._plan.match import Rename
 from torchlift._plan.plan import LoadPlan, plan, resolve
-from torchlift._plan.report import human, names_of, summarise, tensors
+from torchlift._plan.report import names_of, summarise
 from torchlift._plan.rules import DtypeRule, Options
+from torchlift._system import human
 from torchlift.distributed.cuts import Cuts, ShardDims, cuts_of, places_of
 from torchlift.distributed.meshes import checked, extents
 from torchlift.distributed.meshes import parse_mesh as parse_mesh
@@ -99,7 +100,7 @@ class Simulation:
         if self.plan is not None:
             held = f"{human(min(self.held))} to {human(max(self.held))}"
             lines.append(
-                f"  each rank holds {held} once {tensors(len(self.plan.loaded))} are loaded"
+                f"  each rank holds {held} once {len(self.plan.loaded):,} tensors are loaded"
             )
             lines += summarise(self.plan)
         return "\n".join(lines)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from torchlift.errors import clip
+from torchlift._system import human, printable
 from torchlift.formats.index import Index, TensorEntry
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _COLUMNS = ("key", "dtype", "shape", "size", "location")
 _WIDEST_KEY = 80
+_shown = partial(printable, limit=300)
 
 
 def to_text(index: Index, *, rows: int = 20) -> str:
@@ -31,7 +32,7 @@ def to_text(index: Index, *, rows: int = 20) -> str:
     """
     facts = _facts(index, rows)
     width = max(len(label) for label, _ in facts)
-    lines = [_safe(index.path), ""]
+    lines = [_shown(index.path), ""]
     lines += [f"{label:<{width}}  {value}" for label, value in facts]
     table = [_row(entry) for entry in _first(index.entries.values(), rows)]
     if table:
@@ -50,7 +51,7 @@ def to_html(index: Index, *, rows: int = 20) -> str:
     """
     from html import escape
 
-    parts = [f"<div class='torchlift-summary'><code>{escape(_safe(index.path))}</code><table>"]
+    parts = [f"<div class='torchlift-summary'><code>{escape(_shown(index.path))}</code><table>"]
     parts += [
         f"<tr><th style='text-align:left'>{escape(label)}</th>"
         f"<td style='text-align:left'>{escape(value)}</td></tr>"
@@ -93,14 +94,6 @@ def to_json(index: Index) -> dict[str, Any]:
     }
 
 
-def human_bytes(nbytes: int) -> str:
-    """A number of bytes in the largest binary unit that keeps it at 1 or more: ``1.5 GiB``."""
-    value, unit = float(nbytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{nbytes} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
-
-
 def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
     """Label and value of everything above the table."""
     count = len(index.entries)
@@ -108,26 +101,26 @@ def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
         ("format", index.format + (f", {len(index.files)} files" if len(index.files) > 1 else "")),
         ("tensors", f"{count:,}"),
         ("parameters", f"{_unique_elements(index):,}"),
-        ("storage", human_bytes(index.nbytes)),
+        ("storage", human(index.nbytes)),
         ("dtypes", _count_text(entry.dtype for entry in index.entries.values())),
         ("locations", _count_text(entry.location for entry in index.entries.values())),
     ]
-    aliases = [" = ".join(map(_safe, group)) for group in _first(index.aliases, rows)]
+    aliases = [" = ".join(map(_shown, group)) for group in _first(index.aliases, rows)]
     facts += _listed("aliases", aliases, len(index.aliases))
     objects = [
-        f"{_safe(key)} = {_safe(_short(value))}"
+        f"{_shown(key)} = {_shown(_short(value))}"
         for key, value in _first(index.objects.items(), rows)
     ]
     facts += _listed("objects", objects, len(index.objects))
-    blocked = [_safe(name) for name in _first(index.blocked, rows)]
+    blocked = [_shown(name) for name in _first(index.blocked, rows)]
     facts += _listed("blocked", blocked, len(index.blocked))
     needed = [
-        f"{_safe(key)} needs {_safe(name)}"
+        f"{_shown(key)} needs {_shown(name)}"
         for key, name in _first(index.blocked_keys.items(), rows)
     ]
     facts += _listed("not loadable", needed, len(index.blocked_keys))
     notes = [
-        f"{_safe(key)} = {_safe(value)}" for key, value in _first(index.metadata.items(), rows)
+        f"{_shown(key)} = {_shown(value)}" for key, value in _first(index.metadata.items(), rows)
     ]
     facts += _listed("metadata", notes, len(index.metadata))
     return [(label, value) for label, value in facts if value]
@@ -142,8 +135,8 @@ def _listed(label: str, shown: list[str], total: int) -> list[tuple[str, str]]:
 
 def _row(entry: TensorEntry) -> tuple[str, ...]:
     shape = "scalar" if not entry.shape else " x ".join(map(str, entry.shape))
-    key = clip(_safe(entry.key), _WIDEST_KEY)
-    return (key, entry.dtype, shape, human_bytes(entry.nbytes), _safe(entry.location))
+    key = printable(entry.key, _WIDEST_KEY)
+    return (key, entry.dtype, shape, human(entry.nbytes), _shown(entry.location))
 
 
 def _align(table: list[tuple[str, ...]]) -> list[str]:
@@ -174,7 +167,7 @@ def _counts(names: Iterable[str]) -> dict[str, int]:
 def _count_text(names: Iterable[str]) -> str:
     counts = list(_counts(names).items())
     more = f", ... and {len(counts) - 10} more" if len(counts) > 10 else ""
-    return ", ".join(f"{_safe(name)} ({count:,})" for name, count in counts[:10]) + more
+    return ", ".join(f"{_shown(name)} ({count:,})" for name, count in counts[:10]) + more
 
 
 def _first(items: Iterable[Any], count: int) -> list[Any]:
@@ -183,12 +176,6 @@ def _first(items: Iterable[Any], count: int) -> list[Any]:
 
 def _short(value: object) -> str:
     return reprlib.repr(value)
-
-
-def _safe(text: str) -> str:
-    """Printable and short, whatever a file says."""
-    text = clip(text)
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 def _entry_json(entry: TensorEntry) -> dict[str, Any]:

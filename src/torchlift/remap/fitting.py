@@ -10,9 +10,8 @@ from torch import nn
 
 from torchlift._checkpoint import Checkpoint
 from torchlift._plan.match import Rename
-from torchlift._plan.report import human
 from torchlift._plan.rules import DtypeRule
-from torchlift._system import parse_size
+from torchlift._system import human, parse_size
 from torchlift.errors import PlacementError
 from torchlift.remap.devices import Device, checked, spelled
 from torchlift.remap.filling import Arrangement, Limits, arrangements
