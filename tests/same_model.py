@@ -6,7 +6,7 @@ import torch
 from checkpoint_files import same_bits
 from torch import nn
 
-from torchlift._skeleton.skeleton import unmade
+from torchlift._model.slots import ModuleTree
 
 
 def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -39,7 +39,7 @@ def assert_same_tensors(model: nn.Module, wanted: nn.Module) -> None:
         assert type(found[name]) is type(tensor), name
         assert found[name].device == tensor.device, name
     assert ties_of(model) == ties_of(wanted)
-    assert unmade(model) == []
+    assert ModuleTree(model).on_meta == []
 
 
 def scrambled(model: nn.Module, seed: int = 5) -> nn.Module:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import fields, replace
-from typing import NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint, MappedViews
-from torchlift._model.commit import Commit, is_plain, restored
+from torchlift._checkpoint import Checkpoint
+from torchlift._model.commit import Commit, is_plain
 from torchlift._model.devices import ordinary_tensors
-from torchlift._model.dtensor import held, is_sharded
-from torchlift._model.fsdp import reshard, take_note
-from torchlift._model.ranks import Agree, tensors_of, together
-from torchlift._model.slots import Group, is_lazy
-from torchlift._plan.decide import Making, Step
-from torchlift._plan.fetch import Transform, prepare
-from torchlift._plan.hooks import has_post_hooks, run_post_hooks
-from torchlift._plan.match import Rename
+from torchlift._model.dtensor import everything, held, is_sharded
+from torchlift._model.fsdp import refresh_shards, reshard
+from torchlift._model.ranks import Agree, together
+from torchlift._model.slots import Group, ModuleTree, is_lazy
+from torchlift._plan.fetch import Fetched, fetch
+from torchlift._plan.hooks import run_post_hooks
 from torchlift._plan.plan import LoadPlan, make_plan, resolve
 from torchlift._plan.report import LoadReport
 from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options
+from torchlift._plan.sources import FileSource, Origin
+from torchlift._plan.steps import Advance, Copy, Making, Rename, Transform
 from torchlift._skeleton.skeleton import forget, make
 from torchlift._system import collection_paused, uninterrupted
 from torchlift.errors import IntegrityError, MismatchError
@@ -113,100 +113,146 @@ def load(
     """
     start = time.perf_counter()
     options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
+    tree = ModuleTree(model)
+    reshard(tree.modules)
     # A transform is the caller's code and may make garbage; without one, nothing here does.
-    reshard(model)
     pause = collection_paused() if transform is None else nullcontext()
-    with together(tensors_of(model), collective) as agree, pause:
+    with together([group.tensor for group in tree.groups], collective) as agree, pause:
         opened, owned = resolve(ckpt, root)
+        origin = FileSource(opened)
         try:
             if verify:
                 _verify(opened)
-            with restored(model, always=False):
-                made = make_plan(model, opened, options, check_shapes=transform is None)
-                run = _Run(made, transform, progress, strict, agree)
-                missing, unexpected = _execute(model, opened, run)
+            with Commit() as commit:
+                plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)
+                with _bar(progress, plan.bytes_to_read) as advance:
+                    fetched = fetch_all(plan, origin, transform, advance)
+                    with uninterrupted() as deliver:
+                        agreed = Agreed(agree, deliver)
+                        missing, unexpected, more = place(
+                            tree, plan, fetched, origin, commit, agreed, strict, advance
+                        )
+                        if more:
+                            agree(False)
         finally:
+            origin.close()
             if owned:
                 opened.close()
-        forget(model)
-    report = _report(made, time.perf_counter() - start)
-    return replace(report, missing_keys=missing, unexpected_keys=unexpected)
+        forget(tree)
+    seconds = time.perf_counter() - start
+    return finished(plan, missing_keys=missing, unexpected_keys=unexpected, seconds=seconds)
 
 
-class _Run(NamedTuple):
-    """What is to be done, and how."""
+class Agreed(NamedTuple):
+    """How the ranks of a load go on together.
 
-    plan: LoadPlan
-    transform: Transform | None
-    progress: bool
-    strict: bool
+    Attributes:
+        agree: called with whether this rank wants to be asked again; says whether any does.
+        deliver: delivers an interrupt that was held back.
+        again: whether something that may fail comes after the model.
+    """
+
     agree: Agree
+    deliver: Callable[[], None]
+    again: bool = False
 
 
-def _execute(model: nn.Module, ckpt: Checkpoint, run: _Run) -> tuple[list[str], list[str]]:
-    """Prepare every tensor, then place them all."""
-    views, plan = MappedViews(ckpt.index), run.plan
-    try:
-        with _bar(run.progress, plan.bytes_to_read) as advance:
-            with ordinary_tensors():
-                tensors = list(prepare(plan.work.steps, views, run.transform, advance))
-                made = _make(plan.work.makings)
-            return _commit(model, run, tensors, made, advance)
-    finally:
-        views.close()
+class Everything(NamedTuple):
+    """All that is to be placed: what was fetched for each step, and what no source has."""
+
+    steps: list[Fetched]
+    made: list[tuple[Group, torch.Tensor]]
 
 
-def _commit(
-    model: nn.Module,
-    run: _Run,
-    tensors: list[tuple[Step, torch.Tensor]],
-    made: list[tuple[Group, torch.Tensor]],
-    advance: Callable[[int], object],
-) -> tuple[list[str], list[str]]:
-    """Place everything; return what is missing and unexpected after the modules had their say."""
-    work = run.plan.work
+def fetch_all(
+    plan: LoadPlan, origin: Origin, transform: Transform | None, advance: Advance
+) -> Everything:
+    """Prepare every tensor of a plan; the model is as it was."""
+    with ordinary_tensors():
+        steps = fetch(plan.work.steps, origin, transform, advance)
+        return Everything(steps, _make(plan.work.makings))
+
+
+def place(
+    tree: ModuleTree,
+    plan: LoadPlan,
+    fetched: Everything,
+    origin: Origin,
+    commit: Commit,
+    agreed: Agreed,
+    strict: bool,
+    advance: Advance,
+) -> tuple[list[str], list[str], bool]:
+    """Place everything.
+
+    Returns:
+        What is missing and unexpected after the post-hooks, and whether the ranks are to agree once
+        more when the rest is done.
+
+    Raises:
+        MismatchError: with `strict`, a post-hook of the model reports keys.
+    """
+    work, agree = plan.work, agreed.agree
     # Told apart while what is on meta still is: it is live as soon as it has its content.
-    in_place = [item for item in tensors if item[0].in_place]
-    fresh = [item for item in tensors if not item[0].in_place]
-    hooked = has_post_hooks(model)
+    in_place = [item for item in fetched.steps if item[0].in_place]
+    new = [item for item in fetched.steps if not item[0].in_place]
     # Code of the model's own may still refuse, on one rank of many: ask again after each.
-    more = run.agree(hooked or bool(work.extra))
-    with uninterrupted() as deliver, Commit() as commit:
-        commit.when_undone(lambda: take_note(model))
-        for module, state in work.extra:
-            commit.extra_state(module, state)
-        for module, name, value in work.attributes:
-            commit.attribute(module, name, value)
-        for group, tensor in made:
-            commit.put(group, tensor)
-        ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
-        for step, tensor in fresh:
-            ways[step.mode](step.group, _shaped(step, tensor))
-        # Last, because what was written over cannot be taken back: everything that can refuse,
-        # here and in the checks of the plan, has had its chance, and so has an interrupt.
-        # Subclasses come before plain tensors: they run code of their own, and are backed up.
-        deliver()
-        more = more and run.agree(hooked)
-        for step, tensor in sorted(in_place, key=lambda item: is_plain(item[0].group.tensor)):
-            commit.copy(step.group, _shaped(step, tensor), backup=hooked or more)
-            advance(0 if step.owned else step.span)
-        missing, unexpected = _after_hooks(model, run)
-        if more:
-            run.agree(False)
-    return missing, unexpected
+    later = work.hooked or origin.collective or agreed.again
+    more = agree(later or bool(work.extra))
+    commit.when_undone(lambda: refresh_shards(tree.modules))
+    for module, state in work.extra:
+        commit.extra_state(module, state)
+    for module, name, value in work.attributes:
+        commit.attribute(module, name, value)
+    for group, tensor in fetched.made:
+        commit.put(group, tensor)
+    ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
+    for step, value in new:
+        assert isinstance(value, torch.Tensor)
+        ways[step.mode](step.group, _shaped(step.group.tensor, value))
+    # Last, because what was written over cannot be taken back without a copy: everything that can
+    # refuse, here and in the checks of the plan, has had its chance, and so has an interrupt.
+    agreed.deliver()
+    more = more and agree(later)
+    _copy_in_place(in_place, origin, commit, work.hooked or more, advance)
+    if work.hooked:  # a post-hook may write to what the source does not have
+        placed = {id(step.group.tensor) for step in work.steps}
+        for group in tree.groups:
+            if id(group.tensor) not in placed:
+                commit.keep_values(group.tensor)
+    missing, unexpected = _after_hooks(tree, plan, strict)
+    return missing, unexpected, more
 
 
-def _after_hooks(model: nn.Module, run: _Run) -> tuple[list[str], list[str]]:
-    """What is missing and unexpected once the model's post-hooks have excused or added names."""
-    plan = run.plan
+def _copy_in_place(
+    steps: Sequence[Fetched], origin: Origin, commit: Commit, backup: bool, advance: Advance
+) -> None:
+    """Write over live values; subclasses first, which run code of their own and are backed up."""
+    copies = []
+    for step, value in steps:
+        local = held(step.group.tensor)
+        if backup or not is_plain(local):
+            commit.keep_values(step.group.tensor)
+        spans = everything(local.shape) if step.spans is None else step.spans
+        copies.append(Copy(value, local, spans))
+    plain = [is_plain(copy.target) for copy in copies]
+    for chosen in (False, True):
+        origin.fill([copy for copy, is_it in zip(copies, plain, strict=True) if is_it is chosen])
+    for step, _ in steps:
+        advance(0 if step.owned else step.span)
+
+
+def _after_hooks(tree: ModuleTree, plan: LoadPlan, strict: bool) -> tuple[list[str], list[str]]:
+    """Return what is missing and unexpected once the post-hooks have excused or added names."""
     missing, unexpected = list(plan.missing_keys), list(plan.unexpected_keys)
-    run_post_hooks(model, missing, unexpected)
+    run_post_hooks(tree, missing, unexpected)
     lacking = [name for name in missing if name not in plan.missing_keys]
     extra = [name for name in unexpected if name not in plan.unexpected_keys]
-    if run.strict and (lacking or extra):
+    if strict and (lacking or extra):
         raise MismatchError(
             "a hook of the model reports keys: "
-            f"missing {', '.join(lacking) or 'none'}; unexpected {', '.join(extra) or 'none'}",
+            f"missing {', '.join(map(repr, lacking)) or 'none'}; "
+            f"unexpected {', '.join(map(repr, extra)) or 'none'}",
             file=plan.path,
             missing_keys=lacking,
             unexpected_keys=extra,
@@ -214,13 +260,13 @@ def _after_hooks(model: nn.Module, run: _Run) -> tuple[list[str], list[str]]:
     return missing, unexpected
 
 
-def _shaped(step: Step, tensor: torch.Tensor) -> torch.Tensor:
-    slot = step.group.tensor
-    slot = slot if is_sharded(tensor) else held(slot)
+def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the model's shape: a shard of nothing may have another."""
+    slot = like if is_sharded(tensor) else held(like)
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 
-def _make(makings: tuple[Making, ...]) -> list[tuple[Group, torch.Tensor]]:
+def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
     """Replay what is on meta; move what is live and belongs elsewhere."""
     replayed = [item for item in makings if item.group.tensor.is_meta]
     tensors = make([item.group for item in replayed], [item.device for item in replayed])
@@ -268,7 +314,7 @@ def _bar(wanted: bool, total: int) -> Iterator[Callable[[int], object]]:
             bar.close()
 
 
-def _report(made: LoadPlan, seconds: float) -> LoadReport:
-    shared = {item.name: getattr(made, item.name) for item in fields(LoadReport)}
-    shared.update(seconds=seconds, bytes_read=made.bytes_to_read)
-    return LoadReport(**shared)
+def finished(plan: LoadPlan, **changed: Any) -> LoadReport:
+    """Return what was done, where all went as planned but for what changed."""
+    shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
+    return LoadReport(**{**shared, "bytes_read": plan.bytes_to_read, **changed})

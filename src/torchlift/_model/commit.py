@@ -1,11 +1,16 @@
-"""How the content of one tensor object is replaced, while the object stays for its holders."""
+"""How one tensor gets into one slot (assign, copy, swap), and how all of it is taken back.
+
+A load prepares every tensor first and then commits them here. A commit that fails half-way, for
+whatever reason, is undone: the model is either loaded or as it was.
+"""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -13,8 +18,7 @@ import torch
 from torch import nn
 
 from torchlift._model.dtensor import dressed, held, is_sharded
-from torchlift._model.fsdp import is_fsdp
-from torchlift._model.slots import Group, is_lazy, modules_of
+from torchlift._model.slots import Group, is_lazy
 from torchlift.errors import PlacementError
 
 #: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
@@ -72,17 +76,6 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         if key != RECIPE and not (is_wrapper(old) and isinstance(value, torch.Tensor)):
             made.__dict__.setdefault(key, value)
     return made
-
-
-def obstacle(group: Group) -> str | None:
-    """Why the content of the group's tensor object cannot be exchanged, or None."""
-    tensor = group.tensor
-    foreign = weakref.getweakrefcount(tensor) - (1 if flat_references(group) else 0)
-    if foreign > 0:
-        return f"it has {foreign} weak reference{'s' if foreign > 1 else ''}"
-    if tensor._use_count() > 1:  # type: ignore[attr-defined]
-        return "autograd or another tensor still holds its content"
-    return None
 
 
 def flat_references(group: Group) -> list[tuple[list[Any], int]]:
@@ -197,7 +190,11 @@ def _fits(grad: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 class Commit:
-    """Changes to a module that take effect together: leaving the block by an error undoes them."""
+    """Changes to a model that take effect together: leaving the block by an error undoes them.
+
+    The one undo of the house: what is about to change is noted first, and taken back in the
+    opposite order.
+    """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -212,23 +209,78 @@ class Commit:
         traceback: TracebackType | None,
     ) -> None:
         if kind is not None:
-            with torch.no_grad():
-                while self._undo:
-                    # One that fails (a `set_extra_state` that refuses what it had) must neither
-                    # keep the rest from being undone nor hide the error that brought us here.
-                    with suppress(Exception):
-                        self._undo.pop()()
+            self.undo()
         self._undo.clear()
+
+    def undo(self) -> None:
+        """Take everything back that was done since the block began."""
+        with torch.no_grad():
+            while self._undo:
+                # One that fails (a `set_extra_state` that refuses what it had) must neither keep
+                # the rest from being undone nor hide the error that brought us here.
+                with suppress(Exception):
+                    self._undo.pop()()
 
     def when_undone(self, action: Callable[[], object]) -> None:
         """Call this after everything that comes later has been taken back."""
         self._undo.append(action)
 
+    def keep_attributes(self, modules: Iterable[nn.Module]) -> None:
+        """Note what the modules have: tensors, children and attributes, not what is inside of them.
+
+        torch gives a hook the live module. Some resize a parameter there, or register a buffer, so
+        that what comes next fits; some count their calls.
+        """
+        for module in modules:
+            attributes = dict(vars(module))
+            registries = [(attributes[name], attributes[name].copy()) for name in _REGISTRIES]
+            self._undo.append(partial(_restore, module, attributes, registries))
+
+    def keep_values(self, tensor: torch.Tensor) -> None:
+        """Note a tensor's values, in a second copy of them, and whether it asks for a gradient."""
+        if tensor.is_meta or is_lazy(tensor):
+            return
+        local, grad = _once(held(tensor).detach()), tensor.requires_grad
+        before = local.clone()
+
+        def undo() -> None:
+            local.copy_(before)
+            if tensor.requires_grad is not grad:
+                tensor.requires_grad_(grad)
+
+        self._undo.append(undo)
+
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note an optimizer's attributes, groups and state, in a second copy of its values."""
+        attributes, groups = dict(vars(optimizer)), list(optimizer.param_groups)
+        contents = [({**group}, list(group["params"])) for group in groups]
+        state = optimizer.state
+        inner = {key: (part, _containers(part)) for key, part in state.items()}
+
+        def undo() -> None:
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+            optimizer.param_groups[:] = groups
+            for group, (content, params) in zip(groups, contents, strict=True):
+                content["params"][:] = params
+                group.clear()
+                group.update(content)
+            state.clear()
+            for key, (part, content) in inner.items():
+                if isinstance(part, dict):
+                    part.clear()
+                    part.update(content)
+                state[key] = part
+
+        self._undo.append(undo)
+        for tensor in _tensors_in([part for part, _ in inner.values()]):
+            self.keep_values(tensor)
+
     def put(self, group: Group, new: torch.Tensor) -> None:
         """Swap where that is possible, so that references survive, and assign elsewhere."""
-        if can_set_data(group.tensor, new) or obstacle(group) is None:
+        try:
             self.swap(group, new)
-        else:
+        except PlacementError:
             self.assign(group, new)
 
     def assign(self, group: Group, new: torch.Tensor) -> None:
@@ -237,9 +289,8 @@ class Commit:
         for slot in group.slots:
             # setattr, not _parameters[name]: recurrent layers keep a list of their flat weights
             # up to date in __setattr__.
-            module, name, old = slot.module, slot.name, group.tensor
-            self._undo.append(lambda m=module, n=name, o=old: setattr(m, n, o))  # type: ignore[misc]
-            setattr(module, name, successor)
+            self._undo.append(partial(setattr, slot.module, slot.name, group.tensor))
+            setattr(slot.module, slot.name, successor)
 
     def swap(self, group: Group, new: torch.Tensor) -> None:
         """Give the group's tensor object the content of `new`; every holder sees it.
@@ -256,14 +307,14 @@ class Commit:
             self._undo.append(lambda: set_data(old, previous, grad))
             set_data(old, new, grad)
             return
-        reason = obstacle(group)
-        if reason is not None:
+        try:
+            self._undo.append(exchange_content(group, successor_of(old, new)))
+        except RuntimeError as error:  # somebody took hold of it since the plan was made
             raise PlacementError(
-                f"cannot be swapped: {reason}",
+                f"cannot be swapped: {str(error).splitlines()[0]}",
                 entry=group.fqn,
                 hint='Release it first, or load with mode="assign".',
-            )
-        self._undo.append(exchange_content(group, successor_of(old, new)))
+            ) from error
 
     def _fill_lazy(self, old: Any, new: torch.Tensor) -> None:
         kind, empty, grad = type(old), old.data, old.requires_grad
@@ -289,13 +340,11 @@ class Commit:
 
         Only with a backup, which takes a second copy in memory, can this be undone.
         """
-        old = held(group.tensor)
-        if backup or not is_plain(old):
-            # A subclass may fail half-way in code of its own.
-            before = old.detach().clone()
-            self._undo.append(lambda: old.copy_(before))
+        local = held(group.tensor)
+        if backup or not is_plain(local):  # a subclass may fail half-way in code of its own
+            self.keep_values(group.tensor)
         with torch.no_grad():
-            old.copy_(source)
+            local.copy_(source)
 
     def extra_state(self, module: nn.Module, state: object) -> None:
         """Call the module's `set_extra_state`; give it back what it has now on failure."""
@@ -306,11 +355,46 @@ class Commit:
 
     def attribute(self, module: nn.Module, name: str, value: object) -> None:
         """Set a plain attribute that is neither parameter nor buffer."""
-        had, before = name in vars(module), vars(module).get(name)
-        self._undo.append(
-            lambda: vars(module).__setitem__(name, before) if had else vars(module).pop(name, None)
-        )
+        self.keep_attributes([module])
         vars(module)[name] = value
+
+
+def _containers(tree: Any) -> Any:
+    """Return new containers around the same leaves."""
+    if isinstance(tree, dict):
+        return {key: _containers(value) for key, value in tree.items()}
+    return [_containers(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors_in(value)
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def _restore(
+    module: nn.Module, attributes: dict[str, Any], registries: list[tuple[Any, Any]]
+) -> None:
+    for name in vars(module).keys() - attributes.keys():
+        del vars(module)[name]
+    vars(module).update(attributes)
+    for registry, content in registries:
+        registry.clear()
+        registry.update(content)
+
+
+def _once(memory: torch.Tensor) -> torch.Tensor:
+    """Return what an expanded tensor repeats, once: torch refuses to write to the repetitions."""
+    if memory.layout is torch.strided:
+        for dim, stride in enumerate(memory.stride()):
+            if stride == 0 and memory.shape[dim] > 1:
+                memory = memory.narrow(dim, 0, 1)
+    return memory
 
 
 def check_writable(group: Group) -> None:
@@ -365,55 +449,3 @@ def repeats(shape: Sequence[int], stride: Sequence[int]) -> bool:
                 return True
             reach += (size - 1) * step
     return False
-
-
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-
-
-@contextmanager
-def restored(model: nn.Module, *, always: bool, every: bool = False) -> Iterator[None]:
-    """Give the modules back their tensors, children and attributes if the block fails.
-
-    Only the objects: who changed the inside of one has to take that back. Nothing is kept for a
-    model without hooks.
-
-    Args:
-        model: the module whose hooks are about to be called.
-        always: also where the block succeeds.
-        every: also of a model without hooks.
-    """
-    modules = modules_of(model)
-    every = every or any(map(_has_hooks, modules))
-    kept = [_state_of(module) for module in modules] if every else []
-    try:
-        yield
-    except BaseException:
-        always = True
-        raise
-    finally:
-        if always:
-            for module, state in zip(modules, kept, strict=False):
-                _restore(module, state)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    for registry in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
-        if registry and not all(map(is_fsdp, registry.values())):
-            return True
-    return False
-
-
-def _state_of(module: nn.Module) -> tuple[dict[str, Any], list[Any]]:
-    attributes = dict(vars(module))
-    return attributes, [attributes[name].copy() for name in _REGISTRIES]
-
-
-def _restore(module: nn.Module, state: tuple[dict[str, Any], list[Any]]) -> None:
-    attributes, registries = state
-    for name in vars(module).keys() - attributes.keys():
-        del vars(module)[name]
-    vars(module).update(attributes)
-    for name, content in zip(_REGISTRIES, registries, strict=True):
-        registry = attributes[name]
-        registry.clear()
-        registry.update(content)

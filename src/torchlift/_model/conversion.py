@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from torchlift._model.holders import find, refusal
+from torchlift._model.holders import blocked_by, refusal
 from torchlift._model.slots import collect
 
 _lock = threading.Lock()
@@ -55,7 +55,7 @@ def preserving_references(*, check: nn.Module | None = None) -> Iterator[None]:
     """
     global _inside, _before
     if check is not None:
-        found = find(collect(check))
+        found = blocked_by(collect(check))
         if found:
             raise refusal(found, hint="Release them first.")
     with _lock:

@@ -373,3 +373,15 @@ def undressed(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
 
 def _text(placements: Sequence[object]) -> str:
     return f"({', '.join(map(str, placements))})"
+
+
+def layout_of(tensor: torch.Tensor) -> str | None:
+    """Say how a DTensor is laid out; None for a plain tensor.
+
+    Example:
+        >>> layout_of(torch.zeros(2)) is None
+        True
+    """
+    if not is_dtensor(tensor):
+        return None
+    return f"{_text(tensor.placements)} on {tensor.device_mesh}"

@@ -1,48 +1,50 @@
-"""FSDP2's own hooks: they look after its shards, and never at a state dict."""
+"""FSDP2: its sharded parameters in their slots, and its hooks, which look after shards alone."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from torchlift._model.slots import walk
-
 
 def is_fsdp(hook: Any) -> bool:
-    """Whether it is one that ``fully_shard`` registered.
+    """Say whether it is a hook that ``fully_shard`` registered; none of them reads a state dict.
 
     Example:
         >>> is_fsdp(print)
         False
     """
+    loaded: Any = sys.modules.get("torch.distributed.fsdp")
+    if loaded is None:
+        return False
+    # The package in which FSDP2 lies is private; wherever it moves, a public method moves along.
+    package = loaded.FSDPModule.reshard.__module__.rpartition(".")[0]
     function = getattr(hook, "hook", hook)
-    return getattr(function, "__module__", "").startswith("torch.distributed.fsdp._fully_shard.")
+    return str(getattr(function, "__module__", "")).startswith(f"{package}.")
 
 
-def reshard(model: nn.Module) -> None:
-    """Have FSDP2 put the sharded parameters back into their slots, as it does before any load.
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Put FSDP2's sharded parameters back into their slots.
 
-    A forward pass outside of training may have left whole ones there.
+    A forward pass outside of training may have left whole ones there, which are not those that the
+    optimizer and the state dict know. torch does this in hooks of ``state_dict``.
     """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
-    for _, module in walk(model):
-        for hook in module._load_state_dict_pre_hooks.values():
-            if is_fsdp(hook):
-                hook(None, "", {}, True, [], [], [])
+    loaded: Any = sys.modules.get("torch.distributed.fsdp")
+    if loaded is not None:
+        for module in modules:
+            if isinstance(module, loaded.FSDPModule):
+                module.reshard()
 
 
-def take_note(model: nn.Module) -> None:
-    """Have FSDP2 look at its shards again, after they were put back by somebody else.
+def refresh_shards(modules: Iterable[nn.Module]) -> None:
+    """Have FSDP2 look at its shards again, after they were put back.
 
-    It gathers from references of its own to their memory, so that a load that was undone would
-    otherwise live on in the next forward pass.
+    It gathers from references of its own to their memory: a load that was undone would otherwise
+    live on in the next forward pass.
     """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
-    for _, module in walk(model):
+    for module in modules:
         for hook in module._load_state_dict_post_hooks.values():
             if is_fsdp(hook):
                 hook(module, None)

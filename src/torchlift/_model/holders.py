@@ -13,7 +13,8 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cache, partial
 from typing import Any
 
@@ -31,6 +32,18 @@ from torchlift.errors import PlacementError
 _NAMED = 8
 
 
+class Hold(Enum):
+    """What keeps a tensor's content from being exchanged."""
+
+    WEAK_REFERENCE = auto()
+    VIEW = auto()
+    MEMORY = auto()
+    GRAPH = auto()
+    REDUCER = auto()
+    FOREIGN = auto()
+    CLASS = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class Blocker:
     """A tensor that cannot be swapped.
@@ -44,6 +57,7 @@ class Blocker:
     key: str
     reason: str
     holders: tuple[str, ...] = ()
+    kinds: frozenset[Hold] = field(default=frozenset(), compare=False, repr=False)
 
     def __str__(self) -> str:
         held = f" (held by {'; '.join(self.holders)})" if self.holders else ""
@@ -95,10 +109,12 @@ def preflight(module: nn.Module) -> list[Blocker]:
         >>> [(item.key, item.reason) for item in torchlift.swap.preflight(model)]
         [('weight', 'a view of it is alive')]
     """
-    return find([group for group in collect(module) if group.persistent or group.is_parameter])
+    return blocked_by(
+        [group for group in collect(module) if group.persistent or group.is_parameter]
+    )
 
 
-def find(groups: Sequence[Group]) -> list[Blocker]:
+def blocked_by(groups: Sequence[Group]) -> list[Blocker]:
     """The blockers among these tensors, in their order."""
     facts = count(groups)
     suspects = [item for item in facts if not item.is_free]
@@ -118,7 +134,13 @@ def find(groups: Sequence[Group]) -> list[Blocker]:
         reasons, held = _referenced(item, search) if not item.is_free else ([], [])
         reasons += _by_class(item.group.tensor, returning)
         if reasons:
-            found.append(Blocker(item.group.fqn, "; ".join(reasons), tuple(dict.fromkeys(held))))
+            text = "; ".join(reasons)
+            kinds = {Hold.REDUCER} if REDUCER in held else set()
+            kinds |= {Hold.VIEW} if "view" in text else set()
+            kinds |= {Hold.MEMORY} if "memory" in text else set()
+            found.append(
+                Blocker(item.group.fqn, text, tuple(dict.fromkeys(held)), frozenset(kinds))
+            )
     return found
 
 

@@ -69,7 +69,7 @@ class Names:
         self._to_key: dict[str, str] = {}
         self._paths: dict[str, set[int]] = {}
         self.modules: dict[str, nn.Module] = {}
-        self.slots = list(self._walk(model, "", ""))
+        self.slots = list(self._walk(model, "", "", ""))
         self._fqns: dict[int, list[str]] = {}
         for slot in self.slots:
             if slot.tensor is not None:
@@ -80,20 +80,12 @@ class Names:
         return self._fqns.get(id(tensor), [])
 
     def canonical(self, key: str) -> str:
-        """The canonical name for a key of the wrapped model's state dict."""
+        """Return the canonical name for a key of the wrapped model's state dict, or for a path."""
         return _translate(key, self._to_fqn)
 
     def key(self, fqn: str) -> str:
         """What the wrapped model's ``load_state_dict`` calls a canonical name."""
         return _translate(fqn, self._to_key)
-
-    def module(self, fqn: str) -> nn.Module | None:
-        """The innermost module that a canonical name lies in, wrappers left out."""
-        while fqn:
-            fqn = fqn.rpartition(".")[0]
-            if fqn in self.modules:
-                return self.modules[fqn]
-        return None
 
     def prefixes(self, submodules: set[nn.Module]) -> list[str]:
         """The canonical prefixes, dot included, under which the state of `submodules` lies."""
@@ -101,9 +93,10 @@ class Names:
         found = [name for name, modules in self._paths.items() if modules & wanted]
         return [f"{name}." if name else "" for name in found]
 
-    def _walk(self, module: nn.Module, key: str, fqn: str) -> Iterator[Slot]:
-        """`key` and `fqn` end in a dot or are empty."""
+    def _walk(self, module: nn.Module, path: str, key: str, fqn: str) -> Iterator[Slot]:
+        """Yield the slots below a module; `path`, `key` and `fqn` end in a dot or are empty."""
         self._to_fqn.setdefault(key, fqn)
+        self._to_fqn.setdefault(path, fqn)
         self._to_key[fqn] = key
         self.modules[fqn[:-1]] = module
         self._paths.setdefault(fqn[:-1], set()).add(id(module))
@@ -115,12 +108,13 @@ class Names:
         for name, child in module._modules.items():
             if child is None:
                 continue
+            below = f"{path}{name}."
             if name == inner:
-                yield from self._walk(child, f"{key}{name}." if in_keys else key, fqn)
+                yield from self._walk(child, below, f"{key}{name}." if in_keys else key, fqn)
             elif name in hidden:
-                yield from self._walk(child, key, fqn)
+                yield from self._walk(child, below, key, fqn)
             else:
-                yield from self._walk(child, f"{key}{name}.", f"{fqn}{name}.")
+                yield from self._walk(child, below, f"{key}{name}.", f"{fqn}{name}.")
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield Slot(fqn + _EXTRA, key + _EXTRA, module, None)
 
@@ -173,16 +167,3 @@ def is_fsdp1(module: nn.Module) -> bool:
     """
     loaded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return loaded is not None and isinstance(module, loaded.FullyShardedDataParallel)
-
-
-def reshard(model: nn.Module) -> None:
-    """Put FSDP2 parameters that are gathered for computing back into their shards.
-
-    Between a forward and a backward pass a module may hold whole parameters, which are not the
-    ones that the optimizer and the state dict know. torch does this in hooks of ``state_dict``.
-    """
-    loaded = sys.modules.get("torch.distributed.fsdp")
-    if loaded is not None:
-        for module in model.modules():
-            if isinstance(module, loaded.FSDPModule):
-                module.reshard()

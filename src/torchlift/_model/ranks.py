@@ -154,6 +154,27 @@ class Circle:
             self.agree(error)
         return bool(state)
 
+    @contextmanager
+    def together(self) -> Iterator[Agree]:
+        """Let the processes go through a block together or not at all; see `together`."""
+        if not self.groups:
+            yield lambda again: again
+            return
+        expected = True
+
+        def agree(again: bool) -> bool:
+            nonlocal expected
+            expected = False
+            expected = self.all_well(None, again)
+            return expected
+
+        try:
+            yield agree
+        except BaseException as error:
+            if expected:
+                self.all_well(error)
+            raise
+
 
 _FAILED = 2
 
@@ -183,23 +204,8 @@ def together(tensors: Iterable[torch.Tensor], collective: bool | None = None) ->
     circle = Circle([]) if collective is False else Circle.of_model(tensors)
     if collective and not circle.groups:
         circle = Circle.of_all()
-    if not circle.groups:
-        yield lambda again: again
-        return
-    expected = True
-
-    def agree(again: bool) -> bool:
-        nonlocal expected
-        expected = False
-        expected = circle.all_well(None, again)
-        return expected
-
-    try:
+    with circle.together() as agree:
         yield agree
-    except BaseException as error:
-        if expected:
-            circle.all_well(error)
-        raise
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

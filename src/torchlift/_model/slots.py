@@ -1,12 +1,14 @@
-"""The places in a module where a tensor can go, and which of them are one tensor.
+"""The places in a module where a tensor can go, and which of them are one tensor: ties.
 
 Reads modules only; nothing here changes one.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -62,17 +64,17 @@ _LAZY: type = parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether it is a lazy module's parameter or buffer, which has no shape yet."""
+    """Say whether it is a lazy module's parameter or buffer, which has no shape yet."""
     return isinstance(tensor, _LAZY)
 
 
 def is_blank(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has no values yet, so that nothing can be copied into it in place."""
+    """Say whether the tensor has no values yet, so that nothing can be copied into it in place."""
     return tensor.is_meta or is_lazy(tensor)
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(prefix, module) for every path to every submodule; a prefix ends in a dot unless empty.
+    """Yield (prefix, module) for every path to every submodule; prefixes end in a dot or are empty.
 
     A module registered at two paths comes twice, as its tensors have two names each.
     """
@@ -89,32 +91,90 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         ]
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Every submodule once, parents before their children.
+class ModuleTree:
+    """The modules of a model, walked once: every step of a load looks at these lists.
 
-    What `nn.Module.modules` yields in another order, in a fifth of the time.
+    Attributes:
+        model: the root.
+        paths: (prefix, module) for every path to every submodule, parents before their children.
+        modules: every submodule once, in that order.
+        groups: the parameters and buffers, grouped by identity, in the order of ``state_dict``.
     """
-    found = {id(model): model}
-    todo = [model]
-    for module in todo:
-        for child in module._modules.values():
-            if child is not None and id(child) not in found:
-                found[id(child)] = child
-                todo.append(child)
-    return todo
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.walk()
+
+    def walk(self) -> None:
+        """Walk over the model again, whose own code may have changed it."""
+        self.paths = list(walk(self.model))
+        self.modules = list({id(module): module for _, module in self.paths}.values())
+        self.__dict__.pop("groups", None)
+
+    # When they are asked for: FSDP2 may first have to put its shards back into their slots.
+    @cached_property
+    def groups(self) -> list[Group]:
+        tensors: dict[int, tuple[torch.Tensor, list[Slot]]] = {}
+        for prefix, module in self.paths:
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    slot = Slot(prefix + name, module, name, True)
+                    tensors.setdefault(id(weight), (weight, []))[1].append(slot)
+            hidden = module._non_persistent_buffers_set
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    slot = Slot(prefix + name, module, name, name not in hidden)
+                    tensors.setdefault(id(tensor), (tensor, []))[1].append(slot)
+        return [Group(tensor, tuple(slots)) for tensor, slots in tensors.values()]
+
+    @property
+    def on_meta(self) -> list[Group]:
+        """Everything on meta: parameters, buffers and plain attributes."""
+        return [group for group in [*self.groups, *self.meta_attributes] if group.tensor.is_meta]
+
+    @property
+    def meta_attributes(self) -> list[Group]:
+        """Tensors on meta that modules hold as plain attributes or in lists, tuples and dicts."""
+        known = {id(group.tensor) for group in self.groups}
+        found: list[Group] = []
+        for prefix, module in self.paths:
+            for name, value in vars(module).items():
+                # Most attributes are flags, numbers and empty dicts of hooks: told apart by their
+                # type alone, since this runs over every attribute of every module of every load.
+                kind = type(value)
+                if kind in _PLAIN_TYPES:
+                    continue
+                if kind in _CONTAINERS:
+                    if not value or name in _REGISTRIES:
+                        continue
+                elif not issubclass(kind, (torch.Tensor, dict, list, tuple)):
+                    continue
+                for tensor in _meta_tensors(value, 0):
+                    if id(tensor) not in known:
+                        known.add(id(tensor))
+                        found.append(Group(tensor, (Slot(prefix + name, module, name, False),)))
+        return found
+
+
+_PLAIN_TYPES = frozenset({bool, int, float, str, type(None), torch.dtype})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _meta_tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            yield value
+    elif depth < 4 and isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _meta_tensors(item, depth + 1)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return every submodule once, parents before their children."""
+    return ModuleTree(model).modules
 
 
 def collect(model: nn.Module) -> list[Group]:
     """Group every parameter and buffer of `model` by identity, in the order of ``state_dict``."""
-    tensors: dict[int, tuple[torch.Tensor, list[Slot]]] = {}
-    for prefix, module in walk(model):
-        for name, weight in module._parameters.items():
-            if weight is not None:
-                slot = Slot(prefix + name, module, name, True)
-                tensors.setdefault(id(weight), (weight, []))[1].append(slot)
-        hidden = module._non_persistent_buffers_set
-        for name, tensor in module._buffers.items():
-            if tensor is not None:
-                slot = Slot(prefix + name, module, name, name not in hidden)
-                tensors.setdefault(id(tensor), (tensor, []))[1].append(slot)
-    return [Group(tensor, tuple(slots)) for tensor, slots in tensors.values()]
+    return ModuleTree(model).groups

@@ -1,32 +1,22 @@
-"""How each tensor gets from the file to its slot: mode, source, device, dtype, memory."""
+"""How each tensor gets from its source to its slot: mode, route, device, dtype, decided once."""
 
 from __future__ import annotations
 
-import copyreg
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from torchlift._checkpoint import dtype_of
-from torchlift._model import handlers
-from torchlift._model.commit import (
-    check_mode,
-    check_writable,
-    content_bytes,
-    is_plain,
-    is_wrapper,
-    repeats,
-)
+from torchlift._model.commit import check_mode, check_writable, is_plain, is_wrapper, repeats
 from torchlift._model.devices import DISK
-from torchlift._model.dtensor import home, is_sharded, shard_of_entry, shard_of_value
+from torchlift._model.dtensor import Spans, home, is_sharded, layout_of, shard_of_entry, spans
 from torchlift._model.handlers import handles, is_handled
-from torchlift._model.holders import REDUCER, Blocker, find, refusal
+from torchlift._model.holders import Blocker, Hold, blocked_by, refusal
 from torchlift._model.slots import Group, is_blank, is_lazy
-from torchlift._plan.match import Candidate, Match
-from torchlift._plan.report import Mode, Source
+from torchlift._plan.report import Mode, Route, Source
 from torchlift._plan.rules import (
     AnyMode,
     Options,
@@ -36,159 +26,40 @@ from torchlift._plan.rules import (
     target_device,
     target_dtype,
 )
+from torchlift._plan.steps import Base, Candidate, Making, Match, Step
 from torchlift._skeleton.skeleton import require_recipes
 from torchlift._transfer.filesystem import is_network
+from torchlift._transfer.read import is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, TensorEntry
 from torchlift.formats.boxes import is_pieced
 
+_RELEASE = (
+    'Release what holds it (swap.preflight lists all of it), or load with mode="auto", which '
+    "takes for each tensor a way that keeps the references."
+)
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One tensor of the model and the bytes that become it.
 
-    Attributes:
-        group: where it goes.
-        key: the name under which the checkpoint matched.
-        candidate: what the checkpoint offers.
-        rivals: offers under the group's other names, which must hold the same values.
-        mode: how it is placed.
-        source: where its bytes come from.
-        device, dtype: what it becomes.
-        dtype_is_fixed: whether that dtype was asked for, or is a live tensor's.
-        owned: whether new memory is filled for it.
-        dense: whether its bytes are one run without gaps or repetitions.
-        note: why it is done this way, where that is not what was asked for.
-        handled: whether the class of the model's tensor says how it is loaded.
-        base: what it is a view of, together with other tensors of the model.
+def steps_for(matched: Match, path: str, options: Options) -> list[Step]:
+    """Decide every pair of a match.
+
+    Raises:
+        PlacementError: a tensor cannot go where it was asked to go, or not in the mode asked for.
     """
-
-    group: Group
-    key: str
-    candidate: Candidate
-    rivals: tuple[Candidate, ...]
-    mode: Mode
-    source: Source
-    device: torch.device
-    dtype: torch.dtype
-    dtype_is_fixed: bool
-    owned: bool
-    dense: bool
-    note: str | None = None
-    handled: bool = False
-    base: Base | None = None
-
-    @property
-    def entry(self) -> TensorEntry | None:
-        """The entry to read; None for a value that a hook computed."""
-        return self.candidate.entry
-
-    @property
-    def span(self) -> int:
-        """Bytes in the file from the first to the last; of a pieced tensor, those of its pieces."""
-        if self.entry is None:
-            return 0
-        if self.base is not None:
-            return self.base.entry.nbytes if self.base.first else 0
-        if is_pieced(self.entry):
-            return self.entry.nbytes
-        return sum(chunk.nbytes for chunk in self.entry.chunks)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor in the checkpoint, or of the value that a hook computed."""
-        if self.entry is not None:
-            return self.entry.nbytes
-        return self.candidate.value.nbytes if self.candidate.value is not None else 0
-
-    @property
-    def in_place(self) -> bool:
-        """Whether a live tensor's memory is written to."""
-        return self.mode == "copy" and not is_blank(self.group.tensor)
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the file's bytes are cast or moved on their way."""
-        cast = self.entry is not None and str(self.dtype) != f"torch.{self.entry.dtype}"
-        return cast or self.host_or_device.type != "cpu"
-
-    @property
-    def host_or_device(self) -> torch.device:
-        """Where new memory for it is taken: values for a copy in place wait on the host."""
-        return torch.device("cpu") if self.in_place else self.device
-
-    def untransformed(self, path: str) -> Step:
-        """This step as far as fetching the tensor as the checkpoint holds it, on the host."""
-        if self.entry is None:
-            return self
-        owned = self.source == "read" or is_pieced(self.entry)
-        return replace(
-            self,
-            dtype=dtype_of(self.entry, path),
-            device=torch.device("cpu"),
-            owned=owned,
-            base=None,
-        )
-
-    @property
-    def owned_bytes(self) -> int:
-        """Anonymous memory, in bytes, that the new tensor takes on the host."""
-        on_host = self.device.type == "cpu" or self.in_place
-        if self.handled and on_host:
-            return content_bytes(self.group.tensor)
-        numel = self.candidate.numel
-        if self.base is not None:
-            numel = self.base.entry.numel if self.base.first else 0
-        return numel * self.dtype.itemsize if self.owned and on_host else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Making:
-    """A tensor that no file provides: replayed from its construction, or live and to be moved."""
-
-    group: Group
-    device: torch.device
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """All that a load is to do.
-
-    Attributes:
-        steps: tensors that the checkpoint provides.
-        makings: tensors that it does not provide and that are made or moved.
-        attributes: (module, name, value) that a module's own loading code sets besides tensors.
-        extra: (module, state) for ``set_extra_state``.
-    """
-
-    steps: tuple[Step, ...] = ()
-    makings: tuple[Making, ...] = ()
-    attributes: tuple[tuple[nn.Module, str, object], ...] = ()
-    extra: tuple[tuple[nn.Module, object], ...] = ()
-
-    @property
-    def replayed(self) -> list[Group]:
-        """What is made by replaying its construction."""
-        return [item.group for item in self.makings if item.group.tensor.is_meta]
-
-
-def steps_for(matched: Match, path: str, options: Options) -> Iterator[Step]:
-    """Decide every pair of a match."""
     network: dict[str, bool] = {}
     steps = []
-    for group, key, offers in matched.pairs:
-        entry = offers[0].entry
+    for group, key, candidates in matched.pairs:
+        entry = candidates[0].entry
         file = entry.chunks[0].file if entry and entry.chunks else path
         if file not in network:
             # Not its folder: it may be a link to elsewhere.
             network[file] = options.source == "auto" and is_network(file)
-        steps.append(_decide(group, key, offers, options, path, network[file]))
-    return settle(unshare(share(steps)), options.mode)
+        steps.append(_decide(group, key, candidates, options, path, network[file]))
+    return _settle_modes(_unshare(_share(steps)), options.mode)
 
 
 def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
-    """Decide what happens to the tensors that the checkpoint does not provide.
+    """Decide what happens to the tensors that no source has.
 
     Raises:
         PlacementError: a tensor is on meta and no skeleton recorded how it is made.
@@ -211,79 +82,180 @@ def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
 def _decide(
     group: Group,
     key: str,
-    offers: list[Candidate],
+    candidates: list[Candidate],
     options: Options,
     path: str,
     network: bool,
 ) -> Step:
-    candidate, tensor = offers[0], group.tensor
-    seen = _as_entry(group, key, candidate)
-    if candidate.entry is not None:
-        file_dtype = dtype_of(candidate.entry, path)
-    else:
-        assert candidate.value is not None
-        file_dtype = candidate.value.dtype
+    candidate, tensor = candidates[0], group.tensor
+    seen, file_dtype = _as_entry(group, key, candidate), candidate_dtype(candidate, path)
     asked, note = asked_device(options.device, seen, group)
     if asked == DISK:
         options, dtype = kept_on_disk(options, group, seen, file_dtype), file_dtype
     else:
         dtype = target_dtype(options.dtype, seen, tensor, file_dtype)
     device = target_device(asked, seen, tensor, present=options.present)
+    part: Spans | None = None
+    if is_sharded(candidate.value) and not is_sharded(tensor):
+        _require_layout(group, candidate.value)
     if is_sharded(tensor):
-        # Rules have seen the whole tensor; from here on there is only this rank's part of it.
+        # Rules have seen the whole tensor; from here on there is only this rank's slice of it.
         device = home(tensor) if asked is None else device
-        offers = [shard_of_offer(group, offer) for offer in offers]
-        candidate = offers[0]
+        candidates, part = _shard(group, candidates)
+        candidate = candidates[0]
     mode = _mode(options.mode, tensor, device, dtype)
     in_place = mode == "copy" and not is_blank(tensor)
     handled = not in_place and is_handled(tensor)
     if mode == "swap" and is_plain(tensor) and not tensor.is_meta:
         check_mode(group)
     if in_place:
-        check_writable(group)
-        if (device, dtype) != (tensor.device, tensor.dtype):
-            raise PlacementError(
-                "cannot be copied in place, because its dtype or device would change",
-                entry=group.fqn,
-                expected=f"{tensor.dtype} on {tensor.device}",
-                found=f"{dtype} on {device} asked for",
-                hint='Load with mode="swap" or mode="auto".',
-            )
-    dense, repeated, aligned = layout(candidate.entry)
+        _check_in_place(group, device, dtype)
     pieced = candidate.entry is not None and is_pieced(candidate.entry)
-    changes = device.type != "cpu" or dtype != file_dtype or pieced
-    if options.source == "auto":
-        read = network or (changes and not in_place and not handled)
-        source: Source = "read" if read else "mmap"
-    else:
-        source = options.source
-    # The map of a misaligned storage is a copy of it: reading does without that copy.
-    if source == "mmap" and (
-        not (aligned or pieced) or (repeated and not in_place and not changes)
-    ):
-        source, note = "read", "its layout in the file cannot be used in place"
+    changes = device.type != "cpu" or dtype != file_dtype or part is not None or pieced
     fills = mode == "copy" and is_blank(tensor)
-    computed = candidate.entry is None
-    owned = source == "read" or (not in_place and (changes or fills or computed or handled))
-    # Several chunks are no view of the map: they are put together in memory, or not at all.
-    owned = owned or (pieced and (not aligned or len(candidate.entry.chunks) > 1))  # type: ignore[union-attr]
-    fixed = options.dtype is not None or not tensor.is_meta
-    rivals = tuple(offers[1:])
-    return Step(
+    source, bad_layout = _source(candidate, options, network, changes, in_place, handled)
+    wants_memory = source == "read" or (not in_place and (changes or fills or handled))
+    step = Step(
         group,
         key,
         candidate,
-        rivals,
+        part,
+        tuple(candidates[1:]),
         mode,
         source,
+        "view",
         device,
         dtype,
-        fixed,
-        owned,
-        dense,
-        note,
-        handled,
+        dtype_is_fixed=options.dtype is not None or not tensor.is_meta,
+        handled=handled,
+        note="its layout in the file cannot be used in place" if bad_layout else note,
     )
+    return replace(step, route=_route(step, owned=wants_memory))
+
+
+def _route(step: Step, *, owned: bool) -> Route:
+    """Decide how the values get into memory, where `owned` says that they need new memory."""
+    entry = step.candidate.entry
+    if step.candidate.value is not None:
+        # A caller's tensor is never placed: what trains the model would write to it. One that the
+        # model's own code has seen may be, as long as it is the file's map, which is private.
+        mapped = entry is not None and not owned
+        return "view" if mapped or step.in_place else "compute"
+    assert entry is not None
+    pieced = is_pieced(entry)
+    dense, aligned = layout(entry)
+    # Several chunks are no view of the map: they are put together in memory, or not at all.
+    if not owned and not (pieced and (not aligned or len(entry.chunks) > 1)):
+        return "view"
+    if step.base is not None or (step.source == "read" and dense and entry.chunks):
+        return "read"
+    if pieced:
+        return "read" if step.source == "read" and is_readable(entry) else "fill"
+    return "copy"
+
+
+def untransformed(step: Step, path: str, *, own: bool) -> Step:
+    """Return the step as far as fetching the tensor as the source has it, on the host.
+
+    Args:
+        step: any step.
+        path: of the source, for errors.
+        own: whether it needs memory that no other tensor shares.
+    """
+    entry, value = step.entry, step.candidate.value
+    raw = replace(
+        step, dtype=candidate_dtype(step.candidate, path), device=torch.device("cpu"), base=None
+    )
+    if value is not None:
+        as_it_is = isinstance(value, torch.Tensor) and step.spans is None and not own
+        return replace(raw, route="view" if as_it_is else "compute")
+    owned = own or step.source == "read" or (entry is not None and is_pieced(entry))
+    return replace(raw, route=_route(raw, owned=owned))
+
+
+def _source(
+    candidate: Candidate,
+    options: Options,
+    network: bool,
+    changes: bool,
+    in_place: bool,
+    handled: bool,
+) -> tuple[Source, bool]:
+    """Decide where the bytes come from, and say whether it is their layout that decided."""
+    entry = candidate.entry
+    if entry is None:
+        return "memory", False
+    pieced = is_pieced(entry)
+    _, aligned = layout(entry)
+    if options.source != "auto":
+        source = options.source
+    else:
+        source = "read" if network or (changes and not in_place and not handled) else "mmap"
+    # The map of a misaligned storage is a copy of it: reading does without that copy.
+    repeated = repeats(entry.shape, entry.stride) and not pieced
+    unusable = not (aligned or pieced) or (repeated and not in_place and not changes)
+    return ("read", True) if source == "mmap" and unusable else (source, False)
+
+
+def _shard(group: Group, candidates: list[Candidate]) -> tuple[list[Candidate], Spans | None]:
+    """Restrict candidates to this rank's slice of a distributed tensor.
+
+    Returns:
+        The candidates, entries restricted to the slice's bytes; and the slice, where the first is a
+        whole tensor in memory.
+
+    Raises:
+        PlacementError: elements share their bytes in the file, or the tensor has no shards.
+    """
+    tensor = group.tensor
+    found: list[Candidate] = []
+    part: Spans | None = None
+    for candidate in candidates:
+        entry, value = candidate.entry, candidate.value
+        if value is not None:
+            if is_sharded(value):
+                _require_layout(group, value)
+                value = value._local_tensor
+            elif len(value.shape) == tensor.dim() and not found:
+                part = spans(tensor, group.fqn)
+            found.append(Candidate(candidate.key, None, value))
+            continue
+        assert entry is not None
+        if repeats(entry.shape, entry.stride):
+            raise PlacementError(
+                "elements share their bytes in the file, so that no rank's shard is a range of "
+                "them",
+                entry=group.fqn,
+                found=f"strides {list(entry.stride)}",
+                hint="Save a contiguous() tensor.",
+            )
+        found.append(Candidate(candidate.key, shard_of_entry(entry, tensor, group.fqn)))
+    return found, part
+
+
+def _require_layout(group: Group, value: torch.Tensor) -> None:
+    """Refuse a DTensor that is not laid out as the model's tensor."""
+    if layout_of(value) != layout_of(group.tensor):
+        raise PlacementError(
+            "the state dict has another layout than the model",
+            entry=group.fqn,
+            expected=layout_of(group.tensor) or "a plain tensor",
+            found=layout_of(value),
+            hint="Pass whole tensors and full_state_dict=True: each rank takes its own slice.",
+        )
+
+
+def _check_in_place(group: Group, device: torch.device, dtype: torch.dtype) -> None:
+    tensor = group.tensor
+    check_writable(group)
+    if (device, dtype) != (tensor.device, tensor.dtype):
+        raise PlacementError(
+            "cannot be copied in place, because its dtype or device would change",
+            entry=group.fqn,
+            expected=f"{tensor.dtype} on {tensor.device}",
+            found=f"{dtype} on {device} asked for",
+            hint='Load with mode="swap" or mode="auto".',
+        )
 
 
 def _mode(asked: AnyMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> Mode:
@@ -292,54 +264,46 @@ def _mode(asked: AnyMode, tensor: torch.Tensor, device: torch.device, dtype: tor
     stays = not is_blank(tensor) and (device, dtype) == (tensor.device, tensor.dtype)
     if stays and not handles(type(tensor), torch.Tensor):
         return "copy"
-    return "swap"  # unless `settle` finds somebody in the way
+    return "swap"  # unless somebody is in the way
 
 
 def _as_entry(group: Group, key: str, candidate: Candidate) -> TensorEntry:
-    """What a device or dtype rule gets to see: the entry, under the model's name."""
+    """Return what a device or dtype rule gets to see: the entry, under the model's name."""
     if candidate.entry is not None:
         return replace(candidate.entry, key=key) if candidate.entry.key != key else candidate.entry
     return entry_like(key, group)
 
 
-def layout(entry: TensorEntry | None) -> tuple[bool, bool, bool]:
-    """How an entry lies in its file: (dense, repeated, aligned).
+def candidate_dtype(candidate: Candidate, path: str) -> torch.dtype:
+    """Return the dtype in which the source has the values."""
+    if candidate.value is not None:
+        return candidate.value.dtype
+    assert candidate.entry is not None
+    return dtype_of(candidate.entry, path)
 
-    Dense is one run without gaps or repetitions; repeated, elements that share their bytes;
-    aligned, an offset that is a multiple of the item size.
+
+def layout(entry: TensorEntry) -> tuple[bool, bool]:
+    """Say how an entry lies in its file: (dense, aligned).
+
+    Dense is one run without gaps or repetitions; aligned, offsets that are multiples of the item
+    size.
     """
-    if entry is None or not entry.chunks:
-        return True, False, True
-    if is_pieced(entry):
-        return False, False, all(c.offset % entry.itemsize == 0 for c in entry.chunks)
+    aligned = all(chunk.offset % entry.itemsize == 0 for chunk in entry.chunks)
+    if not entry.chunks or is_pieced(entry):
+        return not entry.chunks, aligned
     span = sum(chunk.nbytes for chunk in entry.chunks)
-    repeated = repeats(entry.shape, entry.stride)
-    aligned = entry.chunks[0].offset % entry.itemsize == 0
-    return span == entry.nbytes and not repeated, repeated, aligned
+    return span == entry.nbytes and not repeats(entry.shape, entry.stride), aligned
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The run of a file that several tensors look into, as one vector.
-
-    Attributes:
-        entry: that vector.
-        first: whether it is counted with this tensor.
-    """
-
-    entry: TensorEntry
-    first: bool
-
-    def view(self, vector: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-        """The tensor of `entry` as a view of the vector."""
-        offset = entry.chunks[0].offset - self.entry.chunks[0].offset
-        return vector.as_strided(entry.shape, entry.stride, offset // entry.itemsize)
+# ---- tensors that share memory
 
 
-def share(steps: Sequence[Step]) -> list[Step]:
+def _share(steps: Sequence[Step]) -> list[Step]:
     """Let tensors that share memory in the model and in the file do so after the load.
 
-    Those that a rule sends to another device or dtype than the first are copies; a note says so.
+    Two parameters that only the file stores together are not among them: the model keeps them
+    apart, and over one memory they would train each other. Those that a rule sends to another
+    device or dtype than the first are copies; a note says so.
     """
     aliased = Counter(step.entry.storage for step in steps if step.entry and step.entry.chunks)
     sets: dict[object, list[Step]] = {}
@@ -354,7 +318,7 @@ def share(steps: Sequence[Step]) -> list[Step]:
 
 
 def _memory(step: Step) -> object:
-    """What steps have in common that look into one memory in the same way in model and file."""
+    """Return what steps have in common that look into one memory alike in model and file."""
     entry, tensor = step.entry, step.group.tensor
     if entry is None or len(entry.chunks) != 1 or step.in_place or step.handled:
         return None
@@ -371,21 +335,22 @@ def _memory(step: Step) -> object:
 
 
 def _together(steps: Sequence[Step]) -> Iterator[tuple[int, Step]]:
-    parts: dict[object, list[Step]] = {}
+    alike: dict[object, list[Step]] = {}
     for step in steps:
-        parts.setdefault((step.device, step.dtype), []).append(step)
+        alike.setdefault((step.device, step.dtype), []).append(step)
     first = steps[0]
-    for part in parts.values():
-        entry = _span(part)
-        owned = any(step.owned for step in part)
-        for step in part:
+    for members in alike.values():
+        entry = _span(members)
+        owned = any(step.owned for step in members)
+        for step in members:
             note = step.note
             if step.device != first.device:
                 note = f"a copy: {first.key!r}, whose memory it shared, goes to {first.device}"
             elif step.dtype != first.dtype:
                 note = f"a copy: {first.key!r}, whose memory it shared, becomes {first.dtype}"
-            base = Base(entry, step is part[0]) if len(part) > 1 else None
-            yield id(step), replace(step, base=base, owned=owned, note=note)
+            base = Base(entry, step is members[0]) if len(members) > 1 else None
+            changed = replace(step, base=base, note=note)
+            yield id(step), replace(changed, route=_route(changed, owned=owned))
 
 
 def _span(steps: Sequence[Step]) -> TensorEntry:
@@ -398,7 +363,7 @@ def _span(steps: Sequence[Step]) -> TensorEntry:
     return replace(entries[0], shape=shape, stride=(1,), nbytes=nbytes, chunks=(chunk,))
 
 
-def unshare(steps: Sequence[Step]) -> Iterator[Step]:
+def _unshare(steps: Sequence[Step]) -> list[Step]:
     """Give mapped tensors that overlap in the file memory of their own, all but the first.
 
     Not those that share memory in the model too.
@@ -406,10 +371,10 @@ def unshare(steps: Sequence[Step]) -> Iterator[Step]:
     end: dict[str, int] = {}
     changed: dict[int, Step] = {}
     mapped = [
-        (step.entry.chunks[0], step)
+        (step.candidate.entry.chunks[0], step)
         for step in steps
-        if step.entry
-        and step.entry.chunks
+        if step.candidate.entry
+        and step.candidate.entry.chunks
         and not step.owned
         and not step.in_place
         and (step.base is None or step.base.first)
@@ -417,75 +382,48 @@ def unshare(steps: Sequence[Step]) -> Iterator[Step]:
     for chunk, step in sorted(mapped, key=lambda item: (item[0].file, item[0].offset)):
         if chunk.offset < end.get(chunk.file, 0) and step.base is None:
             note = "shares bytes with another key of the file, which the model does not tie"
-            changed[id(step)] = replace(step, source="read", owned=True, note=note)
+            own = replace(step, source="read", note=note)
+            changed[id(step)] = replace(own, route=_route(own, owned=True))
         else:
             reach = step.base.entry.chunks[0] if step.base else chunk
             end[chunk.file] = max(end.get(chunk.file, 0), reach.offset + reach.nbytes)
-    return (changed.get(id(step), step) for step in steps)
+    return [changed.get(id(step), step) for step in steps]
 
 
-_RELEASE = (
-    'Release what holds it (swap.preflight lists all of it), or load with mode="auto", which '
-    "takes for each tensor a way that keeps the references."
-)
+# ---- where the plan meets live modules: who is in the way, and what a class has to say
 
 
-def settle(steps: Iterable[Step], asked: AnyMode) -> Iterator[Step]:
-    """Check everything that is to be swapped; say no, or find another way for each tensor.
+def _settle_modes(steps: list[Step], asked: AnyMode) -> list[Step]:
+    """Check everything that is to be swapped; refuse, or find another mode for each tensor.
 
     Raises:
         PlacementError: with ``mode="swap"``, a tensor that cannot be swapped; in any mode, one
             for which no way keeps what holds it.
     """
-    steps = list(steps)
     swapped = [step for step in steps if step.mode == "swap"]
     for step in steps:
         if step.mode == "swap" or (step.mode == "copy" and not step.in_place):
             _require_handler(step)
-    found = find([step.group for step in swapped])
+    found = blocked_by([step.group for step in swapped])
     if found and asked == "swap":
         raise refusal(found, hint=_RELEASE)
     blocked = {item.key: item for item in found}
-    for step in steps:
-        if step.mode == "swap":
-            step = _fallback(step, blocked.get(step.group.fqn))
-        yield step
+    return [
+        _fallback(step, blocked.get(step.group.fqn)) if step.mode == "swap" else step
+        for step in steps
+    ]
 
 
-def apply(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.Tensor]:
-    """Ask the handler, or the class itself, what is to be placed.
+def swapped(step: Step) -> Step:
+    """Return the step with a swap in place of a copy: a transform made a subclass of its own.
 
     Raises:
-        PlacementError: what it made cannot be placed.
+        PlacementError: the tensor cannot be swapped.
     """
-    destination = step.group.tensor
-    assign = step.mode == "assign" or destination.is_meta
-    try:
-        made = handlers.apply(destination, source, assign=assign)
-    except PlacementError as error:
-        raise PlacementError(error.reason, file=path, entry=step.key) from error
-    if step.in_place and not is_plain(made) and not step.handled:
-        # Found out only now: a transform returned a subclass for a plain, live tensor.
-        found = find([step.group])
-        if found:
-            raise refusal(found, hint=_RELEASE)
-        step = replace(step, mode="swap")
-    slots = _slots(made), _slots(destination)
-    if step.mode == "swap" and not is_plain(made) and slots[0] != slots[1]:
-        raise PlacementError(
-            "a handler returned a class whose slots differ from those of the model's tensor, "
-            "so that the two cannot be exchanged",
-            file=path,
-            entry=step.key,
-            expected=f"{type(destination).__name__} with slots {sorted(slots[1])}",
-            found=f"{type(made).__name__} with slots {sorted(slots[0])}",
-            hint='Load with mode="assign".',
-        )
-    return step, made
-
-
-def _slots(tensor: torch.Tensor) -> set[str]:
-    return set(copyreg._slotnames(type(tensor)))  # type: ignore[attr-defined]
+    found = blocked_by([step.group])
+    if found:
+        raise refusal(found, hint=_RELEASE)
+    return replace(step, mode="swap")
 
 
 def _require_handler(step: Step) -> None:
@@ -502,31 +440,31 @@ def _require_handler(step: Step) -> None:
 
 
 def _fallback(step: Step, blocker: Blocker | None) -> Step:
-    """The step as it will be done, with a word about what is lost."""
+    """Return the step as it will be done, with a note about what is lost."""
     tensor = step.group.tensor
     if is_lazy(tensor):
         return step
     stays = (step.device, step.dtype) == (tensor.device, tensor.dtype)
     notes = [] if step.note is None else [step.note]
     if blocker is not None:
-        held = f" (held by {'; '.join(blocker.holders)})" if blocker.holders else ""
-        why = f"{blocker.reason}{held}"
+        holders = f" (held by {'; '.join(blocker.holders)})" if blocker.holders else ""
+        why = f"{blocker.reason}{holders}"
         if tensor.is_meta or (step.handled and not stays):
             step, way = replace(step, mode="assign"), f"assigned, not swapped: {why}"
         elif step.handled or stays:
             step, way = replace(step, mode="copy"), f"copied in place, not swapped: {why}"
+        elif Hold.REDUCER in blocker.kinds:
+            raise PlacementError(
+                "cannot change its dtype or device inside DistributedDataParallel, whose hooks "
+                "would no longer see its gradient",
+                entry=step.group.fqn,
+                expected=f"{tensor.dtype} on {tensor.device}",
+                found=f"{step.dtype} on {step.device} asked for",
+                hint="Load before wrapping the module, or keep its dtype and device.",
+            )
         else:
-            if REDUCER in blocker.holders:
-                raise PlacementError(
-                    "cannot change its dtype or device inside DistributedDataParallel, whose hooks "
-                    "would no longer see its gradient",
-                    entry=step.group.fqn,
-                    expected=f"{tensor.dtype} on {tensor.device}",
-                    found=f"{step.dtype} on {step.device} asked for",
-                    hint="Load before wrapping the module, or keep its dtype and device.",
-                )
             way = f"content set through .data, not exchanged: {why}"
-            if "memory" in blocker.reason or "view" in blocker.reason:
+            if blocker.kinds & {Hold.VIEW, Hold.MEMORY}:
                 way += "; what shares its memory keeps the old values"
         notes.append(way)
     if step.mode == "swap" and not step.handled and not stays and not tensor.is_meta:
@@ -535,22 +473,3 @@ def _fallback(step: Step, blocker: Blocker | None) -> Step:
             name = str(grad.dtype).removeprefix("torch.")
             notes.append(f"its .grad is dropped: it is {name} on {grad.device}")
     return replace(step, note="; ".join(notes) or None) if notes else step
-
-
-def shard_of_offer(group: Group, offer: Candidate) -> Candidate:
-    """The part of an offer that belongs to this rank's shard of a distributed tensor.
-
-    Raises:
-        PlacementError: elements share their bytes in the file, or the tensor has no shards.
-    """
-    if offer.entry is None:
-        assert offer.value is not None
-        return Candidate(offer.key, None, shard_of_value(offer.value, group.tensor, group.fqn))
-    if repeats(offer.entry.shape, offer.entry.stride):
-        raise PlacementError(
-            "elements share their bytes in the file, so that no rank's part is a range of them",
-            entry=group.fqn,
-            found=f"strides {list(offer.entry.stride)}",
-            hint="Save a contiguous() tensor.",
-        )
-    return Candidate(offer.key, shard_of_entry(offer.entry, group.tensor, group.fqn))

@@ -1,166 +1,215 @@
-"""Turns the steps of a plan into tensors, through the transfer engine; places nothing."""
+"""Turns the steps of a plan into tensors, by their routes; places nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import copyreg
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
 
-from torchlift._checkpoint import MappedViews, dtype_of
 from torchlift._model.commit import is_plain
-from torchlift._model.dtensor import dressed, is_sharded, undressed
-from torchlift._model.handlers import handles
+from torchlift._model.dtensor import dressed as wrap
+from torchlift._model.dtensor import everything, is_sharded, local_shape
+from torchlift._model.dtensor import undressed as unwrap
+from torchlift._model.handlers import apply, handles
 from torchlift._model.slots import is_lazy
-from torchlift._plan.decide import Step, apply
+from torchlift._plan.decide import candidate_dtype, layout, swapped, untransformed
 from torchlift._plan.hooks import same_bits
-from torchlift._plan.match import Candidate
+from torchlift._plan.sources import Origin, whole_copy
+from torchlift._plan.steps import Advance, Candidate, Copy, Sent, Step, Transform
 from torchlift._system import trim
-from torchlift._transfer import read as transfer
 from torchlift._transfer.pages import allocate
-from torchlift._transfer.read import is_readable, requests_for
+from torchlift._transfer.read import BUDGET, Request, read, requests_for
 from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import is_pieced
 
-Transform = Callable[[str, torch.Tensor], torch.Tensor]
-Advance = Callable[[int], object]
-
 #: Bytes of untransformed tensors in memory at a time; the rest of the budget is for staging.
-_BATCH = transfer.BUDGET // 4
+_BATCH = BUDGET // 4
+
+#: A step and the tensor that is to be placed for it; what rank 0 sends may be copied in place.
+Fetched = tuple[Step, torch.Tensor | Sent]
 
 
-def prepare(
-    steps: Sequence[Step], views: MappedViews, transform: Transform | None, advance: Advance
-) -> Iterator[tuple[Step, torch.Tensor]]:
-    """Yield each step with the tensor that will be placed; read in as few rounds as possible."""
-    path = views.index.path
+def fetch(
+    steps: Sequence[Step], origin: Origin, transform: Transform | None, advance: Advance
+) -> list[Fetched]:
+    """Return each step with the tensor that will be placed; read in as few rounds as possible.
+
+    Raises:
+        MismatchError: two tied names have different values, or a transform made another shape.
+        PlacementError: a value cannot be cast, or a transform or handler made one that cannot be
+            placed.
+        IntegrityError: a file changed or could not be read.
+    """
+    path = origin.path
     for step in steps:
-        _check_rivals(step, views)
+        _check_ties(step, origin)
         if transform is None:
-            _check_cast(step, _file_dtype(step, path), path)
-    if transform is None:
-        plain = [step for step in steps if not step.handled]
-        for step, tensor in zip(plain, _fetch(plain, views, advance), strict=True):
-            yield step, _worn(step, _fitted(step, tensor))
-        steps = [step for step in steps if step.handled]
-    own = _overlapping(steps)
-    for batch in _batches(steps):
-        raw_steps = [step.untransformed(path) for step in batch]
-        raw_steps = [replace(s, owned=True) if s.key in own else s for s in raw_steps]
+            _check_cast(step, candidate_dtype(step.candidate, path), path)
+    plain = [step for step in steps if transform is None and not step.handled]
+    found: list[Fetched] = []
+    for step, value in zip(plain, _fetch(plain, origin, advance), strict=True):
+        if isinstance(value, torch.Tensor):
+            value = _wrapped(step, _without_old_scalar(step, value))
+        found.append((step, value))
+    rest = [step for step in steps if transform is not None or step.handled]
+    own = _overlapping(rest)
+    # All ranks fill together: how many tensors one of them has must not count.
+    for batch in [rest] if origin.collective else _batches(rest):
+        raw_steps = [untransformed(step, path, own=step.key in own) for step in batch]
         # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
-        raw = _fetch(raw_steps, views, lambda _: None)
+        raw = _fetch(raw_steps, origin, lambda _: None)
         for step in batch:
-            yield _placeable(step, transform, raw.pop(0), path)
+            tensor = raw.pop(0)
+            assert isinstance(tensor, torch.Tensor)
+            found.append(_made(step, transform, tensor, path))
             advance(step.span if step.owned else 0)
         trim()  # what a transform or a handler took and freed
+    return found
 
 
-def _fetch(steps: Sequence[Step], views: MappedViews, advance: Advance) -> list[torch.Tensor]:
-    """The tensors of the steps: mapped, copied out of the map, or read in one parallel transfer."""
-    tensors: list[torch.Tensor] = []
-    requests: list[transfer.Request] = []
+def _fetch(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[torch.Tensor | Sent]:
+    """Return the tensors of the steps, each by its route."""
+    tensors: list[torch.Tensor | Sent] = []
+    requests: list[Request] = []
+    copies: list[Copy] = []
     bases: dict[object, torch.Tensor] = {}
     for step in steps:
-        entry = step.entry
-        if entry is None:
-            tensors.append(_computed(step))
-        elif not step.owned:
-            tensors.append(views.view(entry))
-        elif step.base is not None:
+        entry, value = step.candidate.entry, step.candidate.value
+        if step.route == "compute":
+            assert value is not None
+            copies.append(_copy(step, value))
+            tensors.append(copies[-1].target)
+            continue
+        if step.route == "view":
+            kept = value.detach() if isinstance(value, torch.Tensor) else value
+            tensors.append(origin.tensor(step.candidate) if kept is None else kept)
+            continue
+        assert entry is not None
+        dtype = candidate_dtype(step.candidate, origin.path)
+        if step.route == "read" and step.base is not None:
             key = (step.base.entry.storage, step.base.entry.chunks, step.dtype, step.device)
             if key not in bases:
-                bases[key], request = _request(step, step.base.entry, views)
+                bases[key], request = _request(step, step.base.entry, dtype)
                 requests.append(request)
             tensors.append(step.base.view(bases[key], entry))
-        elif step.source == "read" and step.dense and entry.chunks:
-            tensor, request = _request(step, entry, views)
+        elif step.route == "read" and not is_pieced(entry):
+            tensor, request = _request(step, entry, dtype)
             tensors.append(tensor)
             requests.append(request)
-        elif is_pieced(entry):
-            flat = allocate(entry.numel, step.dtype, step.host_or_device)
+        elif step.route == "read":
+            flat = allocate(entry.numel, step.dtype, step.memory)
             tensors.append(flat.view(entry.shape))
-            if step.source == "read" and is_readable(entry):
-                dtype = _file_dtype(step, views.index.path)
-                requests += requests_for(entry, flat, dtype, fresh=True)
-            else:
-                views.fill(tensors[-1], entry)
-                advance(step.span)
+            requests += requests_for(entry, flat, dtype, fresh=True)
+        elif step.route == "fill":
+            target = allocate(entry.numel, step.dtype, step.memory).view(entry.shape)
+            tensors.append(origin.views.fill(target, entry))
+            advance(step.span)
         else:
-            view = views.view(entry)
-            flat = allocate(view.numel(), step.dtype, step.host_or_device)
-            shaped = (
-                flat.as_strided(view.shape, view.stride()) if step.dense else flat.view_as(view)
-            )
+            view = origin.tensor(step.candidate)
+            flat = allocate(view.numel(), step.dtype, step.memory)
+            dense, _ = layout(entry)
+            shaped = flat.as_strided(view.shape, view.stride()) if dense else flat.view_as(view)
             tensors.append(shaped.copy_(view))
             advance(step.span)
-    transfer.read(requests, views.files, advance=advance)
+    if requests:
+        read(requests, origin.views.files, advance=advance)
+    if copies or origin.collective:
+        origin.fill(copies)
     return tensors
 
 
-def _computed(step: Step) -> torch.Tensor:
-    """A value that a hook made, in memory that nothing else uses: it may be a slice of the map."""
-    value = step.candidate.value
-    assert value is not None
-    if not step.owned:
-        return value.detach()
-    return value.detach().to(step.host_or_device, step.dtype, copy=True)
+def _copy(step: Step, value: torch.Tensor | Sent) -> Copy:
+    """Return a copy of a value in memory, or of this rank's slice of it, into new memory."""
+    if step.spans is None and isinstance(value, torch.Tensor):  # its strides are kept
+        made = torch.empty_like(value, dtype=step.dtype, device=step.memory, requires_grad=False)
+        return whole_copy(value, made)
+    spans = everything(value.shape) if step.spans is None else step.spans
+    made = torch.empty(local_shape(spans), dtype=step.dtype, device=step.memory)
+    return Copy(value, made, spans)
 
 
-def _request(
-    step: Step, entry: TensorEntry, views: MappedViews
-) -> tuple[torch.Tensor, transfer.Request]:
+def _request(step: Step, entry: TensorEntry, dtype: torch.dtype) -> tuple[torch.Tensor, Request]:
     (chunk,) = entry.chunks
-    flat = allocate(entry.numel, step.dtype, step.host_or_device)
-    file_dtype = _file_dtype(step, views.index.path)
-    request = transfer.Request(chunk.file, chunk.offset, chunk.nbytes, flat, file_dtype, fresh=True)
+    flat = allocate(entry.numel, step.dtype, step.memory)
+    request = Request(chunk.file, chunk.offset, chunk.nbytes, flat, dtype, fresh=True)
     # Dense, so the file's own order of the dimensions fits the same number of elements.
     return flat.as_strided(entry.shape, entry.stride), request
 
 
-def _worn(step: Step, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as it will be placed: a DTensor's successor, where a new one is to be made."""
+def _wrapped(step: Step, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as it will be placed: of a DTensor that is to be new, the whole of it."""
     like = step.group.tensor
-    return dressed(like, tensor) if is_sharded(like) and not step.in_place else tensor
+    return wrap(like, tensor) if is_sharded(like) and not step.in_place else tensor
 
 
 def _batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
     batch: list[Step] = []
     size = 0
     for step in steps:
-        nbytes = step.entry.nbytes if step.entry else 0
-        if batch and size + nbytes > _BATCH:
+        if batch and size + step.candidate.nbytes > _BATCH:
             yield batch
             batch, size = [], 0
         batch.append(step)
-        size += nbytes
+        size += step.candidate.nbytes
     if batch:
         yield batch
 
 
-def _placeable(
-    step: Step, transform: Transform | None, raw: torch.Tensor, path: str
-) -> tuple[Step, torch.Tensor]:
-    """What a transform and the class of the model's tensor make of one tensor of the checkpoint."""
+def _made(step: Step, transform: Transform | None, raw: torch.Tensor, path: str) -> Fetched:
+    """Return what a transform and the class of the model's tensor make of one tensor."""
     like = step.group.tensor
     if is_sharded(like) and not step.handled:
         # A transform sees one tensor of the model, so that what it computes means the same on any
-        # mesh: a DTensor, whose local shard is all that was read.
+        # mesh: a DTensor, whose local tensor is all that was read.
         assert transform is not None
-        whole = _transformed(step, transform, dressed(like, raw), path)
-        local = undressed(whole, like, step.key).contiguous()
-        return step, _worn(step, _settled(step, local, path))
+        whole = _transformed(step, transform, wrap(like, raw), path)
+        local = unwrap(whole, like, step.key).contiguous()
+        return step, _wrapped(step, _cast(step, local, path))
     made = raw if transform is None else _transformed(step, transform, raw, path)
-    if step.handled or handles(type(step.group.tensor), type(made)):
-        step, made = apply(step, made, path)
+    if step.handled or handles(type(like), type(made)):
+        step, made = _handled(step, made, path)
         if not is_plain(made):
             return step, made if made.device == step.device else made.to(step.device)
-    return step, _settled(step, made, path)
+    return step, _cast(step, made, path)
 
 
-def _settled(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
-    """What a transform made, with the dtype and on the device that it is to have."""
+def _handled(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.Tensor]:
+    """Ask the handler, or the class itself, what is to be placed.
+
+    Raises:
+        PlacementError: what it made cannot be placed.
+    """
+    destination = step.group.tensor
+    try:
+        made = apply(destination, source, assign=step.mode == "assign" or destination.is_meta)
+    except PlacementError as error:
+        raise PlacementError(error.reason, file=path, entry=step.key) from error
+    if step.in_place and not is_plain(made) and not step.handled:
+        # Found out only now: a transform returned a subclass for a plain, live tensor.
+        step = swapped(step)
+    slots = _slots(made), _slots(destination)
+    if step.mode == "swap" and not is_plain(made) and slots[0] != slots[1]:
+        raise PlacementError(
+            "a handler returned a class whose slots differ from those of the model's tensor, "
+            "so that the two cannot be exchanged",
+            file=path,
+            entry=step.key,
+            expected=f"{type(destination).__name__} with slots {sorted(slots[1])}",
+            found=f"{type(made).__name__} with slots {sorted(slots[0])}",
+            hint='Load with mode="assign".',
+        )
+    return step, made
+
+
+def _slots(tensor: torch.Tensor) -> set[str]:
+    return set(copyreg._slotnames(type(tensor)))  # type: ignore[attr-defined]
+
+
+def _cast(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
+    """Return what a transform made, with the dtype and on the device that it is to have."""
     if step.in_place:
         _check_cast(step, made.dtype, path)
         return made.detach()
@@ -182,7 +231,7 @@ def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str)
             expected="a dense tensor with values",
             found=f"{made.layout}, {made.dtype}, on {made.device}",
         )
-    made = _fitted(step, made)
+    made = _without_old_scalar(step, made)
     if not is_lazy(step.group.tensor) and made.shape != step.group.tensor.shape:
         raise MismatchError(
             "transform returned another shape than the model has",
@@ -194,19 +243,10 @@ def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str)
     return made
 
 
-def _fitted(step: Step, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, without the dimension that torch < 0.4 gave to scalars."""
-    scalar = (
-        not is_lazy(step.group.tensor) and step.group.tensor.dim() == 0 and tensor.shape == (1,)
-    )
-    return tensor.view(()) if scalar else tensor
-
-
-def _file_dtype(step: Step, path: str) -> torch.dtype:
-    if step.entry is not None:
-        return dtype_of(step.entry, path)
-    assert step.candidate.value is not None
-    return step.candidate.value.dtype
+def _without_old_scalar(step: Step, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without the dimension that torch < 0.4 gave to scalars."""
+    like = step.group.tensor
+    return tensor.view(()) if not is_lazy(like) and like.dim() == 0 == tensor.dim() - 1 else tensor
 
 
 def _check_cast(step: Step, dtype: torch.dtype, path: str) -> None:
@@ -242,7 +282,7 @@ def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _overlapping(steps: Sequence[Step]) -> set[str]:
-    """Keys whose bytes in the file are partly those of another key.
+    """Return the keys whose bytes in the file are partly those of another key.
 
     A transform may write to what it gets. Two views of one map would each see what became of the
     other, depending on the order.
@@ -258,39 +298,36 @@ def _overlapping(steps: Sequence[Step]) -> set[str]:
     return found
 
 
-def _check_rivals(step: Step, views: MappedViews) -> None:
-    """Two names of one tensor may both be in the file, but only with the same values."""
-    for rival in step.rivals:
-        if not _same_bytes(step.candidate, rival, views):
+def _check_ties(step: Step, origin: Origin) -> None:
+    """Refuse two names of one tensor that have different values in the source."""
+    for other in step.alternatives:
+        if not _same_values(step.candidate, other, origin):
             raise MismatchError(
                 "the model ties two keys that have different values in the checkpoint",
-                file=views.index.path,
+                file=origin.path,
                 entry=step.candidate.key,
-                expected=f"the values of {rival.key!r}: {_glimpse(rival, views)}",
-                found=_glimpse(step.candidate, views),
+                expected=f"the values of {other.key!r}: {_summary(other, origin)}",
+                found=_summary(step.candidate, origin),
                 hint="Pass rename= to drop the one that is wrong, or untie the model.",
             )
 
 
-def _same_bytes(one: Candidate, two: Candidate, views: MappedViews) -> bool:
+def _same_values(one: Candidate, two: Candidate, origin: Origin) -> bool:
     a, b = one.entry, two.entry
     if a is not None and b is not None:
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
         if a.chunks == b.chunks and a.stride == b.stride:
             return True
-    left, right = _tensor(one, views), _tensor(two, views)
-    return same_bits(left, right)
+    if one.value is not None and (one.value is two.value or origin.collective):
+        return True
+    left, right = origin.tensor(one), origin.tensor(two)
+    if left.data_ptr() == right.data_ptr() and left.stride() == right.stride():
+        return True
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and same_bits(left, right)
 
 
-def _tensor(candidate: Candidate, views: MappedViews) -> torch.Tensor:
-    if candidate.entry is not None:
-        return views.view(candidate.entry)
-    assert candidate.value is not None
-    return candidate.value
-
-
-def _glimpse(candidate: Candidate, views: MappedViews) -> str:
-    tensor = _tensor(candidate, views)
+def _summary(candidate: Candidate, origin: Origin) -> str:
+    tensor = origin.tensor(candidate)
     first = ", ".join(f"{value:.4g}" for value in tensor.flatten()[:3].tolist())
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} [{first}, ...]"
+    return f"{candidate.dtype} {list(tensor.shape)} [{first}, ...]"

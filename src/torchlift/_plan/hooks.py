@@ -10,10 +10,8 @@ stand-in of the module, so that what it decides becomes part of the plan.
 from __future__ import annotations
 
 import bisect
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,15 +22,14 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 
-from torchlift._checkpoint import MappedViews
-from torchlift._model.commit import is_plain
+from torchlift._model.commit import is_plain, is_wrapper
 from torchlift._model.devices import ordinary_tensors
 from torchlift._model.fsdp import is_fsdp
-from torchlift._model.slots import is_lazy, modules_of, walk
-from torchlift._plan.match import Candidate
+from torchlift._model.slots import ModuleTree, is_lazy
+from torchlift._plan.sources import Origin
+from torchlift._plan.steps import Candidate
 from torchlift._skeleton.recording import version_of
 from torchlift.errors import MismatchError, PlacementError
-from torchlift.formats import Index, TensorEntry
 from torchlift.formats.index import Leaf
 
 _EXTRA = "_extra_state"
@@ -43,58 +40,63 @@ class Outcome:
     """What the modules' code decided.
 
     Attributes:
-        candidates: name in the model -> value on offer, after all hooks.
-        silent: names of the model that get nothing and are not to be called missing.
+        candidates: name in the model -> what there is for it, after all hooks.
+        excused: names of the model that get nothing and are not to be called missing.
         missing, unexpected: names that the code itself reported.
         attributes: (module, name, value) that an override set besides its tensors.
         extra: (module, state) for `set_extra_state`.
     """
 
     candidates: dict[str, Candidate] = field(default_factory=dict)
-    silent: set[str] = field(default_factory=set)
+    excused: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     attributes: list[tuple[nn.Module, str, object]] = field(default_factory=list)
     extra: list[tuple[nn.Module, object]] = field(default_factory=list)
 
 
+def hooked_modules(tree: ModuleTree, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    """Return (prefix, module) of every module with loading code of its own for these names."""
+    known = set(names)
+    return [(prefix, module) for prefix, module in tree.paths if _has_code(module, prefix, known)]
+
+
 def run_hooks(
-    model: nn.Module,
-    index: Index,
+    modules: Sequence[tuple[str, nn.Module]],
+    origin: Origin,
     names: Mapping[str, str],
     objects: Mapping[str, str],
+    like: Mapping[str, torch.Tensor],
     strict: bool,
-) -> Outcome | None:
-    """Run the loading code of every module that has some, as `load_state_dict` would.
+) -> Outcome:
+    """Run the loading code of modules, as `load_state_dict` would.
+
+    What lies under the prefix of such a module counts as seen by its code, which may have written
+    to it: its values are those of this run. Everything else is left alone.
 
     Args:
-        model: the module; its parameters and buffers are not changed.
-        index: the checkpoint.
-        names: key of a tensor in the checkpoint -> its name in the model.
+        modules: of `hooked_modules`; their parameters and buffers are not changed.
+        origin: where the values come from.
+        names: key of a tensor in the source -> its name in the model.
         objects: the same for leaves that are not tensors.
+        like: name -> tensor of the model.
         strict: passed on to the code.
-
-    Returns:
-        None when no module has code of its own: then names alone decide.
     """
-    offered = set(names.values())
-    modules = [
-        (prefix, module) for prefix, module in walk(model) if _has_code(module, prefix, offered)
-    ]
-    if not modules:
-        return None
-    with ordinary_tensors(), closing(_Run(index, names, objects, strict)) as run:
+    run = _Run(origin, names, objects, strict)
+    prefixes = tuple(prefix for prefix, _ in modules)
+    with ordinary_tensors():
+        run.look_at(prefixes, names, objects, like)
         for prefix, module in modules:
             run.visit(prefix, module)
         return run.finish()
 
 
-def _has_code(module: nn.Module, prefix: str, offered: set[str]) -> bool:
+def _has_code(module: nn.Module, prefix: str, names: set[str]) -> bool:
     hooks = module._load_state_dict_pre_hooks
     hooked = bool(hooks) and not all(is_fsdp(h) or _is_lazy_hook(h) for h in hooks.values())
     if type(module)._load_from_state_dict is _NormBase._load_from_state_dict:
         # Batch norm adds a counter to files of torch < 0.4.1, and otherwise loads as any module.
-        own = prefix + "num_batches_tracked" not in offered
+        own = prefix + "num_batches_tracked" not in names
     else:
         own = _overrides_load(module)
     return own or _takes_extra(module) or hooked
@@ -111,33 +113,44 @@ def _is_lazy_hook(hook: Any) -> bool:
 
 
 class _Run:
-    """A state dict of mapped tensors on its way through the modules."""
+    """A state dict on its way through the modules."""
 
     def __init__(
-        self,
-        index: Index,
-        names: Mapping[str, str],
-        objects: Mapping[str, str],
-        strict: bool,
+        self, origin: Origin, names: Mapping[str, str], objects: Mapping[str, str], strict: bool
     ) -> None:
-        self.index = index
+        self.origin = origin
         self.strict = strict
-        self.views = MappedViews(index)
-        self.written = Written(index)
-        self.templates = templates_by_name(index, {**names, **objects})
+        self.templates = _templates_by_name(origin.templates, {**names, **objects})
         self.outcome = Outcome()
         self.state: dict[str, Any] = {}
-        self.origin: dict[tuple[object, ...], tuple[str, int]] = {}
+        self.known: dict[tuple[object, ...], tuple[Candidate, torch.Tensor, int]] = {}
         self.versions: dict[str, Mapping[str, object]] = {}
+        self.order: list[str] = []
+
+    def look_at(
+        self,
+        prefixes: tuple[str, ...],
+        names: Mapping[str, str],
+        objects: Mapping[str, str],
+        like: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Take in what lies under the prefixes; the rest goes straight into the outcome."""
         for key, name in names.items():
-            view = self.views.view(index.entries[key])
-            self.state[name] = view
-            self.origin[_identity(view)] = (key, view._version)
+            candidate = self.origin.candidates[key]
+            if name.startswith(prefixes):
+                value = self.origin.tensor(candidate, like.get(name))
+                self.state[name] = value
+                self.known[_identity(value)] = candidate, value, version_of(value)
+            else:
+                self.outcome.candidates[name] = candidate
             old, new = key.rpartition(".")[0], name.rpartition(".")[0]
-            if old in index.module_versions:
-                self.versions[new] = index.module_versions[old]
+            if old in self.origin.versions:
+                self.versions[new] = self.origin.versions[old]
         for key, name in objects.items():
-            self.state[name] = index.objects[key]
+            if name.startswith(prefixes):
+                self.state[name] = self.origin.objects[key]
+            else:
+                self.outcome.unexpected.append(name)
         self.order = sorted(self.state)
 
     def visit(self, prefix: str, module: nn.Module) -> None:
@@ -170,7 +183,7 @@ class _Run:
         if _takes_extra(module):
             object.__setattr__(stand_in, "set_extra_state", extras.append)
         # Strict in any case: torch's own code lists no missing name otherwise, and a name that is
-        # not listed counts as settled. What becomes of the lists is for the plan to say.
+        # not listed counts as accepted. What becomes of the lists is for the plan to say.
         with DataTaken() as taken:
             stand_in._load_from_state_dict(
                 local, prefix, metadata, True, missing, unexpected, errors
@@ -180,22 +193,22 @@ class _Run:
         self.outcome.extra += [(module, state) for state in extras]
         for name, tensor in tensors_of(stand_in):
             full = prefix + name
-            old, offered = before.get(name), local.get(full)
+            old, given = before.get(name), local.get(full)
             changed = old is None or old.is_changed(tensor)
             if old is not None:
-                taken.require_memory(old, tensor, full, self.index.path)
+                taken.require_memory(old, tensor, full, self.origin.path)
             if changed:
                 self.outcome.candidates[full] = self._candidate(full, tensor.detach())
-            elif isinstance(offered, torch.Tensor) and offered.shape != tensor.shape:
-                self.outcome.candidates[full] = self._candidate(full, offered)  # to be reported
+            elif isinstance(given, torch.Tensor) and given.shape != tensor.shape:
+                self.outcome.candidates[full] = self._candidate(full, given)  # to be reported
             elif full not in missing:
-                self.outcome.silent.add(full)
+                self.outcome.excused.add(full)
         self.outcome.missing += [name for name in missing if name[len(prefix) :] not in before]
         self.outcome.unexpected += unexpected
         self._keep_attributes(module, stand_in)
         children = tuple(prefix + name + "." for name in module._modules)
         for name in [name for name in local if not name.startswith(children)]:
-            del local[name]  # its own level is settled; the rest is its children's
+            del local[name]  # its own level is done; the rest is its children's
 
     def _keep_attributes(self, module: nn.Module, stand_in: nn.Module) -> None:
         for name, value in vars(stand_in).items():
@@ -235,25 +248,24 @@ class _Run:
             self.order = sorted(self.state)
 
     def _candidate(self, name: str, value: torch.Tensor) -> Candidate:
-        key, version = self.origin.get(_identity(value), ("", 0))
-        # A hook that wrote to it did so in this private map: the file still has the old values.
-        if key and value._version == version:
-            entry = self.index.entries[key]
-            if not self.written.differs(value, entry):
-                return Candidate(key, entry)
-        return Candidate(name, value=value)
+        if _identity(value) not in self.known:
+            return Candidate(name, value=value)
+        candidate, _, version = self.known[_identity(value)]
+        # What the code wrote is in this tensor alone: the file, or the map of it, has old values.
+        entry = candidate.entry if version_of(value) == version else None
+        return Candidate(candidate.key, entry, value)
 
     def _raise(self, errors: Iterable[str], prefix: str) -> None:
         texts = list(errors)
         if texts:
             raise MismatchError(
                 f"a module's own loading code refused: {'; '.join(texts)}",
-                file=self.index.path,
+                file=self.origin.path,
                 entry=prefix[:-1] or None,
             )
 
     def finish(self) -> Outcome:
-        """The outcome, with everything that no override settled."""
+        """The outcome, with everything that no override took."""
         for name, value in self.state.items():
             if isinstance(value, torch.Tensor):
                 self.outcome.candidates.setdefault(name, self._candidate(name, value))
@@ -261,13 +273,10 @@ class _Run:
                 self.outcome.unexpected.append(name)
         return self.outcome
 
-    def close(self) -> None:
-        """Close the files; the tensors stay valid."""
-        self.views.close()
-        self.written.close()
-
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    if is_wrapper(tensor):
+        return (id(tensor),)
     # A conjugate is the same numbers in the same place, shown otherwise.
     shown = tensor.is_conj(), tensor.is_neg()
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), shown)
@@ -277,15 +286,13 @@ def _takes_extra(module: nn.Module) -> bool:
     return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
-def run_post_hooks(model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+def run_post_hooks(tree: ModuleTree, missing: list[str], unexpected: list[str]) -> None:
     """Call the modules' post-hooks, which may remove names from the two lists.
 
     Children come before their parents, as in `load_state_dict`.
     """
-    if not has_post_hooks(model, of_fsdp=True):
-        return
     keys = _IncompatibleKeys(missing, unexpected)
-    for _, module in reversed(list(walk(model))):
+    for _, module in reversed(tree.paths):
         for hook in module._load_state_dict_post_hooks.values():
             if hook(module, keys) is not None:
                 raise TypeError(
@@ -294,30 +301,24 @@ def run_post_hooks(model: nn.Module, missing: list[str], unexpected: list[str]) 
                 )
 
 
-def has_post_hooks(model: nn.Module, *, of_fsdp: bool = False) -> bool:
-    """Whether any module wants to see the result of a load, and could refuse it.
+def has_post_hooks(tree: ModuleTree) -> bool:
+    """Say whether any module looks at the result of a load and could refuse it.
 
-    Args:
-        model: the module.
-        of_fsdp: count FSDP2's hook too, which takes note of new shards and refuses nothing.
+    FSDP2's hook, which looks at new shards and refuses nothing, does not count.
     """
     return any(
-        of_fsdp or not is_fsdp(hook)
-        for module in modules_of(model)
-        if module._load_state_dict_post_hooks
+        not is_fsdp(hook)
+        for module in tree.modules
         for hook in module._load_state_dict_post_hooks.values()
     )
 
 
-def templates_by_name(index: Index, names: Mapping[str, str]) -> dict[str, object]:
-    """Name of an extra state in the model -> its containers as they were saved.
-
-    Args:
-        index: the checkpoint.
-        names: key in the checkpoint -> name in the model, for tensors and other leaves.
-    """
+def _templates_by_name(
+    templates: Mapping[str, object], names: Mapping[str, str]
+) -> dict[str, object]:
+    """Return name of an extra state in the model -> its containers as they were saved."""
     found: dict[str, object] = {}
-    for key, tree in index.templates.items():
+    for key, tree in templates.items():
         for leaf in _leaves(tree):
             name, rest = names.get(leaf), leaf[len(key) :]
             if name is not None and name.endswith(rest):
@@ -490,68 +491,6 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield name, buffer
-
-
-_PAGEMAP = "/proc/self/pagemap"
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-_WORD = 8  # bytes per page in the page map
-_PIECE = 1 << 17  # words per read: the pages of 512 MiB
-
-
-class Written:
-    """Finds the tensors of an index's views that somebody wrote to."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        try:
-            self._pagemap: int | None = os.open(_PAGEMAP, os.O_RDONLY)
-        except OSError:
-            self._pagemap = None
-
-    def close(self) -> None:
-        """Close what was opened to find out."""
-        if self._pagemap is not None:
-            os.close(self._pagemap)
-            self._pagemap = None
-
-    def differs(self, tensor: torch.Tensor, entry: TensorEntry) -> bool:
-        """Whether a view of the entry holds other values than the file."""
-        if self._is_untouched(tensor):
-            return False
-        views = MappedViews(self._index)
-        try:
-            return not same_bits(tensor, views.view(entry))
-        finally:
-            views.close()
-
-    def _is_untouched(self, tensor: torch.Tensor) -> bool:
-        """Whether all pages are the file's for sure; False where that cannot be found out."""
-        if not tensor.numel():
-            return True
-        if self._pagemap is None:
-            return False
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        span = (sum((size - 1) * step for size, step in steps) + 1) * tensor.itemsize
-        first = tensor.data_ptr() // _PAGE
-        stop = (tensor.data_ptr() + span - 1) // _PAGE + 1
-        for at in range(first, stop, _PIECE):
-            count = min(_PIECE, stop - at)
-            try:
-                words = os.pread(self._pagemap, count * _WORD, at * _WORD)
-            except OSError:
-                return False
-            if len(words) != count * _WORD or _has_own_pages(words):
-                return False
-        return True
-
-
-def _has_own_pages(words: bytes) -> bool:
-    if words.count(0) == len(words):
-        return False  # none was looked at yet, let alone written to
-    pages = torch.frombuffer(bytearray(words), dtype=torch.int64)
-    # Bits 63 and 62: in memory, or swapped out. Bit 61: it belongs to the file.
-    exists, of_file = (pages >> 62) & 3 != 0, (pages >> 61) & 1 == 1
-    return bool((exists & ~of_file).any())
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -2,64 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from torchlift._model.slots import Group, is_lazy
 from torchlift._plan.report import Mismatch
+from torchlift._plan.steps import Candidate, Match
+from torchlift._plan.steps import Rename as Rename
 from torchlift.errors import MismatchError
-from torchlift.formats import TensorEntry
-
-Rename = Callable[[str], "str | None"]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A value that the checkpoint offers under one of the model's names.
-
-    Attributes:
-        key: its name in the checkpoint.
-        entry: where its bytes are; None for a value that a hook computed.
-        value: the tensor that a hook computed, or None.
-    """
-
-    key: str
-    entry: TensorEntry | None = None
-    value: torch.Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes in elements."""
-        if self.entry is not None:
-            return self.entry.shape
-        assert self.value is not None
-        return tuple(self.value.shape)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-@dataclass(slots=True)
-class Match:
-    """A model's tensors paired with a checkpoint's entries.
-
-    Attributes:
-        pairs: (group, name under which the checkpoint has it, the candidates of all its names).
-        unmatched: groups of the model that get nothing.
-        missing, unexpected, mismatched: as in `LoadReport`.
-    """
-
-    pairs: list[tuple[Group, str, list[Candidate]]] = field(default_factory=list)
-    unmatched: list[Group] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: dict[str, Mismatch] = field(default_factory=dict)
 
 
 def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, str]:
@@ -98,27 +50,27 @@ def match(
 
     Args:
         groups: the model's tensors.
-        candidates: name in the model -> what the checkpoint offers for it.
+        candidates: name in the model -> what the source has for it.
         check_shapes: False where a transform may still change shapes.
     """
     result = Match()
     known: set[str] = set()
     for group in groups:
         known.update(slot.fqn for slot in group.slots if slot.persistent)
-        offers = [
+        found = [
             (slot.fqn, candidates[slot.fqn])
             for slot in group.slots
             if slot.persistent and slot.fqn in candidates
         ]
         wrong = [
-            Mismatch(name, tuple(group.tensor.shape), offer.shape)
-            for name, offer in offers
-            if check_shapes and not _fits(group.tensor, offer.shape)
+            Mismatch(name, tuple(group.tensor.shape), candidate.shape)
+            for name, candidate in found
+            if check_shapes and not _fits(group.tensor, candidate.shape)
         ]
         if wrong:
             result.mismatched.update({item.key: item for item in wrong})
-        elif offers:
-            result.pairs.append((group, offers[0][0], [offer for _, offer in offers]))
+        elif found:
+            result.pairs.append((group, found[0][0], [candidate for _, candidate in found]))
             continue
         elif group.persistent:
             result.missing += [slot.fqn for slot in group.slots if slot.persistent]
@@ -163,12 +115,12 @@ def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
 
 def _prefix(short: list[str], long: list[str]) -> tuple[str, int]:
     """The prefix that turns most of `short` into names of `long`, and how many."""
-    wanted = set(short)
+    names = set(short)
     votes: Counter[str] = Counter()
     for other in long:
         dot = other.find(".")
         while dot >= 0:
-            if other[dot + 1 :] in wanted:
+            if other[dot + 1 :] in names:
                 votes[other[: dot + 1]] += 1
             dot = other.find(".", dot + 1)
     if not votes:

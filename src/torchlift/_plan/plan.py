@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model.commit import content_bytes, is_plain, restored
-from torchlift._model.dtensor import held
+from torchlift._model.commit import Commit, content_bytes, is_plain
+from torchlift._model.dtensor import held, local_shape
 from torchlift._model.fsdp import reshard
-from torchlift._model.slots import Group, collect
-from torchlift._plan.decide import Step, Work, makings_for, steps_for
-from torchlift._plan.hooks import Outcome, has_post_hooks, run_hooks, run_post_hooks
-from torchlift._plan.match import Candidate, Match, Rename, match, renamed, suggestion
+from torchlift._model.slots import Group, ModuleTree
+from torchlift._plan.decide import makings_for, steps_for
+from torchlift._plan.hooks import (
+    Outcome,
+    has_post_hooks,
+    hooked_modules,
+    run_hooks,
+    run_post_hooks,
+)
+from torchlift._plan.match import match, renamed, suggestion
 from torchlift._plan.report import KeyReport, LoadReport, printable_lines, summarise
 from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules
-from torchlift._skeleton.skeleton import strays
+from torchlift._plan.sources import FileSource, Origin
+from torchlift._plan.steps import Match, Rename, Step, Work
 from torchlift._system import count_of, human
-from torchlift._transfer import read as transfer
+from torchlift._transfer.read import stage_bytes
 from torchlift.errors import MismatchError
 
 
@@ -100,13 +108,22 @@ def plan(
     """
     options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
     opened, owned = resolve(ckpt, root)
-    reshard(model)  # not to be taken back
     try:
-        with restored(model, always=True):
-            return make_plan(model, opened, options, check_shapes=True)
+        return plan_only(model, opened, options)
     finally:
         if owned:
             opened.close()
+
+
+def plan_only(model: nn.Module, ckpt: Checkpoint, options: Options) -> LoadPlan:
+    """Plan a load from an open checkpoint, and leave the model as it was."""
+    tree, origin = ModuleTree(model), FileSource(ckpt)
+    reshard(tree.modules)  # not to be taken back
+    with closing(origin), Commit() as commit:
+        try:
+            return make_plan(tree, origin, options, commit)
+        finally:
+            commit.undo()
 
 
 def resolve(ckpt: Checkpoint | str | os.PathLike[str], root: str | None) -> tuple[Checkpoint, bool]:
@@ -119,55 +136,72 @@ def resolve(ckpt: Checkpoint | str | os.PathLike[str], root: str | None) -> tupl
 
 
 def make_plan(
-    model: nn.Module, ckpt: Checkpoint, options: Options, *, check_shapes: bool
+    tree: ModuleTree,
+    origin: Origin,
+    options: Options,
+    commit: Commit,
+    *,
+    check_shapes: bool = True,
+    check: Callable[[Match, str, Options], None] | None = None,
 ) -> LoadPlan:
-    """`plan` on an open checkpoint; `check_shapes` is False when a transform may change them."""
-    reshard(model)
-    groups = collect(model)
-    check_rules(options, [name for group in groups for name in group.names])
-    names = renamed([*ckpt.entries, *ckpt.blocked_keys], options.rename, ckpt.path)
-    for key in ckpt.blocked_keys:
+    """Plan a load from an open source; FSDP2's shards are in their slots.
+
+    Args:
+        tree: the model.
+        origin: where the values come from.
+        options: what was asked for.
+        commit: takes back what the model's own loading code changes in its modules.
+        check_shapes: False where a transform may still change shapes.
+        check: raises for what does not fit, in place of `_check`.
+    """
+    check_rules(options, [name for group in tree.groups for name in group.names])
+    names = renamed([*origin.candidates, *origin.blocked], options.rename, origin.path)
+    for key in origin.blocked:
         if key in names:
-            raise ckpt.refusal(key)
-    objects = renamed(ckpt.objects, options.rename, ckpt.path)
-    offered = {key: name for key, name in names.items() if key in ckpt.entries}
-    outcome = run_hooks(model, ckpt.index, offered, objects, options.strict)
-    if outcome is None:
-        candidates = {name: Candidate(key, ckpt.entries[key]) for key, name in offered.items()}
-        outcome = Outcome(candidates, unexpected=list(objects.values()))
+            raise origin.refusal(key)
+    objects = renamed(origin.objects, options.rename, origin.path)
+    modules = hooked_modules(tree, names.values())
+    hooked = has_post_hooks(tree)
+    if modules or hooked:
+        commit.keep_attributes(tree.modules)
+    prefixes = tuple(prefix for prefix, _ in modules)
+    origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
+    if modules:
+        like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
+        outcome = run_hooks(modules, origin, names, objects, like, options.strict)
+        tree.walk()  # again: a hook may have put other tensors in their slots
     else:
-        groups = collect(model)  # again: a hook may have put other tensors in their slots
-    matched = match(groups, outcome.candidates, check_shapes=check_shapes)
-    matched.missing = [name for name in matched.missing if name not in outcome.silent]
+        candidates = {name: origin.candidates[key] for key, name in names.items()}
+        outcome = Outcome(candidates, unexpected=list(objects.values()))
+    matched = match(tree.groups, outcome.candidates, check_shapes=check_shapes)
+    matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing += [name for name in outcome.missing if name not in matched.missing]
     matched.unexpected += outcome.unexpected
-    if options.strict and (matched.missing or matched.unexpected) and has_post_hooks(model):
+    if options.strict and (matched.missing or matched.unexpected) and hooked:
         # They may excuse a name, and get to see the loaded module only if nothing is wrong.
-        run_post_hooks(model, matched.missing, matched.unexpected)
-    _check(matched, ckpt.path, options)
+        run_post_hooks(tree, matched.missing, matched.unexpected)
+    (check or _check)(matched, origin.path, options)
+    # What ignore_mismatched lets pass counts as missing from here on.
+    matched.missing += matched.mismatched
     work = Work(
-        steps=tuple(steps_for(matched, ckpt.path, options)),
-        makings=tuple(makings_for([*matched.unmatched, *strays(model, groups)], options)),
+        steps=tuple(steps_for(matched, origin.path, options)),
+        makings=tuple(makings_for([*matched.unmatched, *tree.meta_attributes], options)),
         attributes=tuple(outcome.attributes),
         extra=tuple(outcome.extra),
+        hooked=hooked,
     )
-    return _assemble(ckpt, groups, matched, work, names, _peak(work, has_post_hooks(model)))
+    return _assemble(origin.path, tree.groups, matched, work, names)
 
 
 def _assemble(
-    ckpt: Checkpoint,
-    groups: list[Group],
-    matched: Match,
-    work: Work,
-    names: Mapping[str, str],
-    peak: int,
+    path: str, groups: list[Group], matched: Match, work: Work, names: Mapping[str, str]
 ) -> LoadPlan:
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
         loaded.update(dict.fromkeys(step.group.names, _describe(step)))
     order = {slot.fqn: at for at, slot in enumerate(s for g in groups for s in g.slots)}
     return LoadPlan(
-        path=ckpt.path,
+        path=path,
         loaded=dict(sorted(loaded.items(), key=lambda item: order[item[0]])),
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
@@ -176,53 +210,63 @@ def _assemble(
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
         replayed=[name for group in work.replayed for name in group.names],
         renamed={old: new for old, new in names.items() if old != new},
-        peak_bytes=peak,
+        peak_bytes=_peak(work),
         bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
         work=work,
     )
 
 
 def _describe(step: Step) -> KeyReport:
-    file_dtype = step.entry.dtype if step.entry else _name(step.candidate.value)
     dtype = str(step.dtype).removeprefix("torch.")
     return KeyReport(
         key=step.key,
         entry=step.candidate.key,
-        nbytes=step.nbytes,
+        nbytes=step.candidate.nbytes,
         mode=step.mode,
         source=step.source,
+        route=step.route,
         device=str(step.device),
         dtype=dtype,
-        cast_from=file_dtype if file_dtype != dtype else None,
+        cast_from=step.candidate.dtype if step.candidate.dtype != dtype else None,
         note=step.note,
     )
 
 
-def _name(value: torch.Tensor | None) -> str:
-    assert value is not None
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _peak(work: Work, backed_up: bool) -> int:
-    steps, makings = work.steps, work.makings
+def _peak(work: Work) -> int:
+    """Estimate the anonymous memory, in bytes, that the work takes at its peak."""
     staged = sum(
         step.span
-        for step in steps
-        if step.owned and step.source == "read" and step.dense and step.is_changed
+        for step in work.steps
+        if step.route == "read"
+        and (step.memory.type != "cpu" or step.candidate.dtype != str(step.dtype)[6:])
     )
     made = sum(
         item.group.tensor.numel() * item.dtype.itemsize
-        for item in makings
+        for item in work.makings
         if item.device.type == "cpu"
     )
     # What a hook may still refuse, or a subclass fail to copy, is kept until it has not.
     kept = sum(
         content_bytes(held(step.group.tensor))
-        for step in steps
-        if step.in_place and (backed_up or not is_plain(held(step.group.tensor)))
+        for step in work.steps
+        if step.in_place and (work.hooked or not is_plain(held(step.group.tensor)))
         if step.group.tensor.device.type == "cpu"
     )
-    return sum(step.owned_bytes for step in steps) + made + kept + transfer.stage_bytes(staged)
+    return sum(map(_new_bytes, work.steps)) + made + kept + stage_bytes(staged)
+
+
+def _new_bytes(step: Step) -> int:
+    """Return the anonymous memory, in bytes, that the new tensor of a step takes on the host."""
+    if step.memory.type != "cpu":
+        return 0
+    if step.handled:
+        return content_bytes(step.group.tensor)
+    if step.route == "view":
+        return 0
+    shape = step.candidate.shape if step.spans is None else local_shape(step.spans)
+    if step.base is not None:
+        shape = step.base.entry.shape if step.base.first else (0,)
+    return math.prod(shape) * step.dtype.itemsize
 
 
 def _check(matched: Match, path: str, options: Options) -> None:
@@ -246,8 +290,6 @@ def _check(matched: Match, path: str, options: Options) -> None:
             unexpected_keys=unexpected,
             mismatched={key: (item.expected, item.found) for key, item in wrong.items()},
         )
-    # What ignore_mismatched lets pass counts as missing from here on.
-    matched.missing = missing + list(matched.mismatched)
 
 
 def _way_out(missing: bool, unexpected: bool, shapes: bool) -> str:

@@ -10,7 +10,11 @@ from typing import Literal
 from torchlift._system import count_of, human, printable
 
 Mode = Literal["assign", "copy", "swap"]
-Source = Literal["mmap", "read"]
+Source = Literal["mmap", "read", "memory"]
+#: How values get to where they are placed from. view: nothing is moved, they are the file's map (or
+#: a caller's tensor that is copied in place); read: by parallel reads into new memory; copy: out of
+#: the map into new memory; fill: chunk by chunk out of the map; compute: out of tensors in memory.
+Route = Literal["view", "read", "copy", "fill", "compute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,10 @@ class KeyReport:
         nbytes: bytes of the tensor in the checkpoint.
         mode: ``"assign"``, ``"copy"`` or ``"swap"``.
         source: ``"mmap"`` where the weights stay file-backed or are copied out of the map,
-            ``"read"`` where they are read into memory that the process owns.
+            ``"read"`` where they are read into memory that the process owns, ``"memory"`` where
+            they are in memory already.
+        route: ``"view"``, ``"read"``, ``"copy"``, ``"fill"`` or ``"compute"``: how they get to
+            where they are placed from.
         device: where it ends up.
         dtype: what it ends up as.
         cast_from: its dtype in the checkpoint where that differs, else None.
@@ -35,6 +42,7 @@ class KeyReport:
     nbytes: int
     mode: Mode
     source: Source
+    route: Route
     device: str
     dtype: str
     cast_from: str | None = None
@@ -101,7 +109,7 @@ class LoadReport:
 
     @property
     def source(self) -> dict[str, Source]:
-        """Name -> ``"mmap"`` or ``"read"``."""
+        """Name -> ``"mmap"``, ``"read"`` or ``"memory"``."""
         return {key: item.source for key, item in self.loaded.items()}
 
     def __str__(self) -> str:

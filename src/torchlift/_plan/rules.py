@@ -10,7 +10,7 @@ import torch
 
 from torchlift._model.devices import usable_device
 from torchlift._model.slots import Group
-from torchlift._plan.match import Rename
+from torchlift._plan.steps import Rename
 from torchlift.errors import PlacementError
 from torchlift.formats import TensorEntry
 
@@ -102,12 +102,12 @@ def asked_device(
         return rule(seen), None
     names = dict.fromkeys([seen.key, *group.names])
     answers = {name: rule(replace(seen, key=name)) for name in names}
-    said = [(name, answer) for name, answer in answers.items() if answer is not None]
-    if not said:
+    given = [(name, answer) for name, answer in answers.items() if answer is not None]
+    if not given:
         return None, None
-    (_, first), *others = said
-    torn = [f"{name!r} to {answer}" for name, answer in others if str(answer) != str(first)]
-    note = f"tied, one tensor: the rule would send {', '.join(torn)}" if torn else None
+    (_, first), *others = given
+    other = [f"{name!r} to {answer}" for name, answer in others if str(answer) != str(first)]
+    note = f"tied, one tensor: the rule would send {', '.join(other)}" if other else None
     return first, note
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +12,9 @@ from torch import nn
 from torchlift._model.commit import RECIPE, Commit, exchange, successor_of
 from torchlift._model.devices import ordinary_tensors, usable_device
 from torchlift._model.dtensor import dressed, is_sharded, shard_of_value
-from torchlift._model.slots import Group, Slot, collect, is_lazy, modules_of, walk
+from torchlift._model.slots import Group, ModuleTree, is_lazy
 from torchlift._skeleton.recorder import Tape, recordable
-from torchlift._skeleton.recording import SCALARS, Recording, Ref
+from torchlift._skeleton.recording import Recording, Ref
 from torchlift._skeleton.replay import replay_all
 from torchlift._system import collection_paused
 from torchlift.errors import PlacementError, did_you_mean
@@ -59,8 +58,8 @@ def skeleton(factory: Callable[..., M], *args: Any, **kwargs: Any) -> M:
         model = factory(*args, **kwargs)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")
-    groups = collect(model)
-    for group in [*groups, *strays(model, groups)]:
+    tree = ModuleTree(model)
+    for group in [*tree.groups, *tree.meta_attributes]:
         _remember(tape, group)
     return model
 
@@ -95,23 +94,18 @@ def materialize(
         >>> torchlift.materialize(model)
         ['weight', 'bias']
     """
-    groups = unmade(model)
+    tree = ModuleTree(model)
+    groups = tree.on_meta
     if names is not None:
-        groups = _named(groups, [names] if isinstance(names, str) else list(names), model)
+        groups = _named(groups, [names] if isinstance(names, str) else list(names), tree)
     where = usable_device("cpu" if device is None else device, "materialize")
     with ordinary_tensors():
         made = make(groups, [where] * len(groups))
     with Commit() as commit:
         for group, tensor in zip(groups, made, strict=True):
             commit.put(group, tensor)
-    forget(model)
+    forget(tree)
     return [name for group in groups for name in group.names]
-
-
-def unmade(model: nn.Module) -> list[Group]:
-    """Everything in the module that is on meta: parameters, buffers and plain attributes."""
-    groups = collect(model)
-    return [group for group in [*groups, *strays(model, groups)] if group.tensor.is_meta]
 
 
 def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch.Tensor]:
@@ -133,47 +127,6 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
                 tensor = dressed(like, shard_of_value(tensor, like, groups[positions[at]].fqn))
             made[positions[at]] = tensor
     return [made[position] for position in range(len(groups))]
-
-
-def strays(model: nn.Module, groups: Iterable[Group] | None = None) -> list[Group]:
-    """Tensors on meta that modules hold as plain attributes or in lists, tuples and dicts.
-
-    Args:
-        model: the module.
-        groups: its parameters and buffers, where the caller has collected them already.
-    """
-    known = {id(group.tensor) for group in (collect(model) if groups is None else groups)}
-    found: list[Group] = []
-    for prefix, module in walk(model):
-        for name, value in vars(module).items():
-            # Most attributes are flags, numbers and empty dicts of hooks: told apart by their type
-            # alone, since this runs over every attribute of every module of every load.
-            kind = type(value)
-            if kind in SCALARS:
-                continue
-            if kind in _CONTAINERS:
-                if not value or name in _REGISTRIES:
-                    continue
-            elif not issubclass(kind, (torch.Tensor, dict, list, tuple)):
-                continue
-            for tensor in _meta_tensors(value, 0):
-                if id(tensor) not in known:
-                    known.add(id(tensor))
-                    found.append(Group(tensor, (Slot(prefix + name, module, name, False),)))
-    return found
-
-
-_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
-
-
-def _meta_tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            yield value
-    elif depth < 4 and isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _meta_tensors(item, depth + 1)
 
 
 def _remember(tape: Tape, group: Group) -> None:
@@ -201,11 +154,11 @@ def _remember(tape: Tape, group: Group) -> None:
         tape.recording.tensors += 1
 
 
-def _named(groups: list[Group], names: list[str], model: nn.Module) -> list[Group]:
-    known = [name for group in [*collect(model), *strays(model)] for name in group.names]
+def _named(groups: list[Group], names: list[str], tree: ModuleTree) -> list[Group]:
+    known = [name for group in [*tree.groups, *tree.meta_attributes] for name in group.names]
     for name in names:
         if not any(_is_under(full, name) for full in known):
-            modules = [prefix[:-1] for prefix, _ in walk(model) if prefix]
+            modules = [prefix[:-1] for prefix, _ in tree.paths if prefix]
             raise PlacementError(
                 "the module has no such tensor or submodule",
                 entry=name,
@@ -277,9 +230,9 @@ def remember(group: Group, recipe: Recipe) -> None:
             kept.recipes[slot.name] = recipe
 
 
-def forget(model: nn.Module) -> None:
+def forget(tree: ModuleTree) -> None:
     """Let go of the recipes of parameters that have been made, and of the tapes behind them."""
-    for module in modules_of(model):
+    for module in tree.modules:
         kept = vars(module).get(RECIPE)
         if kept is None:
             continue

@@ -14,7 +14,7 @@ from torch import nn
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._plan.match import Rename
-from torchlift._plan.plan import LoadPlan, make_plan
+from torchlift._plan.plan import LoadPlan, plan_only
 from torchlift._plan.report import names_of
 from torchlift._plan.rules import DtypeRule, Options
 from torchlift._system import human, printable
@@ -181,13 +181,13 @@ def _with_model(
     rename: Rename | None,
 ) -> _Found:
     options = Options(rename, None, dtype, strict=not args.no_strict, present=False)
-    loaded = make_plan(model, ckpt, options, check_shapes=True).loaded
+    loaded = plan_only(model, ckpt, options).loaded
     # A meta tensor takes the checkpoint's dtype: the sizes are those of what will be loaded.
     becomes = {name: getattr(torch, report.dtype) for name, report in loaded.items()}
     inventory = take(model, lambda entry: becomes.get(entry.key), None)
     placement = _place(args, model, inventory, lambda entry: becomes.get(entry.key), None)
     options = Options(rename, placement, dtype, strict=not args.no_strict, present=False)
-    return _Found(inventory, placement, make_plan(model, ckpt, options, check_shapes=True))
+    return _Found(inventory, placement, plan_only(model, ckpt, options))
 
 
 def _place(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import state_dict as own
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torchlift._model.ranks import Circle, rank
-from torchlift.distributed.offered import is_nothing, state_dict
+from torchlift.distributed.loading import is_nothing, state_dict
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.options import (
     Part,

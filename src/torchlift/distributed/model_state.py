@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from torchlift._model.names import Names
@@ -126,11 +125,6 @@ def metadata_of(model_state: Any, names: Names) -> OrderedDict[str, Any] | None:
     for path, value in metadata.items():
         found[names.key(f"{path}.")[:-1] if path else names.key("x")[:-2]] = dict(value)
     return found
-
-
-def tensors(names: Names) -> list[torch.Tensor]:
-    """Every tensor of the model that its state dict has a key for."""
-    return [slot.tensor for slot in names.slots if slot.tensor is not None]
 
 
 def unique(pairs: Iterator[tuple[str, object]]) -> dict[str, object]:

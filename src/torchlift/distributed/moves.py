@@ -1,13 +1,16 @@
-"""Values of whole tensors put into the local tensors of each rank, from memory or from rank 0."""
+"""Values that rank 0 sends to all ranks, each of which keeps its own slices of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import Span, Spans, blocks, everything, held, overlaps
+from torchlift._model.dtensor import Span, blocks
+from torchlift._plan.sources import StateSource, apart, copy_values, place, whole_copy
+from torchlift._plan.steps import Candidate, Copy, Sent
 from torchlift.errors import PlacementError
 
 #: Bytes in flight at once, in two buffers of half the size: one is filled while the other travels.
@@ -15,62 +18,61 @@ BUDGET = 64 * 2**20
 _ALIGNMENT = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A whole tensor that rank 0 holds: what the other ranks know of it before it arrives.
+class BroadcastSource(StateSource):
+    """The state dict of rank 0, whose tensors travel when they are needed.
 
-    Attributes:
-        index: its place in the order in which rank 0 offers tensors.
-        shape, dtype: of the whole tensor.
+    Args:
+        state: key -> what rank 0 sends (`Sent`), or a value that is no tensor.
+        versions: as in `StateSource`.
+        tensors: what rank 0 sends: the tensors there, their descriptions elsewhere.
+        device: where values are received that the model's own code looks at.
+        kind: device type of the model.
     """
 
-    index: int
-    shape: torch.Size
-    dtype: torch.dtype
+    collective = True
 
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        versions: Mapping[str, Mapping[str, object]] | None,
+        tensors: Sequence[torch.Tensor | Sent],
+        device: torch.device,
+        kind: str,
+    ) -> None:
+        super().__init__(state, versions, whole=True)
+        self._tensors, self._device, self._kind = tensors, device, kind
+        self._received: dict[int, torch.Tensor] = {}
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One whole tensor on its way into one local tensor.
+    def receive(self, keys: Sequence[str]) -> None:
+        """Receive whole tensors; all ranks take part, also those that need none."""
+        copies = []
+        for key in keys:
+            sent = self.candidates[key].value
+            assert isinstance(sent, Sent)
+            target = torch.empty(sent.shape, dtype=sent.dtype, device=self._device)
+            self._received[sent.index] = target
+            copies.append(whole_copy(sent, target))
+        self.fill(copies)
 
-    Attributes:
-        source: the whole tensor, or its description where rank 0 sends it.
-        target: a plain tensor in this process; it keeps its dtype.
-        spans: which part of the whole tensor `target` is.
-    """
+    def tensor(  # noqa: D102
+        self, candidate: Candidate, like: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if isinstance(candidate.value, Sent):
+            value = self._received[candidate.value.index]
+            candidate = Candidate(candidate.key, value=value)
+        return super().tensor(candidate, like)
 
-    source: torch.Tensor | Sent
-    target: torch.Tensor
-    spans: Spans
-
-
-def apart(moves: Sequence[Move], others: Iterable[torch.Tensor] = ()) -> list[Move]:
-    """The moves, where none reads from memory that another writes to, or that `others` are in.
-
-    Two states may trade places: the second would otherwise read what the first has written.
-    """
-    written = {move.target.untyped_storage().data_ptr() for move in moves}
-    written |= {held(t).untyped_storage().data_ptr() for t in others if not t.is_meta}
-    found = []
-    for move in moves:
-        source = move.source
-        if isinstance(source, torch.Tensor) and source.untyped_storage().data_ptr() in written:
-            move = replace(move, source=source.clone())
-        found.append(move)
-    return found
-
-
-def copy(moves: Sequence[Move]) -> None:
-    """Fill every target from tensors in memory; each rank touches only its own slices."""
-    for move in moves:
-        source = move.source
-        assert isinstance(source, torch.Tensor)
-        _place(source, tuple((0, size) for size in source.shape), move)
+    def fill(self, copies: Sequence[Copy]) -> None:
+        """Execute the copies; all ranks take part."""
+        here = [item for item in copies if isinstance(item.source, torch.Tensor)]
+        copy_values(apart(here))
+        sent = [item for item in copies if isinstance(item.source, Sent)]
+        broadcast(sent, self._tensors, self._kind)
 
 
 def broadcast(
-    moves: Sequence[Move],
-    offered: Sequence[torch.Tensor | Sent],
+    copies: Sequence[Copy],
+    tensors: Sequence[torch.Tensor | Sent],
     kind: str = "cpu",
 ) -> None:
     """Fill every target with what rank 0 sends; all ranks of the process group take part.
@@ -80,24 +82,24 @@ def broadcast(
     torch sends tensors one by one and each one whole (pytorch/pytorch#149640).
 
     Args:
-        moves: what this rank wants; other ranks may want something else.
-        offered: what rank 0 offers: the tensors there, their descriptions elsewhere.
+        copies: what this rank takes; other ranks may take something else.
+        tensors: what rank 0 sends: the tensors there, their descriptions elsewhere.
         kind: device type of the model.
     """
     device = wire(kind)
-    wanted = torch.zeros(len(offered), dtype=torch.uint8, device=device)
-    by_index: dict[int, list[Move]] = {}
-    for move in moves:
-        assert isinstance(move.source, Sent)
-        by_index.setdefault(move.source.index, []).append(move)
-    wanted[list(by_index)] = 1
-    torch.distributed.all_reduce(wanted, torch.distributed.ReduceOp.MAX)
-    chosen = [index for index, flag in enumerate(wanted.tolist()) if flag]
-    _exchange(list(_buckets(chosen, offered, BUDGET // 2)), offered, by_index, device)
+    taken = torch.zeros(len(tensors), dtype=torch.uint8, device=device)
+    by_index: dict[int, list[Copy]] = {}
+    for item in copies:
+        assert isinstance(item.source, Sent)
+        by_index.setdefault(item.source.index, []).append(item)
+    taken[list(by_index)] = 1
+    torch.distributed.all_reduce(taken, torch.distributed.ReduceOp.MAX)
+    chosen = [index for index, flag in enumerate(taken.tolist()) if flag]
+    _exchange(list(_buckets(chosen, tensors, BUDGET // 2)), tensors, by_index, device)
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Part:
     index: int
     block: tuple[Span, ...]
     start: int
@@ -105,53 +107,53 @@ class _Piece:
 
 
 def _exchange(
-    buckets: list[list[_Piece]],
-    offered: Sequence[torch.Tensor | Sent],
-    wanted: dict[int, list[Move]],
+    buckets: list[list[_Part]],
+    tensors: Sequence[torch.Tensor | Sent],
+    taken: dict[int, list[Copy]],
     device: torch.device,
 ) -> None:
     size = max((bucket[-1].start + bucket[-1].nbytes for bucket in buckets), default=0)
     stages = [torch.empty(size, dtype=torch.uint8, device=device) for _ in buckets[:2]]
-    pending: tuple[torch.distributed.Work | None, list[_Piece], torch.Tensor] | None = None
+    pending: tuple[torch.distributed.Work | None, list[_Part], torch.Tensor] | None = None
     for turn, bucket in enumerate(buckets):
         stage = stages[turn % 2]
         if torch.distributed.get_rank() == 0:
-            for piece in bucket:
-                source = offered[piece.index]
+            for part in bucket:
+                source = tensors[part.index]
                 assert isinstance(source, torch.Tensor)
-                _view(stage, piece, source.dtype).copy_(source[_slices(piece.block)])
+                _view(stage, part, source.dtype).copy_(source[_slices(part.block)])
         used = stage[: bucket[-1].start + bucket[-1].nbytes]
         work = torch.distributed.broadcast(used, src=0, async_op=True)
         if pending:
-            _receive(*pending, offered, wanted)
+            _receive(*pending, tensors, taken)
         pending = (work, bucket, stage)
     if pending:
-        _receive(*pending, offered, wanted)
+        _receive(*pending, tensors, taken)
 
 
 def _receive(
     work: torch.distributed.Work | None,
-    bucket: list[_Piece],
+    bucket: list[_Part],
     stage: torch.Tensor,
-    offered: Sequence[torch.Tensor | Sent],
-    wanted: dict[int, list[Move]],
+    tensors: Sequence[torch.Tensor | Sent],
+    taken: dict[int, list[Copy]],
 ) -> None:
     if work is not None:
         work.wait()
-    for piece in bucket:
-        for move in wanted.get(piece.index, ()):
-            _place(_view(stage, piece, offered[piece.index].dtype), piece.block, move)
+    for part in bucket:
+        for item in taken.get(part.index, ()):
+            place(_view(stage, part, tensors[part.index].dtype), part.block, item)
 
 
 def _buckets(
-    chosen: Sequence[int], offered: Sequence[torch.Tensor | Sent], limit: int
-) -> Iterator[list[_Piece]]:
+    chosen: Sequence[int], tensors: Sequence[torch.Tensor | Sent], limit: int
+) -> Iterator[list[_Part]]:
     """The same on every rank, because it follows from shapes and dtypes alone."""
-    bucket: list[_Piece] = []
+    bucket: list[_Part] = []
     used = 0
     for index in chosen:
-        item = offered[index].dtype.itemsize
-        for block in blocks(offered[index].shape, limit // item):
+        item = tensors[index].dtype.itemsize
+        for block in blocks(tensors[index].shape, limit // item):
             nbytes = item
             for start, stop in block:
                 nbytes *= stop - start
@@ -159,21 +161,15 @@ def _buckets(
             if bucket and used + nbytes > limit:
                 yield bucket
                 bucket, used = [], 0
-            bucket.append(_Piece(index, block, used, nbytes))
+            bucket.append(_Part(index, block, used, nbytes))
             used += nbytes
     if bucket:
         yield bucket
 
 
-def _place(values: torch.Tensor, block: Sequence[Span], move: Move) -> None:
-    """Copy what `values` (the `block` of the whole tensor) and the target have in common."""
-    for into, out_of in overlaps(move.spans, block):
-        move.target[into].copy_(values[out_of])
-
-
-def _view(stage: torch.Tensor, piece: _Piece, dtype: torch.dtype) -> torch.Tensor:
-    flat = stage[piece.start : piece.start + piece.nbytes].view(dtype)
-    return flat.view([stop - start for start, stop in piece.block])
+def _view(stage: torch.Tensor, part: _Part, dtype: torch.dtype) -> torch.Tensor:
+    flat = stage[part.start : part.start + part.nbytes].view(dtype)
+    return flat.view([stop - start for start, stop in part.block])
 
 
 def _slices(block: Sequence[Span]) -> tuple[slice, ...]:
@@ -209,8 +205,3 @@ def sendable(tensor: torch.Tensor, name: str) -> torch.Tensor:
             hint="Load it without broadcast_from_rank0, or make it a plain tensor first.",
         )
     return tensor.detach()
-
-
-def whole_move(source: torch.Tensor | Sent, target: torch.Tensor) -> Move:
-    """A move into a plain tensor of the same shape."""
-    return Move(source, target, everything(target.shape))

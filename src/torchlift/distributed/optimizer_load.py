@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from torchlift._model.names import Names
+from torchlift._plan.steps import Copy
 from torchlift.distributed.fresh import FreshStates
-from torchlift.distributed.model_load import some
 from torchlift.distributed.model_state import own
-from torchlift.distributed.moves import Move
 from torchlift.distributed.optimizer_state import Saved, first_name
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 from torchlift.distributed.targets import Target, place
@@ -71,7 +70,7 @@ class OptimizerPlan:
     state: dict[torch.Tensor, dict[Any, Any]] = field(default_factory=dict)
     other: dict[Any, Any] = field(default_factory=dict)
     hyper: list[dict[str, Any]] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    moves: list[Copy] = field(default_factory=list)
 
 
 def plan_optimizers(
@@ -298,3 +297,14 @@ def merged(plans: Sequence[OptimizerPlan]) -> OptimizerReport:
             if all(name in plan.report.unexpected_keys for plan in plans)
         )
     return report
+
+
+def some(items: list[str], limit: int = 8) -> str:
+    """Return the first of many names, in quotes.
+
+    Example:
+        >>> some(["a", "b", "c"], limit=2)
+        "'a', 'b' and 1 more"
+    """
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(map(repr, items[:limit])) + more

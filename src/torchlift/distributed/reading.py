@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._model.names import Names, reshard
+from torchlift._model.fsdp import reshard
+from torchlift._model.names import Names
 from torchlift._model.ranks import Circle, tensors_of
 from torchlift.distributed.gather import finish
 from torchlift.distributed.model_state import read_model
@@ -92,7 +93,7 @@ def _read(asked: _Asked) -> list[dict[str, Any]]:
         names = Names(model, options.dsd_fqn_modifiers)
         state[0] = read_model(model, names, asked.submodules, options)
     if asked.optimizers:
-        reshard(model)
+        reshard(model.modules())
         names = Names(model, options.dsd_fqn_modifiers)
         state[1] = read_optimizers(names, asked.optimizers, options)
     return state

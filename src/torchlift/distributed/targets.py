@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from torchlift._model.dtensor import dressed, is_dtensor, local_shape, spans_of
+from torchlift._plan.sources import whole_copy
+from torchlift._plan.steps import Copy, Sent
 from torchlift.distributed.fresh import FreshStates, adopt
-from torchlift.distributed.moves import Move, Sent, whole_move
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
 
@@ -34,7 +35,7 @@ class Target:
     options: StateDictOptions
 
 
-def place(target: Target, saved: Any, moves: list[Move]) -> dict[Any, Any]:
+def place(target: Target, saved: Any, moves: list[Copy]) -> dict[Any, Any]:
     """The new state of one parameter, and the moves that will fill it.
 
     Tensors keep their saved dtype. Where the optimizer already has a tensor like the new one, it
@@ -48,7 +49,7 @@ def place(target: Target, saved: Any, moves: list[Move]) -> dict[Any, Any]:
     return kept | {key: _place(target, saved[key], (key,), moves) for key in saved}
 
 
-def _place(target: Target, value: Any, path: tuple[Any, ...], moves: list[Move]) -> Any:
+def _place(target: Target, value: Any, path: tuple[Any, ...], moves: list[Copy]) -> Any:
     if isinstance(value, dict):
         return {key: _place(target, item, (*path, key), moves) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -62,7 +63,7 @@ def _place(target: Target, value: Any, path: tuple[Any, ...], moves: list[Move])
 
 
 def _tensor(
-    target: Target, value: torch.Tensor | Sent, path: tuple[Any, ...], moves: list[Move]
+    target: Target, value: torch.Tensor | Sent, path: tuple[Any, ...], moves: list[Copy]
 ) -> torch.Tensor:
     live = _at(target.live, path)
     like = _like(target, value, live, path)
@@ -184,9 +185,9 @@ def _empty(
     return dressed(like, torch.empty(local_shape(spans_of(like)), device=device, dtype=dtype))
 
 
-def _move(value: torch.Tensor | Sent, into: torch.Tensor) -> Move:
+def _move(value: torch.Tensor | Sent, into: torch.Tensor) -> Copy:
     local = into.to_local().detach() if is_dtensor(into) else into.detach()
     if is_dtensor(value):
-        return whole_move(value.to_local().detach(), local)
+        return whole_copy(value.to_local().detach(), local)
     source = value.detach() if isinstance(value, torch.Tensor) else value
-    return Move(source, local, spans_of(into))
+    return Copy(source, local, spans_of(into))

@@ -1,0 +1,225 @@
+"""The records of a plan: what there is, where it goes, and how. No code walks over them here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torchlift._model.dtensor import Spans
+from torchlift._model.slots import Group, is_blank
+from torchlift._plan.report import Mismatch, Mode, Route, Source
+from torchlift.formats import TensorEntry
+from torchlift.formats.boxes import is_pieced
+
+Rename = Callable[[str], "str | None"]
+Transform = Callable[[str, torch.Tensor], torch.Tensor]
+#: Called with a number of bytes as they arrive.
+Advance = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A whole tensor that rank 0 holds: what the other ranks know of it before it arrives.
+
+    Attributes:
+        index: its place in the order in which rank 0 sends tensors.
+        shape, dtype: of the whole tensor.
+    """
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Copy(NamedTuple):
+    """One whole tensor on its way into one local tensor.
+
+    Attributes:
+        source: the whole tensor, or its description where rank 0 sends it.
+        target: a plain tensor in this process; it keeps its dtype.
+        spans: which slice of the whole tensor `target` is.
+    """
+
+    source: torch.Tensor | Sent
+    target: torch.Tensor
+    spans: Spans
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a source has under one of the model's names.
+
+    Attributes:
+        key: its name in the source.
+        entry: where its bytes are in a file; None for what is no entry of one.
+        value: the tensor itself, where it is in memory (a state dict's, or one that the model's own
+            loading code has seen or made), or what rank 0 sends. None: read the entry.
+    """
+
+    key: str
+    entry: TensorEntry | None = None
+    value: torch.Tensor | Sent | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in elements."""
+        if self.value is not None:
+            return tuple(self.value.shape)
+        assert self.entry is not None
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> str:
+        """Such as ``"float32"``."""
+        if self.value is not None:
+            return str(self.value.dtype).removeprefix("torch.")
+        assert self.entry is not None
+        return self.entry.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the source."""
+        if self.entry is not None:
+            return self.entry.nbytes
+        assert self.value is not None
+        return math.prod(self.value.shape) * self.value.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The run of a file that several tensors look into, as one vector.
+
+    Attributes:
+        entry: that vector.
+        first: whether it is counted with this tensor.
+    """
+
+    entry: TensorEntry
+    first: bool
+
+    def view(self, vector: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+        """Return the tensor of `entry` as a view of the vector."""
+        offset = entry.chunks[0].offset - self.entry.chunks[0].offset
+        return vector.as_strided(entry.shape, entry.stride, offset // entry.itemsize)
+
+
+@dataclass(slots=True)
+class Match:
+    """A model's tensors paired with what a source has.
+
+    Attributes:
+        pairs: (group, name under which the source has it, the candidates of all its names).
+        unmatched: groups of the model that get nothing.
+        missing, unexpected, mismatched: as in `LoadReport`.
+    """
+
+    pairs: list[tuple[Group, str, list[Candidate]]] = field(default_factory=list)
+    unmatched: list[Group] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, Mismatch] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One tensor of the model and the values that it gets.
+
+    Attributes:
+        group: where they go.
+        key: the model's name under which the source has them.
+        candidate: what the source has, of a sharded tensor this rank's slice of an entry.
+        spans: which slice of the candidate's value this rank takes; None: all of it.
+        alternatives: candidates under the group's other names, which must hold the same values.
+        mode: how the tensor is placed.
+        source: where its bytes come from.
+        route: how they get from there to where they are placed from; see `Route`.
+        device, dtype: what the tensor becomes.
+        dtype_is_fixed: whether that dtype was asked for, or is a live tensor's.
+        handled: whether the class of the model's tensor says how it is loaded.
+        note: why it is done this way, where that is not what was asked for.
+        base: what it is a view of, together with other tensors of the model.
+    """
+
+    group: Group
+    key: str
+    candidate: Candidate
+    spans: Spans | None
+    alternatives: tuple[Candidate, ...]
+    mode: Mode
+    source: Source
+    route: Route
+    device: torch.device
+    dtype: torch.dtype
+    dtype_is_fixed: bool
+    handled: bool = False
+    note: str | None = None
+    base: Base | None = None
+
+    @property
+    def entry(self) -> TensorEntry | None:
+        """The entry to read; None for a value in memory."""
+        return self.candidate.entry if self.candidate.value is None else None
+
+    @property
+    def owned(self) -> bool:
+        """Whether new memory is filled for it."""
+        return self.route != "view"
+
+    @property
+    def span(self) -> int:
+        """Bytes that are taken out of the file for it, gaps between its elements included."""
+        if self.entry is None:
+            return 0
+        if self.base is not None:
+            return self.base.entry.nbytes if self.base.first else 0
+        if is_pieced(self.entry):
+            return self.entry.nbytes
+        return sum(chunk.nbytes for chunk in self.entry.chunks)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a live tensor's memory is written to."""
+        return self.mode == "copy" and not is_blank(self.group.tensor)
+
+    @property
+    def memory(self) -> torch.device:
+        """Where new memory for it is taken: values for a copy in place wait on the host."""
+        return torch.device("cpu") if self.in_place else self.device
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """A tensor that no source has: replayed from its construction, or live and to be moved."""
+
+    group: Group
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All that a load is to do.
+
+    Attributes:
+        steps: tensors that the source has.
+        makings: tensors that it does not have and that are made or moved.
+        attributes: (module, name, value) that a module's own loading code sets besides tensors.
+        extra: (module, state) for ``set_extra_state``.
+        hooked: whether the model's own code looks at the result, and may refuse it.
+    """
+
+    steps: tuple[Step, ...] = ()
+    makings: tuple[Making, ...] = ()
+    attributes: tuple[tuple[nn.Module, str, object], ...] = ()
+    extra: tuple[tuple[nn.Module, object], ...] = ()
+    hooked: bool = False
+
+    @property
+    def replayed(self) -> list[Group]:
+        """What is made by replaying its construction."""
+        return [item.group for item in self.makings if item.group.tensor.is_meta]
