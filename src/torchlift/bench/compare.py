@@ -100,6 +100,11 @@ class Result:
         """Seconds of the middle round; nan when it failed."""
         return median(self.seconds) if self.seconds and not self.error else float("nan")
 
+    def has_values_of(self, other: Result) -> bool:
+        """Return whether both loaded the same values, cast if one of them casts."""
+        kind = self.way.cast or other.way.cast or "exact"
+        return self.digest[kind] == other.digest[kind]
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -128,14 +133,7 @@ class Comparison:
         """Names of the ways whose values are not the baseline's; a cast is allowed for."""
         loaded = {n: r for n, r in self.results.items() if r.digest and not r.error}
         reference = loaded.get(self.baseline) or next(iter(loaded.values()), None)
-        if reference is None:
-            return []
-        found = []
-        for name, result in loaded.items():
-            kind = result.way.cast or reference.way.cast or "exact"
-            if result.digest[kind] != reference.digest[kind]:
-                found.append(name)
-        return found
+        return [n for n, r in loaded.items() if reference and not r.has_values_of(reference)]
 
     def speedup(self, name: str) -> float:
         """Return how many times faster than the baseline it is; nan when one of the two failed."""
@@ -255,21 +253,19 @@ def compare(
 def _select(format: str, only: Iterable[str] | None, baseline: str | None) -> list[Way]:
     """Return the ways that are named, or all that can read the format."""
     known = {way.name: way for way in WAYS}
-    named = [*(only or ()), *([baseline] if baseline else ())]
-    for name in named:
+    if only is None:
+        only = [way.name for way in WAYS if way.supports(format)]
+    names = [*only, *([baseline] if baseline else [])]
+    for name in names:
         if name not in known:
             raise ValueError(f"there is no way called {name!r}; there are {', '.join(known)}")
         if not known[name].supports(format):
             reads, package = " or ".join(known[name].formats), known[name].package
-            needed = f" if the package {package} is installed" if package else ""
-            raise ValueError(
-                f"{name} cannot read a {format} checkpoint here: it reads {reads}{needed}"
-            )
-    all_ways = only is None
-    ways = [w for w in WAYS if w.name in named or (all_ways and w.supports(format))]
-    if not ways:
+            needs = f" with the package {package} installed" if package else ""
+            raise ValueError(f"{name} cannot read a {format} checkpoint: it reads {reads}{needs}")
+    if not names:
         raise ValueError("there is nothing to compare: no way was asked for")
-    return ways
+    return [way for way in WAYS if way.name in names]
 
 
 def _run(result: Result, path: str, root: str | None, cold: bool, timeout: float) -> None:
@@ -294,8 +290,7 @@ def _reason(text: str) -> str:
 
 
 def _warm(index: Index) -> None:
-    buffer = bytearray(8 << 20)
     for name in index.files:
         with open(name, "rb", buffering=0) as file:
-            while file.readinto(buffer):
+            while file.read(8 << 20):
                 pass

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import torchlift
+from torchlift import load, skeleton
 from torchlift.formats import TensorEntry
 
 State = nn.Module | Mapping[str, torch.Tensor]
@@ -81,20 +82,19 @@ class Job:
 
     def select(self, loaded: Any) -> dict[str, torch.Tensor]:
         """Return the tensors under the root of what `torch.load` returned, containers flattened."""
-        flat: dict[str, torch.Tensor] = {}
-        _flatten(loaded, "", flat)
         start = "" if self.root is None else f"{self.root}."
-        return {key[len(start) :]: flat[key] for key in flat if key.startswith(start)}
+        flat = _flatten(loaded, "")
+        return {key[len(start) :]: tensor for key, tensor in flat if key.startswith(start)}
 
 
-def _flatten(value: Any, prefix: str, into: dict[str, torch.Tensor]) -> None:
+def _flatten(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers with their keys, joined with dots."""
     if isinstance(value, torch.Tensor):
-        into[prefix] = value
-        return
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, item in pairs:
-        if isinstance(item, (torch.Tensor, Mapping, list, tuple)):
-            _flatten(item, f"{prefix}.{key}" if prefix else str(key), into)
+        yield key, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, item in items:
+            yield from _flatten(item, f"{key}.{name}" if key else str(name))
 
 
 def prepare(path: str, root: str | None, function: str, package: str, cold: bool) -> Job:
@@ -112,8 +112,6 @@ def prepare(path: str, root: str | None, function: str, package: str, cold: bool
     """
     if package == "safetensors":
         importlib.import_module("safetensors.torch")
-    if function.startswith("torchlift"):
-        _ = torchlift.load, torchlift.skeleton  # imported lazily, like everything in the package
     job = Job(path, root)
     # The limits use memory whose pages exist already.
     if function == "limit_copy":
@@ -208,10 +206,10 @@ def torchlift_bf16(job: Job) -> State:
 
 
 def _torchlift(job: Job, **options: Any) -> State:
-    model = torchlift.skeleton(job.build)
+    model = skeleton(job.build)
     # What is no tensor (a step, a learning rate) has no place in the model made up from the file.
     strict = not job.has_objects
-    torchlift.load(model, job.path, root=job.root, strict=strict, **options)
+    load(model, job.path, root=job.root, strict=strict, **options)
     return model
 
 
@@ -249,17 +247,16 @@ def digest(state: State | None) -> dict[str, str]:
     if state is None:
         return {}
     tensors = state.state_dict() if isinstance(state, nn.Module) else state
-    exact, cast = hashlib.sha256(), hashlib.sha256()
+    exact, cast = [], []
     for key in sorted(tensors):
         tensor = tensors[key].detach()
-        for total in (exact, cast):
-            total.update(repr((key, tuple(tensor.shape))).encode())
         picked = _pick(tensor)
-        exact.update(repr((tensor.dtype, picked.view(torch.uint8).tolist())).encode())
+        exact.append((key, tensor.shape, tensor.dtype, picked.view(torch.uint8).tolist()))
         if picked.is_floating_point():
             picked = picked.to(torch.bfloat16)
-        cast.update(repr(picked.view(torch.uint8).tolist()).encode())
-    return {"exact": exact.hexdigest(), "bfloat16": cast.hexdigest()}
+        cast.append((key, tensor.shape, picked.view(torch.uint8).tolist()))
+    sums = {"exact": repr(exact), "bfloat16": repr(cast)}
+    return {kind: hashlib.sha256(text.encode()).hexdigest() for kind, text in sums.items()}
 
 
 def _pick(tensor: torch.Tensor) -> torch.Tensor:

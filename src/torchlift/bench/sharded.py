@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from statistics import median
 
@@ -57,63 +56,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=parse_size, default=2 << 30, help="such as 2GiB")
     parser.add_argument("--repeat", type=int, default=3, help="rounds; medians are printed")
     args = parser.parse_args(argv)
-    seconds: dict[str, list[float]] = {name: [] for name in _WAYS}
-    added = dict.fromkeys(_WAYS, 0.0)
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in _WAYS}
     with tempfile.TemporaryDirectory(prefix="torchlift-bench-") as folder:
         path = os.path.join(folder, "full.pt")
         shape = make_checkpoint(path, nbytes=args.size)
-        # Memory is sampled in a round of its own, since that takes time from the others.
-        for sampled in [*[False] * args.repeat, True]:
+        for _ in range(args.repeat):
             for name, way in _WAYS.items():
                 # Processes of its own: memory that one way has freed would help the next.
-                ranks = on_ranks(args.ranks, _rank, way, path, shape, sampled, timeout=_TIMEOUT)
-                if sampled:
-                    added[name] = max(nbytes for _, nbytes in ranks)
-                else:
-                    seconds[name].append(max(taken for taken, _ in ranks))
-    print(table({name: (median(seconds[name]), added[name]) for name in _WAYS}))
+                ranks = on_ranks(args.ranks, _rank, way, path, shape, timeout=_TIMEOUT)
+                rounds[name].append((max(s for s, _ in ranks), max(added for _, added in ranks)))
+    print(table(rounds))
     return 0
 
 
-def table(results: Mapping[str, tuple[float, float]]) -> str:
+def table(results: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Return the results as text.
 
     Args:
-        results: way -> (seconds of the slowest rank, most anonymous bytes that a rank added).
+        results: way -> for each round (seconds of the slowest rank, most anonymous bytes added).
 
     Example:
-        >>> print(table({"broadcast_from_rank0": (2.0, 1 << 20), "torchlift read": (0.1, 0)}))
+        >>> print(table({"broadcast_from_rank0": [(2.0, 1 << 20)], "torchlift read": [(0.1, 0)]}))
         way                    seconds   faster   anonymous memory per rank
         broadcast_from_rank0     2.000       1x     1.0 MiB
         torchlift read           0.100      20x     0.0 MiB
     """
+    times = {name: median(seconds for seconds, _ in rounds) for name, rounds in results.items()}
     lines = [f"{'way':<22} {'seconds':>7}   {'faster':>6}   anonymous memory per rank"]
-    for way, (seconds, nbytes) in results.items():
-        ratio = results[_BROADCAST][0] / seconds
-        lines.append(f"{way:<22} {seconds:>7.3f}   {ratio:>5.0f}x   {nbytes / 2**20:>5.1f} MiB")
+    for name, rounds in results.items():
+        ratio = times[_BROADCAST] / times[name]
+        added = max(nbytes for _, nbytes in rounds) / 2**20
+        lines.append(f"{name:<22} {times[name]:>7.3f}   {ratio:>5.0f}x   {added:>5.1f} MiB")
     return "\n".join(lines)
 
 
-def _rank(way: _Way, path: str, shape: Sequence[int], sampled: bool) -> tuple[float, float]:
+def _rank(way: _Way, path: str, shape: Sequence[int]) -> tuple[float, float]:
     """Load in one way on this rank, after a small load that is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         small = os.path.join(folder, "small.pt")
-        _timed(way, small, make_checkpoint(small, nbytes=1 << 20, tensors=4), False)
-    return _timed(way, path, shape, sampled)
+        _measured(way, small, make_checkpoint(small, nbytes=1 << 20, tensors=4))
+    return _measured(way, path, shape)
 
 
-def _timed(way: _Way, path: str, shape: Sequence[int], sampled: bool) -> tuple[float, float]:
-    """Return seconds, and anonymous bytes added if they are sampled, of a load on this rank."""
+def _measured(way: _Way, path: str, shape: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds and the anonymous bytes that a load adds on this rank."""
     with torch.device("meta"):
         model = Stack(*shape)
     fully_shard(model)
     dist.barrier()
-    use = memory() if sampled else None
-    with use or nullcontext():
+    # A sample takes 8 us of the interpreter: a hundred in a second do not slow a load down.
+    with memory(interval=0.01) as use:
         start = time.perf_counter()
         way(model, path)
         seconds = time.perf_counter() - start
-    return seconds, use.added_anonymous if use else 0.0
+    return seconds, use.added_anonymous
 
 
 if __name__ == "__main__":
