@@ -1,8 +1,9 @@
-"""Gives each name in a docstring its link: public names, parameters and fields.
+"""Give each name in a docstring its link: public names, parameters and fields.
 
-Annotations name a class by the module that defines it, ``torchlift.checkpoint.Checkpoint``. Readers
-know the public name only, and only that one has a page. Docstrings put a function's parameters and
-a class's fields in single backticks, like every name; these have no page and are set as code.
+Annotations name a class by the module that defines it, ``torchlift._checkpoint.Checkpoint``.
+Readers know the public name only, and only that one has a page. Docstrings put a function's
+parameters and a class's fields in single backticks, like every name; these have no page and are set
+as code.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def test_inspect_answers_for_a_real_model_without_importing_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "bad.pt"),
         (b"PK\x03\x04 and then junk", "bad.pt"),
@@ -103,7 +103,7 @@ def test_inspect_answers_for_a_real_model_without_importing_torch() -> None:
     ],
     ids=["empty", "zip junk", "text", "header length", "missing"],
 )
-def test_a_bad_file_is_one_line_on_stderr_and_status_1(tmp_path, content, said) -> None:
+def test_a_bad_file_is_one_line_on_stderr_and_status_1(tmp_path, content, message) -> None:
     """No traceback, nothing on stdout, and the line names the file."""
     path = tmp_path / "bad.pt"
     if content is not None:
@@ -113,7 +113,7 @@ def test_a_bad_file_is_one_line_on_stderr_and_status_1(tmp_path, content, said) 
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("torchlift: ")
-    assert said in done.stderr
+    assert message in done.stderr
     assert str(path) in done.stderr
 
 

@@ -1,0 +1,1 @@
+"""What a live module holds and how it changes."""

@@ -1,0 +1,1 @@
+"""Which bytes become which tensor: names, ties, dtypes, devices, routes, peak memory."""

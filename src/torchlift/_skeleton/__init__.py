@@ -1,0 +1,1 @@
+"""Record the construction of a module and replay it."""

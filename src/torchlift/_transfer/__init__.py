@@ -1,0 +1,1 @@
+"""Byte ranges of files and tensors: map, read, write."""

@@ -1,15 +1,18 @@
-"""The parent's side of a comparison: rounds of child processes, medians, one table."""
+"""The ways to load, and the parent's side of comparing them: rounds of processes, one table.
+
+This does not import torch: what each way does is in ``loading``, which the child processes import.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
-from torchlift.bench.ways import WAYS, Way
 from torchlift.formats import Index, read_index
 from torchlift.measure import ChildError, in_child
 
@@ -20,6 +23,56 @@ way = getattr(loading, args[2])
 """
 _CODE = "state = way(job)"
 _FINISH = "result = loading.digest(state)"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to get a checkpoint's tensors into memory.
+
+    Attributes:
+        name: what ``--only`` selects.
+        summary: what it does, for a reader.
+        function: its name in ``torchlift.bench.loading``; called with a ``Job``, it returns the
+            loaded module or state dict, or None where there is nothing to compare.
+        formats: values of ``Index.format`` that it reads; empty for all.
+        package: a package that it needs and torchlift does not.
+        reads: whether every byte is in memory afterwards. A mapped checkpoint is read as it is
+            used, so its megabytes per second would mean nothing.
+        cast: ``"bfloat16"`` where floating-point numbers are cast to it.
+    """
+
+    name: str
+    summary: str
+    function: str
+    formats: tuple[str, ...] = ()
+    package: str = ""
+    reads: bool = True
+    cast: Literal["", "bfloat16"] = ""
+
+    def supports(self, format: str) -> bool:
+        """Return whether it reads this format and what it needs is installed."""
+        installed = not self.package or find_spec(self.package) is not None
+        return installed and (not self.formats or format in self.formats)
+
+
+_TORCH = ("torch-zip", "torch-legacy")
+_SAFE, _PACKAGE = ("safetensors",), "safetensors"
+
+#: In the order of the report; the first one that reads the file is the baseline.
+WAYS: tuple[Way, ...] = (
+    Way("torch-load", "torch.load", "torch_load", _TORCH),
+    Way("safetensors-clone", "load_file + clone", "safetensors_clone", _SAFE, _PACKAGE),
+    Way("safetensors-file", "load_file", "safetensors_file", _SAFE, _PACKAGE, reads=False),
+    Way("torch-build", "build + torch.load + load_state_dict", "torch_build", _TORCH),
+    Way("torch-assign", "torch.load + meta + assign", "torch_assign", _TORCH),
+    Way("torch-mmap", "torch.load(mmap=True) + meta + assign", "torch_mmap", _TORCH, reads=False),
+    Way("safetensors-model", "build + load_model", "safetensors_model", _SAFE, _PACKAGE),
+    Way("torchlift-mmap", 'torchlift.load(source="mmap")', "torchlift_mmap", reads=False),
+    Way("torchlift-read", 'torchlift.load(source="read")', "torchlift_read"),
+    Way("torchlift-bf16", "torchlift.load(dtype=bfloat16)", "torchlift_bf16", cast="bfloat16"),
+    Way("limit-read", "raw read into warm buffers", "limit_read"),
+    Way("limit-copy", "raw copy between warm buffers", "limit_copy"),
+)
 
 
 @dataclass
@@ -46,6 +99,11 @@ class Result:
     def median(self) -> float:
         """Seconds of the middle round; nan when it failed."""
         return median(self.seconds) if self.seconds and not self.error else float("nan")
+
+    def has_values_of(self, other: Result) -> bool:
+        """Return whether both loaded the same values, cast if one of them casts."""
+        kind = self.way.cast or other.way.cast or "exact"
+        return self.digest[kind] == other.digest[kind]
 
 
 @dataclass(frozen=True)
@@ -75,31 +133,16 @@ class Comparison:
         """Names of the ways whose values are not the baseline's; a cast is allowed for."""
         loaded = {n: r for n, r in self.results.items() if r.digest and not r.error}
         reference = loaded.get(self.baseline) or next(iter(loaded.values()), None)
-        if reference is None:
-            return []
-        found = []
-        for name, result in loaded.items():
-            kind = result.way.cast or reference.way.cast or "exact"
-            if result.digest[kind] != reference.digest[kind]:
-                found.append(name)
-        return found
+        return [n for n, r in loaded.items() if reference and not r.has_values_of(reference)]
 
     def speedup(self, name: str) -> float:
-        """How many times faster than the baseline; nan when one of the two failed."""
+        """Return how many times faster than the baseline it is; nan when one of the two failed."""
         return self.results[self.baseline].median / self.results[name].median
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: sizes in bytes, times in seconds, every round on its own."""
-        return {
-            "path": self.path,
-            "format": self.format,
-            "tensors": self.tensors,
-            "nbytes": self.nbytes,
-            "cold": self.cold,
-            "baseline": self.baseline,
-            "different": self.different,
-            "results": {name: self._row(name) for name in self.results},
-        }
+        """Return plain data: sizes in bytes, times in seconds, every round on its own."""
+        results = {name: self._row(name) for name in self.results}
+        return {**vars(self), "different": self.different, "results": results}
 
     def _row(self, name: str) -> dict[str, Any]:
         result = self.results[name]
@@ -202,32 +245,32 @@ def compare(
                 _run(result, os.fspath(path), root, cold, timeout)
                 if on_run is not None:
                     on_run(result, turn)
-    first = baseline or ways[0].name
-    return Comparison(
-        index.path, index.format, len(index.entries), index.nbytes, cold, first, results
-    )
+    reference = baseline or ways[0].name
+    tensors, nbytes = len(index.entries), index.nbytes
+    return Comparison(index.path, index.format, tensors, nbytes, cold, reference, results)
 
 
-def _select(format: str, only: Iterable[str] | None, baseline: str | None) -> Sequence[Way]:
-    names = None if only is None else [*only]
-    known = [way.name for way in WAYS]
-    for name in [*(names or ()), *([baseline] if baseline else ())]:
+def _select(format: str, only: Iterable[str] | None, baseline: str | None) -> list[Way]:
+    """Return the ways that are named, or all that can read the format."""
+    known = {way.name: way for way in WAYS}
+    if only is None:
+        only = [way.name for way in WAYS if way.supports(format)]
+    names = [*only, *([baseline] if baseline else [])]
+    for name in names:
         if name not in known:
             raise ValueError(f"there is no way called {name!r}; there are {', '.join(known)}")
-    wanted = set(known if names is None else names) | ({baseline} if baseline else set())
-    ways = [way for way in WAYS if way.name in wanted and way.supports(format)]
-    missing = (set(names or ()) | ({baseline} if baseline else set())) - {way.name for way in ways}
-    if missing:
-        why = f"cannot read a {format} checkpoint here"
-        raise ValueError(f"{', '.join(sorted(missing))} {why}")
-    if not ways:
+        if not known[name].supports(format):
+            reads, package = " or ".join(known[name].formats), known[name].package
+            needs = f" with the package {package} installed" if package else ""
+            raise ValueError(f"{name} cannot read a {format} checkpoint: it reads {reads}{needs}")
+    if not names:
         raise ValueError("there is nothing to compare: no way was asked for")
-    return ways
+    return [way for way in WAYS if way.name in names]
 
 
 def _run(result: Result, path: str, root: str | None, cold: bool, timeout: float) -> None:
     way = result.way
-    args = (path, root, way.function, way.needs, cold)
+    args = (path, root, way.function, way.package, cold)
     try:
         child = in_child(_CODE, *args, setup=_SETUP, finish=_FINISH, timeout=timeout)
     except ChildError as error:
@@ -240,15 +283,14 @@ def _run(result: Result, path: str, root: str | None, cold: bool, timeout: float
 
 
 def _reason(text: str) -> str:
-    """The line of a traceback that says what happened; long messages go on below it."""
+    """Return the line of a traceback that names the error; long messages go on below it."""
     lines = text.strip().splitlines()
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return (named or lines)[-1]
 
 
 def _warm(index: Index) -> None:
-    buffer = bytearray(8 << 20)
     for name in index.files:
         with open(name, "rb", buffering=0) as file:
-            while file.readinto(buffer):
+            while file.read(8 << 20):
                 pass

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
 import tempfile
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Literal, cast
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import nn
 
-# safetensors' names of what `Tensor.normal_` can fill.
-_SAFETENSORS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
-_PAGE = mmap.ALLOCATIONGRANULARITY
+from torchlift.formats.layout import Stored
+from torchlift.formats.safetensors import safetensors_layout
+
+_DTYPES = ("float64", "float32", "float16", "bfloat16")  # what `Tensor.normal_` fills
+_SHIFT = 4096  # bytes from one tensor's random numbers to the next one's
 
 
 class Stack(nn.Module):
@@ -66,8 +60,8 @@ def make_checkpoint(
 ) -> tuple[int, int, int]:
     """Write the checkpoint of a `Stack`, random but reproducible.
 
-    Every tensor is a window into one block of random numbers, a page further than the one before,
-    and is mapped from a temporary file: 2 GiB take no more than a few MiB of anonymous memory.
+    The tensors overlap in one block of random numbers, each a page further than the one before,
+    which is mapped from a temporary file: 2 GiB take no more than a few MiB of anonymous memory.
 
     Args:
         path: file to write; an existing one is replaced.
@@ -91,24 +85,34 @@ def make_checkpoint(
         >>> model.load_state_dict(torch.load(path))
         <All keys matched successfully>
     """
-    kind = getattr(torch, dtype, None)
-    if kind not in _SAFETENSORS:
+    if dtype not in _DTYPES:
         raise ValueError(f"dtype must be a floating-point type such as float32, not {dtype!r}")
     if format not in ("torch-zip", "safetensors"):
         raise ValueError(f'format must be "torch-zip" or "safetensors", not {format!r}')
+    kind: torch.dtype = getattr(torch, dtype)
     numel = nbytes // max(tensors, 1) // kind.itemsize
     if tensors < 1 or numel < 1:
         raise ValueError(f"{nbytes} bytes cannot be divided among {tensors} tensors of {dtype}")
     width = 1 << (math.isqrt(numel).bit_length() - 1)
     rows = numel // width
-    with _random_maps(tensors, rows * width, kind, seed) as maps:
-        flat = {f"layers.{i}.weight": area for i, area in enumerate(maps)}
-        shapes = [(rows, width) if i % 2 == 0 else (width, rows) for i in range(tensors)]
+    size = rows * width * kind.itemsize
+    with tempfile.TemporaryFile() as file:
+        file.truncate(size + tensors * _SHIFT)
+        block = memoryview(mmap.mmap(file.fileno(), 0))
+        torch.frombuffer(block, dtype=kind).normal_(
+            std=0.02, generator=torch.Generator().manual_seed(seed)
+        )
+        keys = [f"layers.{i}.weight" for i in range(tensors)]
+        shapes = {key: (width, rows) if i % 2 else (rows, width) for i, key in enumerate(keys)}
+        areas = {key: block[i * _SHIFT :][:size] for i, key in enumerate(keys)}
         try:
             if format == "safetensors":
-                _write_safetensors(path, flat, shapes, kind)
+                stored = [Stored(key, dtype, shape) for key, shape in shapes.items()]
+                _write_safetensors(path, stored, areas)
             else:
-                _write_torch(path, flat, shapes, kind)
+                # A storage for each, although they overlap: torch.save writes each storage once.
+                flat = {key: torch.frombuffer(areas[key], dtype=kind) for key in keys}
+                torch.save({key: flat[key].view(shapes[key]) for key in keys}, path)
         except BaseException:
             if os.path.isfile(path):
                 os.unlink(path)
@@ -116,53 +120,15 @@ def make_checkpoint(
     return tensors, rows, width
 
 
-@contextmanager
-def _random_maps(
-    tensors: int, numel: int, dtype: torch.dtype, seed: int
-) -> Iterator[list[mmap.mmap]]:
-    """One private map per tensor of a temporary file of random numbers."""
-    size = numel * dtype.itemsize
-    with tempfile.TemporaryFile() as file:
-        file.truncate(size + tensors * _PAGE)
-        with_all = mmap.mmap(file.fileno(), 0)
-        torch.frombuffer(with_all, dtype=dtype).normal_(
-            std=0.02, generator=torch.Generator().manual_seed(seed)
-        )
-        yield [
-            mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=i * _PAGE)
-            for i in range(tensors)
-        ]
-
-
-def _write_torch(
-    path: str | os.PathLike[str],
-    maps: Mapping[str, mmap.mmap],
-    shapes: list[tuple[int, int]],
-    dtype: torch.dtype,
-) -> None:
-    state = OrderedDict(
-        (key, torch.frombuffer(area, dtype=dtype).view(shape))
-        for (key, area), shape in zip(maps.items(), shapes, strict=True)
-    )
-    torch.save(state, path)
-
-
 def _write_safetensors(
-    path: str | os.PathLike[str],
-    maps: Mapping[str, mmap.mmap],
-    shapes: list[tuple[int, int]],
-    dtype: torch.dtype,
+    path: str | os.PathLike[str], tensors: list[Stored], areas: Mapping[str, memoryview]
 ) -> None:
-    # By hand, because safetensors.torch.save_file copies every tensor to bytes first.
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for (key, area), shape in zip(maps.items(), shapes, strict=True):
-        offsets = [end, end + len(area)]
-        header[key] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": offsets}
-        end += len(area)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    """Write a file without the copies that safetensors.torch.save_file makes of its tensors."""
+    layout = safetensors_layout(tensors, {"format": "pt"})
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for area in maps.values():
-            file.write(cast("bytes", area))
+        for offset, data in layout.frame([]):
+            file.seek(offset)
+            file.write(data)
+        for payload in layout.payloads:
+            file.seek(payload.offset)
+            file.write(areas[payload.tensor.key])

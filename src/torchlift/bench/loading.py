@@ -1,28 +1,28 @@
-"""The child's side of a comparison: build the model, load it one way, sum up what was loaded."""
+"""The child's side of a comparison: build the model, load it in one way, digest what was loaded."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import hashlib
 import importlib
 import os
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 
 import torchlift
-from torchlift.errors import FormatError
-from torchlift.formats import Index, TensorEntry, read_index
-from torchlift.formats.index import under
+from torchlift import load, skeleton
+from torchlift.formats import TensorEntry
 
 State = nn.Module | Mapping[str, torch.Tensor]
 
 _SAMPLES = 8  # elements per tensor that a checksum looks at: one page each of a mapped tensor
-_PIECE = 8 << 20  # bytes per read of the limit
+_READ = 8 << 20  # bytes per read of the reading limit
 _AREA = 256 << 20  # bytes per buffer of the copying limit: far above any cache
 
 
@@ -59,69 +59,71 @@ class Job:
     Attributes:
         path: the checkpoint, as the user named it.
         root: container to load from, or None.
-        index: the checkpoint's index: files and entries.
+        entries: the tensors to load.
+        has_objects: whether there are leaves that are not tensors.
+        files: the files that hold the tensors.
+        nbytes: bytes of unique storage.
+        buffers: memory for the limits, filled in by `prepare`.
     """
 
     def __init__(self, path: str, root: str | None) -> None:
         self.path = path
         self.root = root
-        index = read_index(path)
-        selected: Index | None = index if root is None else under(index, root)
-        if selected is None:
-            raise FormatError("there is no such container", file=path, entry=root)
-        self.index = selected
-        self.buffers: list[torch.Tensor] = []
+        with torchlift.open(path, root=root) as ckpt:
+            self.entries = list(ckpt.entries.values())
+            self.has_objects = bool(ckpt.objects)
+            self.nbytes = ckpt.nbytes
+        self.files = sorted({chunk.file for entry in self.entries for chunk in entry.chunks})
+        self.buffers: list[bytearray] = []
 
     def build(self) -> Tree:
-        """The model; on meta inside ``with torch.device("meta")``."""
-        return Tree(list(self.index.entries.values()))
+        """Build the model; on meta inside ``with torch.device("meta")``."""
+        return Tree(self.entries)
 
     def select(self, loaded: Any) -> dict[str, torch.Tensor]:
-        """The tensors of what `torch.load` returned, containers flattened, under the root."""
-        flat: dict[str, torch.Tensor] = {}
-        _flatten(loaded, "", flat)
+        """Return the tensors under the root of what `torch.load` returned, containers flattened."""
         start = "" if self.root is None else f"{self.root}."
-        return {key[len(start) :]: flat[key] for key in flat if key.startswith(start)}
+        flat = _flatten(loaded, "")
+        return {key[len(start) :]: tensor for key, tensor in flat if key.startswith(start)}
 
 
-def _flatten(value: Any, prefix: str, into: dict[str, torch.Tensor]) -> None:
+def _flatten(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers with their keys, joined with dots."""
     if isinstance(value, torch.Tensor):
-        into[prefix] = value
-        return
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, item in pairs:
-        if isinstance(item, (torch.Tensor, Mapping, list, tuple)):
-            _flatten(item, f"{prefix}.{key}" if prefix else str(key), into)
+        yield key, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, item in items:
+            yield from _flatten(item, f"{key}.{name}" if key else str(name))
 
 
-def prepare(path: str, root: str | None, function: str, needs: Sequence[str], cold: bool) -> Job:
-    """Everything that is not part of loading: imports, the model's shapes, a cold cache if wanted.
+def prepare(path: str, root: str | None, function: str, package: str, cold: bool) -> Job:
+    """Do everything that is not part of loading: imports, the model's shapes, a cold cache.
 
     Args:
         path: the checkpoint.
         root: container to load from, or None.
         function: name of the way's function in this module.
-        needs: modules to import.
+        package: the package that it needs, or "".
         cold: drop the files' pages from the page cache.
 
     Returns:
         the job for the way's function.
     """
-    for module in needs:
-        importlib.import_module(module)
-    if function.startswith("torchlift"):
-        _ = torchlift.load, torchlift.skeleton  # imported lazily, like everything in the package
+    if package == "safetensors":
+        importlib.import_module("safetensors.torch")
     job = Job(path, root)
+    # The limits use memory whose pages exist already.
     if function == "limit_copy":
-        size = min(_AREA, max(job.index.nbytes, 1))
-        job.buffers = [torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)]
+        size = min(_AREA, max(job.nbytes, 1))
+        job.buffers = [bytearray(b"\1") * size for _ in range(2)]
     elif function == "limit_read":
-        job.buffers = [torch.zeros(_PIECE, dtype=torch.uint8) for _ in range(os.cpu_count() or 1)]
+        job.buffers = [bytearray(b"\1") * _READ for _ in range(os.cpu_count() or 1)]
     # Importing torch leaves a full garbage collection due: 50 ms that would fall on whichever way
     # allocates the next few hundred objects, which is several times what mapping a file takes.
     gc.collect()
     if cold:
-        drop_pages(list(job.index.files))
+        drop_pages(job.files)
     return job
 
 
@@ -142,49 +144,45 @@ def drop_pages(files: Sequence[str]) -> None:
             os.close(descriptor)
 
 
-def torch_load(job: Job) -> State:
-    """All tensors, nothing else."""
-    return job.select(torch.load(job.path, map_location="cpu", weights_only=True))
+def torch_load(job: Job, mmap: bool = False) -> dict[str, torch.Tensor]:
+    """Load all tensors, nothing else."""
+    return job.select(torch.load(job.path, map_location="cpu", weights_only=True, mmap=mmap))
 
 
 def torch_build(job: Job) -> State:
-    """The way of most code: a model with random weights, a dict, and a copy between the two."""
+    """Load as most code does: a model with random weights, a dict, a copy between the two."""
     model = job.build()
-    model.load_state_dict(torch_load(job))  # type: ignore[arg-type]
+    model.load_state_dict(torch_load(job))
     return model
 
 
-def torch_assign(job: Job) -> State:
-    """No random weights and no copy: the dict's tensors become the model's."""
+def torch_assign(job: Job, mmap: bool = False) -> State:
+    """Make the dict's tensors those of the model: no random weights and no copy."""
     with torch.device("meta"):
         model = job.build()
-    model.load_state_dict(torch_load(job), assign=True)  # type: ignore[arg-type]
+    model.load_state_dict(torch_load(job, mmap), assign=True)
     return model
 
 
 def torch_mmap(job: Job) -> State:
-    """Neither reads nor copies: the tensors are views of the mapped file."""
-    with torch.device("meta"):
-        model = job.build()
-    loaded = torch.load(job.path, map_location="cpu", weights_only=True, mmap=True)
-    model.load_state_dict(job.select(loaded), assign=True)
-    return model
+    """Make views of the mapped file the tensors of the model: nothing is read or copied."""
+    return torch_assign(job, mmap=True)
 
 
 def safetensors_clone(job: Job) -> State:
-    """All tensors in memory that the process owns, as `torch.load` leaves them."""
+    """Load all tensors into memory that the process owns, as `torch.load` does."""
     return {key: tensor.clone() for key, tensor in safetensors_file(job).items()}
 
 
 def safetensors_file(job: Job) -> dict[str, torch.Tensor]:
-    """All tensors, as views of the mapped file (safetensors 0.8 on Linux)."""
+    """Map all tensors: they are views of the file (safetensors 0.8 on Linux)."""
     from safetensors.torch import load_file
 
     return load_file(job.path)
 
 
 def safetensors_model(job: Job) -> State:
-    """A model with random weights, and a copy into it."""
+    """Build a model with random weights, and copy into it."""
     from safetensors.torch import load_model
 
     model = job.build()
@@ -193,51 +191,46 @@ def safetensors_model(job: Job) -> State:
 
 
 def torchlift_mmap(job: Job) -> State:
-    """A skeleton over the mapped file."""
+    """Load a skeleton; its tensors are views of the mapped file."""
     return _torchlift(job, source="mmap")
 
 
 def torchlift_read(job: Job) -> State:
-    """A skeleton, and every byte read into memory that the process owns."""
+    """Load a skeleton; every byte is read into memory that the process owns."""
     return _torchlift(job, source="read")
 
 
 def torchlift_bf16(job: Job) -> State:
-    """The same, cast on the way."""
+    """Load a skeleton; every tensor is cast on the way."""
     return _torchlift(job, dtype=torch.bfloat16)
 
 
 def _torchlift(job: Job, **options: Any) -> State:
-    model = torchlift.skeleton(job.build)
+    model = skeleton(job.build)
     # What is no tensor (a step, a learning rate) has no place in the model made up from the file.
-    strict = not job.index.objects
-    torchlift.load(model, job.path, root=job.root, strict=strict, **options)
+    strict = not job.has_objects
+    load(model, job.path, root=job.root, strict=strict, **options)
     return model
 
 
 def limit_read(job: Job) -> None:
     """Read the files with one thread per CPU into small buffers whose pages exist already."""
-    for file in job.index.files:
-        pieces = iter(range(0, os.path.getsize(file), _PIECE))
-        descriptor = os.open(file, os.O_RDONLY)
+    for name in job.files:
+        with open(name, "rb", buffering=0) as file, ThreadPoolExecutor(len(job.buffers)) as pool:
+            offsets = iter(range(0, os.path.getsize(name), _READ))
+            list(pool.map(_read_all, repeat(file), repeat(offsets), job.buffers))
 
-        def work(buffer: torch.Tensor, fd: int = descriptor, todo: Any = pieces) -> None:
-            view = memoryview((ctypes.c_char * _PIECE).from_address(buffer.data_ptr()))
-            for offset in todo:
-                os.preadv(fd, [view], offset)
 
-        threads = [threading.Thread(target=work, args=(buffer,)) for buffer in job.buffers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        os.close(descriptor)
+def _read_all(file: FileIO, offsets: Iterator[int], buffer: bytearray) -> None:
+    """Read at every offset that no other thread has taken."""
+    for offset in offsets:
+        os.preadv(file.fileno(), [buffer], offset)
 
 
 def limit_copy(job: Job) -> None:
     """Copy as many bytes between two buffers that no cache holds, with torch's threads."""
-    source, destination = job.buffers
-    left = job.index.nbytes
+    source, destination = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in job.buffers)
+    left = job.nbytes
     while left > 0:
         size = min(left, source.numel())
         destination[:size].copy_(source[:size])
@@ -245,38 +238,29 @@ def limit_copy(job: Job) -> None:
 
 
 def digest(state: State | None) -> dict[str, str]:
-    """A checksum over a few elements of every tensor, as they are and as cast to bfloat16.
+    """Return a checksum of a few elements of every tensor, as they are and as cast to bfloat16.
 
     Returns:
         ``exact`` and ``bfloat16``: equal for two states that hold the same values under the same
-        names; empty where there is nothing to sum up.
+        names; empty where there is nothing to compare.
     """
     if state is None:
         return {}
     tensors = state.state_dict() if isinstance(state, nn.Module) else state
-    exact, cast = hashlib.sha256(), hashlib.sha256()
+    exact, cast = [], []
     for key in sorted(tensors):
         tensor = tensors[key].detach()
-        for total in (exact, cast):
-            total.update(repr((key, tuple(tensor.shape))).encode())
         picked = _pick(tensor)
-        exact.update(repr((tensor.dtype, picked.view(torch.uint8).tolist())).encode())
+        exact.append((key, tensor.shape, tensor.dtype, picked.view(torch.uint8).tolist()))
         if picked.is_floating_point():
             picked = picked.to(torch.bfloat16)
-        cast.update(repr(picked.view(torch.uint8).tolist()).encode())
-    return {"exact": exact.hexdigest(), "bfloat16": cast.hexdigest()}
+        cast.append((key, tensor.shape, picked.view(torch.uint8).tolist()))
+    sums = {"exact": repr(exact), "bfloat16": repr(cast)}
+    return {kind: hashlib.sha256(text.encode()).hexdigest() for kind, text in sums.items()}
 
 
 def _pick(tensor: torch.Tensor) -> torch.Tensor:
-    """A few elements, evenly spaced from the first to the last, without copying the tensor."""
-    numel = tensor.numel()
-    count = min(_SAMPLES, numel)
-    places = [i * (numel - 1) // max(count - 1, 1) for i in range(count)]
-    picked = []
-    for place in places:
-        index = []
-        for size in reversed(tensor.shape):
-            place, at = divmod(place, size)
-            index.append(at)
-        picked.append(tensor[tuple(reversed(index))])
-    return torch.stack(picked) if picked else torch.empty(0, dtype=torch.uint8)
+    """Return a few elements, evenly spaced from the first to the last, and copy no others."""
+    count = min(_SAMPLES, tensor.numel())
+    places = torch.arange(count) * (tensor.numel() - 1) // max(count - 1, 1)
+    return tensor[torch.unravel_index(places, tensor.shape)].flatten()

@@ -9,72 +9,71 @@ rank 0, and each rank's anonymous memory.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
-from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import torchlift
 from torchlift._system import parse_size
-from torchlift.distributed.launch import launch_command
+from torchlift.bench.generate import Stack, make_checkpoint
+from torchlift.distributed import on_ranks
+from torchlift.measure import memory
 
+_TIMEOUT = 3600.0  # seconds for one way, its processes' start included
+
+
+def _load_with_torch(model: nn.Module, path: str, *, broadcast: bool) -> None:
+    needed = not broadcast or dist.get_rank() == 0
+    state = torch.load(path, mmap=True, weights_only=True) if needed else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, state, options=options)
+
+
+_Way = Callable[[nn.Module, str], object]
 _BROADCAST = "broadcast_from_rank0"
-_WAYS = (_BROADCAST, "full_state_dict, mmap", "torchlift read", "torchlift mmap")
+_WAYS: Mapping[str, _Way] = {
+    _BROADCAST: partial(_load_with_torch, broadcast=True),
+    "full_state_dict, mmap": partial(_load_with_torch, broadcast=False),
+    "torchlift read": partial(torchlift.load, source="read"),
+    "torchlift mmap": partial(torchlift.load, source="mmap"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make a checkpoint, start the ranks, print the table; returns the exit status."""
+    """Make a checkpoint, run each way on ranks, print the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m torchlift.bench.sharded")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--size", type=parse_size, default=2 << 30, help="such as 2GiB")
     parser.add_argument("--repeat", type=int, default=3, help="rounds; medians are printed")
     args = parser.parse_args(argv)
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in _WAYS}
     with tempfile.TemporaryDirectory(prefix="torchlift-bench-") as folder:
-        from torchlift.bench.generate import make_checkpoint
-
-        path, out = os.path.join(folder, "full.pt"), os.path.join(folder, "result.json")
+        path = os.path.join(folder, "full.pt")
         shape = make_checkpoint(path, nbytes=args.size)
-        results: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
-        # Memory is sampled in a round of its own, since that takes time from the others.
-        for measured in [*[False] * args.repeat, True]:
-            for way in _WAYS:
-                job = json.dumps([way, path, list(shape), measured, out])
-                status = _start(args.ranks, job)
-                if status:
-                    return status
-                with open(out, encoding="utf-8") as file:
-                    results[way].append(tuple(json.load(file)))
-    print(table(_merged(results)))
+        for _ in range(args.repeat):
+            for name, way in _WAYS.items():
+                # Processes of its own: memory that one way has freed would help the next.
+                ranks = on_ranks(args.ranks, _rank, way, path, shape, timeout=_TIMEOUT)
+                rounds[name].append((max(s for s, _ in ranks), max(added for _, added in ranks)))
+    print(table(rounds))
     return 0
 
 
-def _start(ranks: int, job: str) -> int:
-    """One way once, in fresh processes: memory that one way has freed would help the next."""
-    command = launch_command(ranks, "-m", "torchlift.bench.sharded")
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHLIFT_BENCH": job}
-    return subprocess.run(command, env=environment, check=False).returncode
-
-
-def _merged(
-    results: dict[str, list[tuple[float, float]]],
-) -> dict[str, list[tuple[float, float]]]:
-    """Times of the rounds that were not sampled, each with the memory of the one that was."""
-    return {
-        way: [(seconds, rounds[-1][1]) for seconds, _ in rounds[:-1]]
-        for way, rounds in results.items()
-    }
-
-
-def table(results: dict[str, list[tuple[float, float]]]) -> str:
-    """The results as text.
+def table(results: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Return the results as text.
 
     Args:
-        results: way -> for each round (seconds of the slowest rank, most anonymous bytes).
+        results: way -> for each round (seconds of the slowest rank, most anonymous bytes added).
 
     Example:
         >>> print(table({"broadcast_from_rank0": [(2.0, 1 << 20)], "torchlift read": [(0.1, 0)]}))
@@ -82,83 +81,36 @@ def table(results: dict[str, list[tuple[float, float]]]) -> str:
         broadcast_from_rank0     2.000       1x     1.0 MiB
         torchlift read           0.100      20x     0.0 MiB
     """
-    times = {way: median(seconds for seconds, _ in rounds) for way, rounds in results.items()}
+    times = {name: median(seconds for seconds, _ in rounds) for name, rounds in results.items()}
     lines = [f"{'way':<22} {'seconds':>7}   {'faster':>6}   anonymous memory per rank"]
-    for way, rounds in results.items():
-        ratio = times[_BROADCAST] / times[way]
-        memory = max(nbytes for _, nbytes in rounds) / 2**20
-        lines.append(f"{way:<22} {times[way]:>7.3f}   {ratio:>5.0f}x   {memory:>5.1f} MiB")
+    for name, rounds in results.items():
+        ratio = times[_BROADCAST] / times[name]
+        added = max(nbytes for _, nbytes in rounds) / 2**20
+        lines.append(f"{name:<22} {times[name]:>7.3f}   {ratio:>5.0f}x   {added:>5.1f} MiB")
     return "\n".join(lines)
 
 
-def _rank(job: str) -> None:
-    """One process: one way, after a small load that is not counted."""
-    import torch.distributed as dist
-
-    from torchlift.bench.generate import make_checkpoint
-
-    way, path, shape, measured, out = json.loads(job)
-    dist.init_process_group("gloo")
+def _rank(way: _Way, path: str, shape: Sequence[int]) -> tuple[float, float]:
+    """Load in one way on this rank, after a small load that is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         small = os.path.join(folder, "small.pt")
-        _timed(way, small, make_checkpoint(small, nbytes=1 << 20, tensors=4))
-    found = _timed(way, path, shape, measured)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, found)
-    if dist.get_rank() == 0:
-        with open(out, "w", encoding="utf-8") as file:
-            json.dump([max(seconds for seconds, _ in gathered), max(a for _, a in gathered)], file)
-    dist.barrier()
-    # The group's threads may still run when the interpreter is torn down, and then abort.
-    os._exit(0)
+        _measured(way, small, make_checkpoint(small, nbytes=1 << 20, tensors=4))
+    return _measured(way, path, shape)
 
 
-def _timed(
-    way: str, path: str, shape: Sequence[int], measured: bool = False
-) -> tuple[float, float]:
-    """(seconds, anonymous bytes added if they are measured) on this rank."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    from torchlift.bench.generate import Stack
-    from torchlift.measure import memory
-
+def _measured(way: _Way, path: str, shape: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds and the anonymous bytes that a load adds on this rank."""
     with torch.device("meta"):
         model = Stack(*shape)
     fully_shard(model)
     dist.barrier()
-    load = _load(way)
-    use = memory() if measured else None
-    with use or nullcontext():
+    # A sample takes 8 us of the interpreter: a hundred in a second do not slow a load down.
+    with memory(interval=0.01) as use:
         start = time.perf_counter()
-        load(model, path)
+        way(model, path)
         seconds = time.perf_counter() - start
-    return seconds, use.added_anonymous if use else 0
-
-
-def _load(way: str) -> Callable[[Any, str], object]:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.checkpoint import state_dict as theirs
-
-    import torchlift
-
-    def torch_way(model: Any, path: str) -> None:
-        from_rank0 = way == _BROADCAST
-        needed = not from_rank0 or dist.get_rank() == 0
-        state = torch.load(path, mmap=True, weights_only=True) if needed else {}
-        options = theirs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
-        theirs.set_model_state_dict(model, state, options=options)
-
-    if way.startswith("torchlift"):
-        source: Any = way.rpartition(" ")[2]
-        return lambda model, path: torchlift.load(model, path, source=source)
-    return torch_way
+    return seconds, use.added_anonymous
 
 
 if __name__ == "__main__":
-    if "TORCHLIFT_BENCH" in os.environ:
-        _rank(os.environ["TORCHLIFT_BENCH"])
-    else:
-        sys.exit(main())
+    sys.exit(main())

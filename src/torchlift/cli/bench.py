@@ -11,7 +11,7 @@ from torchlift._system import parse_size, printable
 from torchlift.bench import WAYS, Comparison, Result, compare
 from torchlift.cli import UsageError
 from torchlift.cli.output import print_json
-from torchlift.measure import in_child
+from torchlift.measure import ChildError, in_child
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"Each run is a fresh process; imports are not timed. The ways:\n{names}"
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("path", metavar="FILE", nargs="?", help="a checkpoint file or directory")
-    what.add_argument(
-        "--generate", type=size, metavar="SIZE", help="make a temporary one, such as 2GiB"
-    )
+    what.add_argument("--generate", metavar="SIZE", help="make a temporary one, such as 2GiB")
     parser.add_argument(
         "--format", choices=["torch-zip", "safetensors"], help="of the generated one"
     )
@@ -38,62 +36,50 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print every round as JSON")
 
 
-def size(text: str) -> int:
-    """A number of bytes from text such as ``2GiB``, ``500 MB`` or ``4096``.
-
-    Raises:
-        argparse.ArgumentTypeError: not such a text.
-
-    Example:
-        >>> from torchlift.cli.bench import size
-        >>> size("2GiB"), size("1.5 kB")
-        (2147483648, 1500)
-    """
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def run(args: argparse.Namespace) -> int:
     """Compare and print; 1 when a way failed or loaded other values."""
-    if args.generate is None:
-        if args.format:
-            raise UsageError("--format needs --generate: a file has the format it has")
-        return _report(args, args.path)
-    with tempfile.TemporaryDirectory(prefix="torchlift-bench-") as folder:
-        path = os.path.join(folder, "generated.ckpt")
-        code = "make_checkpoint(args[0], nbytes=args[1], format=args[2])"
-        setup = "from torchlift.bench import make_checkpoint"
-        in_child(code, path, args.generate, args.format or "torch-zip", setup=setup)
-        return _report(args, path)
-
-
-def _report(args: argparse.Namespace, path: str) -> int:
+    if args.format and args.generate is None:
+        raise UsageError("--format needs --generate: a file has the format it has")
     try:
-        comparison = compare(
-            path,
-            root=args.root,
-            only=args.only.split(",") if args.only else None,
-            baseline=args.baseline,
-            repeat=args.repeat,
-            cold=args.cold,
-            on_run=_progress if sys.stderr.isatty() else None,
-        )
+        if args.generate is None:
+            comparison = _compare(args, args.path)
+        else:
+            with tempfile.TemporaryDirectory(prefix="torchlift-bench-") as folder:
+                path = os.path.join(folder, "generated.ckpt")
+                _generate(path, parse_size(args.generate), args.format or "torch-zip")
+                comparison = _compare(args, path)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if args.json:
         print_json(comparison.to_dict())
     else:
         print(printable(str(comparison), lines=True))
-    return _status(comparison)
-
-
-def _status(comparison: Comparison) -> int:
     failed = any(result.error for result in comparison.results.values())
     return 1 if failed or comparison.different else 0
 
 
+def _generate(path: str, nbytes: int, format: str) -> None:
+    """Make a checkpoint in a process of its own: this one does without torch."""
+    code = "make_checkpoint(args[0], nbytes=args[1], format=args[2])"
+    setup = "from torchlift.bench import make_checkpoint"
+    try:
+        in_child(code, path, nbytes, format, setup=setup)
+    except ChildError as error:
+        raise UsageError(f"--generate: {str(error).splitlines()[-1]}") from error
+
+
+def _compare(args: argparse.Namespace, path: str) -> Comparison:
+    return compare(
+        path,
+        root=args.root,
+        only=args.only.split(",") if args.only else None,
+        baseline=args.baseline,
+        repeat=args.repeat,
+        cold=args.cold,
+        on_run=_progress if sys.stderr.isatty() else None,
+    )
+
+
 def _progress(result: Result, turn: int) -> None:
-    said = result.error or f"{result.seconds[-1]:.4f} s"
-    print(f"round {turn + 1}: {result.way.summary}: {printable(said)}", file=sys.stderr)
+    outcome = result.error or f"{result.seconds[-1]:.4f} s"
+    print(f"round {turn + 1}: {result.way.summary}: {printable(outcome)}", file=sys.stderr)
