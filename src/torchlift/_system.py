@@ -28,7 +28,6 @@ def collection_paused() -> Iterator[None]:
 
     Example:
         >>> import gc
-    import math
         >>> with collection_paused():
         ...     gc.isenabled()
         False
