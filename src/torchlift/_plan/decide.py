@@ -27,7 +27,7 @@ from torchlift._plan.rules import (
     target_dtype,
 )
 from torchlift._plan.steps import Base, Candidate, Making, Match, Step
-from torchlift._skeleton.skeleton import require_recipes
+from torchlift._skeleton.skeleton import recipe_of, require_recipes
 from torchlift._transfer.filesystem import is_network
 from torchlift._transfer.read import is_readable
 from torchlift.errors import PlacementError
@@ -65,6 +65,8 @@ def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
         PlacementError: a tensor is on meta and no skeleton recorded how it is made.
     """
     groups = [group for group in groups if not is_lazy(group.tensor)]  # they stay as they are
+    if options.may_stay:
+        groups = [g for g in groups if g.persistent or g.is_parameter or recipe_of(g) is not None]
     require_recipes(group for group in groups if group.tensor.is_meta)
     for group in groups:
         tensor = group.tensor

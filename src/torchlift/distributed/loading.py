@@ -260,7 +260,8 @@ def _engine_options(job: _Job) -> Options:
         if group.tensor.is_meta and (offload or not is_dtensor(group.tensor))
         for name in group.names
     }
-    return Options(device=lambda entry: device.get(entry.key), strict=job.options.strict)
+    strict = job.options.strict
+    return Options(device=lambda entry: device.get(entry.key), strict=strict, may_stay=True)
 
 
 def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
