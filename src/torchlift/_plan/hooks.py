@@ -22,10 +22,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 
-from torchlift._model.commit import is_plain, is_wrapper
+from torchlift._model.commit import is_wrapper
 from torchlift._model.devices import ordinary_tensors
 from torchlift._model.fsdp import is_fsdp
-from torchlift._model.slots import ModuleTree, is_lazy
+from torchlift._model.slots import ModuleTree, is_blank, is_lazy
 from torchlift._plan.sources import Origin
 from torchlift._plan.steps import Candidate
 from torchlift._skeleton.recording import version_of
@@ -175,7 +175,7 @@ class _Run:
     def _override(
         self, prefix: str, module: nn.Module, local: OrderedDict[str, Any], metadata: dict[str, Any]
     ) -> None:
-        stand_in, before = stand_in_for(module)
+        stand_in, before = _stand_in_for(module)
         missing: list[str] = []
         unexpected: list[str] = []
         errors: list[str] = []
@@ -191,16 +191,23 @@ class _Run:
         # torch's own words for a shape that differs; the plan has its own, with all of them.
         self._raise([text for text in errors if "size mismatch" not in text], prefix)
         self.outcome.extra += [(module, state) for state in extras]
-        for name, tensor in tensors_of(stand_in):
-            full = prefix + name
-            old, given = before.get(name), local.get(full)
-            changed = old is None or old.is_changed(tensor)
-            if old is not None:
-                taken.require_memory(old, tensor, full, self.origin.path)
-            if changed:
-                self.outcome.candidates[full] = self._candidate(full, tensor.detach())
-            elif isinstance(given, torch.Tensor) and given.shape != tensor.shape:
+        for name, tensor in _tensors_of(stand_in):
+            full, given = prefix + name, local.get(prefix + name)
+            old, version = before.get(name, (None, -1))
+            changed = tensor is not old or _version_of(tensor) != version
+            if tensor is old and tensor.is_meta and (changed or taken.holds(tensor)):
+                raise PlacementError(
+                    "its module's own loading code writes into it, and on meta nothing can be "
+                    "written",
+                    file=self.origin.path,
+                    entry=full,
+                    hint="Make it first, with torchlift.materialize(model, names=...).",
+                )
+            if not changed and isinstance(given, torch.Tensor) and given.shape != tensor.shape:
                 self.outcome.candidates[full] = self._candidate(full, given)  # to be reported
+            elif changed or (full not in missing and not is_blank(tensor)):
+                # Also what looks unchanged: nothing counts what is written through `.data`.
+                self.outcome.candidates[full] = self._candidate(full, tensor.detach())
             elif full not in missing:
                 self.outcome.excused.add(full)
         self.outcome.missing += [name for name in missing if name[len(prefix) :] not in before]
@@ -377,42 +384,12 @@ def _nested(local: MutableMapping[str, Any], keys: list[str], prefix: str) -> di
     return state
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """A stand-in's tensor as it was.
-
-    Attributes:
-        tensor: the tensor itself.
-        version: how often it had been written to.
-        memory: where its values were; None on meta.
-        live: the tensor of the real module, which it is a copy of.
-    """
-
-    tensor: torch.Tensor
-    version: int
-    memory: int | None
-    live: torch.Tensor
-
-    def is_changed(self, now: torch.Tensor) -> bool:
-        """Whether an override put another tensor or other values in its place."""
-        if now is not self.tensor:
-            return True
-        if is_lazy(now):
-            return False
-        if version_of(now) != self.version:
-            return True
-        if _memory_of(now) != self.memory or now.shape != self.live.shape:
-            return True
-        # What is written through `.data` or NumPy is counted nowhere.
-        return not now.is_meta and is_plain(self.live) and not same_bits(now, self.live)
-
-
 class DataTaken(TorchFunctionMode):
     """Notes whose ``.data`` is taken: on meta, what is written there leaves no trace."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tensors: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
 
     def __torch_function__(
         self,
@@ -422,75 +399,51 @@ class DataTaken(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func == _DATA:
-            self.tensors.append(args[0])
+            self._tensors.append(args[0])
         return func(*args, **(kwargs or {}))
 
-    def require_memory(self, before: Before, now: torch.Tensor, name: str, path: str) -> None:
-        """Refuse what an override wrote into a tensor on meta: it would be lost without a word.
-
-        Raises:
-            PlacementError: the override did so.
-        """
-        if now is not before.tensor or not now.is_meta:
-            return
-        if before.is_changed(now) or any(item is now for item in self.tensors):
-            raise PlacementError(
-                "its module's own loading code writes into it, and on meta nothing can be written",
-                file=path,
-                entry=name,
-                hint="Make it first, with torchlift.materialize(model, names=...).",
-            )
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Say whether this tensor's ``.data`` was taken."""
+        return any(item is tensor for item in self._tensors)
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-def stand_in_for(module: nn.Module) -> tuple[nn.Module, dict[str, Before]]:
-    """A module that an override can load into, and its tensors as they are before.
+def _stand_in_for(module: nn.Module) -> tuple[nn.Module, dict[str, tuple[torch.Tensor, int]]]:
+    """Make a module that an override can load into; return its tensors and their versions too.
 
     It shares everything with the real one but the registries of tensors, which hold copies.
     """
     made = object.__new__(type(module))
     made.__dict__.update(vars(module))
-    parameters: dict[str, Any] = {}
-    for name, parameter in module._parameters.items():
-        parameters[name] = None if parameter is None else _copy_of(parameter)
-    buffers = {
-        name: None if buffer is None else _copy_of(buffer)
-        for name, buffer in module._buffers.items()
-    }
-    made.__dict__.update(_parameters=parameters, _buffers=buffers)
-    real = dict(tensors_of(module))
-    return made, {
-        name: Before(tensor, _version_of(tensor), _memory_of(tensor), real[name])
-        for name, tensor in tensors_of(made)
-    }
+    for registry in ("_parameters", "_buffers"):
+        copies: dict[str, Any] = {
+            name: None if tensor is None else _copy_of(tensor)
+            for name, tensor in getattr(module, registry).items()
+        }
+        made.__dict__[registry] = copies
+    return made, {name: (tensor, _version_of(tensor)) for name, tensor in _tensors_of(made)}
 
 
 def _version_of(tensor: torch.Tensor) -> int:
     return -1 if is_lazy(tensor) else version_of(tensor)
 
 
-def _memory_of(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_meta or is_lazy(tensor) else tensor.data_ptr()
-
-
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     if is_lazy(tensor):
         return tensor
+    copy = tensor.detach().clone()
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
-    return tensor.detach().clone()
+        return nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    return copy
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's own parameters and persistent buffers."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the module's own parameters and persistent buffers."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            yield name, tensor
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
