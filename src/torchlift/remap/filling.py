@@ -57,9 +57,9 @@ def arrangements(
 ) -> Iterator[Arrangement]:
     """The ways to try, the simplest first.
 
-    Left out by turns are devices with room for less than two layers, which are worth less than the
-    transfers to and from them: the first accelerators and the host, where `accelerate` keeps room
-    and so passes over small ones.
+    Left out by turns are the first accelerators with room for less than two layers, which are worth
+    less than the transfers to and from them: `accelerate` keeps room there and so passes over small
+    ones, and took fewer devices in 38 of 299 cases without this.
     """
     largest = max((item.layer for item in clusters), default=0)
 
@@ -69,13 +69,10 @@ def arrangements(
 
     accelerators = [device for device in limits if is_accelerator(device)]
     first = list(takewhile(lambda device: is_small(device, 2), accelerators))
-    without = [set(first[:count]) for count in range(len(first) + 1)]
-    if "cpu" in limits and is_small("cpu", 2):
-        without += [{"cpu"} | devices for devices in without]
     # An accelerator that cannot take the largest layer in runs none of those kept elsewhere.
     on_host = bool(accelerators) and is_small(accelerators[0], 1)
-    for out in without:
-        kept = {device: limit for device, limit in limits.items() if device not in out}
+    for count in range(len(first) + 1):
+        kept = {device: limit for device, limit in limits.items() if device not in first[:count]}
         yield from _with_room(clusters, kept, largest_layer, on_host)
 
 
