@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from torchlift.remap.devices import is_accelerator
 from torchlift.remap.units import Cluster
@@ -61,47 +60,30 @@ def arrangements(
     less than the transfers to and from them: `accelerate` keeps room there and so passes over small
     ones, and took fewer devices in 38 of 299 cases without this.
     """
+    yield _with_room(clusters, limits, largest_layer)
     largest = max((item.layer for item in clusters), default=0)
-
-    def is_small(device: str, layers: int) -> bool:
-        limit = limits[device]
-        return limit is not None and limit < layers * largest
-
-    accelerators = [device for device in limits if is_accelerator(device)]
-    first = list(takewhile(lambda device: is_small(device, 2), accelerators))
-    # An accelerator that cannot take the largest layer in runs none of those kept elsewhere.
-    on_host = bool(accelerators) and is_small(accelerators[0], 1)
-    for count in range(len(first) + 1):
-        kept = {device: limit for device, limit in limits.items() if device not in first[:count]}
-        yield from _with_room(clusters, kept, largest_layer, on_host)
+    for device, limit in limits.items():
+        if not is_accelerator(device):
+            continue
+        if limit is None or limit >= 2 * largest:
+            return
+        limits = {name: limit for name, limit in limits.items() if name != device}
+        yield _with_room(clusters, limits, largest_layer)
 
 
-def _with_room(
-    clusters: Sequence[Cluster], limits: Limits, largest_layer: bool, on_host: bool
-) -> Iterator[Arrangement]:
-    """With room on an accelerator for the layers kept elsewhere, or with these left to the host."""
-    accelerators = [device for device in limits if is_accelerator(device)]
-    plain = _fill(clusters, limits, {}, next(iter(accelerators), None))
-    reserve = plain.largest_away
-    if not largest_layer or not reserve:
-        yield plain
-        return
-    for main in accelerators:
-        limit = limits[main]
-        found = plain
-        while found.largest_away > reserve or found is plain:
-            # More room means more kept elsewhere, whose largest may be larger still.
-            reserve = found.largest_away
-            if limit is not None and reserve > limit:
-                break
-            found = _fill(clusters, limits, {main: reserve}, main)
-        else:
-            yield found
-            break
-    else:
-        on_host = True
-    if on_host:
-        yield replace(plain, main=None)
+def _with_room(clusters: Sequence[Cluster], limits: Limits, largest_layer: bool) -> Arrangement:
+    """With room on the first accelerator for each layer kept elsewhere, or these left to the host."""
+    main = next(filter(is_accelerator, limits), None)
+    plain = found = _fill(clusters, limits, {}, main)
+    reserve = 0
+    while largest_layer and found.largest_away > reserve:
+        # More room means more kept elsewhere, whose largest may be larger still.
+        reserve = found.largest_away
+        limit = 0 if main is None else limits[main]
+        if main is None or (limit is not None and reserve > limit):
+            return replace(plain, main=None)
+        found = _fill(clusters, limits, {main: reserve}, main)
+    return found
 
 
 def _fill(
