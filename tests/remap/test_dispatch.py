@@ -66,15 +66,15 @@ class Streamed(Spread):
     """What is on disk comes to the main device for a call, as if that were an accelerator."""
 
     def is_away(self, group: Group) -> bool:
-        return self._homes[id(group)] == "disk"
+        return self.kept[id(group)] == "disk"
 
 
 def spread(
-    model: nn.Module, home: Callable[[str], str], kind: type[Spread] = Spread, main: str = "cpu"
+    model: nn.Module, device: Callable[[str], str], kind: type[Spread] = Spread, main: str = "cpu"
 ) -> Spread:
     """A spread by name."""
     groups = collect(model)
-    return kind(groups, {id(group): home(group.fqn) for group in groups}, main)
+    return kind(groups, {id(group): device(group.fqn) for group in groups}, main)
 
 
 @pytest.fixture

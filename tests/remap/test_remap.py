@@ -80,7 +80,7 @@ def test_rules_take_functions_and_compiled_patterns() -> None:
         (("[a", None), "'[a' is no regular expression"),
         (("(a)", r"\2"), r"'\\2' does not fit its pattern '(a)': invalid group reference 2"),
         (("(?x) a # c", r"\g<b>"), "unknown group name 'b'"),
-        (("a", 3), "neither str, function nor None"),
+        (("a", 3), "the replacement 3 does not fit its pattern 'a'"),
     ],
 )
 def test_a_bad_rule_is_refused_at_once_and_named(pair, said) -> None:
