@@ -73,13 +73,14 @@ class ByKey(_Map[V]):
         """Refuse prefixes that match none of `names` too."""
         known = prefixes(names)
         tops = sorted(name for name in known if name and "." not in name)[:8]
+        at_the_top = f"At the top there are: {', '.join(tops)}." if tops else None
         for prefix in self:
             if prefix and prefix not in known:
                 raise PlacementError(
                     "is mapped, but no tensor has that name or is below it",
                     entry=prefix,
                     expected="a dotted prefix of a name",
-                    hint=did_you_mean(prefix, known) or f"At the top there are: {', '.join(tops)}.",
+                    hint=did_you_mean(prefix, known) or at_the_top,
                 )
         super().check(names, present=present)
 
