@@ -27,7 +27,7 @@ def added_mib(child: measure.ChildResult) -> tuple[float, float]:
 
 
 def test_touched_memory_is_counted_as_anonymous_to_within_2_mib() -> None:
-    """100 MiB written in a fresh process raise its anonymous peak by 100 MiB, nothing else."""
+    """100 MiB written in a new process raise its anonymous peak by 100 MiB, nothing else."""
     anonymous, mapped = added_mib(measure.in_child("block = bytearray(100 << 20)"))
     assert anonymous == pytest.approx(100, abs=2)
     assert mapped < 2
@@ -272,7 +272,7 @@ def test_a_child_can_mark_its_timeline() -> None:
 
 
 def test_a_failing_child_raises_with_its_traceback() -> None:
-    """The error carries the exit status and everything the child said."""
+    """The error carries the exit status and everything the child printed."""
     with pytest.raises(measure.ChildError, match="ZeroDivisionError") as caught:
         measure.in_child("print('before'); 1 / 0")
     assert caught.value.returncode == 1

@@ -66,15 +66,15 @@ class Streamed(Spread):
     """What is on disk comes to the main device for a call, as if that were an accelerator."""
 
     def is_away(self, group: Group) -> bool:
-        return self._homes[id(group)] == "disk"
+        return self.kept[id(group)] == "disk"
 
 
 def spread(
-    model: nn.Module, home: Callable[[str], str], kind: type[Spread] = Spread, main: str = "cpu"
+    model: nn.Module, device: Callable[[str], str], kind: type[Spread] = Spread, main: str = "cpu"
 ) -> Spread:
     """A spread by name."""
     groups = collect(model)
-    return kind(groups, {id(group): home(group.fqn) for group in groups}, main)
+    return kind(groups, {id(group): device(group.fqn) for group in groups}, main)
 
 
 @pytest.fixture
@@ -85,19 +85,19 @@ def model() -> Model:
 
 
 @pytest.mark.parametrize(
-    "home",
+    "device",
     [
         lambda name: "disk",
         lambda name: "disk" if name.startswith("blocks.1") else "cpu",
         lambda name: "disk" if "fc" in name else "cpu",
     ],
-    ids=["everything", "a block", "parts of blocks"],
+    ids=["everything", "a block", "layers of blocks"],
 )
-def test_weights_come_for_a_call_and_go_again(model, home) -> None:
-    """The output is the same bit by bit; between calls nothing of them is held."""
+def test_weights_come_for_a_call_and_go_again(model, device) -> None:
+    """The output is the same bit by bit; between calls nothing of them stays."""
     expected = model(IDS)
-    away = [name for name, _ in model.named_parameters() if home(name) == "disk"]
-    run(model, spread(model, home, Streamed))
+    away = [name for name, _ in model.named_parameters() if device(name) == "disk"]
+    run(model, spread(model, device, Streamed))
     for _ in range(2):
         assert torch.equal(model(IDS), expected)
         assert all(model.get_parameter(name).is_meta for name in away)
@@ -162,22 +162,22 @@ def test_a_module_on_meta_has_nothing_to_run_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device_map", "said"),
+    ("device_map", "message"),
     [
         ({"blocks": "cpu", "bloks.1": "disk"}, "'bloks.1': is mapped, but no tensor"),
         ({"blocks": "nochip:0"}, "'blocks': cannot go"),
     ],
 )
-def test_a_map_that_cannot_be_followed_changes_nothing(model, device_map, said) -> None:
+def test_a_map_that_cannot_be_followed_changes_nothing(model, device_map, message) -> None:
     """As for load."""
     before = state_of(model)
-    with pytest.raises(PlacementError, match=said):
+    with pytest.raises(PlacementError, match=message):
         remap.dispatch(model, device_map)
     assert state_of(model) == before
 
 
 @pytest.mark.parametrize(
-    ("model", "home", "said"),
+    ("model", "device", "message"),
     [
         (
             nn.Sequential(nn.Linear(2, 2)),
@@ -187,11 +187,11 @@ def test_a_map_that_cannot_be_followed_changes_nothing(model, device_map, said) 
         (nn.LSTM(2, 2), lambda name: "disk", "a recurrent layer holds on to its weights"),
     ],
 )
-def test_a_module_that_cannot_run_so_is_refused_and_left_alone(model, home, said) -> None:
+def test_a_module_that_cannot_run_so_is_refused_and_left_alone(model, device, message) -> None:
     """Before the first tensor is moved."""
     before = state_of(model)
-    with pytest.raises(PlacementError, match=said):
-        run(model, spread(model, home, Streamed))
+    with pytest.raises(PlacementError, match=message):
+        run(model, spread(model, device, Streamed))
     assert state_of(model) == before
 
 
@@ -205,8 +205,8 @@ def test_accelerate_is_named_where_it_is_needed_and_missing() -> None:
         "from torchlift._model.slots import collect\n"
         "model = remap.dispatch(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {'': 'cpu'})\n"
         "groups = collect(model)\n"
-        "homes = {id(g): 'meta' if g.fqn < '1' else 'cpu' for g in groups}\n"
-        "try: run(model, Spread(groups, homes, 'cpu'))\n"
+        "kept = {id(g): 'meta' if g.fqn < '1' else 'cpu' for g in groups}\n"
+        "try: run(model, Spread(groups, kept, 'cpu'))\n"
         "except ModuleNotFoundError as error: print(error)\n"
         "print(model[0].weight.device)\n"
     )

@@ -1,4 +1,4 @@
-"""`remap.fit`: modules into budgets, without a device, and what is said when they do not fit."""
+"""`remap.fit`: modules into budgets, without a device, and the error when they do not fit."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_said_with_numbers_for_each_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budgets", "no_split", "said"),
+    ("budgets", "no_split", "message"),
     [
         ({"cudaa": 1}, (), "'cudaa': is mapped to something that is no device.*'cuda'"),
         ({"cpu": "1GiB", "meta": "1GiB"}, (), "'meta': budgets: the device holds no values"),
@@ -154,9 +154,9 @@ def test_what_does_not_fit_is_said_with_numbers_for_each_device() -> None:
         ({"cpu": "1MiB"}, ["Blok"], "'Blok': no_split: .* Did you mean 'Block'"),
     ],
 )
-def test_a_budget_or_class_that_means_nothing_is_refused(budgets, no_split, said) -> None:
+def test_a_budget_or_class_that_means_nothing_is_refused(budgets, no_split, message) -> None:
     """With the nearest name."""
-    with pytest.raises(PlacementError, match=said):
+    with pytest.raises(PlacementError, match=message):
         remap.fit(Model(), budgets, no_split)
 
 

@@ -48,7 +48,7 @@ budgets = st.dictionaries(
 @settings(max_examples=200, deadline=None)
 @given(modules(), budgets, st.booleans(), st.sampled_from([(), ("*",), ("x.*", "0.*")]))
 def test_no_device_gets_more_than_its_budget(module, budgets, largest_layer, no_split) -> None:
-    """Or it is said that it does not fit, and with everything on one device it would not."""
+    """Or the error says that it does not fit, and with everything on one device it would not."""
     try:
         found = remap.fit(module, budgets, no_split, largest_layer=largest_layer)
     except PlacementError as error:

@@ -102,7 +102,7 @@ def test_a_tag_that_the_file_lacks_is_no_mistake(tmp_path) -> None:
     torchlift.load(blank(path), path, device=remap.by_location({"cuda": "cpu", "npu:7": "cpu"}))
 
 
-# ---- map_location in all its forms, and how the same is said here
+# ---- map_location in all its forms, and how the same is written here
 
 Load = Callable[[Path], dict[str, torch.Tensor]]
 

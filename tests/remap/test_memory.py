@@ -79,7 +79,7 @@ def path(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("case", OWNED)
 def test_a_remapped_load_takes_its_result_and_the_fixed_budget(path, case) -> None:
-    """As much as a plain load of the same result, and what the plan said."""
+    """As much as a plain load of the same result, and what the plan estimated."""
     child = measure.in_child(CODE, str(path), case, setup=SETUP)
     planned, itemsizes = child.value
     added = child.memory.added_anonymous

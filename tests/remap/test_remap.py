@@ -74,18 +74,18 @@ def test_rules_take_functions_and_compiled_patterns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pair", "said"),
+    ("pair", "message"),
     [
         (("(", "x"), "'(' is no regular expression: missing )"),
         (("[a", None), "'[a' is no regular expression"),
         (("(a)", r"\2"), r"'\\2' does not fit its pattern '(a)': invalid group reference 2"),
         (("(?x) a # c", r"\g<b>"), "unknown group name 'b'"),
-        (("a", 3), "neither str, function nor None"),
+        (("a", 3), "the replacement 3 does not fit its pattern 'a'"),
     ],
 )
-def test_a_bad_rule_is_refused_at_once_and_named(pair, said) -> None:
+def test_a_bad_rule_is_refused_at_once_and_named(pair, message) -> None:
     """Not when a key first matches it."""
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         remap.rules([("fine", "x"), pair])
 
 
@@ -111,14 +111,16 @@ def test_a_rename_loads_what_another_wrapper_saved(tmp_path) -> None:
 @given(names, st.dictionaries(st.one_of(names, st.just("")), st.integers(0, 7)))
 def test_the_longest_prefix_that_ends_at_a_dot_wins(name, mapping) -> None:
     """The reference compares lists of segments."""
-    parts = name.split(".")
-    matching = [key for key in mapping if not key or key.split(".") == parts[: key.count(".") + 1]]
+    segments = name.split(".")
+    matching = [
+        key for key in mapping if not key or key.split(".") == segments[: key.count(".") + 1]
+    ]
     expected = mapping[max(matching, key=len)] if matching else None
     assert remap.by_key(mapping)(entry(name)) == expected
 
 
 def test_a_key_of_a_million_dots_is_answered_at_once() -> None:
-    """A stranger's file must not make a lookup quadratic."""
+    """A hostile file must not make a lookup quadratic."""
     assert remap.by_key({"": "cpu"}).at("." * 1_000_000) == "cpu"
 
 
@@ -186,7 +188,7 @@ def test_a_rule_prints_as_the_call_that_makes_it_and_travels_between_processes(r
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "message"),
     [
         (remap.by_key({"inner": "cpu", "iner.0": "cpu"}), "'iner.0': .* Did you mean 'inner.0'"),
         (remap.by_key({"inner.1": "cpu", "inner.10": "cpu"}), "'inner.10': is mapped, but no ten"),
@@ -199,12 +201,14 @@ def test_a_rule_prints_as_the_call_that_makes_it_and_travels_between_processes(r
         (remap.by_key({"inner": torch.float16}), "torch.float16"),
     ],
 )
-def test_a_map_that_cannot_be_followed_is_one_error_that_names_its_entry(path, rule, said) -> None:
+def test_a_map_that_cannot_be_followed_is_one_error_that_names_its_entry(
+    path, rule, message
+) -> None:
     """And the model is as it was."""
     model = Mixed()
     before = state_of(model)
     for act in (torchlift.plan, torchlift.load):
-        with pytest.raises(PlacementError, match=said):
+        with pytest.raises(PlacementError, match=message):
             act(model, path, device=rule)
     assert state_of(model) == before
 
@@ -251,22 +255,22 @@ def test_what_a_map_leaves_on_disk_stays_mapped(path, source, kind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"dtype": torch.float16}, "'scale': cannot stay on disk and be cast"),
         ({"mode": "copy"}, "'scale': cannot stay on disk and be copied"),
     ],
 )
-def test_what_takes_memory_cannot_stay_on_disk(path, options, said) -> None:
+def test_what_takes_memory_cannot_stay_on_disk(path, options, message) -> None:
     """The error comes from the plan."""
-    with pytest.raises(PlacementError, match=said):
+    with pytest.raises(PlacementError, match=message):
         torchlift.plan(
             torchlift.skeleton(Mixed), path, device=remap.by_key({"": "disk"}), **options
         )
 
 
 def test_a_tie_goes_where_the_map_sends_either_name(tmp_path) -> None:
-    """It is one tensor; where the map wants two places, a note says so."""
+    """It is one tensor; where the map names two devices, a note says so."""
     path = saved(randomised(Tied()), tmp_path)
     one = torchlift.plan(Tied(), path, device=remap.by_key({"head": "disk"}), source="read")
     assert one.source["embed.weight"] == "mmap"

@@ -24,9 +24,8 @@ from torchlift.cli.output import print_json
 from torchlift.distributed.meshes import parse_mesh
 from torchlift.distributed.styles import STYLES, USUAL
 from torchlift.remap import by_key, by_pattern, fit, rules, strip
-from torchlift.remap.devices import spelled
-from torchlift.remap.fitting import Fit, placed
-from torchlift.remap.inventory import Inventory, take
+from torchlift.remap.fitting import Fit, Inventory, placed, take
+from torchlift.remap.maps import spelled
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

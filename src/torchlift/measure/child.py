@@ -1,4 +1,4 @@
-"""`in_child`: run code in a fresh process and bring back its result, its time and its memory.
+"""`in_child`: run code in a new process and bring back its result, its time and its memory.
 
 A process that has already loaded something hides costs: imports are done, the allocator has free
 pages, file pages are mapped. A headline number therefore comes from a process of its own.
@@ -6,9 +6,9 @@ pages, file pages are mapped. A headline number therefore comes from a process o
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -26,11 +26,10 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 # the parent was started. Safe paths (-P) are not an option on Python 3.10.
 _BOOTSTRAP = """\
 import json, sys
-with open(sys.argv[1], encoding="utf-8") as file:
-    request = json.load(file)
+request = json.load(sys.stdin)
 sys.path[:] = request["path"]
 from torchlift.measure.child import _serve
-_serve(request, sys.argv[2])
+_serve(request, sys.argv[1])
 """
 
 
@@ -78,11 +77,11 @@ def in_child(
     interval: float = 0.001,
     env: Mapping[str, str] | None = None,
 ) -> ChildResult:
-    """Run code in a fresh Python process and measure it there, from outside.
+    """Run code in a new Python process and measure it there, from outside.
 
     Args:
         code: Python source, which finds the arguments in ``args``, may call ``use.mark(label)`` and
-            leaves what it wants to return in ``result``; or ``"package.module:function"``, imported
+            leaves what it is to return in ``result``; or ``"package.module:function"``, imported
             during setup and called with the arguments.
         *args: plain JSON data (a path as `str`).
         setup: Python source to run first, neither timed nor measured: imports, mostly. The code
@@ -94,7 +93,7 @@ def in_child(
         env: environment variables to add.
 
     Returns:
-        the value, the seconds and the memory.
+        The value, the seconds and the memory.
 
     Raises:
         ChildError: the child ended with an error (its message has the traceback), was killed by a
@@ -112,45 +111,43 @@ def in_child(
         "interval": interval, "path": sys.path,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="torchlift-") as folder:
-        asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
-        asked.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-c", _BOOTSTRAP, str(asked), str(answered)]
-        stdout, stderr = _run(command, timeout, {**os.environ, **(env or {})})
-        answer = json.loads(answered.read_text(encoding="utf-8"))
+        answer_file = Path(folder, "answer.json")
+        child = _run([str(answer_file)], json.dumps(request), timeout, env or {})
+        answer = json.loads(answer_file.read_text(encoding="utf-8"))
     use = MemoryUse.from_dict(answer["memory"])
-    return ChildResult(answer["value"], answer["seconds"], use, stdout, stderr)
+    return ChildResult(answer["value"], answer["seconds"], use, child.stdout, child.stderr)
 
 
-def _run(command: list[str], timeout: float, env: dict[str, str]) -> tuple[str, str]:
-    """Run to the end; give the output as text, or raise `ChildError`."""
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=env,
-        encoding="utf-8",
-        errors="replace",
-    ) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            stdout, stderr = process.communicate()
-            reason = f"the child process was still running after {timeout:g} s"
-            raise ChildError(reason, None, stdout, stderr) from None
-        except BaseException:  # an interrupted notebook cell must not leave the child running
-            process.kill()
-            raise
-    status = process.returncode
+def _run(
+    args: list[str], request: str, timeout: float, env: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a child to its end, or raise `ChildError`; an interrupted call leaves none running."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _BOOTSTRAP, *args],
+            input=request,
+            capture_output=True,
+            timeout=timeout,
+            env={**os.environ, **env},
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        reason = f"the child process was still running after {timeout:g} s"
+        # These are bytes, or None, even where an encoding is given.
+        printed = (error.stdout or b"", error.stderr or b"")
+        stdout, stderr = (text.decode("utf-8", "replace") for text in printed)
+        raise ChildError(reason, None, stdout, stderr) from None
+    status = child.returncode
     if status:
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        raise ChildError(f"the child process {how}", status, stdout, stderr)
-    return stdout, stderr
+        raise ChildError(f"the child process {how}", status, child.stdout, child.stderr)
+    return child
 
 
 def _serve(request: dict[str, Any], answer: str) -> None:
-    """The child's side."""
+    """Run the request in the child and write the answer."""
     namespace: dict[str, Any] = {"__name__": "__torchlift_child__", "args": request["args"]}
     exec(compile(request["setup"], "<setup>", "exec"), namespace)
     call = _callable(request["code"], namespace)
@@ -170,11 +167,8 @@ def _serve(request: dict[str, Any], answer: str) -> None:
 
 def _callable(code: str, namespace: dict[str, Any]) -> Callable[..., Any]:
     if _FUNCTION.fullmatch(code):
-        module, _, name = code.partition(":")
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found  # type: ignore[no-any-return]
+        found: Callable[..., Any] = pkgutil.resolve_name(code)
+        return found
     compiled = compile(code, "<code>", "exec")
 
     def run(*_: object) -> Any:

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from torchlift.measure import sampling
 from torchlift.measure.sampling import Reader, Sample, Timeline
@@ -28,12 +29,6 @@ class Mark(NamedTuple):
     label: str
     anonymous: float
     file_backed: float
-
-
-class _Sampler(Protocol):
-    def start(self) -> None: ...
-    def collect(self) -> Timeline: ...
-    def stop(self) -> Timeline: ...
 
 
 class _ThreadSampler:
@@ -85,7 +80,6 @@ class _ProcessSampler:
             [sys.executable, "-I", "-S", sampling.__file__, str(os.getpid()), str(self._interval)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,
         )
         self.collect()
 
@@ -95,13 +89,16 @@ class _ProcessSampler:
         assert answers is not None
         with self._lock:
             os.write(requests.fileno(), b"?")
-            return Timeline.read(answers.fileno())
+            return Timeline.read(answers)
 
     def stop(self) -> Timeline:
         try:
             return self.collect()
         finally:
             self._helper.communicate()
+
+
+_Sampler = _ThreadSampler | _ProcessSampler
 
 
 class MemoryUse:
@@ -225,7 +222,7 @@ class MemoryUse:
         return now if self._sampler is not None else self._taken[-1].seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain lists and numbers, for JSON; `from_dict` turns it back."""
+        """Return everything as plain lists and numbers, for JSON; `from_dict` reads it."""
         timeline = self._timeline()
         return {
             "taken": [list(sample) for sample in self._taken],
@@ -237,7 +234,7 @@ class MemoryUse:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MemoryUse:
-        """A finished measurement from what `to_dict` returned."""
+        """Return the finished measurement that `to_dict` wrote."""
         use = cls.__new__(cls)
         use._sampler, use._start = None, 0.0
         use._taken = [Sample(*row) for row in data["taken"]]
@@ -298,7 +295,7 @@ def memory(
 
 
 def snapshot() -> Sample:
-    """The memory of this process now, in bytes.
+    """Return the memory of this process now, in bytes.
 
     Returns:
         anonymous, file-backed and shared bytes. Where there is no ``/proc`` (macOS, Windows) every
@@ -311,8 +308,5 @@ def snapshot() -> Sample:
         >>> now.resident == now.anonymous + now.file_backed + now.shared
         True
     """
-    reader = Reader()
-    try:
+    with closing(Reader()) as reader:
         return reader.read()[0]
-    finally:
-        reader.close()

@@ -15,19 +15,18 @@ What was measured (2 cores, Linux 6.18), and why it is done this way:
 
 from __future__ import annotations
 
+import marshal
 import os
 import re
 import select
-import struct
 import sys
 import time
 from array import array
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 _FIELDS = (b"VmHWM", b"RssAnon", b"RssFile", b"RssShmem")
 _PATTERN = re.compile(rb"\n(VmHWM|RssAnon|RssFile|RssShmem):\s+(\d+) kB")
 _WIDTH = 4  # numbers per sample
-_HEADER = struct.Struct("=5dq")
 
 
 class Sample(NamedTuple):
@@ -79,10 +78,8 @@ class Reader:
         if self._fd is None:
             nan = float("nan")
             return Sample(time.monotonic(), nan, nan, nan), nan
-        text = os.pread(self._fd, 4096, 0)
-        found = dict(_PATTERN.findall(text))
-        if len(found) < len(_FIELDS):  # a user in hundreds of groups pushes the lines further down
-            found = dict(_PATTERN.findall(os.pread(self._fd, 1 << 20, 0)))
+        # A user in hundreds of groups pushes the lines down by kilobytes.
+        found = dict(_PATTERN.findall(os.pread(self._fd, 1 << 16, 0)))
         if len(found) < len(_FIELDS):  # a zombie has no memory lines
             raise ProcessLookupError("the process has no memory any more")
         high, anonymous, file_backed, shared = (int(found[name]) * 1024 for name in _FIELDS)
@@ -110,8 +107,8 @@ class Timeline:
         self._limit = limit
         self._rows = array("d")
         self._stride = 1
-        self._held: Sample | None = None
-        self._holding = 0
+        self._largest: Sample | None = None  # of the samples since the last that was kept
+        self._skipped = 0
 
     def add(self, sample: Sample, high: float = 0.0) -> None:
         """Append a sample; ``high`` is the process's largest resident size so far, in bytes."""
@@ -120,12 +117,12 @@ class Timeline:
         # Not max(): it would keep the initial -inf where every number is nan.
         self.peaks = [p if p > v else v for p, v in zip(self.peaks, values, strict=True)]
         self.high = self.high if self.high > high else high
-        if self._held is None or resident >= self._held.resident:
-            self._held = sample
-        self._holding += 1
-        if self._holding >= self._stride:
-            self._append(self._held)
-            self._held, self._holding = None, 0
+        if self._largest is None or resident >= self._largest.resident:
+            self._largest = sample
+        self._skipped += 1
+        if self._skipped >= self._stride:
+            self._append(self._largest)
+            self._largest, self._skipped = None, 0
 
     def _append(self, sample: Sample) -> None:
         rows = self._rows
@@ -146,50 +143,37 @@ class Timeline:
         rows = self._rows.tolist()
         return [Sample(*rows[i : i + _WIDTH]) for i in range(0, len(rows), _WIDTH)]
 
-    def dump(self) -> bytes:
-        """The timeline as bytes, for a pipe between two processes on one machine."""
-        return _HEADER.pack(*self.peaks, self.high, len(self._rows)) + self._rows.tobytes()
+    def dump(self, file: IO[bytes]) -> None:
+        """Write the timeline to a pipe between two processes on one machine."""
+        marshal.dump((self.peaks, self.high, self._rows.tobytes()), file)
+        file.flush()
 
     @classmethod
-    def read(cls, fd: int) -> Timeline:
-        """Read what `dump` made from a pipe.
+    def read(cls, file: IO[bytes]) -> Timeline:
+        """Read what `dump` wrote.
 
         Raises:
             EOFError: the other side ended.
         """
         timeline = cls()
-        *peaks, timeline.high, count = _HEADER.unpack(_read_exactly(fd, _HEADER.size))
-        timeline.peaks = peaks
-        timeline._rows.frombytes(_read_exactly(fd, count * timeline._rows.itemsize))
+        try:
+            timeline.peaks, timeline.high, rows = marshal.load(file)
+        except EOFError as error:
+            raise EOFError("the memory sampler ended early") from error
+        timeline._rows.frombytes(rows)
         return timeline
 
 
-def _read_exactly(fd: int, nbytes: int) -> bytes:
-    parts = []
-    while nbytes:
-        part = os.read(fd, nbytes)
-        if not part:
-            raise EOFError("the memory sampler ended early")
-        parts.append(part)
-        nbytes -= len(part)
-    return b"".join(parts)
+def watch(pid: int, interval: float) -> None:
+    """Sample another process until it ends or stdin closes.
 
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def watch(pid: int, interval: float, requests: int = 0, answers: int = 1) -> None:
-    """Sample another process until it ends or the request pipe closes; answer each byte in it.
+    Each byte that comes from stdin asks for everything seen so far, which goes to stdout.
 
     Args:
         pid: the process to watch.
         interval: pause between samples, in seconds.
-        requests: descriptor that asks, by one byte, for everything seen so far.
-        answers: descriptor that gets `Timeline.dump`.
     """
+    requests = sys.stdin.fileno()
     reader, timeline = Reader(pid), Timeline()
     while True:
         asked = bool(select.select([requests], [], [], interval)[0])
@@ -201,7 +185,7 @@ def watch(pid: int, interval: float, requests: int = 0, answers: int = 1) -> Non
         except ProcessLookupError:
             return
         if asked:
-            _write_all(answers, timeline.dump())
+            timeline.dump(sys.stdout.buffer)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +13,8 @@ from torchlift._model.commit import Commit
 from torchlift._model.devices import DISK, usable_device
 from torchlift._model.slots import Group, Slot, collect, is_lazy, walk
 from torchlift.errors import PlacementError
-from torchlift.remap.devices import Device, is_accelerator, spelled
 from torchlift.remap.fitting import Fit
-from torchlift.remap.maps import ByKey, by_key
+from torchlift.remap.maps import ByKey, Device, by_key, is_accelerator, spelled
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -69,19 +67,67 @@ def dispatch(
         torch.Size([1, 2])
     """
     groups = [group for group in collect(module) if not is_lazy(group.tensor)]
-    _require_values(groups)
-    rule = by_key({}) if device_map is None else by_key(device_map)
+    blank = [group.fqn for group in groups if group.tensor.is_meta]
+    if blank:
+        raise PlacementError(
+            f"{len(blank)} tensors are on meta and have no values to run with",
+            entry=blank[0],
+            hint="Load the module first: torchlift.load(module, path, device=device_map).",
+        )
+    rule = by_key({} if device_map is None else device_map)
     rule.check([name for group in groups for name in group.names])
-    homes = {id(group): _home(rule, group) for group in groups}
-    if main_device is None:
-        main = _main(device_map, homes.values())
-    else:
+    kept = {id(group): _kept_on(rule, group) for group in groups}
+    if main_device is not None:
         main = spelled(usable_device(main_device, "main_device"))
-    spread = Spread(groups, homes, main)
+    elif isinstance(device_map, Fit):
+        main = device_map.main or "cpu"
+    else:
+        main = next(filter(is_accelerator, kept.values()), "cpu")
     if skip_keys is None:
         skip_keys = getattr(module, "_skip_keys_device_placement", None)
-    run(module, spread, tuple(whole), skip_keys)
+    run(module, Spread(groups, kept, main), tuple(whole), skip_keys)
     return module
+
+
+def _kept_on(rule: ByKey[Device], group: Group) -> str:
+    """Return where the first name that the map knows keeps a tensor; else where it is."""
+    asked = next((a for name in group.names if (a := rule.at(name)) is not None), None)
+    if asked is None:
+        return str(group.tensor.device)
+    return DISK if asked == DISK else str(usable_device(asked, group.fqn))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where every tensor is kept and where it runs.
+
+    Attributes:
+        groups: the tensors.
+        kept: identity of a group -> device it is kept on, or ``"disk"``.
+        main: the device on which what is kept on the host or on disk runs.
+    """
+
+    groups: Sequence[Group]
+    kept: Mapping[int, str]
+    main: str
+
+    def runs_on(self, group: Group) -> str:
+        """Return the device on which the tensor is used."""
+        kept = self.kept[id(group)]
+        return kept if is_accelerator(kept) else self.main
+
+    def is_away(self, group: Group) -> bool:
+        """Return whether the tensor is kept elsewhere than where it is used."""
+        return is_accelerator(self.main) and not is_accelerator(self.kept[id(group)])
+
+    def place(self) -> None:
+        """Put the tensors where they are kept; hidden buffers, where they are used."""
+        with Commit() as commit:
+            for group in self.groups:
+                kept = self.kept[id(group)] if group.persistent else self.runs_on(group)
+                device = torch.device("cpu" if kept == DISK else kept)
+                if group.tensor.device != device:
+                    commit.put(group, group.tensor.detach().to(device))
 
 
 def run(
@@ -90,56 +136,40 @@ def run(
     whole: tuple[type[nn.Module], ...] = READERS,
     skip_keys: Sequence[str] | None = None,
 ) -> None:
-    """Move the tensors and attach the hooks; nothing has changed when it raises."""
-    if len(spread.devices) < 2 and not any(map(spread.is_away, spread.groups)):
-        spread.move()
+    """Place the tensors and attach accelerate's hooks; nothing has changed when it raises."""
+    devices = set(map(spread.runs_on, spread.groups))
+    if len(devices) < 2 and not any(map(spread.is_away, spread.groups)):
+        spread.place()
         return
-    _accelerate()
+    try:
+        from accelerate import hooks
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "remap.dispatch moves inputs between devices with accelerate's hooks, and accelerate "
+            "is not installed: pip install 'torchlift[accelerate]'",
+            name="accelerate",
+        ) from error
     needed = stops(module, spread, whole)
-    spread.move()
-    attach(module, needed, [group for group in spread.groups if len(group.slots) > 1], skip_keys)
-
-
-class Spread:
-    """Where every tensor is kept and where it runs.
-
-    Args:
-        groups: the tensors.
-        homes: identity of a group -> device it is kept on, or ``"disk"``.
-        main: the device on which what is kept on the host or on disk runs.
-    """
-
-    def __init__(self, groups: Sequence[Group], homes: Mapping[int, str], main: str) -> None:
-        self.groups = groups
-        self._homes = homes
-        self.main = main
-        self.owned: dict[int, list[tuple[Slot, Group]]] = {}
-        for group in groups:
-            for slot in group.slots:
-                self.owned.setdefault(id(slot.module), []).append((slot, group))
-
-    @property
-    def devices(self) -> set[str]:
-        """All devices on which something runs."""
-        return {self.runs_on(group) for group in self.groups}
-
-    def runs_on(self, group: Group) -> str:
-        """The device on which the tensor is used."""
-        home = self._homes[id(group)]
-        return home if is_accelerator(home) else self.main
-
-    def is_away(self, group: Group) -> bool:
-        """Whether the tensor is kept elsewhere than where it is used."""
-        return not is_accelerator(self._homes[id(group)]) and is_accelerator(self.main)
-
-    def move(self) -> None:
-        """Put the tensors where they are kept; hidden buffers, where they are used."""
-        with Commit() as commit:
-            for group in self.groups:
-                home = self.runs_on(group) if not group.persistent else self._homes[id(group)]
-                device = torch.device("cpu" if home == DISK else home)
-                if group.tensor.device != device:
-                    commit.put(group, group.tensor.detach().to(device))
+    spread.place()
+    # A weight under two names is moved for a call once: accelerate keys them by address.
+    tied: dict[int, Any] = {
+        group.tensor.data_ptr(): {} for group in spread.groups if len(group.slots) > 1
+    }
+    for prefix, stop in needed.items():
+        hook = hooks.AlignDevicesHook(
+            execution_device=torch.device(stop.device),
+            offload=stop.weights is not None,
+            io_same_device=not prefix,
+            weights_map=stop.weights,
+            offload_buffers=True,
+            place_submodules=stop.deep,
+            skip_keys=skip_keys,
+            tied_params_map=tied,
+        )
+        hooks.add_hook_to_module(stop.module, hook)
+    if "" not in needed:  # the output of the module comes back all the same
+        back = hooks.AlignDevicesHook(io_same_device=True, skip_keys=skip_keys)
+        hooks.add_hook_to_module(module, back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,40 +189,24 @@ class Stop:
     deep: bool = False
 
 
-def attach(
-    module: nn.Module, stops: Mapping[str, Stop], ties: Iterable[Group], skip: Sequence[str] | None
-) -> None:
-    """Attach accelerate's hooks: one per stop, and one that brings the output of `module` back."""
-    hooks = _accelerate()
-    # A weight under two names is moved for a call once: accelerate keys them by address.
-    tied: dict[int, Any] = {group.tensor.data_ptr(): {} for group in ties}
-    for prefix, stop in stops.items():
-        hook = hooks.AlignDevicesHook(
-            execution_device=torch.device(stop.device),
-            offload=stop.weights is not None,
-            io_same_device=not prefix,
-            weights_map=stop.weights,
-            offload_buffers=True,
-            place_submodules=stop.deep,
-            skip_keys=skip,
-            tied_params_map=tied,
-        )
-        hooks.add_hook_to_module(stop.module, hook)
-    if "" not in stops:
-        back = hooks.AlignDevicesHook(io_same_device=True, skip_keys=skip)
-        hooks.add_hook_to_module(module, back)
-
-
 def stops(module: nn.Module, spread: Spread, whole: tuple[type[nn.Module], ...]) -> dict[str, Stop]:
-    """Prefix -> what its hook must do, for the submodules that need one.
+    """Return what each hook must do, by prefix, for the submodules that need one.
 
-    These are the ones that hold tensors, and the ones where a part of the module begins that runs
-    on one device, so that what such a part adds up, a residual say, is on that device.
+    These are the ones that hold tensors, and the outermost ones that run on one device, so that
+    what such a submodule adds up, a residual say, is on that device.
 
     Raises:
         PlacementError: a module cannot run as it is spread.
     """
-    below = _below(module, spread)
+    own: dict[str, list[tuple[Slot, Group]]] = {prefix: [] for prefix, _ in walk(module)}
+    for group in spread.groups:
+        for slot in group.slots:
+            own[slot.fqn.removesuffix(slot.name)].append((slot, group))
+    below = {prefix: list(tensors) for prefix, tensors in own.items()}
+    for prefix in reversed(below):  # children come before their parents
+        if prefix:
+            below[_parent(prefix)] += below[prefix]
+    devices = {at: {spread.runs_on(group) for _, group in below[at]} for at in below}
     found: dict[str, Stop] = {}
     seen: set[int] = set()
     deep: str | None = None
@@ -200,99 +214,47 @@ def stops(module: nn.Module, spread: Spread, whole: tuple[type[nn.Module], ...])
         if id(submodule) in seen or (deep is not None and prefix.startswith(deep)):
             continue
         seen.add(id(submodule))
-        devices = {spread.runs_on(group) for group in below[prefix]}
-        parent = prefix[: prefix[:-1].rfind(".") + 1]
-        begins = not prefix or len({spread.runs_on(group) for group in below[parent]}) > 1
-        own = spread.owned.get(id(submodule), [])
-        if len(devices) == 1 and isinstance(submodule, whole):
+        if len(devices[prefix]) == 1 and isinstance(submodule, whole):
             deep = prefix
-            away = any(map(spread.is_away, below[prefix]))
-            weights = _named(below[prefix], prefix) if away else None
-            found[prefix] = Stop(submodule, next(iter(devices)), weights, deep=away)
-        elif own:
-            away = any(spread.is_away(group) for _, group in own)
-            _check_runnable(prefix, submodule, away)
-            weights = {slot.name: group.tensor for slot, group in own} if away else None
-            found[prefix] = Stop(submodule, _own_device(prefix, own, spread), weights)
-        elif len(devices) == 1 and begins:
-            found[prefix] = Stop(submodule, next(iter(devices)))
+            found[prefix] = _stop(prefix, submodule, below[prefix], spread, deep=True)
+        elif own[prefix]:
+            found[prefix] = _stop(prefix, submodule, own[prefix], spread)
+        elif len(devices[prefix]) == 1 and (not prefix or len(devices[_parent(prefix)]) > 1):
+            found[prefix] = Stop(submodule, next(iter(devices[prefix])))
     return found
 
 
-def _below(module: nn.Module, spread: Spread) -> dict[str, list[Group]]:
-    """Prefix -> the tensors of the module there and of those below it."""
-    below: dict[str, list[Group]] = {}
-    for prefix, submodule in reversed(list(walk(module))):
-        below[prefix] = [group for _, group in spread.owned.get(id(submodule), [])]
-        for name, child in submodule._modules.items():
-            if child is not None:
-                below[prefix] += below[f"{prefix}{name}."]
-    return below
+def _parent(prefix: str) -> str:
+    return prefix[: prefix[:-1].rfind(".") + 1]
 
 
-def _named(groups: Iterable[Group], prefix: str) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix(prefix): group.tensor
-        for group in groups
-        for name in group.names
-        if name.startswith(prefix)
-    }
-
-
-def _own_device(prefix: str, own: Sequence[tuple[Slot, Group]], spread: Spread) -> str:
-    devices = {spread.runs_on(group): slot.name for slot, group in own}
+def _stop(
+    prefix: str,
+    module: nn.Module,
+    tensors: Sequence[tuple[Slot, Group]],
+    spread: Spread,
+    *,
+    deep: bool = False,
+) -> Stop:
+    """Return what the hook of a module must do that uses these tensors."""
+    entry = prefix.removesuffix(".") or "(the module itself)"
+    devices = {spread.runs_on(group): slot.name for slot, group in tensors}
     if len(devices) > 1:
         raise PlacementError(
             "a module cannot run with its own tensors on several devices",
-            entry=prefix.removesuffix(".") or "(the module itself)",
+            entry=entry,
             expected="one device",
             found=", ".join(f"{name} on {device}" for device, name in devices.items()),
             hint="Map the module's name instead of the names of its tensors.",
         )
-    return next(iter(devices))
-
-
-def _check_runnable(prefix: str, module: nn.Module, away: bool) -> None:
-    if away and isinstance(module, nn.RNNBase):
+    (device,) = devices
+    if not any(spread.is_away(group) for _, group in tensors):
+        return Stop(module, device)
+    if isinstance(module, nn.RNNBase):
         raise PlacementError(
             "a recurrent layer holds on to its weights, which cannot be moved for a call",
-            entry=prefix.removesuffix(".") or "(the module itself)",
+            entry=entry,
             hint='Map it to an accelerator, or pass main_device="cpu".',
         )
-
-
-def _home(rule: ByKey[Device], group: Group) -> str:
-    """Where the map keeps a tensor: what it says about its first known name; else where it is."""
-    asked = next((a for name in group.names if (a := rule.at(name)) is not None), None)
-    if asked is None:
-        return str(group.tensor.device)
-    return DISK if asked == DISK else str(usable_device(asked, group.fqn))
-
-
-def _main(device_map: Mapping[str, Device] | None, homes: Iterable[str]) -> str:
-    if isinstance(device_map, Fit):
-        return device_map.main or "cpu"
-    return next(filter(is_accelerator, homes), "cpu")
-
-
-def _require_values(groups: Iterable[Group]) -> None:
-    blank = [group.fqn for group in groups if group.tensor.is_meta]
-    if blank:
-        raise PlacementError(
-            f"{len(blank)} tensors are on meta and have no values to run with",
-            entry=blank[0],
-            hint="Load the module first: torchlift.load(module, path, device=device_map).",
-        )
-
-
-def _accelerate() -> ModuleType:
-    try:
-        from accelerate import hooks
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "remap.dispatch moves inputs between devices with accelerate's hooks, and accelerate "
-            "is not installed: pip install 'torchlift[accelerate]'",
-            name="accelerate",
-        ) from error
-    module: ModuleType = hooks
-    return module
+    weights = {slot.fqn.removeprefix(prefix): group.tensor for slot, group in tensors}
+    return Stop(module, device, weights, deep)

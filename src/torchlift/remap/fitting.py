@@ -1,23 +1,38 @@
-"""`fit`: modules in the order of execution into budgets of memory, one device after the other."""
+"""`fit`: will it fit, and where does each layer go.
+
+Works on meta tensors and on indices alike: no weight is read and no device is touched. In this
+order: the tensors with their sizes (`Inventory`), what must share a device (`_clusters`), devices
+filled one after the other (`_arrangements`), and the map (`placed`).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint
-from torchlift._plan.match import Rename
-from torchlift._plan.rules import DtypeRule
-from torchlift._system import human, parse_size
-from torchlift.errors import PlacementError
-from torchlift.remap.devices import Device, checked, spelled
-from torchlift.remap.filling import Arrangement, Limits, arrangements
-from torchlift.remap.inventory import Inventory, Item, take
-from torchlift.remap.maps import ByKey, ancestors
-from torchlift.remap.units import cluster, hard_paths, soft_paths
+from torchlift._checkpoint import Checkpoint, dtype_of
+from torchlift._checkpoint import open as open_checkpoint
+from torchlift._model.slots import collect, is_lazy, walk
+from torchlift._plan.match import Rename, renamed
+from torchlift._plan.rules import DtypeRule, entry_like, target_dtype
+from torchlift._system import count_of, human, parse_size
+from torchlift.errors import PlacementError, did_you_mean
+from torchlift.remap.maps import (
+    ByKey,
+    Device,
+    ancestors,
+    checked,
+    is_accelerator,
+    prefixes,
+    spelled,
+)
+
+_Limits = Mapping[str, "int | None"]
 
 
 class Fit(ByKey[str]):
@@ -44,12 +59,12 @@ class Fit(ByKey[str]):
         return sum(self.used.values())
 
     def __str__(self) -> str:
-        count = sum(map(bool, self.contents.values()))
-        lines = [f"fit: {human(self.nbytes)} on {count} device{'' if count == 1 else 's'}"]
+        devices = count_of(sum(map(bool, self.contents.values())), "device")
+        lines = [f"fit: {human(self.nbytes)} on {devices}"]
         for device, budget in self.budgets.items():
             limit = "" if budget is None else f" of {human(budget)}"
-            kept = self.reserved.get(device, 0)
-            room = f", {human(kept)} kept free for the largest layer" if kept else ""
+            reserved = self.reserved.get(device, 0)
+            room = f", {human(reserved)} kept free for the largest layer" if reserved else ""
             lines.append(f"  {device}: {human(self.used[device])}{limit}{room}")
             runs = _runs(self.contents[device])
             if runs:
@@ -58,19 +73,17 @@ class Fit(ByKey[str]):
         return "\n".join(lines)
 
 
-def _runs(parts: Iterable[str]) -> list[str]:
-    """Prefixes for people: ``layers.3 to layers.7`` for the members of a numbered list."""
-    runs: list[list[str]] = []
-    for part in parts:
-        stem, _, number = part.rpartition(".")
-        if runs and number.isdecimal() and runs[-1][-1] == f"{stem}.{int(number) - 1}".lstrip("."):
-            runs[-1].append(part)
+def _runs(prefixes: Iterable[str]) -> list[str]:
+    """Return prefixes for people: ``layers.3 to layers.7`` for members of a numbered list."""
+    runs: list[tuple[str, str]] = []
+    for prefix in prefixes:
+        stem, _, number = prefix.rpartition(".")
+        if runs and number.isdecimal() and runs[-1][1] == f"{stem}.{int(number) - 1}".lstrip("."):
+            runs[-1] = (runs[-1][0], prefix)
         else:
-            runs.append([part])
-    ends = [(run[0] or "everything", run[-1]) for run in runs]
+            runs.append((prefix, prefix))
     return [
-        first if len(run) == 1 else f"{first} to {last}"
-        for run, (first, last) in zip(runs, ends, strict=True)
+        first or "everything" if first == last else f"{first} to {last}" for first, last in runs
     ]
 
 
@@ -88,9 +101,9 @@ def fit(
     None of the devices needs to exist, and nothing is allocated. Tensors that are tied or share
     memory stay together and are counted once; the tensors that a module holds itself are never
     separated. The members of numbered lists (``layers.0``), and what a transformers model names in
-    ``_no_split_modules``, stay whole as long as that does not take more devices. A device that has
-    room for less than two layers is left out where that takes fewer devices, and so is the last one
-    where what it holds fits into the gaps on those before it.
+    ``_no_split_modules``, stay whole as long as that does not take more devices. First accelerators
+    that have room for less than two layers are left out where that takes fewer devices, and so is
+    the last device where what it holds fits into the gaps on those before it.
 
     Args:
         model_or_ckpt: a module, live or a skeleton; or a checkpoint, or its path. A module's order
@@ -121,25 +134,34 @@ def fit(
     """
     limits = _limits(budgets)
     inventory = take(model_or_ckpt, dtype, rename)
-    hard = hard_paths(inventory, no_split)
-    soft = soft_paths(inventory, model_or_ckpt, _roomiest(limits))
+    hard = _hard_paths(inventory, no_split)
+    room = max(float("inf") if size is None else size for size in limits.values())
     found = [
-        *arrangements(cluster(inventory, hard, soft), limits, largest_layer),
-        *arrangements(cluster(inventory, hard, ()), limits, largest_layer),
+        arrangement
+        for soft in (_soft_paths(inventory, model_or_ckpt, room), set[str]())
+        for arrangement in _arrangements(_clusters(inventory, hard, soft), limits, largest_layer)
     ]
     # The first of the best: whole blocks are worth something (a residual then stays on its device),
     # but not a device.
-    best = min(found, key=lambda item: (bool(item.left), item.devices))
+    best = min(found, key=lambda arrangement: (bool(arrangement.left), arrangement.devices))
     if best.left:
-        raise _misfit(inventory, min(found, key=lambda item: item.nbytes_left), limits)
-    return _result(inventory, best, limits)
+        raise _misfit(
+            inventory, min(found, key=lambda arrangement: arrangement.nbytes_left), limits
+        )
+    where = {
+        name: device
+        for cluster, device in zip(best.clusters, best.where, strict=True)
+        for item in cluster.items
+        for name in item.names
+    }
+    return placed(inventory, where, limits, reserved=best.reserved, main=best.main)
 
 
-def _limits(budgets: Mapping[Device, str | int | None] | Mapping[str, str | int | None]) -> Limits:
+def _limits(budgets: Mapping[Device, str | int | None] | Mapping[str, str | int | None]) -> _Limits:
     limits: dict[str, int | None] = {}
     for device, size in budgets.items():
         name = spelled(checked(device, str(device)))
-        if name in limits or torch.device("meta").type == name:
+        if name in limits or name == "meta":
             reason = "is given twice" if name in limits else "holds no values"
             raise PlacementError(f"budgets: the device {reason}", entry=name)
         try:
@@ -151,77 +173,435 @@ def _limits(budgets: Mapping[Device, str | int | None] | Mapping[str, str | int 
     return limits
 
 
-def _roomiest(limits: Limits) -> float:
-    return max(float("inf") if size is None else size for size in limits.values())
-
-
-def _misfit(inventory: Inventory, found: Arrangement, limits: Limits) -> PlacementError:
-    left = found.nbytes_left
-    total = left + sum(found.used.values())
-    given = sum(size or 0 for size in limits.values())
-    first = found.left[0]
-    lines = []
-    for device, limit in limits.items():
-        kept = found.reserved.get(device, 0)
-        room = f", {human(kept)} kept for the largest layer" if kept else ""
-        lines.append(f"{device} {human(found.used.get(device, 0))} of {human(limit or 0)}{room}")
-    tied = f", which {len(first.units)} ties keep together," if len(first.units) > 1 else ""
-    return PlacementError(
-        f"does not fit: {human(total)} in all, budgets of {human(given)}; "
-        f"used {'; '.join(lines)}; "
-        f"{human(left)} are left over, and the next to place{tied} takes {human(first.nbytes)}",
-        file=inventory.path,
-        entry=first.units[0] or first.items[0].names[0],
-        hint='Raise a budget, give a smaller dtype=, or add "disk": None for what fits nowhere.',
-    )
-
-
-def _result(inventory: Inventory, found: Arrangement, limits: Limits) -> Fit:
-    where = {
-        name: device
-        for together, device in zip(found.clusters, found.where, strict=True)
-        for item in together.items
-        for name in item.names
-    }
-    return placed(inventory, where, limits, reserved=found.reserved, main=found.main)
-
-
 def placed(
     inventory: Inventory,
     where: Mapping[str, str],
-    limits: Limits,
+    limits: _Limits,
     *,
     reserved: Mapping[str, int] | None = None,
     main: str | None = None,
 ) -> Fit:
-    """The map and its numbers, from the device of every name."""
+    """Return the map and its numbers, from the device of every name."""
+    below: dict[str, str | None] = {}  # prefix -> the device of all names below it, if they agree
+    for name, device in where.items():
+        for prefix in ancestors(name):
+            if below.setdefault(prefix, device) != device:
+                below[prefix] = None
+    result = Fit()
     # In the inventory's order, so that the map reads in the order of execution.
-    result = Fit(_compressed({name: where[name] for name in inventory.names}))
+    for name in inventory.names:
+        shortest = next((prefix for prefix in ancestors(name) if below[prefix] is not None), name)
+        result.setdefault(shortest, where[name])
     result.budgets = dict(limits)
     result.reserved = dict(reserved or {})
     result.main = main
     result.contents = {device: {} for device in limits}
     for item in inventory.items:
-        _count(result, item)
-    result.used = {device: sum(parts.values()) for device, parts in result.contents.items()}
+        prefix = next(p for p in reversed(ancestors(item.names[0])) if p in result)
+        contents = result.contents[result[prefix]]
+        contents[prefix] = contents.get(prefix, 0) + item.added
+    result.used = {device: sum(sizes.values()) for device, sizes in result.contents.items()}
     return result
 
 
-def _count(result: Fit, item: Item) -> None:
-    prefix = next(p for p in reversed(ancestors(item.names[0])) if p in result)
-    contents = result.contents[result[prefix]]
-    contents[prefix] = contents.get(prefix, 0) + item.added
+# ---- the tensors and their sizes
 
 
-def _compressed(where: Mapping[str, str]) -> dict[str, str]:
-    """The shortest prefixes that say the same."""
-    below: dict[str, str | None] = {}
-    for name, device in where.items():
-        for prefix in ancestors(name):
-            if below.setdefault(prefix, device) != device:
-                below[prefix] = None
-    result: dict[str, str] = {}
-    for name, device in where.items():
-        prefix = next((p for p in ancestors(name) if below[p] is not None), name)
-        result.setdefault(prefix, device)
-    return result
+@dataclass(slots=True)
+class Item:
+    """One tensor under all of its names.
+
+    Attributes:
+        names: the names; more than one where names are tied or the file has one tensor twice.
+        nbytes: bytes of the tensor by itself, after casting.
+        dtype: what it becomes.
+        storage: what tensors have in common that share memory.
+        start: its first byte in there, before casting.
+        stop: the byte after its last one.
+        added: bytes that it adds to the others, after casting: less than `nbytes` where views
+            overlap.
+    """
+
+    names: tuple[str, ...]
+    nbytes: int
+    dtype: torch.dtype
+    storage: object
+    start: int
+    stop: int
+    added: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The tensors of a model or checkpoint.
+
+    Attributes:
+        items: in the order of execution, as far as registration or names tell it.
+        owners: paths of the modules that hold tensors themselves, in that order.
+        kinds: path -> class of the module; empty for a checkpoint.
+        path: the checkpoint, or None.
+    """
+
+    items: Sequence[Item]
+    owners: Sequence[str]
+    kinds: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+    path: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """All names of all tensors."""
+        return [name for item in self.items for name in item.names]
+
+    @property
+    def paths(self) -> set[str]:
+        """Paths of the modules that hold tensors themselves or below."""
+        return prefixes(self.owners) - {""}
+
+
+def take(
+    source: nn.Module | Checkpoint | str | os.PathLike[str], dtype: DtypeRule, rename: Rename | None
+) -> Inventory:
+    """Take the inventory of a module, live or on meta, or of a checkpoint or its path.
+
+    Args:
+        source: what to look at.
+        dtype: as for `torchlift.load`; None counts tensors as they are.
+        rename: as for `torchlift.load`; for a checkpoint only.
+    """
+    if isinstance(source, nn.Module):
+        if rename is not None:
+            raise ValueError("rename= is for a checkpoint: a model's names are what they are")
+        return _of_model(source, dtype)
+    if isinstance(source, Checkpoint):
+        return _of_checkpoint(source, dtype, rename)
+    with open_checkpoint(source) as ckpt:
+        return _of_checkpoint(ckpt, dtype, rename)
+
+
+def _of_model(model: nn.Module, dtype: DtypeRule) -> Inventory:
+    items = []
+    for group in collect(model):
+        tensor, becomes = group.tensor, group.tensor.dtype
+        if is_lazy(tensor):
+            continue
+        if group.persistent:
+            becomes = target_dtype(dtype, entry_like(group.fqn, group), tensor, becomes)
+        nbytes = tensor.numel() * becomes.itemsize
+        items.append(Item(group.names, nbytes, becomes, *_extent(tensor)))
+    kinds = {prefix.removesuffix("."): type(module) for prefix, module in walk(model)}
+    holding = {name.rpartition(".")[0] for item in items for name in item.names}
+    return Inventory(_counted(items), [path for path in kinds if path in holding], kinds)
+
+
+def _counted(items: list[Item]) -> list[Item]:
+    """Set what each tensor adds: the bytes of overlapping views are counted once."""
+    ends: dict[object, int] = {}
+    for item in sorted(items, key=lambda item: item.start):
+        end = max(item.start, ends.get(item.storage, item.start))
+        ends[item.storage] = max(end, item.stop)
+        span, beyond = item.stop - item.start, max(0, item.stop - end)
+        item.added = item.nbytes if beyond == span else item.nbytes * beyond // span
+    return items
+
+
+def _extent(tensor: torch.Tensor) -> tuple[object, int, int]:
+    """Return the storage of a tensor, its first byte in there, and the byte after its last."""
+    size = tensor.dtype.itemsize
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return id(tensor), 0, tensor.numel() * size  # it may have no storage
+    start = tensor.storage_offset()
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    stop = start + reach + 1 if tensor.numel() else start
+    return tensor.untyped_storage()._cdata, int(start) * size, int(stop) * size
+
+
+def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) -> Inventory:
+    names = renamed(ckpt.entries, rename, ckpt.path)
+    same: dict[object, list[str]] = {}
+    for key in names:
+        entry = ckpt.entries[key]
+        # Two keys that show the same bytes in the same way are one tensor.
+        spot = (entry.storage, entry.chunks[:1], entry.shape, entry.stride, entry.dtype)
+        same.setdefault(spot if entry.chunks else key, []).append(key)
+    items = []
+    for keys in same.values():
+        entry = ckpt.entries[keys[0]]
+        saved = dtype_of(entry, ckpt.path)
+        blank = torch.empty(0, dtype=saved, device="meta")
+        becomes = target_dtype(dtype, replace(entry, key=names[keys[0]]), blank, saved)
+        nbytes = entry.nbytes * becomes.itemsize // saved.itemsize
+        start = entry.chunks[0].offset if entry.chunks else 0
+        stop = start + sum(chunk.nbytes for chunk in entry.chunks)
+        # A tensor in several chunks, as a sharded writer leaves it, shares memory with no other.
+        storage = entry.storage if len(entry.chunks) == 1 else (entry.key,)
+        items.append(Item(tuple(names[k] for k in keys), nbytes, becomes, storage, start, stop))
+    place = {name: at for at, name in enumerate(_in_order(names.values()))}
+    items.sort(key=lambda item: min(place[name] for name in item.names))
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in place)
+    return Inventory(_counted(items), list(owners), path=ckpt.path)
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Return the names with the members of numbered lists in the order of their numbers.
+
+    A safetensors file is in alphabetical order, layer 10 before layer 2. Everything else stays in
+    the order of the file.
+    """
+    seen: dict[str, int] = {}
+
+    def rank(name: str) -> Iterator[tuple[int, int]]:
+        at = ""
+        for segment in name.split(".", 64):
+            parent, at = at, f"{at}.{segment}" if at else segment
+            # Numbers take the place of the list's first member; the rest, of its own first.
+            first = seen.setdefault(f"{parent}.#" if segment.isdecimal() else at, len(seen))
+            yield first, int(segment[:18]) if segment.isdecimal() else 0
+
+    return sorted(names, key={name: tuple(rank(name)) for name in names}.__getitem__)
+
+
+# ---- what must share a device
+
+
+@dataclass(slots=True)
+class _Cluster:
+    """Tensors that go to one device together.
+
+    Attributes:
+        units: paths of the modules in it.
+        items: its tensors.
+        nbytes: their bytes, shared memory counted once.
+        layer: bytes of the largest of its modules by itself.
+    """
+
+    units: list[str] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    nbytes: int = 0
+    layer: int = 0
+
+
+def _clusters(inventory: Inventory, hard: Collection[str], soft: Collection[str]) -> list[_Cluster]:
+    """Group the tensors: by module, by what must or may stay whole, by ties and shared memory.
+
+    Args:
+        inventory: the tensors.
+        hard: paths that stay whole whatever it costs.
+        soft: paths that stay whole; inside a hard one they change nothing.
+    """
+    unit_of = {
+        # With a dot: a module's own tensors, without those of its submodules.
+        path: next((p for kept in (hard, soft) for p in ancestors(path) if p in kept), f"{path}.")
+        for path in inventory.owners
+    }
+    sizes = dict.fromkeys(unit_of.values(), 0)
+    together = {unit: [unit] for unit in sizes}
+    first: dict[object, str] = {}  # storage -> a unit that has a tensor in it
+    for item in inventory.items:
+        for unit in {unit_of[name.rpartition(".")[0]] for name in item.names}:
+            sizes[unit] += item.nbytes
+            few, many = together[unit], together[first.setdefault(item.storage, unit)]
+            if few is not many:
+                # The smaller joins the larger: a file of nothing but views is not quadratic.
+                few, many = sorted((few, many), key=len)
+                many += few
+                together.update(dict.fromkeys(few, many))
+    clusters: dict[int, _Cluster] = {}
+    for unit, size in sizes.items():
+        cluster = clusters.setdefault(id(together[unit]), _Cluster())
+        cluster.units.append(unit.removesuffix("."))
+        cluster.layer = max(cluster.layer, size)
+    for item in inventory.items:
+        cluster = clusters[id(together[unit_of[item.names[0].rpartition(".")[0]]])]
+        cluster.items.append(item)
+        cluster.nbytes += item.added
+    return list(clusters.values())
+
+
+def _hard_paths(inventory: Inventory, no_split: Iterable[str | type[nn.Module]]) -> set[str]:
+    """Return the paths that `no_split` means.
+
+    Raises:
+        PlacementError: one of them means nothing.
+    """
+    if isinstance(no_split, (str, type)):
+        no_split = (no_split,)
+    found: set[str] = set()
+    for asked in no_split:
+        if isinstance(asked, type):
+            paths = {path for path, kind in inventory.kinds.items() if issubclass(kind, asked)}
+        else:
+            paths = {path for path, kind in inventory.kinds.items() if kind.__name__ == asked}
+            paths |= {path for path in inventory.paths if _matches(path, asked)}
+        if not paths:
+            text = asked.__name__ if isinstance(asked, type) else asked
+            known = {kind.__name__ for kind in inventory.kinds.values()} | inventory.paths
+            raise PlacementError(
+                "no_split: no module has this class or path",
+                file=inventory.path,
+                entry=text,
+                hint=did_you_mean(text, known) or None,
+            )
+        found |= paths
+    return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    segments, patterns = path.split("."), pattern.split(".")
+    return len(segments) == len(patterns) and all(map(fnmatchcase, segments, patterns))
+
+
+def _soft_paths(inventory: Inventory, source: object, room: float) -> set[str]:
+    """Return paths that had better stay whole and fit into `room` bytes.
+
+    Members of numbered lists, and what a model names in ``_no_split_modules`` (transformers).
+    """
+    modules = source.modules() if isinstance(source, nn.Module) else ()
+    named = {name for m in modules for name in getattr(m, "_no_split_modules", None) or ()}
+    whole = {path for path, kind in inventory.kinds.items() if kind.__name__ in named}
+    whole |= {path for path in inventory.paths if path.rpartition(".")[2].isdecimal()}
+    sizes = dict.fromkeys(whole, 0)
+    for item in inventory.items:
+        for path in prefixes(item.names) & whole:
+            sizes[path] += item.nbytes
+    return {path for path, size in sizes.items() if size <= room}
+
+
+# ---- filling
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrangement:
+    """Clusters on devices.
+
+    Attributes:
+        clusters: all of them, in the order of execution.
+        where: the device of each one that fits, which are the first ones.
+        reserved: device -> bytes kept free on it.
+        main: the accelerator that runs what is kept on the host or on disk, or None.
+    """
+
+    clusters: Sequence[_Cluster]
+    where: Sequence[str]
+    reserved: Mapping[str, int]
+    main: str | None
+
+    @property
+    def left(self) -> Sequence[_Cluster]:
+        """What did not fit."""
+        return self.clusters[len(self.where) :]
+
+    @property
+    def nbytes_left(self) -> int:
+        """Bytes that did not fit."""
+        return sum(cluster.nbytes for cluster in self.left)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that hold something."""
+        return len(set(self.where))
+
+    @property
+    def largest_away(self) -> int:
+        """Bytes of the largest layer that is on the host or on disk."""
+        placed = zip(self.clusters, self.where, strict=False)
+        return max((c.layer for c, device in placed if not is_accelerator(device)), default=0)
+
+
+def _arrangements(
+    clusters: Sequence[_Cluster], limits: _Limits, largest_layer: bool
+) -> Iterator[_Arrangement]:
+    """Yield the ways to try, the simplest first.
+
+    Left out by turns are the first accelerators with room for less than two layers, which are worth
+    less than the transfers to and from them: accelerate keeps room there and so passes over small
+    ones, and took fewer devices in 38 of 299 cases without this.
+    """
+    yield _with_room(clusters, limits, largest_layer)
+    largest = max((cluster.layer for cluster in clusters), default=0)
+    for small in filter(is_accelerator, limits):
+        limit = limits[small]
+        if limit is None or limit >= 2 * largest:
+            return
+        limits = {device: limit for device, limit in limits.items() if device != small}
+        yield _with_room(clusters, limits, largest_layer)
+
+
+def _with_room(clusters: Sequence[_Cluster], limits: _Limits, largest_layer: bool) -> _Arrangement:
+    """Fill with room on the first accelerator for what is kept elsewhere; else the host runs it."""
+    main = next(filter(is_accelerator, limits), None)
+    found = plain = _fill(clusters, limits, {}, main)
+    reserve = 0
+    while largest_layer and found.largest_away > reserve:
+        # More room means more kept elsewhere, whose largest may be larger still.
+        reserve = found.largest_away
+        limit = None if main is None else limits[main]
+        if main is None or (limit is not None and reserve > limit):
+            return replace(plain, main=None)
+        found = _fill(clusters, limits, {main: reserve}, main)
+    return found
+
+
+def _fill(
+    clusters: Sequence[_Cluster], limits: _Limits, reserved: Mapping[str, int], main: str | None
+) -> _Arrangement:
+    """Put each cluster on the first device, from the last one used on, that has room for it."""
+    room = {
+        device: float("inf") if limit is None else limit - reserved.get(device, 0)
+        for device, limit in limits.items()
+    }
+    devices = iter(limits)
+    device = next(devices, None)
+    where: list[str] = []
+    for cluster in clusters:
+        while device is not None and cluster.nbytes > room[device]:
+            device = next(devices, None)
+        if device is None:
+            break
+        room[device] -= cluster.nbytes
+        where.append(device)
+    else:
+        _spare_last(clusters, where, room)
+    return _Arrangement(clusters, where, reserved, main)
+
+
+def _spare_last(clusters: Sequence[_Cluster], where: list[str], room: dict[str, float]) -> None:
+    """Put what is on the last device into gaps on those before it, if all of it fits there.
+
+    In the 299 cases that are compared with accelerate this saved 11 devices.
+    """
+    used = list(dict.fromkeys(where))
+    while used:
+        last = used.pop()
+        free = {device: room[device] for device in reversed(used)}
+        found: dict[int, str] = {}
+        for at in [at for at, device in enumerate(where) if device == last]:
+            nbytes = clusters[at].nbytes
+            to = next((device for device in free if free[device] >= nbytes), None)
+            if to is None:
+                return
+            free[to] -= nbytes
+            found[at] = to
+        for at, device in found.items():
+            where[at] = device
+        room.update(free)
+
+
+def _misfit(inventory: Inventory, found: _Arrangement, limits: _Limits) -> PlacementError:
+    used = dict.fromkeys(limits, 0)
+    for cluster, device in zip(found.clusters, found.where, strict=False):
+        used[device] += cluster.nbytes
+    left, first = found.nbytes_left, found.left[0]
+    lines = []
+    for device, limit in limits.items():
+        reserved = found.reserved.get(device, 0)
+        room = f", {human(reserved)} kept for the largest layer" if reserved else ""
+        lines.append(f"{device} {human(used[device])} of {human(limit or 0)}{room}")
+    tied = f", which {len(first.units)} ties keep together," if len(first.units) > 1 else ""
+    return PlacementError(
+        f"does not fit: {human(left + sum(used.values()))} in all, budgets of "
+        f"{human(sum(size or 0 for size in limits.values()))}; used {'; '.join(lines)}; "
+        f"{human(left)} are left over, and the next to place{tied} takes {human(first.nbytes)}",
+        file=inventory.path,
+        entry=first.units[0] or first.items[0].names[0],
+        hint='Raise a budget, give a smaller dtype=, or add "disk": None for what fits nowhere.',
+    )

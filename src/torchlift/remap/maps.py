@@ -1,11 +1,12 @@
 """Rules that answer per tensor: by name, by pattern, by where it was saved, by the first answer.
 
 Each is a callable of a `TensorEntry`, for ``device=`` or ``dtype=`` of `torchlift.plan` and
-`torchlift.load`. None means that the rule has nothing to say, and the default applies.
+`torchlift.load`. None means that the rule says nothing of the tensor, and the default applies.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,35 +14,37 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchlift._model.devices import usable_device
+from torchlift._model.devices import DISK, usable_device
 from torchlift._plan.rules import check_rule
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats import TensorEntry
-from torchlift.remap.devices import TAG, Device, checked
 from torchlift.remap.names import compiled
 
-Value = Device | torch.dtype
-V = TypeVar("V", bound="Value")
+Device = torch.device | str | int
+V = TypeVar("V", bound=Device | torch.dtype)
 
+#: A device type and perhaps a number, or the tag that a backend writes into a file.
+_TAG = re.compile(r"[A-Za-z_]\w*(?::\d+)?")
+
+_KNOWN = (
+    "cpu", "cuda", "hip", "hpu", "ipu", "maia", "meta", "mps", "mtia", "npu", "vulkan", "xla",
+    "xpu", DISK,
+)  # fmt: skip
+# A name that torch does not know may be a backend that this machine lacks. One that is as close as
+# this to a known one is a slip of the pen: "cuda0" (0.89), "cdua" (0.75); "npu" and "cpu" are 0.67.
+_SLIP = 0.7
+
+# No module is nested as deep as this, and a key of a hostile file may hold a million dots.
 _DEEPEST = 64
 
 
-class ByKey(dict[str, V]):
-    """Dotted prefix -> device or dtype; made by `by_key` and `fit`. The longest prefix wins.
-
-    A dict, so that libraries that take a device map take it too.
-    """
-
-    def __call__(self, entry: TensorEntry) -> V | None:
-        """What the longest prefix of the tensor's name says, or None."""
-        return self.at(entry.key)
-
-    def at(self, name: str) -> V | None:
-        """What the longest prefix of `name` says, or None."""
-        return next((self[p] for p in reversed(ancestors(name)) if p in self), None)
+class _Map(dict[str, V]):
+    """A dict that is a rule, so that libraries that take a device map take it too."""
 
     def check(self, names: Collection[str], *, present: bool = True) -> None:
-        """Refuse prefixes that match none of `names` and devices that this machine lacks.
+        """Refuse devices that this machine lacks.
+
+        A tag that the file lacks and a pattern that finds nothing are no mistakes.
 
         Args:
             names: the names of the tensors that the map is for.
@@ -50,68 +53,62 @@ class ByKey(dict[str, V]):
         Raises:
             PlacementError: the first entry that is wrong.
         """
+        for entry, value in self.items():
+            if not isinstance(value, torch.dtype):
+                usable_device(value, entry, present=present)
+
+
+class ByKey(_Map[V]):
+    """Dotted prefix -> device or dtype; made by `by_key` and `fit`. The longest prefix wins."""
+
+    def __call__(self, entry: TensorEntry) -> V | None:
+        """Return what the longest prefix of the tensor's name is mapped to, or None."""
+        return self.at(entry.key)
+
+    def at(self, name: str) -> V | None:
+        """Return what the longest prefix of `name` is mapped to, or None."""
+        return next((self[p] for p in reversed(ancestors(name)) if p in self), None)
+
+    def check(self, names: Collection[str], *, present: bool = True) -> None:
+        """Refuse prefixes that match none of `names` too."""
         known = prefixes(names)
+        tops = sorted(name for name in known if name and "." not in name)[:8]
+        at_the_top = f"At the top there are: {', '.join(tops)}." if tops else None
         for prefix in self:
             if prefix and prefix not in known:
                 raise PlacementError(
                     "is mapped, but no tensor has that name or is below it",
                     entry=prefix,
                     expected="a dotted prefix of a name",
-                    hint=_nearest(prefix, known),
+                    hint=did_you_mean(prefix, known) or at_the_top,
                 )
-        _check_devices(self, present)
+        super().check(names, present=present)
 
     def __repr__(self) -> str:
         return f"by_key({dict.__repr__(self)})"
 
 
-class ByLocation(dict[str, Device]):
-    """Location tag -> device; made by `by_location`."""
+class ByLocation(_Map[Device]):
+    """Location tag -> device; made by `by_location`. The most specific tag wins."""
 
     def __call__(self, entry: TensorEntry) -> Device | None:
-        """What the tensor's tag says, or None."""
-        tag = entry.location
-        while tag not in self:
-            if not tag:
-                return None
-            tag = tag.rpartition(":")[0]
-        return self[tag]
-
-    def check(self, names: Collection[str], *, present: bool = True) -> None:
-        """Refuse devices that this machine lacks; a tag that the file lacks is no mistake.
-
-        Raises:
-            PlacementError: the first entry that is wrong.
-        """
-        _check_devices(self, present)
+        """Return what the tensor's tag is mapped to, or None."""
+        kind = entry.location.partition(":")[0]
+        return next((self[tag] for tag in (entry.location, kind, "") if tag in self), None)
 
     def __repr__(self) -> str:
         return f"by_location({dict.__repr__(self)})"
 
 
-@dataclass(frozen=True, repr=False)
-class ByPattern(Generic[V]):
+class ByPattern(_Map[V]):
     """Regular expression -> device or dtype; made by `by_pattern`. The first that is found wins."""
 
-    pairs: tuple[tuple[re.Pattern[str], V], ...]
-
     def __call__(self, entry: TensorEntry) -> V | None:
-        """What the first pattern found in the tensor's name says, or None."""
-        for pattern, value in self.pairs:
-            if pattern.search(entry.key):
-                return value
-        return None
-
-    def check(self, names: Collection[str], *, present: bool = True) -> None:
-        """Refuse devices that this machine lacks; a pattern may find nothing.
-
-        Raises:
-            PlacementError: the first entry that is wrong.
-        """
-        _check_devices({pattern.pattern: value for pattern, value in self.pairs}, present)
+        """Return what the first pattern found in the tensor's name is mapped to, or None."""
+        return next((value for text, value in self.items() if re.search(text, entry.key)), None)
 
     def __repr__(self) -> str:
-        return f"by_pattern({ {pattern.pattern: value for pattern, value in self.pairs} })"
+        return f"by_pattern({dict.__repr__(self)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,12 +118,9 @@ class FirstOf(Generic[V]):
     rules: tuple[Callable[[TensorEntry], V | None] | V, ...]
 
     def __call__(self, entry: TensorEntry) -> V | None:
-        """The first answer, or None."""
-        for rule in self.rules:
-            answer = rule(entry) if callable(rule) else rule
-            if answer is not None:
-                return answer
-        return None
+        """Return the first answer, or None."""
+        answers = (rule(entry) if callable(rule) else rule for rule in self.rules)
+        return next((answer for answer in answers if answer is not None), None)
 
     def check(self, names: Collection[str], *, present: bool = True) -> None:
         """Let every rule check itself."""
@@ -186,9 +180,9 @@ def by_pattern(mapping: Mapping[str, V]) -> ByPattern[V]:
         >>> remap.by_pattern({r"norm": torch.float32, "": torch.bfloat16})
         by_pattern({'norm': torch.float32, '': torch.bfloat16})
     """
-    return ByPattern(
-        tuple((compiled(text), _valued(value, text)) for text, value in mapping.items())
-    )
+    for text in mapping:
+        compiled(text)
+    return ByPattern({text: _valued(value, text) for text, value in mapping.items()})
 
 
 def by_location(mapping: Mapping[str, Device]) -> ByLocation:
@@ -215,10 +209,10 @@ def by_location(mapping: Mapping[str, Device]) -> ByLocation:
         by_location({'cuda:1': 'cuda:0', 'cuda': 'cpu'})
     """
     for tag in mapping:
-        if tag and not TAG.fullmatch(str(tag)):
+        if tag and not _TAG.fullmatch(tag):
             raise PlacementError(
                 "is no location tag",
-                entry=str(tag),
+                entry=tag,
                 expected='a tag such as "cuda:1", or "cuda" for all of that kind',
             )
     return ByLocation({tag: checked(device, tag) for tag, device in mapping.items()})
@@ -242,37 +236,62 @@ def first_of(*rules: Callable[[TensorEntry], V | None] | V) -> FirstOf[V]:
 
 
 def ancestors(name: str) -> list[str]:
-    """The dotted prefixes of a name, from the empty one to the name itself.
+    """Return the dotted prefixes of a name, from the empty one to the name itself.
 
     Example:
         >>> ancestors("a.b.c")
         ['', 'a', 'a.b', 'a.b.c']
     """
-    # A key of a stranger's file may hold a million dots; no module is nested as deep as this.
-    parts = name.split(".", _DEEPEST)
-    return ["", *(".".join(parts[:end]) for end in range(1, len(parts) + 1))]
+    segments = name.split(".", _DEEPEST)
+    return ["", *(".".join(segments[:end]) for end in range(1, len(segments) + 1))]
 
 
 def prefixes(names: Iterable[str]) -> set[str]:
-    """Every dotted prefix of every name, the names themselves included."""
+    """Return every dotted prefix of every name, the names themselves included."""
     return {prefix for name in names for prefix in ancestors(name)}
+
+
+def checked(value: object, entry: str) -> Device:
+    """Return `value`, once it can be a device of some machine; it need not be one of this.
+
+    Raises:
+        PlacementError: it cannot; the error names `entry`.
+    """
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    hint = None
+    if isinstance(value, str):
+        kind = value.partition(":")[0]
+        near = difflib.get_close_matches(kind, _KNOWN, n=1, cutoff=_SLIP)
+        if _TAG.fullmatch(value) and (kind in _KNOWN or not near):
+            return value
+        hint = f"Did you mean {near[0]!r}?" if near and near[0] != kind else None
+    raise PlacementError(
+        "is mapped to something that is no device",
+        entry=entry,
+        expected='a device such as "cpu" or "cuda:0", or "disk"',
+        found=repr(value),
+        hint=hint,
+    )
+
+
+def spelled(device: Device) -> str:
+    """Return the one spelling of a device: ``cuda:1`` for 1 and ``torch.device("cuda", 1)``.
+
+    A number means an accelerator of this machine, and CUDA where there is none.
+    """
+    if isinstance(device, int):
+        found = torch.accelerator.current_accelerator()
+        return f"{found.type if found is not None else 'cuda'}:{device}"
+    return str(device)
+
+
+def is_accelerator(device: str) -> bool:
+    """Return whether it is neither the host nor the disk."""
+    return device.partition(":")[0] not in ("cpu", DISK)
 
 
 def _valued(value: Any, entry: str) -> Any:
     return value if isinstance(value, torch.dtype) else checked(value, entry)
-
-
-def _check_devices(mapping: Mapping[str, object], present: bool) -> None:
-    for entry, value in mapping.items():
-        if not isinstance(value, torch.dtype):
-            usable_device(value, entry, present=present)
-
-
-def _nearest(prefix: str, known: Collection[str]) -> str | None:
-    depth = prefix.count(".")
-    same_depth = [name for name in known if name.count(".") == depth]
-    hint = did_you_mean(prefix, same_depth) or did_you_mean(prefix, known)
-    if hint:
-        return hint
-    tops = sorted(name for name in known if name and "." not in name)
-    return f"At the top there are: {', '.join(tops[:8])}." if tops else None

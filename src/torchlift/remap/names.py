@@ -15,7 +15,7 @@ class Renaming:
     """A rename that composes: ``first | then`` applies one after the other; None stays None."""
 
     def __call__(self, key: str) -> str | None:
-        """The name in the model, or None for a key that is dropped."""
+        """Return the name in the model, or None for a key that is dropped."""
         raise NotImplementedError
 
     def __or__(self, then: Rename) -> Renaming:
@@ -120,7 +120,7 @@ def rules(pairs: Iterable[tuple[str | re.Pattern[str], Replacement]]) -> Renamin
 
 
 def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    """The compiled pattern.
+    """Return the compiled pattern.
 
     Raises:
         ValueError: it does not compile; the message shows it.
@@ -134,17 +134,13 @@ def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
 def _checked(pattern: str | re.Pattern[str], replacement: Replacement) -> Replacement:
     if replacement is None or callable(replacement):
         return replacement
-    if not isinstance(replacement, str):
-        raise ValueError(
-            f"the replacement for {pattern!r} is neither str, function nor None: {replacement!r}"
-        )
     source = compiled(pattern)
     # One alternative more, which matches nothing at all everywhere: so the replacement is expanded
     # here and not when a key first matches. The line break ends a comment of a verbose pattern.
     probe = re.compile(source.pattern + "\n|", source.flags)
     try:
         probe.sub(replacement, "")
-    except (re.error, IndexError) as error:
+    except (re.error, IndexError, TypeError) as error:
         raise ValueError(
             f"the replacement {replacement!r} does not fit its pattern {source.pattern!r}: {error}"
         ) from error
