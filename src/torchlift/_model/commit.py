@@ -19,13 +19,19 @@ from torch import nn
 
 from torchlift._model.dtensor import dressed, held, is_sharded
 from torchlift._model.slots import Group, is_lazy
+from torchlift._model.torch_private import (
+    FLAT_REFERENCES,
+    fits_data,
+    make_subclass,
+    swap_content,
+    use_count,
+)
 from torchlift.errors import PlacementError
 
 #: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
 RECIPE = "_torchlift_recipe"
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_exchange_plain: Any = getattr(torch._C, "_swap_tensor_impl", None)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -59,7 +65,7 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         if isinstance(new, nn.Parameter):
             made = new.requires_grad_(grad) if isinstance(old, nn.Parameter) else new
         elif is_sharded(new):
-            made = dressed(new, new._local_tensor, grad, isinstance(old, nn.Parameter))
+            made = dressed(new, held(new), grad, isinstance(old, nn.Parameter))
         else:
             made = nn.Parameter(new, grad) if isinstance(old, nn.Parameter) else new.detach()
     elif is_lazy(old):
@@ -70,7 +76,7 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     else:
         # What `nn.Parameter` does with a plain tensor, after asking what it is.
         kind = nn.Parameter if is_wrapper(old) else type(old)
-        made = torch.Tensor._make_subclass(kind, new, grad)
+        made = make_subclass(kind, new, grad)
     for key, value in old.__dict__.items():
         # A wrapper's own tensors are its old values.
         if key != RECIPE and not (is_wrapper(old) and isinstance(value, torch.Tensor)):
@@ -82,7 +88,7 @@ def flat_references(group: Group) -> list[tuple[list[Any], int]]:
     """Where a recurrent layer keeps weak references to this tensor, which is its own weight."""
     found = []
     for slot in group.slots:
-        references = vars(slot.module).get("_flat_weight_refs", [])
+        references = vars(slot.module).get(FLAT_REFERENCES, [])
         for position, reference in enumerate(references):
             if reference is not None and reference() is group.tensor:
                 found.append((references, position))
@@ -150,7 +156,7 @@ def exchange(one: torch.Tensor, two: torch.Tensor) -> None:
     """Exchange the content of two tensor objects: class, attributes, storage."""
     if type(one) is type(two) and is_plain(one) and _is_lone(one) and _is_lone(two):
         # What torch.utils.swap_tensors comes to where neither a subclass nor a holder is asked.
-        _exchange_plain(one, two)
+        swap_content(one, two)
         one.__dict__, two.__dict__ = two.__dict__, one.__dict__
         return
     torch.utils.swap_tensors(one, two)  # type: ignore[no-untyped-call]
@@ -159,9 +165,7 @@ def exchange(one: torch.Tensor, two: torch.Tensor) -> None:
 def _is_lone(tensor: torch.Tensor) -> bool:
     """Whether nothing but Python's ordinary references holds the object and its content."""
     return (
-        _exchange_plain is not None
-        and not weakref.getweakrefcount(tensor)
-        and tensor._use_count() == 1  # type: ignore[attr-defined]
+        swap_content is not None and not weakref.getweakrefcount(tensor) and use_count(tensor) == 1
     )
 
 
@@ -169,7 +173,7 @@ def can_set_data(old: torch.Tensor, new: torch.Tensor) -> bool:
     """Whether assigning ``old.data`` is possible: same kind of tensor, and both are real."""
     if old.is_meta or is_lazy(old) or is_wrapper(old) or not is_plain(new):
         return False
-    return torch._has_compatible_shallow_copy_type(old, new)
+    return fits_data(old, new)
 
 
 def set_data(old: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:

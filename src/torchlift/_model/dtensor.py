@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from torchlift._model.torch_private import dtensor_like, local_of, shard_order
 from torchlift.errors import PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import cut
@@ -47,32 +48,65 @@ def everything(shape: Sequence[int]) -> Spans:
     return tuple(((0, size),) for size in shape)
 
 
-def spans_of(tensor: torch.Tensor) -> Spans:
-    """What this rank holds of `tensor`, which may be a plain one."""
+def spans_of(tensor: torch.Tensor, key: str | None = None) -> Spans:
+    """Return the ranges of the whole tensor that this rank holds, in each dimension.
+
+    Args:
+        tensor: a DTensor, or a plain tensor, which is whole.
+        key: what an error is about.
+
+    Raises:
+        PlacementError: its values are partial sums, or it is not laid out as its placements say.
+    """
     if not is_dtensor(tensor):
         return everything(tensor.shape)
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
+    coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return tuple(() for _ in tensor.shape)
-    return spans_at(tensor, coordinate)
+    try:
+        found = spans_at(tensor, coordinate)
+    except PlacementError as error:
+        error.entry = key
+        raise
+    present = tuple(local_of(tensor).shape)
+    if local_shape(found) != present:
+        raise PlacementError(
+            "the local tensor has not the shape that its placements say",
+            entry=key,
+            expected=f"{list(local_shape(found))} for {tensor.placements}",
+            found=list(present),
+            hint="Distribute the tensor with distribute_tensor or fully_shard.",
+        )
+    return found
 
 
 def spans_at(tensor: DTensor, coordinate: Sequence[int]) -> Spans:
-    """What the rank at `coordinate` of the mesh holds of `tensor`."""
-    return shard_spans(tensor.shape, tensor.device_mesh.shape, tensor.placements, coordinate)
+    """Return what the rank at `coordinate` of the mesh holds of `tensor`."""
+    return shard_spans(
+        tensor.shape,
+        tensor.device_mesh.shape,
+        tensor.placements,
+        coordinate,
+        shard_order(tensor),
+    )
 
 
 def shard_spans(
-    shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    placements: Sequence[Any],
+    coordinate: Sequence[int],
+    order: tuple[tuple[int, ...], ...] = (),
 ) -> Spans:
-    """The ranges of a tensor that one rank of a mesh holds.
+    """Return the ranges of a tensor that one rank of a mesh holds.
 
     Args:
         shape: of the whole tensor.
         mesh: sizes of the mesh dimensions.
         placements: one per mesh dimension: Shard, a strided shard or Replicate.
         coordinate: the rank's place in the mesh.
+        order: for each tensor dimension that is sharded the mesh dimensions in the order in which
+            they shard it; empty: from the outermost to the innermost.
 
     Returns:
         For each tensor dimension the ranges that follow each other in the local tensor.
@@ -85,19 +119,23 @@ def shard_spans(
         >>> shard_spans((5, 2), (2, 2), (Replicate(), Shard(0)), (0, 1))
         (((3, 5),), ((0, 2),))
     """
-    wanted = tuple(shape), tuple(mesh), tuple(placements), tuple(coordinate)
+    arguments = tuple(shape), tuple(mesh), tuple(placements), tuple(coordinate), order
     try:
-        return _shard_spans(*wanted)
+        return _shard_spans(*arguments)
     except TypeError:  # a placement of somebody's own that cannot be hashed
-        return _shard_spans.__wrapped__(*wanted)
+        return _shard_spans.__wrapped__(*arguments)
 
 
 @lru_cache(1024)  # a model has many tensors and few shapes
 def _shard_spans(
-    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...], at: tuple[int, ...]
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    placements: tuple[Any, ...],
+    at: tuple[int, ...],
+    order: tuple[tuple[int, ...], ...],
 ) -> Spans:
-    held = [[(0, size)] for size in shape]
-    for axis, strided in _order(placements, mesh):
+    found = [[(0, size)] for size in shape]
+    for axis, strided in _order(placements, mesh, order):
         placement = placements[axis]
         if placement.is_replicate():
             continue
@@ -108,20 +146,27 @@ def _shard_spans(
                 found=placement,
                 hint="Redistribute it to Replicate() or Shard() first.",
             )
-        held[dim] = cut_spans(held[dim], mesh[axis], at[axis], strided)
-    return tuple(tuple(spans) for spans in held)
+        found[dim] = cut_spans(found[dim], mesh[axis], at[axis], strided)
+    return tuple(tuple(spans) for spans in found)
 
 
-def _order(placements: Sequence[Any], mesh: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Mesh dimensions in the order in which they cut, with the pieces each cut is strided over.
+def _order(
+    placements: Sequence[Any], mesh: Sequence[int], order: tuple[tuple[int, ...], ...]
+) -> Iterator[tuple[int, int]]:
+    """Yield mesh dimensions in the order in which they shard, and over how many blocks.
 
     FSDP over tensor parallel is written ``[_StridedShard(0, split_factor=tp), Shard(0)]``: the
-    tensor was cut by the second and then by the first. Cutting in that order is right for sizes
-    that do not divide evenly, where the strided formula is not.
+    tensor was sharded by the second and then by the first. Sharding in that order is right for
+    sizes that do not divide evenly, where the strided formula is not.
     """
+    factors = [int(getattr(placement, "split_factor", 1) or 1) for placement in placements]
+    if order and max(factors) == 1:
+        sharding = [axis for axes in order for axis in axes]
+        rest = [axis for axis in range(len(placements)) if axis not in sharding]
+        yield from ((axis, 1) for axis in [*sharding, *rest])
+        return
     late = []
-    for axis, placement in enumerate(placements):
-        factor = int(getattr(placement, "split_factor", 1) or 1)
+    for axis, (placement, factor) in enumerate(zip(placements, factors, strict=True)):
         right = math.prod(
             size
             for size, other in zip(mesh[axis + 1 :], placements[axis + 1 :], strict=True)
@@ -131,8 +176,7 @@ def _order(placements: Sequence[Any], mesh: Sequence[int]) -> Iterator[tuple[int
             late.append(axis)
         else:
             yield axis, factor
-    for axis in reversed(late):
-        yield axis, 1
+    yield from ((axis, 1) for axis in reversed(late))
 
 
 def cut_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> list[Span]:
@@ -233,7 +277,7 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
         >>> held(torch.zeros(2))
         tensor([0., 0.])
     """
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    return local_of(tensor) if is_dtensor(tensor) else tensor
 
 
 def home(tensor: torch.Tensor) -> torch.device:
@@ -247,37 +291,6 @@ def home(tensor: torch.Tensor) -> torch.device:
     return torch.empty(0, device=kind).device
 
 
-def spans(tensor: torch.Tensor, key: str) -> Spans:
-    """The ranges of the whole tensor that this rank holds, in each dimension.
-
-    Args:
-        tensor: a DTensor.
-        key: what an error is about.
-
-    Raises:
-        PlacementError: its values are partial sums, or it is not laid out as its placements say.
-    """
-    assert is_dtensor(tensor)
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return tuple(() for _ in tensor.shape)
-    try:
-        found = spans_at(tensor, coordinate)
-    except PlacementError as error:
-        error.entry = key
-        raise
-    present = tuple(tensor._local_tensor.shape)
-    if local_shape(found) != present:
-        raise PlacementError(
-            "the local shard has not the shape that its placements say",
-            entry=key,
-            expected=f"{list(local_shape(found))} for {tensor.placements}",
-            found=list(present),
-            hint="Distribute the tensor with distribute_tensor or fully_shard.",
-        )
-    return found
-
-
 def shard_of_entry(entry: TensorEntry, tensor: torch.Tensor, key: str) -> TensorEntry:
     """The entry of what this rank holds: the byte ranges of its shard and no others.
 
@@ -286,7 +299,7 @@ def shard_of_entry(entry: TensorEntry, tensor: torch.Tensor, key: str) -> Tensor
     """
     if len(entry.shape) != tensor.dim():
         return entry  # a scalar saved with shape [1], which has no parts
-    part = cut(entry, spans(tensor, key))
+    part = cut(entry, spans_of(tensor, key))
     if not part.chunks:  # a rank outside the mesh, or an empty shard: its shape may be (0,)
         shape = tuple(held(tensor).shape)
         return dataclasses.replace(part, shape=shape, stride=tuple(held(tensor).stride()))
@@ -294,57 +307,28 @@ def shard_of_entry(entry: TensorEntry, tensor: torch.Tensor, key: str) -> Tensor
 
 
 def shard_of_value(value: torch.Tensor, tensor: torch.Tensor, key: str) -> torch.Tensor:
-    """What this rank holds of a whole tensor, as a contiguous one of its own."""
-    if is_dtensor(value):
-        return value._local_tensor
-    if value.dim() != tensor.dim():
-        return value
-    return take(value, spans(tensor, key)).reshape(held(tensor).shape)
-
-
-def take(value: torch.Tensor, ranges: Spans) -> torch.Tensor:
-    """The part of a tensor that lies in these ranges, contiguous.
-
-    Example:
-        >>> import torch
-        >>> take(torch.arange(6).view(2, 3), (((0, 2),), ((0, 1), (2, 3))))
-        tensor([[0, 2],
-                [3, 5]])
-    """
-    for dim, found in enumerate(ranges):
-        parts = [value.narrow(dim, start, stop - start) for start, stop in found]
-        if len(parts) == 1:
-            value = parts[0]
-        else:
-            value = torch.cat(parts, dim) if parts else value.narrow(dim, 0, 0)
-    return value.contiguous()
+    """Return what this rank holds of a whole tensor, as a contiguous one of its own."""
+    local = torch.empty(held(tensor).shape, dtype=value.dtype, device=value.device)
+    whole = [(0, size) for size in value.shape]
+    for into, out_of in overlaps(spans_of(tensor, key), whole):
+        local[into].copy_(value[out_of])
+    return local
 
 
 def dressed(
     like: torch.Tensor, local: torch.Tensor, requires_grad: bool = False, parameter: bool = False
 ) -> DTensor:
-    """`local` as the shard of a DTensor that is laid out as `like`; the dtype may differ.
+    """Wrap a local tensor as a DTensor that is laid out as `like`; the dtype may differ.
 
     Args:
         like: a DTensor.
-        local: the shard.
+        local: the local tensor.
         requires_grad: of the new DTensor.
         parameter: whether it is to be a parameter: what `nn.Parameter` makes of a DTensor, without
             the detaching that every operation on one takes tens of microseconds for.
     """
-    assert is_dtensor(like)
-    from torch.distributed.tensor import DTensor
-
-    spec = like._spec
-    meta = spec.tensor_meta
-    if meta is not None and meta.dtype != local.dtype:
-        spec = dataclasses.replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
-    # Not DTensor.from_local: it moves a shard that is offloaded to the CPU back to the mesh's
-    # device, and it cannot say in which order mesh dimensions cut.
-    made: Any = DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]
-    if parameter:
-        made._is_param = True
-    return made  # type: ignore[no-any-return]
+    made: DTensor = dtensor_like(like, local, grad=requires_grad, parameter=parameter)
+    return made
 
 
 def undressed(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
@@ -358,7 +342,7 @@ def undressed(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
         like.device_mesh,
         like.placements,
     ):
-        return made._local_tensor
+        return local_of(made)
     layout = f"a DTensor with placements {_text(like.placements)}"
     found = f"placements {_text(made.placements)}" if is_dtensor(made) else type(made).__name__
     raise PlacementError(

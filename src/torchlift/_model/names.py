@@ -10,18 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchlift._model.torch_private import CHECKPOINTED, COMPILED
 
 _EXTRA = "_extra_state"
-_CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-#: (module, class, attribute that holds the wrapped module, whether state dict keys contain it)
-_WRAPPERS = (
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module", True),
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod", True),
-    (_CHECKPOINT, "ActivationWrapper", "_checkpoint_wrapped_module", False),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +127,11 @@ def wrapped_by(module: nn.Module) -> tuple[str | None, bool]:
         >>> wrapped_by(nn.Linear(1, 1))
         (None, True)
     """
-    for home, kind, attribute, in_keys in _WRAPPERS:
-        # Importing dynamo costs a second; without the import there is no such module to find.
-        loaded = sys.modules.get(home)
-        if loaded is not None and isinstance(module, getattr(loaded, kind)):
-            return attribute, in_keys
+    if isinstance(module, DistributedDataParallel):
+        return "module", True
+    for child, in_keys in ((COMPILED, True), (CHECKPOINTED, False)):
+        if child in module._modules:
+            return child, in_keys
     return None, True
 
 
@@ -165,5 +162,5 @@ def is_fsdp1(module: nn.Module) -> bool:
         >>> is_fsdp1(nn.Linear(1, 1))
         False
     """
-    loaded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    loaded: Any = sys.modules.get("torch.distributed.fsdp")
     return loaded is not None and isinstance(module, loaded.FullyShardedDataParallel)

@@ -19,6 +19,7 @@ from torch import nn
 
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_fsdp1, wrapped_by
+from torchlift._model.torch_private import object_device
 from torchlift.errors import CheckpointError
 
 #: rank -> what it met, or None.
@@ -146,7 +147,7 @@ class Circle:
             return any(self.agree(error, again).values())
         state = _FAILED if error is not None else int(again)
         (group,) = self.groups
-        device = torch.distributed.distributed_c10d._get_object_coll_device(group)
+        device = object_device(group)
         shared = torch.tensor([state], device=device)
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group)
         state = int(shared.item())

@@ -12,7 +12,8 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from torch.nn import parameter
+
+from torchlift._model.torch_private import LAZY
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,9 @@ class Group:
         return isinstance(self.tensor, nn.Parameter)
 
 
-_LAZY: type = parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
-
-
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Say whether it is a lazy module's parameter or buffer, which has no shape yet."""
-    return isinstance(tensor, _LAZY)
+    return isinstance(tensor, LAZY)
 
 
 def is_blank(tensor: torch.Tensor) -> bool:

@@ -12,10 +12,19 @@ from torch import nn
 from torchlift._checkpoint import dtype_of
 from torchlift._model.commit import check_mode, check_writable, is_plain, is_wrapper, repeats
 from torchlift._model.devices import DISK
-from torchlift._model.dtensor import Spans, home, is_sharded, layout_of, shard_of_entry, spans
+from torchlift._model.dtensor import (
+    Spans,
+    held,
+    home,
+    is_sharded,
+    layout_of,
+    shard_of_entry,
+    spans_of,
+)
 from torchlift._model.handlers import handles, is_handled
 from torchlift._model.holders import Blocker, Hold, blocked_by, refusal
 from torchlift._model.slots import Group, is_blank, is_lazy
+from torchlift._model.torch_private import storage_key
 from torchlift._plan.report import Mode, Route, Source
 from torchlift._plan.rules import (
     AnyMode,
@@ -217,9 +226,9 @@ def _shard(group: Group, candidates: list[Candidate]) -> tuple[list[Candidate], 
         if value is not None:
             if is_sharded(value):
                 _require_layout(group, value)
-                value = value._local_tensor
+                value = held(value)
             elif len(value.shape) == tensor.dim() and not found:
-                part = spans(tensor, group.fqn)
+                part = spans_of(tensor, group.fqn)
             found.append(Candidate(candidate.key, None, value))
             continue
         assert entry is not None
@@ -332,7 +341,7 @@ def _memory(step: Step) -> object:
     if tuple(tensor.shape) != entry.shape or tuple(tensor.stride()) != entry.stride:
         return None
     distance = chunk.offset // entry.itemsize - tensor.storage_offset()
-    memory = tensor.untyped_storage()._cdata
+    memory = storage_key(tensor)
     return memory, entry.storage, chunk.file, entry.dtype, tensor.dtype, distance
 
 

@@ -17,15 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 
 from torchlift._model.commit import is_wrapper
 from torchlift._model.devices import ordinary_tensors
 from torchlift._model.fsdp import is_fsdp
 from torchlift._model.slots import ModuleTree, is_blank, is_lazy
+from torchlift._model.torch_private import LAZY_HOOK, IncompatibleKeys, NormBase
 from torchlift._plan.sources import Origin
 from torchlift._plan.steps import Candidate
 from torchlift._skeleton.recording import version_of
@@ -94,7 +92,7 @@ def run_hooks(
 def _has_code(module: nn.Module, prefix: str, names: set[str]) -> bool:
     hooks = module._load_state_dict_pre_hooks
     hooked = bool(hooks) and not all(is_fsdp(h) or _is_lazy_hook(h) for h in hooks.values())
-    if type(module)._load_from_state_dict is _NormBase._load_from_state_dict:
+    if type(module)._load_from_state_dict is NormBase._load_from_state_dict:
         # Batch norm adds a counter to files of torch < 0.4.1, and otherwise loads as any module.
         own = prefix + "num_batches_tracked" not in names
     else:
@@ -109,7 +107,7 @@ def _overrides_load(module: nn.Module) -> bool:
 def _is_lazy_hook(hook: Any) -> bool:
     # It gives an uninitialised parameter its shape, which placing the tensor does anyway.
     inner = getattr(hook, "hook", hook)
-    return getattr(inner, "__func__", None) is LazyModuleMixin._lazy_load_hook
+    return getattr(inner, "__func__", None) is LAZY_HOOK
 
 
 class _Run:
@@ -298,7 +296,7 @@ def run_post_hooks(tree: ModuleTree, missing: list[str], unexpected: list[str]) 
 
     Children come before their parents, as in `load_state_dict`.
     """
-    keys = _IncompatibleKeys(missing, unexpected)
+    keys = IncompatibleKeys(missing, unexpected)
     for _, module in reversed(tree.paths):
         for hook in module._load_state_dict_post_hooks.values():
             if hook(module, keys) is not None:

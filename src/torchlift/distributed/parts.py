@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torchlift._model.dtensor import Spans, everything, held, is_dtensor, spans
+from torchlift._model.dtensor import Spans, everything, held, is_dtensor, spans_of
 from torchlift._model.ranks import world_of
 from torchlift.formats import Chunk, TensorEntry
 from torchlift.formats.boxes import cut, row_major, runs
@@ -113,4 +113,4 @@ def _share(key: str, tensor: torch.Tensor) -> tuple[Spans, int, int]:
         if placement.is_replicate():
             replica = replica * mesh.size(axis) + coordinate[axis]
             replicas *= mesh.size(axis)
-    return spans(tensor, key), replica, replicas
+    return spans_of(tensor, key), replica, replicas

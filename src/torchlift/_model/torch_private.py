@@ -1,0 +1,89 @@
+"""Names of torch that are not public: each is in this file alone, and has a test with its name.
+
+Where torch could move one without an error, the code that uses it notices; see the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+__all__ = ["IncompatibleKeys", "NormBase"]
+
+LAZY: type = UninitializedTensorMixin
+LAZY_HOOK: Any = LazyModuleMixin._lazy_load_hook
+#: What `torch.utils.swap_tensors` comes to for plain tensors; None where torch has it no more.
+swap_content: Any = getattr(torch._C, "_swap_tensor_impl", None)
+#: A recurrent layer's weak references to its own weights: their list, and the weights.
+FLAT_REFERENCES, FLAT_WEIGHTS = "_flat_weight_refs", "_flat_weights"
+#: Children in which torch.compile and activation checkpointing hold the module that they wrap.
+COMPILED, CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """Return how many hold the tensor's content, in C++."""
+    return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells the tensor's storage from others.
+
+    Raises:
+        NotImplementedError, RuntimeError, ValueError: it has none: sparse, lazy, a wrapper.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_uses(key: int) -> int:
+    """Return how many hold the storage with this key."""
+    return int(torch._C._storage_Use_Count(key))
+
+
+def fits_data(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Say whether ``old.data = new`` is possible."""
+    return bool(torch._has_compatible_shallow_copy_type(old, new))
+
+
+def make_subclass(kind: Any, tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Return the tensor as one of the class, over the same memory."""
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
+    return made
+
+
+def local_of(dtensor: Any) -> torch.Tensor:
+    """Return a DTensor's local tensor, which autograd does not see."""
+    local: torch.Tensor = dtensor._local_tensor
+    return local
+
+
+def dtensor_like(like: Any, local: torch.Tensor, *, grad: bool, parameter: bool) -> Any:
+    """Return a DTensor that is laid out as another, over a local tensor of any dtype."""
+    from dataclasses import replace
+
+    from torch.distributed.tensor import DTensor
+
+    spec = like._spec
+    meta = spec.tensor_meta
+    if meta is not None and meta.dtype != local.dtype:
+        spec = replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
+    # Not DTensor.from_local: it moves a shard that is offloaded to the CPU back to the mesh's
+    # device, and it cannot say in which order mesh dimensions shard.
+    made: Any = DTensor(local, spec, requires_grad=grad)  # type: ignore[no-untyped-call]
+    if parameter:
+        made._is_param = True
+    return made
+
+
+def shard_order(dtensor: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the mesh dimensions that shard each tensor dimension, in the order they do."""
+    return tuple(tuple(entry.mesh_dims) for entry in getattr(dtensor._spec, "shard_order", ()))
+
+
+def object_device(group: Any) -> torch.device | str:
+    """Return the device on which a process group takes objects."""
+    return torch.distributed.distributed_c10d._get_object_coll_device(group)
