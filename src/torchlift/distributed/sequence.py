@@ -7,7 +7,7 @@ tensors, or for the same ones in another order, waits for ever, or gets parts of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.ranks import Circle
+from torchlift.distributed.gather import map_leaves
 from torchlift.distributed.options import StateDictMismatch
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ Sequence = dict[str, list[str]]
 
 
 def sequence(tree: Any, shared: Iterable[torch.Tensor] = ()) -> Sequence:
-    """The DTensors of a state dict by name, in order, for every mesh.
+    """Return the DTensors of a state dict, described in order, for every mesh.
 
     Args:
         tree: nested dicts, lists and tuples.
@@ -36,19 +37,25 @@ def sequence(tree: Any, shared: Iterable[torch.Tensor] = ()) -> Sequence:
         >>> sequence({"weight": torch.ones(2)})
         {}
     """
-    named = list(_named(tree, ""))
+    named: list[tuple[str, DTensor]] = []
+
+    def note(leaf: Any, path: tuple[Any, ...]) -> None:
+        if is_dtensor(leaf):
+            named.append((".".join(map(str, path)), leaf))
+
+    map_leaves(tree, note)
     meshes = [tensor.device_mesh for tensor in shared if is_dtensor(tensor)]
     meshes += [tensor.device_mesh for _, tensor in named]
-    ranks = {mesh: _ranks(mesh) for mesh in dict.fromkeys(meshes)}
-    found: Sequence = {text: [] for mesh, text in ranks.items() if _is_inside(mesh)}
+    ranks = {mesh: _ranks(mesh) for mesh in set(meshes) if mesh.get_coordinate() is not None}
+    found: Sequence = {text: [] for text in ranks.values()}
     for name, tensor in named:
-        if _is_inside(tensor.device_mesh):
+        if tensor.device_mesh in ranks:
             found[ranks[tensor.device_mesh]].append(_described(name, tensor))
     return found
 
 
 def digests(found: Sequence) -> dict[str, str]:
-    """The same in few bytes: what a rank tells the others."""
+    """Return the same in few bytes: what a rank tells the others."""
     return {mesh: _digest("\n".join(steps)) for mesh, steps in found.items()}
 
 
@@ -66,7 +73,7 @@ def require_same(circle: Circle, mine: Sequence, told: dict[int, dict[str, str]]
     first: dict[str, str] = {}
     if all(first.setdefault(m, d) == d for each in told.values() for m, d in each.items()):
         return
-    # Names are many, and are told only when there is something to say about them.
+    # Names take room, and are exchanged only for the error.
     _, known = circle.exchange(None, mine)
     one, other, step, instead = _first_difference(known)
     raise StateDictMismatch(
@@ -89,22 +96,9 @@ def _first_difference(known: dict[int, Sequence]) -> tuple[int, int, str, str]:
     raise AssertionError("ranks told different digests of the same")
 
 
-def _named(tree: Any, path: str) -> Iterator[tuple[str, DTensor]]:
-    if is_dtensor(tree):
-        yield path, tree
-    elif isinstance(tree, (dict, list, tuple)):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        for key, value in items:
-            yield from _named(value, f"{path}.{key}" if path else str(key))
-
-
 def _described(name: str, tensor: DTensor) -> str:
     placements = ", ".join(map(str, tensor.placements))
     return f"{name} {list(tensor.shape)} of {tensor.dtype} placed {placements}"
-
-
-def _is_inside(mesh: DeviceMesh) -> bool:
-    return mesh.get_coordinate() is not None
 
 
 def _ranks(mesh: DeviceMesh) -> str:
