@@ -7,7 +7,6 @@ compare theirs first.
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections import OrderedDict
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as own
 
 from torchlift._model.ranks import Circle, rank
-from torchlift.distributed.gather import map_leaves
+from torchlift.distributed.gather import leaves, map_leaves
 from torchlift.distributed.offered import is_nothing, state_dict
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.options import (
@@ -27,6 +26,7 @@ from torchlift.distributed.options import (
     require,
     several,
 )
+from torchlift.distributed.sequence import Sequence, digests, require_same
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
@@ -44,7 +44,7 @@ def read(
     Raises:
         StateDictMismatch: a rank has a problem with its arguments, or other ones.
     """
-    _agree(model, problem, _terms(optimizers, options))
+    _agree(model, problem, {"call": _call(optimizers, options)})
     chosen = own.StateDictOptions(**vars(options))
     state: list[dict[str, Any]] = [{}, {}]
     if Part.MODEL in part:
@@ -63,83 +63,64 @@ def write(
         Missing and unexpected keys, and what was loaded into the optimizers.
     """
     chosen, found = checked(options), several(optimizers)
-    sends, is_sender = chosen.broadcast_from_rank0, rank() == 0
+    receives = chosen.broadcast_from_rank0 and rank() != 0
     # Where torch looks at the optimizer state of rank 0 only.
-    one_for_all = sends or (chosen.full_state_dict and chosen.cpu_offload)
-    terms, problem = _terms(found, chosen), None
+    offloads = chosen.full_state_dict and chosen.cpu_offload
+    given: list[dict[Any, Any] | None] = [None, None]
+    mine, problem = {"call": _call(found, chosen)}, None
     try:
         if part is Part.OPTIMIZERS:
             require(found)
-        if part is Part.OPTIMIZERS or (part is Part.BOTH and is_nothing(model_state)):
-            model_state = None
-        else:
-            strict = chosen.strict and (is_sender or not sends)
-            model_state = _copied(state_dict(model_state, "model_state_dict", strict))
-        if is_sender or not sends:
-            terms["model_state_dict"] = "" if model_state is None else _digest(model_state)
+        if part is Part.MODEL or (part is Part.BOTH and not is_nothing(model_state)):
+            strict = chosen.strict and not receives
+            given[0] = _copied(state_dict(model_state, "model_state_dict", strict))
         if found:
-            strict = chosen.strict and (is_sender or not one_for_all)
-            optim_state = _copied(state_dict(optim_state, "optim_state_dict", strict))
-            terms["optim_state_dict"] = "" if one_for_all else _digest(optim_state)
+            strict = chosen.strict and not receives and (rank() == 0 or not offloads)
+            given[1] = _copied(state_dict(optim_state, "optim_state_dict", strict))
+        if not chosen.broadcast_from_rank0:
+            mine["model_state_dict"] = _described(given[0])
+            mine["optim_state_dict"] = ["on rank 0"] if offloads else _described(given[1])
     except BaseException as error:
         problem = error
-    told = _agree(model, problem, terms)
-    if sends and not is_sender:
+    has_model = _agree(model, problem, mine, given[0] is not None)
+    if receives:
         # What else a dict here holds, torch would call unexpected on this rank only.
-        model_state = {} if told.get("model_state_dict", True) else None
+        given[0] = {} if has_model.get(0, True) else None
     # One by one, in torch's order: its set_state_dict leaves the model alone on ranks that have
     # nothing, and those that rank 0 sends to need nothing.
     theirs = own.StateDictOptions(**vars(chosen))
     report = OptimizerReport()
-    if found:
-        report.loaded.extend(sorted(map(str, optim_state.get("state", ()))))
-        own.set_optimizer_state_dict(model, found, optim_state, options=theirs)
-    if model_state is None:
+    if given[1] is not None:
+        report.loaded.extend(sorted(map(str, given[1].get("state", ()))))
+        own.set_optimizer_state_dict(model, found, given[1], options=theirs)
+    if given[0] is None:
         return ([], []), report
-    return own.set_model_state_dict(model, model_state, options=theirs), report
+    return own.set_model_state_dict(model, given[0], options=theirs), report
 
 
-def _terms(optimizers: Optimizers, options: StateDictOptions) -> dict[str, str]:
-    """Return what decides how torch communicates; where it reads, ``cpu_offload`` may differ."""
-    return {
-        "the number of optimizers": str(len(optimizers)),
-        "full_state_dict": str(options.full_state_dict),
-        "broadcast_from_rank0": str(options.broadcast_from_rank0),
-    }
+def _call(optimizers: Optimizers, options: StateDictOptions) -> list[str]:
+    """Describe what decides how torch communicates; where it reads, ``cpu_offload`` may differ."""
+    names = ("full_state_dict", "broadcast_from_rank0")
+    return [f"{len(optimizers)} optimizers", *(f"{n}={getattr(options, n)}" for n in names)]
 
 
 def _agree(
-    model: nn.Module, problem: BaseException | None, terms: dict[str, str]
-) -> dict[str, str]:
-    """Return the terms of all ranks, which are those of each that has them.
-
-    Raises:
-        StateDictMismatch: a rank has a problem, or other terms; then on every rank.
-    """
-    known = Circle.of_model((), model.modules(), StateDictMismatch).agree(problem, terms)
-    agreed: dict[str, str] = {}
-    for other, told in sorted(known.items()):
-        different = [n for n, text in told.items() if agreed.setdefault(n, text) != text]
-        if different:
-            raise StateDictMismatch(
-                "the ranks of a FullyShardedDataParallel do not ask for the same",
-                entry=different[0],
-                found=f"a difference between rank {min(known)} and rank {other}",
-                hint="Make the same call with the same arguments on every rank.",
-            )
-    return agreed
+    model: nn.Module, problem: BaseException | None, mine: Sequence, value: object = None
+) -> dict[int, Any]:
+    """Return the values of all ranks, when none has a problem and all are to do the same."""
+    circle = Circle.of_model((), model.modules(), StateDictMismatch)
+    told = circle.agree(problem, (value, digests(mine)))
+    require_same(circle, mine, {rank: each for rank, (_, each) in told.items()})
+    return {rank: each for rank, (each, _) in told.items()}
 
 
-def _digest(tree: Any) -> str:
-    """Describe keys, shapes and layouts of tensors in few bytes: ranks read them one by one."""
-    lines: list[str] = []
-
-    def note(leaf: Any, path: tuple[Any, ...]) -> None:
+def _described(tree: Any) -> list[str]:
+    """Describe keys, shapes and layouts of tensors: torch reads them one by one, on all ranks."""
+    lines = []
+    for path, leaf in leaves(tree).items():
         kind = type(leaf).__name__.replace("Parameter", "Tensor")
         lines.append(f"{path} {kind}{list(leaf.shape)}" if hasattr(leaf, "shape") else f"{path}")
-
-    map_leaves(tree, note)
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
+    return sorted(lines)
 
 
 def _copied(state: Any) -> dict[Any, Any]:

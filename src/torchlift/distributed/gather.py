@@ -71,6 +71,18 @@ def map_leaves(
     return change(tree, path)
 
 
+def leaves(tree: Any) -> dict[tuple[Any, ...], Any]:
+    """Return what nested containers hold, by its path.
+
+    Example:
+        >>> leaves({"a": [1, (2,)]})
+        {('a', 0): 1, ('a', 1, 0): 2}
+    """
+    found: dict[tuple[Any, ...], Any] = {}
+    map_leaves(tree, lambda leaf, path: found.setdefault(path, leaf))
+    return found
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(tensor):
         return tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from torchlift._model.dtensor import dressed, is_dtensor, local_shape, spans_of
 from torchlift._model.names import Names
-from torchlift.distributed.gather import map_leaves
+from torchlift.distributed.gather import leaves, map_leaves
 from torchlift.distributed.model_load import some
 from torchlift.distributed.model_state import own
 from torchlift.distributed.moves import Move, Sent, whole_move
@@ -209,41 +209,58 @@ class _Target:
 
 
 def _new_state(target: _Target, saved: Any, moves: list[Move]) -> dict[Any, Any]:
-    """Return the new state of one parameter, and add the copies that will fill it to `moves`."""
+    """Return the new state of one parameter, and add the copies that will fill it to `moves`.
+
+    Where the optimizer already has a tensor like a new one, that is filled, so that whoever holds
+    it (a captured graph, say) keeps seeing it. Nothing that can change is shared with `saved`.
+    """
     if not isinstance(saved, dict):
         raise StateDictMismatch(
             "the state of a parameter is not a dict", entry=target.name, found=type(saved).__name__
         )
+    state = target.optimizer.state.get(target.param, {})
+    tensors = _tensors(state)
 
     def place(value: Any, path: tuple[Any, ...]) -> Any:
         if not isinstance(value, (torch.Tensor, Sent)):
             return copy.deepcopy(value)
-        into = _place(target, value, path)
-        if into is not value:
-            moves.append(_copy(value, into))
-        return into
+        live = tensors.get(path)
+        like = _layout_for(target, value, live, path)
+        device, dtype = _device(target, value, live, path)
+        as_it_is = (value.shape, device, dtype, torch.strided, _mesh(like))
+        if live is None or _described(live) != as_it_is:
+            live = _empty(value, like, device, dtype)
+        if live is not value:
+            moves.append(_copy(value, live))
+        return live
 
     new: dict[Any, Any] = map_leaves(saved, place)
-    return new if target.options.strict else {**target.optimizer.state.get(target.param, {}), **new}
+    return new if target.options.strict else {**state, **new}
 
 
-def _place(target: _Target, value: torch.Tensor | Sent, path: tuple[Any, ...]) -> torch.Tensor:
-    """Return the tensor that is to hold a saved value, with the dtype that it was saved with.
+def _tensors(state: Any) -> dict[tuple[Any, ...], torch.Tensor]:
+    return {path: leaf for path, leaf in leaves(state).items() if torch.is_tensor(leaf)}
 
-    Where the optimizer already has a tensor like the new one, it is filled in place, so that
-    whoever holds it (a captured graph, say) keeps seeing it.
+
+def _layout_for(
+    target: _Target, value: torch.Tensor | Sent, live: torch.Tensor | None, path: tuple[Any, ...]
+) -> torch.Tensor | None:
+    """Return the tensor that a saved one is to be laid out like; None, or a plain one, for whole.
+
+    Raises:
+        StateDictMismatch: it has another shape than the saved one, or is sharded and that is not.
     """
-    live = _at(target.optimizer.state.get(target.param), path)
+    if not value.shape:
+        return value if is_dtensor(value) else None
     expected = live
-    if live is None and value.shape:
-        # What has the parameter's shape is laid out as it is. Factored moments (Adafactor) have a
-        # shape of their own, so only the optimizer knows how they are laid out.
+    if live is None and value.shape == target.param.shape:
         expected = target.param
-        if value.shape != target.param.shape:
-            initial = initial_state(target.optimizer, target.group, target.param)
-            expected = _at(initial, path)
+    elif live is None:
+        # Factored moments (Adafactor) have a shape of their own, so only the optimizer knows.
+        initial = initial_state(target.optimizer, target.group, target.param)
+        expected = _tensors(initial).get(path)
     where = ".".join(map(str, (target.name, *path)))
-    if expected is not None and value.shape and expected.shape != value.shape:
+    if expected is not None and expected.shape != value.shape:
         raise StateDictMismatch(
             "a saved state has another shape than the optimizer's",
             entry=where,
@@ -251,42 +268,16 @@ def _place(target: _Target, value: torch.Tensor | Sent, path: tuple[Any, ...]) -
             found=list(value.shape),
             mismatched={where: (tuple(expected.shape), tuple(value.shape))},
         )
-    like = value if is_dtensor(value) else expected if value.shape else None
-    if is_dtensor(like) and not is_dtensor(value) and not target.options.full_state_dict:
+    if is_dtensor(value):
+        return value
+    if is_dtensor(expected) and not target.options.full_state_dict:
         raise StateDictMismatch(
             "a whole tensor was saved, and the parameter is sharded",
             entry=where,
             found=f"a plain tensor of shape {list(value.shape)}",
             hint="Pass full_state_dict=True: each rank takes its own slice.",
         )
-    device, dtype = _device(target, value, live, path)
-    layout = (value.shape, device, dtype, torch.strided, _mesh(like))
-    if live is not None and layout == (
-        live.shape,
-        live.device,
-        live.dtype,
-        live.layout,
-        _mesh(live),
-    ):
-        return live
-    if is_dtensor(like):
-        return dressed(like, torch.empty(local_shape(spans_of(like)), device=device, dtype=dtype))
-    if isinstance(value, torch.Tensor):
-        return torch.empty_like(value, device=device, dtype=dtype, requires_grad=False)
-    return torch.empty(value.shape, device=device, dtype=dtype)
-
-
-def _at(state: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    for key in path:
-        try:
-            state = state[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return state if isinstance(state, torch.Tensor) else None
-
-
-def _mesh(tensor: object) -> object:
-    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+    return expected
 
 
 def _device(
@@ -299,6 +290,24 @@ def _device(
         return torch.device("cpu"), value.dtype
     near = live if live is not None and not value.shape else target.param
     return near.device, value.dtype
+
+
+def _described(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.device, tensor.dtype, tensor.layout, _mesh(tensor)
+
+
+def _mesh(tensor: object) -> object:
+    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+
+
+def _empty(
+    value: torch.Tensor | Sent, like: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    if is_dtensor(like):
+        return dressed(like, torch.empty(local_shape(spans_of(like)), device=device, dtype=dtype))
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device=device, dtype=dtype, requires_grad=False)
+    return torch.empty(value.shape, device=device, dtype=dtype)
 
 
 def _copy(value: torch.Tensor | Sent, into: torch.Tensor) -> Move:
@@ -389,12 +398,8 @@ def apply_optimizer(plan: OptimizerPlan) -> None:
 
 def merged(plans: Sequence[OptimizerPlan]) -> OptimizerReport:
     """Make one report of several optimizers: unexpected is what none of them holds."""
-    report = OptimizerReport()
-    for plan in plans:
-        for each in fields(OptimizerReport):
-            getattr(report, each.name).extend(getattr(plan.report, each.name))
-    unexpected = dict.fromkeys(report.unexpected_keys)
-    report.unexpected_keys[:] = [
-        name for name in unexpected if all(name in plan.report.unexpected_keys for plan in plans)
-    ]
-    return report
+    names = [each.name for each in fields(OptimizerReport)]
+    every = {n: [key for plan in plans for key in getattr(plan.report, n)] for n in names}
+    counts = Counter(every["unexpected_keys"])
+    every["unexpected_keys"] = [key for key, count in counts.items() if count == len(plans)]
+    return OptimizerReport(**every)

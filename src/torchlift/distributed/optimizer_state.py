@@ -120,13 +120,11 @@ def _flatten(found: dict[str, Any]) -> dict[str, Any]:
         else:
             flat[prefix] = value
 
-    for name, state in found[_STATE].items():
-        visit(f"{_STATE}.{name}", state)
+    visit(_STATE, found[_STATE])
     for group in found[_GROUPS]:
+        hyper = {key: value for key, value in group.items() if key != _PARAMS}
         for name in group[_PARAMS]:
-            for key, value in group.items():
-                if key != _PARAMS:
-                    flat[f"{_GROUPS}.{name}.{key}"] = value
+            flat.update({f"{_GROUPS}.{name}.{key}": value for key, value in hyper.items()})
     return flat
 
 
@@ -247,10 +245,7 @@ def _owner(rest: str, known: Mapping[str, Any]) -> str:
 def _insert(state: dict[Any, Any], path: str, value: Any, live: Any) -> None:
     """Rebuild nesting from dots; where the live state counts with integers, so does the result."""
     like = live if isinstance(live, Mapping) else {}
-    if path in like:
-        state[path] = value
-        return
-    head, _, rest = path.partition(".")
+    head, _, rest = (path, "", "") if path in like else path.partition(".")
     key: Any = next((k for k in like if not isinstance(k, str) and str(k) == head), head)
     if rest:
         _insert(state.setdefault(key, {}), rest, value, like.get(key))

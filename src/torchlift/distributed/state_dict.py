@@ -6,7 +6,7 @@ the results wherever torch's are right: a program that changes the import keeps 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -273,13 +273,10 @@ def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None
     """
     chosen = checked(options)
 
-    def state_dict() -> dict[str, Any]:
-        return get_model_state_dict(model, options=chosen)
+    def load_state_dict(state_dict: dict[str, Any]) -> Any:
+        return set_model_state_dict(model, state_dict, options=chosen)
 
-    def load_state_dict(state_dict: Mapping[str, Any]) -> Any:
-        return set_model_state_dict(model, dict(state_dict), options=chosen)
-
-    _patch(model, state_dict, load_state_dict)
+    _patch(model, partial(get_model_state_dict, model, options=chosen), load_state_dict)
 
 
 def patch_optimizer_state_dict(
@@ -304,12 +301,10 @@ def patch_optimizer_state_dict(
     """
     chosen, found = checked(options), several(optimizers)
 
-    def state_dict() -> dict[str, Any]:
-        return get_optimizer_state_dict(model, found, options=chosen)
+    def load_state_dict(state_dict: dict[str, Any]) -> Any:
+        return set_optimizer_state_dict(model, found, state_dict, options=chosen)
 
-    def load_state_dict(state_dict: Mapping[str, Any]) -> Any:
-        return set_optimizer_state_dict(model, found, dict(state_dict), options=chosen)
-
+    state_dict = partial(get_optimizer_state_dict, model, found, options=chosen)
     for optimizer in found:
         _patch(optimizer, state_dict, load_state_dict)
 
