@@ -109,7 +109,7 @@ def state_dicts_of_another_kind_on_one_rank() -> None:
 
 @check
 def ranks_that_ask_for_different_tensors() -> None:
-    """Some would gather what others do not, or parts of two tensors as one."""
+    """Some would gather what others do not, or shards of two tensors as one."""
     for wrap in SHARDED:
         model, optimizer = built(wrap)
         model.blocks[0].up.weight.requires_grad_(False)

@@ -338,12 +338,12 @@ def compiled_modules_inside_checkpointing_have_canonical_names() -> None:
     train(optim)
     states = cloned(ours.get_state_dict(model, optim))
     assert states[0].keys() == net().state_dict().keys()
-    other, fresh = built("fsdp blocks", seed=3)
+    other, optim = built("fsdp blocks", seed=3)
     full = ours.StateDictOptions(full_state_dict=True)
     ours.set_state_dict(
-        other, fresh, model_state_dict=states[0], optim_state_dict=states[1], options=full
+        other, optim, model_state_dict=states[0], optim_state_dict=states[1], options=full
     )
-    same(ours.get_state_dict(other, fresh, options=full)[1]["state"], states[1]["state"])
+    same(ours.get_state_dict(other, optim, options=full)[1]["state"], states[1]["state"])
 
 
 class Versioned(nn.Linear):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,9 +12,6 @@ from torchlift._model.dtensor import Index, Spans, blocks, is_dtensor, overlaps,
 from torchlift._model.ranks import has_group, rank
 from torchlift.distributed.moves import BUDGET, wire
 from torchlift.distributed.options import StateDictOptions
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 def finish(
@@ -102,13 +99,19 @@ def _to_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
     if not is_dtensor(tensor):
         return tensor.to("cpu") if rank() == 0 else None
     mesh = tensor.device_mesh
-    if not (mesh.mesh == 0).any():  # rank 0 is not in this mesh, so nobody keeps the tensor
+    nearest = (mesh.mesh == 0).nonzero().tolist()
+    if not nearest:  # rank 0 is not in this mesh, so nobody keeps the tensor
         return None
     if any(placement.is_partial() for placement in tensor.placements):
         return _kept_by_rank0(tensor)
     local, device = tensor.to_local().detach(), wire(mesh.device_type)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype) if rank() == 0 else None
-    for coordinate in _owners(tensor):
+    # These hold every value once together; of replicas, rank 0's is preferred.
+    axes = [
+        [nearest[0][axis]] if placement.is_replicate() else range(mesh.shape[axis])
+        for axis, placement in enumerate(tensor.placements)
+    ]
+    for coordinate in itertools.product(*axes):
         owner = int(mesh.mesh[coordinate])
         for there, here in _blocks(spans_at(tensor, coordinate), BUDGET // tensor.dtype.itemsize):
             if whole is not None and owner == 0:
@@ -120,18 +123,6 @@ def _to_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
             elif owner == rank():
                 torch.distributed.send(_bytes(local[there].to(device).contiguous()), dst=0)
     return whole
-
-
-def _owners(tensor: DTensor) -> Iterator[tuple[int, ...]]:
-    """Yield coordinates that together hold every value once, rank 0's replica preferred."""
-    mesh = tensor.device_mesh.mesh
-    nearest = (mesh == 0).nonzero()[0].tolist()
-    return itertools.product(
-        *(
-            [nearest[axis]] if placement.is_replicate() else range(mesh.shape[axis])
-            for axis, placement in enumerate(tensor.placements)
-        )
-    )
 
 
 def _blocks(spans: Spans, limit: int) -> Iterator[tuple[Index, Index]]:

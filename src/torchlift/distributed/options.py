@@ -109,10 +109,7 @@ def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
         >>> len(several(torch.optim.SGD([torch.ones(1)])))
         1
     """
-    if isinstance(optimizers, torch.optim.Optimizer):
-        return (optimizers,)
-    given: Any = optimizers
-    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    found = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for each in found:
         # Not by their class: wrappers of optimizers need not be optimizers.
         if not hasattr(each, "param_groups"):

@@ -1,7 +1,7 @@
 """What the ranks of a mesh do with their DTensors, one after the other: the same on all of them.
 
 A collective takes part in whatever the other ranks do at that time. A rank that asks for other
-tensors, or for the same ones in another order, waits for ever, or gets parts of two as one.
+tensors, or for the same ones in another order, waits for ever, or takes shards of two for one.
 """
 
 from __future__ import annotations

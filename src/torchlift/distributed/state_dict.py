@@ -380,10 +380,10 @@ def _load(
         from torchlift.distributed import fsdp1
 
         keys, report = fsdp1.write(part, model, optimizers, model_state, optim_state, options)
-        done = LoadedKeys(*keys)
     else:
         with collection_paused():
             plan, report = load(part, model, optimizers, model_state, optim_state, options)
-        done = LoadedKeys(plan.missing, plan.unexpected)
+        keys = plan.missing, plan.unexpected
+    done = LoadedKeys(*keys)
     done.optimizer = report
     return done
