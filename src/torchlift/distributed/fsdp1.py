@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torchlift._model.ranks import Circle, rank
 from torchlift.distributed.gather import leaves, map_leaves
 from torchlift.distributed.offered import is_nothing, state_dict
 from torchlift.distributed.optimizer_load import OptimizerReport
+from torchlift.distributed.optimizer_state import initial_state
 from torchlift.distributed.options import (
     Part,
     StateDictMismatch,
@@ -50,7 +53,8 @@ def read(
     if Part.MODEL in part:
         state[0] = own.get_model_state_dict(model, submodules=submodules, options=chosen)
     if optimizers:
-        state[1] = own.get_optimizer_state_dict(model, optimizers, options=chosen)
+        with _without_step(optimizers):
+            state[1] = own.get_optimizer_state_dict(model, optimizers, options=chosen)
     return state
 
 
@@ -92,10 +96,38 @@ def write(
     report = OptimizerReport()
     if given[1] is not None:
         report.loaded.extend(sorted(map(str, given[1].get("state", ()))))
-        own.set_optimizer_state_dict(model, found, given[1], options=theirs)
+        with _without_step(found, keep=True):
+            own.set_optimizer_state_dict(model, found, given[1], options=theirs)
     if given[0] is None:
         return ([], []), report
     return own.set_model_state_dict(model, given[0], options=theirs), report
+
+
+@contextmanager
+def _without_step(optimizers: Optimizers, keep: bool = False) -> Iterator[None]:
+    """Let torch find the initial state where it would step an optimizer that has none.
+
+    Args:
+        optimizers: they are as before when the block ends.
+        keep: their state may have changed, unless there was an error.
+    """
+    patched = [vars(each).get("step") for each in optimizers]  # by a scheduler
+    seeded = [each for each in optimizers if not each.state]
+    try:
+        for each in seeded:
+            made = {p: initial_state(each, g, p) for g in each.param_groups for p in g["params"]}
+            each.state.update({param: state for param, state in made.items() if state})
+        for each in optimizers:
+            vars(each)["step"] = lambda closure=None: None
+        yield
+        seeded = [] if keep else seeded
+    finally:
+        for each in seeded:
+            each.state.clear()
+        for each, step in zip(optimizers, patched, strict=True):
+            vars(each).pop("step", None)
+            if step is not None:
+                vars(each)["step"] = step
 
 
 def _call(optimizers: Optimizers, options: StateDictOptions) -> list[str]:
