@@ -201,7 +201,5 @@ def a_broadcast_that_half_of_the_ranks_know_nothing_of() -> None:
     load = partial(ours.set_model_state_dict, model, state)
     with all_differ("the same on every rank", model):
         load(options=one_of(WHOLE, FROM_0))
-    call = partial(load, options=one_of("text", FROM_0))
-    everybody_raises(call, TypeError, "must be a StateDictOptions")
     ours.set_model_state_dict(model, one_of({}, state), options=FROM_0)
     same(whole(model), state)
