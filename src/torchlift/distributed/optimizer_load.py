@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import dressed, is_dtensor, local_shape, spans_of
+from torchlift._model.dtensor import dressed, held, is_dtensor, local_shape, spans_of
 from torchlift._model.names import Names
 from torchlift.distributed.gather import leaves, map_leaves
 from torchlift.distributed.model_load import some
@@ -227,8 +227,8 @@ def _new_state(target: _Target, saved: Any, moves: list[Move]) -> dict[Any, Any]
         live = tensors.get(path)
         like = _layout_for(target, value, live, path)
         device, dtype = _device(target, value, live, path)
-        as_it_is = (value.shape, device, dtype, torch.strided, _mesh(like))
-        if live is None or _described(live) != as_it_is:
+        needed = (value.shape, device, dtype, torch.strided, _mesh(like))
+        if live is None or _described(live) != needed:
             live = _empty(value, like, device, dtype)
         if live is not value:
             moves.append(_copy(value, live))
@@ -311,11 +311,11 @@ def _empty(
 
 
 def _copy(value: torch.Tensor | Sent, into: torch.Tensor) -> Move:
-    local = into.to_local().detach() if is_dtensor(into) else into.detach()
-    if is_dtensor(value):
-        return whole_move(value.to_local().detach(), local)
-    source = value.detach() if isinstance(value, torch.Tensor) else value
-    return Move(source, local, spans_of(into))
+    local = held(into).detach()
+    if isinstance(value, Sent):
+        return Move(value, local, spans_of(into))
+    source = held(value).detach()
+    return whole_move(source, local) if is_dtensor(value) else Move(source, local, spans_of(into))
 
 
 def is_left_to_us(optimizer: torch.optim.Optimizer) -> bool:

@@ -349,12 +349,11 @@ def _read(
         if problem is not None:
             raise problem
         with collection_paused(), torch.no_grad():
+            reshard(model)
+            names = Names(model, chosen.dsd_fqn_modifiers)
             if Part.MODEL in part:
-                names = Names(model, chosen.dsd_fqn_modifiers)
                 state[0] = read_model(model, names, inside, chosen)
             if found:
-                reshard(model)
-                names = Names(model, chosen.dsd_fqn_modifiers)
                 state[1] = read_optimizers(names, found, chosen)
         if circle.groups:
             mine = sequence({"model": state[0], "optimizer": state[1]}, shared)
