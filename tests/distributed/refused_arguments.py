@@ -32,27 +32,6 @@ OFFLOADED = Options(full_state_dict=True, cpu_offload=True)
 SHARDED = ("fsdp blocks", "tensor parallel")
 
 
-class Half:
-    """Options of a class that lacks most fields."""
-
-    full_state_dict = broadcast_from_rank0 = True
-
-
-@check
-def options_of_another_kind_on_one_rank() -> None:
-    """Those who gather, or get everything from rank 0, do not wait for it."""
-    for wrong in ({"full_state_dict": True, "broadcast_from_rank0": True}, "text", Half()):
-        for wrap in SHARDED:
-            for get in getters(*built(wrap)):
-                call = partial(get, options=one_of(wrong, WHOLE))
-                everybody_raises(call, TypeError, "must be a StateDictOptions")
-        model, optimizer = built("plain")
-        states = cloned(ours.get_state_dict(model, optimizer))
-        for load in setters(model, optimizer, states).values():
-            call = partial(load, options=one_of(wrong, FROM_0))
-            everybody_raises(call, TypeError, "must be a StateDictOptions")
-
-
 @check
 def a_rank_that_asks_alone_waits_for_nobody() -> None:
     """Nothing is gathered, so nobody else need ask, and wrong options are an error at once."""
@@ -67,15 +46,12 @@ def a_rank_that_asks_alone_waits_for_nobody() -> None:
 
 
 @check
-def optimizers_of_another_kind_on_one_rank() -> None:
+def no_optimizers_on_one_rank() -> None:
     for wrap in SHARDED:
         model, optimizer = built(wrap)
         states = cloned(ours.get_state_dict(model, optimizer, options=WHOLE))
-        for wrong in (None, 5, [5], model):
-            mine = one_of(wrong, optimizer)
-            calls = [*getters(model, mine)[1:], *setters(model, mine, states).values()]
-            for call in (*calls[:2], *calls[3:]):
-                everybody_raises(partial(call, options=WHOLE), TypeError, "must be an optimizer")
+        call = partial(ours.get_optimizer_state_dict, model, one_of([], optimizer))
+        everybody_raises(partial(call, options=WHOLE), RuntimeError, "none was passed")
         with all_differ("not ask for the same tensors"):
             ours.get_state_dict(model, one_of([], optimizer), options=WHOLE)
         with all_differ("do not load the same", model, optimizer):
@@ -133,7 +109,7 @@ def state_dicts_of_another_kind_on_one_rank() -> None:
 
 @check
 def ranks_that_ask_for_different_tensors() -> None:
-    """Some would gather what others do not, or parts of two tensors as one."""
+    """Some would gather what others do not, or shards of two tensors as one."""
     for wrap in SHARDED:
         model, optimizer = built(wrap)
         model.blocks[0].up.weight.requires_grad_(False)
@@ -153,16 +129,8 @@ def ranks_that_ask_for_different_tensors() -> None:
 
 
 @check
-def submodules_that_are_none_on_one_rank() -> None:
+def submodules_that_the_model_lacks_on_one_rank() -> None:
     model, _ = built("fsdp blocks")
-    for wrong, own, says in (
-        (5, TypeError, "must be modules"),
-        ("text", TypeError, "must be modules"),
-        ([None], TypeError, "must be modules"),
-    ):
-        mine = one_of(wrong, {model.blocks[0]})
-        call = partial(ours.get_model_state_dict, model, submodules=mine, options=WHOLE)
-        everybody_raises(call, own, says)
     mine = one_of({nn.Linear(1, 1)}, {model.blocks[0]})
     with pytest.raises(ours.StateDictMismatch, match="none of the submodules"):
         ours.get_model_state_dict(model, submodules=mine, options=WHOLE)
@@ -233,7 +201,5 @@ def a_broadcast_that_half_of_the_ranks_know_nothing_of() -> None:
     load = partial(ours.set_model_state_dict, model, state)
     with all_differ("the same on every rank", model):
         load(options=one_of(WHOLE, FROM_0))
-    call = partial(load, options=one_of("text", FROM_0))
-    everybody_raises(call, TypeError, "must be a StateDictOptions")
     ours.set_model_state_dict(model, one_of({}, state), options=FROM_0)
     same(whole(model), state)

@@ -212,8 +212,7 @@ def test_states_of_every_kind_travel() -> None:
     model = two_layers()
     for options in (StateDictOptions(), StateDictOptions(full_state_dict=True), FLAT):
         optimizer, other = Odd(model.parameters()), Odd(model.parameters())
-        fresh = ours.get_optimizer_state_dict(model, optimizer)
-        assert fresh["state"]["0.weight"]["count"] == 0
+        assert ours.get_optimizer_state_dict(model, optimizer)["state"] == {}
         optimizer.step()
         other.step()
         other.step()

@@ -338,12 +338,12 @@ def compiled_modules_inside_checkpointing_have_canonical_names() -> None:
     train(optim)
     states = cloned(ours.get_state_dict(model, optim))
     assert states[0].keys() == net().state_dict().keys()
-    other, fresh = built("fsdp blocks", seed=3)
+    other, optim = built("fsdp blocks", seed=3)
     full = ours.StateDictOptions(full_state_dict=True)
     ours.set_state_dict(
-        other, fresh, model_state_dict=states[0], optim_state_dict=states[1], options=full
+        other, optim, model_state_dict=states[0], optim_state_dict=states[1], options=full
     )
-    same(ours.get_state_dict(other, fresh, options=full)[1]["state"], states[1]["state"])
+    same(ours.get_state_dict(other, optim, options=full)[1]["state"], states[1]["state"])
 
 
 class Versioned(nn.Linear):
@@ -373,6 +373,40 @@ def fully_sharded_data_parallel_goes_through_torch() -> None:
     Versioned.seen.clear()
     ours.set_model_state_dict(target[0], ours.get_model_state_dict(source[0]))
     assert Versioned.seen == [2], Versioned.seen
+
+
+@check(2)
+def no_step_is_taken_for_fully_sharded_data_parallel() -> None:
+    """torch's own function takes one for an optimizer without state, hooks included."""
+    steps: list[object] = []
+
+    class Foreign(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            steps.append(1)
+
+    full = ours.StateDictOptions(full_state_dict=True)
+    model, stepped = fsdp1()
+    for make in (torch.optim.Adam, torch.optim.SGD, lambda params: Foreign(params, {"lr": 0.1})):
+        optim = make(model.parameters())
+        optim.register_step_pre_hook(lambda *_: steps.append(1))
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optim)
+        before = cloned((dict(model.named_parameters()), optim.state_dict()))
+        patched = vars(optim)["step"]
+        found = ours.get_optimizer_state_dict(model, optim, options=full)
+        same(cloned((dict(model.named_parameters()), optim.state_dict())), before)
+        assert not optim.state
+        assert vars(optim)["step"] is patched
+        assert all(param.grad is None for param in model.parameters())
+        for state in found["state"].values():
+            assert state["step"] == 0, state
+        assert bool(found["state"]) == isinstance(optim, torch.optim.Adam)
+        ours.set_optimizer_state_dict(model, optim, found, options=full)
+        del scheduler
+    assert not steps
+    saved = ours.get_optimizer_state_dict(model, stepped, options=full)
+    other = torch.optim.Adam(model.parameters())
+    ours.set_optimizer_state_dict(model, other, containers(saved), options=full)
+    same(ours.get_optimizer_state_dict(model, other, options=full)["state"], saved["state"])
 
 
 if __name__ == "__main__":

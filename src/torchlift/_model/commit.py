@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -26,6 +26,7 @@ from torchlift._model.torch_private import (
     swap_content,
     use_count,
 )
+from torchlift._system import leaves, map_leaves
 from torchlift.errors import PlacementError
 
 #: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
@@ -259,7 +260,7 @@ class Commit:
         attributes, groups = dict(vars(optimizer)), list(optimizer.param_groups)
         contents = [({**group}, list(group["params"])) for group in groups]
         state = optimizer.state
-        inner = {key: (part, _containers(part)) for key, part in state.items()}
+        inner = {key: (part, map_leaves(part, lambda leaf, _: leaf)) for key, part in state.items()}
 
         def undo() -> None:
             vars(optimizer).clear()
@@ -277,8 +278,9 @@ class Commit:
                 state[key] = part
 
         self._undo.append(undo)
-        for tensor in _tensors_in([part for part, _ in inner.values()]):
-            self.keep_values(tensor)
+        for leaf in leaves(list(state.values())).values():
+            if isinstance(leaf, torch.Tensor):
+                self.keep_values(leaf)
 
     def put(self, group: Group, new: torch.Tensor) -> None:
         """Swap where that is possible, so that references survive, and assign elsewhere."""
@@ -361,21 +363,6 @@ class Commit:
         """Set a plain attribute that is neither parameter nor buffer."""
         self.keep_attributes([module])
         vars(module)[name] = value
-
-
-def _containers(tree: Any) -> Any:
-    """Return new containers around the same leaves."""
-    if isinstance(tree, dict):
-        return {key: _containers(value) for key, value in tree.items()}
-    return [_containers(value) for value in tree] if isinstance(tree, list) else tree
-
-
-def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (dict, list, tuple)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors_in(value)
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

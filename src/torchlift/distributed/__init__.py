@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchlift.distributed.optimizer_load import OptimizerReport
     from torchlift.distributed.options import StateDictMismatch, StateDictOptions
-    from torchlift.distributed.patch import patch_model_state_dict, patch_optimizer_state_dict
     from torchlift.distributed.ranks import on_ranks
     from torchlift.distributed.reader import CheckpointReader
     from torchlift.distributed.save import save_consolidated
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
         get_model_state_dict,
         get_optimizer_state_dict,
         get_state_dict,
+        patch_model_state_dict,
+        patch_optimizer_state_dict,
         set_model_state_dict,
         set_optimizer_state_dict,
         set_state_dict,
@@ -52,8 +53,6 @@ _HOMES = {
     "StateDictMismatch": "options",
     "StateDictOptions": "options",
     "on_ranks": "ranks",
-    "patch_model_state_dict": "patch",
-    "patch_optimizer_state_dict": "patch",
     "save_consolidated": "save",
     "simulate": "simulation",
 }

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import Spans, blocks, is_dtensor, local_shape, spans_at
+from torchlift._model.dtensor import Index, Spans, blocks, is_dtensor, overlaps, spans_at
 from torchlift._model.ranks import has_group, rank
-from torchlift.distributed.moves import BUDGET, wire
+from torchlift._system import map_leaves
+from torchlift.distributed.broadcast import BUDGET, wire
 from torchlift.distributed.options import StateDictOptions
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 def finish(
@@ -25,8 +23,8 @@ def finish(
     Args:
         state: nested dicts, lists and tuples; it is not changed.
         options: `full_state_dict` and `cpu_offload` are looked at.
-        all_offload: whether every rank that gathers wants what this one does; where one wants its
-            tensors for itself, all take part in that, and those on other ranks drop them.
+        all_offload: whether all ranks that gather have the same `cpu_offload` as this one; where
+            one keeps its result, all gather every tensor, and those on other ranks drop it.
 
     Returns:
         With both options a complete dict on rank 0 and an empty one elsewhere; the memory this
@@ -43,22 +41,13 @@ def finish(
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A copy of nested containers with every tensor replaced; other leaves stay as they are.
+    """Copy nested containers with every tensor replaced; other leaves stay as they are.
 
     Example:
         >>> map_tensors({"a": [torch.zeros(2), 3]}, lambda tensor: tensor.numel())
         {'a': [2, 3]}
     """
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(value, change) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        items = [map_tensors(value, change) for value in tree]
-        if isinstance(tree, list):
-            return items
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    return tree
+    return map_leaves(tree, lambda leaf, _: change(leaf) if torch.is_tensor(leaf) else leaf)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,82 +65,49 @@ def _kept_by_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _to_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The whole tensor on the CPU of rank 0, sent there in bounded pieces; None elsewhere."""
+    """Return the whole tensor on the CPU of rank 0, sent there block by block; None elsewhere."""
     if not is_dtensor(tensor):
         return tensor.to("cpu") if rank() == 0 else None
     mesh = tensor.device_mesh
-    owners = _owners(tensor)
-    if owners is None:  # rank 0 has no part in this mesh, so nobody wants the tensor
+    nearest = (mesh.mesh == 0).nonzero().tolist()
+    if not nearest:  # rank 0 is not in this mesh, so nobody keeps the tensor
         return None
     if any(placement.is_partial() for placement in tensor.placements):
         return _kept_by_rank0(tensor)
     local, device = tensor.to_local().detach(), wire(mesh.device_type)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype) if rank() == 0 else None
-    for coordinate in owners:
-        owner = int(mesh.mesh[tuple(coordinate)])
-        if whole is not None:
-            _collect(whole, spans_at(tensor, coordinate), local if owner == 0 else owner, device)
-        elif owner == rank():
-            _send(local, device)
+    # These hold every value once together; of replicas, rank 0's is preferred.
+    axes = [
+        [nearest[0][axis]] if placement.is_replicate() else range(mesh.shape[axis])
+        for axis, placement in enumerate(tensor.placements)
+    ]
+    for coordinate in itertools.product(*axes):
+        owner = int(mesh.mesh[coordinate])
+        for there, here in _blocks(spans_at(tensor, coordinate), BUDGET // tensor.dtype.itemsize):
+            if whole is not None and owner == 0:
+                whole[here].copy_(local[there])
+            elif whole is not None:
+                values = torch.empty(whole[here].shape, dtype=whole.dtype, device=device)
+                torch.distributed.recv(_bytes(values), src=owner)
+                whole[here].copy_(values)
+            elif owner == rank():
+                torch.distributed.send(_bytes(local[there].to(device).contiguous()), dst=0)
     return whole
 
 
-def _owners(tensor: DTensor) -> list[tuple[int, ...]] | None:
-    """Coordinates that together hold every value once, rank 0's replica preferred."""
-    mesh = tensor.device_mesh.mesh
-    home = (mesh == 0).nonzero()
-    if len(home) == 0:
-        return None
-    axes = [
-        [int(home[0][axis])] if placement.is_replicate() else range(mesh.shape[axis])
-        for axis, placement in enumerate(tensor.placements)
-    ]
-    return list(itertools.product(*axes))
+def _blocks(spans: Spans, limit: int) -> Iterator[tuple[Index, Index]]:
+    """Yield, for blocks of at most `limit` elements, the index in the local and the whole tensor.
 
-
-def _collect(
-    whole: torch.Tensor, spans: Spans, source: torch.Tensor | int, device: torch.device
-) -> None:
-    """Put one rank's part into `whole`: from its tensor, or as it arrives from that rank."""
-    shape = local_shape(spans)
-    for block in blocks(shape, BUDGET // whole.dtype.itemsize):
-        size = [stop - start for start, stop in block]
-        if isinstance(source, torch.Tensor):
-            values = source[tuple(slice(*span) for span in block)]
-        else:
-            values = torch.empty(size, dtype=whole.dtype, device=device)
-            torch.distributed.recv(_bytes(values), src=source)
-        # Here the whole tensor is what is written, so the roles of the two indices change.
-        for mine, theirs in _inverse(spans, block):
-            whole[theirs].copy_(values[mine])
-
-
-def _send(local: torch.Tensor, device: torch.device) -> None:
-    for block in blocks(local.shape, BUDGET // local.dtype.itemsize):
-        values = local[tuple(slice(*span) for span in block)]
-        torch.distributed.send(_bytes(values.to(device).contiguous()), dst=0)
+    The same on every rank, so that what one sends is what another receives.
+    """
+    for box in itertools.product(*spans):
+        for block in blocks([stop - start for start, stop in box], limit):
+            offsets = zip(box, block, strict=True)
+            part = [(low + start, low + stop) for (low, _), (start, stop) in offsets]
+            for local, _ in overlaps(spans, part):
+                yield local, tuple(slice(*span) for span in part)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: a backend need not know the dtype."""
+    """View the memory as bytes: a backend need not know the dtype."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _inverse(
-    spans: Spans, block: tuple[tuple[int, int], ...]
-) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Where a block of a local tensor goes in the whole one: (index in block, in the whole)."""
-    dims = []
-    for dim, (start, stop) in zip(spans, block, strict=True):
-        at, pairs = 0, []
-        for low, high in dim:
-            first, last = max(at, start), min(at + high - low, stop)
-            if first < last:
-                theirs = slice(low + first - at, low + last - at)
-                pairs.append((slice(first - start, last - start), theirs))
-            at += high - low
-        dims.append(pairs)
-    return [
-        (tuple(pair[0] for pair in combination), tuple(pair[1] for pair in combination))
-        for combination in itertools.product(*dims)
-    ]

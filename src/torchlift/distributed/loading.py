@@ -20,7 +20,7 @@ from torchlift._model.commit import Commit
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.fsdp import reshard
 from torchlift._model.names import Names
-from torchlift._model.ranks import Circle, portable, rank, tensors_of
+from torchlift._model.ranks import Circle, portable, rank
 from torchlift._model.slots import ModuleTree
 from torchlift._plan.plan import LoadPlan, make_plan
 from torchlift._plan.report import Mismatch
@@ -28,9 +28,9 @@ from torchlift._plan.rules import Options
 from torchlift._plan.sources import StateSource
 from torchlift._plan.steps import Match, Sent
 from torchlift._system import uninterrupted
+from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import map_tensors
 from torchlift.distributed.model_state import by_name, metadata_of
-from torchlift.distributed.moves import BroadcastSource, sendable
 from torchlift.distributed.optimizer_load import (
     OptimizerPlan,
     OptimizerReport,
@@ -49,7 +49,6 @@ from torchlift.distributed.options import (
     checked,
     checked_model,
     require,
-    says,
     several,
 )
 from torchlift.distributed.sequence import digests, require_same, sequence
@@ -138,10 +137,13 @@ def load(
     Raises:
         StateDictMismatch: something does not fit, on this rank or on another.
     """
-    circle, sends, alike = _circle(model, says(options, "broadcast_from_rank0"))
+    tree = ModuleTree(checked_model(model))
+    reshard(tree.modules)
+    sends = bool(getattr(options, "broadcast_from_rank0", False))
+    circle, sends, alike = _circle(tree, sends)
 
     def begin() -> _Job:
-        job = _begin(part, model, optimizers, model_state, optim_state, options)
+        job = _begin(part, tree, optimizers, model_state, optim_state, options)
         if not alike:
             raise StateDictMismatch(_DIFFERENT)
         return job
@@ -333,23 +335,14 @@ _GIVEN = {
 }
 
 
-def _circle(model: nn.Module, sends: bool | None) -> tuple[Circle, bool, bool]:
-    """Return who loads together, whether rank 0 sends to all, and whether a model's ranks agree.
-
-    Args:
-        model: the model; one that is none has no circle of its own.
-        sends: what this rank's options say, None when nothing: they are an error then.
-    """
-    circle = Circle([])
-    if isinstance(model, nn.Module):
-        circle = Circle.of_model(tensors_of(model), model.modules(), StateDictMismatch)
-    alike = True
+def _circle(tree: ModuleTree, sends: bool) -> tuple[Circle, bool, bool]:
+    """Return who loads together, whether rank 0 sends to all, and whether a model's ranks agree."""
+    tensors = [group.tensor for group in tree.groups]
+    circle, alike = Circle.of_model(tensors, tree.modules, StateDictMismatch), True
     if circle.groups and not circle.is_everybody:
         # Ranks of this model that send would wait for this one among all processes.
         answers = set(circle.exchange(None, sends)[1].values())
-        sends, alike = True in answers, True not in answers or False not in answers
-    if sends is None:
-        sends = not circle.groups  # then only those to whom rank 0 sends would wait
+        sends, alike = True in answers, len(answers) == 1
     return Circle.of_all(StateDictMismatch) if sends else circle, sends, alike
 
 
@@ -377,7 +370,7 @@ def _agreed(circle: Circle, step: Callable[[], tuple[T, S]]) -> tuple[T, dict[in
 
 def _begin(
     part: Part,
-    model: nn.Module,
+    tree: ModuleTree,
     optimizers: Optimizers,
     model_state: Any,
     optim_state: Any,
@@ -386,9 +379,7 @@ def _begin(
     chosen, found = checked(options), several(optimizers)
     if part is Part.OPTIMIZERS:
         require(found)
-    tree = ModuleTree(checked_model(model))
-    reshard(tree.modules)
-    names = Names(model, chosen.dsd_fqn_modifiers)
+    names = Names(tree.model, chosen.dsd_fqn_modifiers)
     job = _Job(names, tree, found, chosen, State(kind=_kind(tree)))
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
+from torchlift._model.dtensor import dressed, held, is_dtensor, local_shape, spans_of
 from torchlift._model.names import Names
-from torchlift._plan.steps import Copy
-from torchlift.distributed.fresh import FreshStates
+from torchlift._plan.sources import whole_copy
+from torchlift._plan.steps import Copy, Sent
+from torchlift._system import leaves, map_leaves
 from torchlift.distributed.model_state import own
-from torchlift.distributed.optimizer_state import Saved, first_name
+from torchlift.distributed.optimizer_state import Saved, first_name, initial_state
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
-from torchlift.distributed.targets import Target, place
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class OptimizerReport:
         unexpected_keys: parameters that no optimizer here holds; several optimizers, or the
             stages of a pipeline, may share one state dict, so these are never an error.
         kept_hyperparameters: parameters whose group kept its hyperparameters.
+        left_out: parameters the state dict has nothing for, of optimizers that make their state in
+            ``step`` only: nobody can say whether anything is missing, so these are never an error.
+            They start without a state.
 
     Example:
         >>> print(OptimizerReport(loaded=["a", "b"], missing_keys=["c"]))
@@ -40,6 +44,7 @@ class OptimizerReport:
     missing_keys: list[str] = field(default_factory=list)
     unexpected_keys: list[str] = field(default_factory=list)
     kept_hyperparameters: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"loaded the state of {len(self.loaded)} parameters"]
@@ -47,6 +52,7 @@ class OptimizerReport:
             ("missing", self.missing_keys),
             ("unexpected", self.unexpected_keys),
             ("hyperparameters kept", self.kept_hyperparameters),
+            ("without a state, which the first step makes", self.left_out),
         ):
             if found:
                 lines.append(f"  {title} ({len(found)}): {', '.join(found)}")
@@ -59,10 +65,11 @@ class OptimizerPlan:
 
     Attributes:
         optimizer: the one to load.
+        report: what it will say.
         state: what replaces the state of a parameter.
         other: state under keys that are no parameter.
         hyper: for each group the hyperparameters that change.
-        moves: saved tensors on their way into the new state.
+        moves: saved tensors to copy into the new state.
     """
 
     optimizer: torch.optim.Optimizer
@@ -88,27 +95,19 @@ def plan_optimizers(
     empty = iter(saved.empty)
     plans = [_plan(names, each, saved, options, empty) for each in optimizers]
     for plan in plans:
-        _rehearse(plan)
-    if options.strict:
-        _require_all([plan.report for plan in plans])
-    return plans
-
-
-def _require_all(reports: Sequence[OptimizerReport]) -> None:
-    """Refuse what lacks the state of a parameter, or its place in a group."""
-    stateless = [name for report in reports for name in report.missing_keys]
-    ungrouped = [name for report in reports for name in report.kept_hyperparameters]
-    parts = []
-    if stateless:
-        parts.append(f"missing the optimizer state of {some(stateless)}")
-    if ungrouped:
-        parts.append(f"missing in param_groups: {some(ungrouped)}")
-    if parts:
+        _dry_run(plan)
+    report, problems = merged(plans), []
+    if report.missing_keys:
+        problems.append(f"missing the optimizer state of {some(report.missing_keys)}")
+    if report.kept_hyperparameters:
+        problems.append(f"missing in param_groups: {some(report.kept_hyperparameters)}")
+    if options.strict and problems:
         raise StateDictMismatch(
-            f"the state dict does not fit the optimizer: {'; '.join(parts)}",
-            missing_keys=list(dict.fromkeys(stateless + ungrouped)),
+            f"the state dict does not fit the optimizer: {'; '.join(problems)}",
+            missing_keys=list(dict.fromkeys(report.missing_keys + report.kept_hyperparameters)),
             hint="Pass strict=False to load what fits.",
         )
+    return plans
 
 
 def _plan(
@@ -118,23 +117,32 @@ def _plan(
     options: StateDictOptions,
     empty: Iterator[dict[str, Any]],
 ) -> OptimizerPlan:
-    plan = OptimizerPlan(optimizer)
-    fresh = FreshStates(optimizer)
+    plan = OptimizerPlan(optimizer, other=copy.deepcopy(saved.other))
+    stateless = []
     for group in optimizer.param_groups:
-        plan.hyper.append(_hyper(group, names, saved, options, plan, empty))
+        plan.hyper.append(_hyper(group, names, saved, plan.report, empty))
         for param in group["params"]:
             name = _saved_name(param, names, saved.state)
             if name is None:
-                # A frozen parameter that was never trained has no state to miss.
-                if param.requires_grad and (optimizer.state.get(param) or fresh.of(param)):
-                    plan.report.missing_keys.append(first_name(param, names))
+                stateless.append((group, param))
                 continue
-            target = Target(name, param, group, optimizer.state.get(param, {}), fresh, options)
-            plan.state[param] = place(target, saved.state[name], plan.moves)
+            target = _Target(name, param, group, optimizer, options)
+            plan.state[param] = _new_state(target, saved.state[name], plan.moves)
             plan.report.loaded.append(name)
-    held = {fqn for g in optimizer.param_groups for p in g["params"] for fqn in names.fqns(p)}
-    plan.report.unexpected_keys.extend(name for name in saved.state if name not in held)
-    plan.other = copy.deepcopy(saved.other)
+    stepped = bool(plan.state)
+    for group, param in stateless:
+        name, live = first_name(param, names), optimizer.state.get(param)
+        initial = initial_state(optimizer, group, param)
+        if initial is None and not (live and stepped):
+            plan.report.left_out.append(name)
+            if options.strict:
+                # Nothing was saved of the whole optimizer: this is how it was before a first step.
+                plan.state[param] = {}
+        elif param.requires_grad and (live or initial):
+            # A frozen parameter that was never trained has no state to miss.
+            plan.report.missing_keys.append(name)
+    known = {fqn for g in optimizer.param_groups for p in g["params"] for fqn in names.fqns(p)}
+    plan.report.unexpected_keys.extend(name for name in saved.state if name not in known)
     return plan
 
 
@@ -147,28 +155,36 @@ def _hyper(
     group: dict[str, Any],
     names: Names,
     saved: Saved,
-    options: StateDictOptions,
-    plan: OptimizerPlan,
+    report: OptimizerReport,
     empty: Iterator[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The saved hyperparameters for a group, found through its parameters, in whatever order."""
-    if not group["params"]:
-        return _settled(next(empty, {}), group)
-    chosen: dict[str, Any] | None = None
-    source = ""
+    """Return the saved hyperparameters of a group, found by its parameters in whatever order.
+
+    They are copies, so that the optimizer and the caller's dict share nothing that can change.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for param in group["params"]:
         name = _saved_name(param, names, saved.hyper)
         if name is None:
-            plan.report.kept_hyperparameters.append(first_name(param, names))
+            report.kept_hyperparameters.append(first_name(param, names))
+        else:
+            found[name] = saved.hyper[name]
+    source = next(iter(found), "")
+    for name, other in found.items():
+        if other is not found[source]:
+            _require_same(found[source], other, source, name)
+    chosen = found.get(source, {}) if group["params"] else next(empty, {})
+    hyper = {}
+    for key, value in chosen.items():
+        if key == "param_names":  # what this optimizer calls its own parameters
             continue
-        if chosen is None:
-            chosen, source = saved.hyper[name], name
-        elif chosen is not saved.hyper[name]:
-            _check_same(chosen, saved.hyper[name], source, name)
-    return _settled(chosen or {}, group)
+        hyper[key] = copy.deepcopy(value)
+        if isinstance(value, torch.Tensor) and isinstance(live := group.get(key), torch.Tensor):
+            hyper[key] = hyper[key].to(live.device)
+    return hyper
 
 
-def _check_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str) -> None:
+def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str) -> None:
     for key in sorted((a.keys() & b.keys()) - {"param_names"}):
         same = a[key] is b[key] or bool(torch.as_tensor(a[key] == b[key]).all())
         if not same:
@@ -181,22 +197,129 @@ def _check_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str) -
             )
 
 
-def _settled(hyper: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """Copies, so that the optimizer and the caller's dict share nothing that can change."""
-    found = {}
-    for key, value in hyper.items():
-        if key == "param_names":  # what this optimizer calls its own parameters
-            continue
-        value = copy.deepcopy(value)
-        live = group.get(key)
-        if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-            value = value.to(live.device)
-        found[key] = value
-    return found
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The parameter whose state is being loaded, by its name, in a group of an optimizer."""
+
+    name: str
+    param: torch.Tensor
+    group: dict[str, Any]
+    optimizer: torch.optim.Optimizer
+    options: StateDictOptions
+
+
+def _new_state(target: _Target, saved: Any, moves: list[Copy]) -> dict[Any, Any]:
+    """Return the new state of one parameter, and add the copies that will fill it to `moves`.
+
+    Where the optimizer already has a tensor like a new one, that is filled, so that whoever holds
+    it (a captured graph, say) keeps seeing it. Nothing that can change is shared with `saved`.
+    """
+    if not isinstance(saved, dict):
+        raise StateDictMismatch(
+            "the state of a parameter is not a dict", entry=target.name, found=type(saved).__name__
+        )
+    state = target.optimizer.state.get(target.param, {})
+    tensors = _tensors(state)
+
+    def place(value: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(value, (torch.Tensor, Sent)):
+            return copy.deepcopy(value)
+        live = tensors.get(path)
+        like = _layout_for(target, value, live, path)
+        device, dtype = _device(target, value, live, path)
+        needed = (value.shape, device, dtype, torch.strided, _mesh(like))
+        if live is None or _described(live) != needed:
+            live = _empty(value, like, device, dtype)
+        if live is not value:
+            moves.append(_copy(value, live))
+        return live
+
+    new: dict[Any, Any] = map_leaves(saved, place)
+    return new if target.options.strict else {**state, **new}
+
+
+def _tensors(state: Any) -> dict[tuple[Any, ...], torch.Tensor]:
+    return {path: leaf for path, leaf in leaves(state).items() if torch.is_tensor(leaf)}
+
+
+def _layout_for(
+    target: _Target, value: torch.Tensor | Sent, live: torch.Tensor | None, path: tuple[Any, ...]
+) -> torch.Tensor | None:
+    """Return the tensor that a saved one is to be laid out like; None, or a plain one, for whole.
+
+    Raises:
+        StateDictMismatch: it has another shape than the saved one, or is sharded and that is not.
+    """
+    if not value.shape:
+        return value if is_dtensor(value) else None
+    expected = live
+    if live is None and value.shape == target.param.shape:
+        expected = target.param
+    elif live is None:
+        # Factored moments (Adafactor) have a shape of their own, so only the optimizer knows.
+        initial = initial_state(target.optimizer, target.group, target.param)
+        expected = _tensors(initial).get(path)
+    where = ".".join(map(str, (target.name, *path)))
+    if expected is not None and expected.shape != value.shape:
+        raise StateDictMismatch(
+            "a saved state has another shape than the optimizer's",
+            entry=where,
+            expected=list(expected.shape),
+            found=list(value.shape),
+            mismatched={where: (tuple(expected.shape), tuple(value.shape))},
+        )
+    if is_dtensor(value):
+        return value
+    if is_dtensor(expected) and not target.options.full_state_dict:
+        raise StateDictMismatch(
+            "a whole tensor was saved, and the parameter is sharded",
+            entry=where,
+            found=f"a plain tensor of shape {list(value.shape)}",
+            hint="Pass full_state_dict=True: each rank takes its own slice.",
+        )
+    return expected
+
+
+def _device(
+    target: _Target, value: torch.Tensor | Sent, live: torch.Tensor | None, path: tuple[Any, ...]
+) -> tuple[torch.device, torch.dtype]:
+    """Decide as `torch.optim.Optimizer.load_state_dict` does, except that no dtype is changed."""
+    if path[-1] == "step":
+        if target.group.get("capturable") or target.group.get("fused"):
+            return target.param.device, torch.float32
+        return torch.device("cpu"), value.dtype
+    near = live if live is not None and not value.shape else target.param
+    return near.device, value.dtype
+
+
+def _described(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.device, tensor.dtype, tensor.layout, _mesh(tensor)
+
+
+def _mesh(tensor: object) -> object:
+    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+
+
+def _empty(
+    value: torch.Tensor | Sent, like: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    if is_dtensor(like):
+        return dressed(like, torch.empty(local_shape(spans_of(like)), device=device, dtype=dtype))
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device=device, dtype=dtype, requires_grad=False)
+    return torch.empty(value.shape, device=device, dtype=dtype)
+
+
+def _copy(value: torch.Tensor | Sent, into: torch.Tensor) -> Copy:
+    local = held(into).detach()
+    if isinstance(value, Sent):
+        return Copy(value, local, spans_of(into))
+    source = held(value).detach()
+    return whole_copy(source, local) if is_dtensor(value) else Copy(source, local, spans_of(into))
 
 
 def is_left_to_us(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether loading an optimizer runs no hooks and no method of its own.
+    """Return whether loading an optimizer runs no hooks and no method of its own.
 
     Example:
         >>> is_left_to_us(torch.optim.SGD([torch.ones(1)]))
@@ -213,7 +336,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _loaded(plan: OptimizerPlan) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """The state and the groups that the optimizer is to have."""
+    """Return the state and the groups that the optimizer is to have."""
     state = {**plan.optimizer.state, **plan.state, **plan.other}
     # What was never stepped has no entry: some optimizers look into whichever comes first.
     return {key: value for key, value in state.items() if not isinstance(value, dict) or value}, [
@@ -222,8 +345,8 @@ def _loaded(plan: OptimizerPlan) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     ]
 
 
-def _rehearse(plan: OptimizerPlan) -> None:
-    """Let a stand-in take the new state, because optimizers look at it last, in ``__setstate__``.
+def _dry_run(plan: OptimizerPlan) -> None:
+    """Let a copy take the new state, because optimizers look at it last, in ``__setstate__``.
 
     Raises:
         StateDictMismatch: it cannot use it.
@@ -232,11 +355,11 @@ def _rehearse(plan: OptimizerPlan) -> None:
     if not is_left_to_us(optimizer):
         return
     state, groups = _loaded(plan)
-    parts = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
-    stand_in = object.__new__(type(optimizer))
-    stand_in.__dict__.update(vars(optimizer))
+    copies = {key: dict(v) if isinstance(v, dict) else v for key, v in state.items()}
+    shadow = object.__new__(type(optimizer))
+    vars(shadow).update(vars(optimizer))
     try:
-        stand_in.__setstate__({"state": defaultdict(dict, parts), "param_groups": groups})
+        shadow.__setstate__({"state": defaultdict(dict, copies), "param_groups": groups})
     except Exception as error:
         raise StateDictMismatch(
             f"{type(optimizer).__name__} cannot use this state: {type(error).__name__}: {error}",
@@ -245,10 +368,9 @@ def _rehearse(plan: OptimizerPlan) -> None:
 
 
 def apply_optimizer(plan: OptimizerPlan) -> None:
-    """Give an optimizer its new state, after the moves are done."""
+    """Give an optimizer its new state, after its tensors are filled."""
     optimizer = plan.optimizer
     state, groups = _loaded(plan)
-    load = own(optimizer, "load_state_dict")
     if is_left_to_us(optimizer):
         # Optimizer.load_state_dict would cast every moment to its parameter's dtype, which loses
         # what float32 moments of bfloat16 weights hold (pytorch/pytorch#43706).
@@ -257,26 +379,17 @@ def apply_optimizer(plan: OptimizerPlan) -> None:
         kept = defaultdict(dict, state)
         optimizer.__setstate__({"state": kept, "param_groups": optimizer.param_groups})
         return
-    ids = {id(p): n for n, p in enumerate(_unique(groups))}
-    load(
-        {
-            "state": {ids.get(id(key), key): value for key, value in state.items()},
-            "param_groups": [{**g, "params": [ids[id(p)] for p in g["params"]]} for g in groups],
-        }
-    )
-    if _is_plain(optimizer):
-        _uncast(optimizer, plan.state)
-
-
-def _unique(groups: list[dict[str, Any]]) -> list[torch.Tensor]:
-    return list({id(param): param for group in groups for param in group["params"]}.values())
-
-
-def _uncast(optimizer: torch.optim.Optimizer, given: Mapping[torch.Tensor, dict[Any, Any]]) -> None:
-    """Put back what the base class cast to the dtype of the parameter, and nothing a hook did."""
-    for param, state in given.items():
+    ids: dict[int, int] = {}
+    for group in groups:
+        group["params"] = [ids.setdefault(id(param), len(ids)) for param in group["params"]]
+    numbered = {ids.get(id(key), key): value for key, value in state.items()}
+    own(optimizer, "load_state_dict")({"state": numbered, "param_groups": groups})
+    if not _is_plain(optimizer):
+        return
+    for param, given in plan.state.items():
+        # Put back what the base class cast to the dtype of the parameter, and nothing a hook did.
         live = optimizer.state[param]
-        for key, value in state.items():
+        for key, value in given.items():
             now = live.get(key)
             both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
             if both and now.dtype == param.dtype != value.dtype:
@@ -284,19 +397,12 @@ def _uncast(optimizer: torch.optim.Optimizer, given: Mapping[torch.Tensor, dict[
 
 
 def merged(plans: Sequence[OptimizerPlan]) -> OptimizerReport:
-    """One report for several optimizers: unexpected is what none of them holds."""
-    report = OptimizerReport()
-    for plan in plans:
-        report.loaded.extend(plan.report.loaded)
-        report.missing_keys.extend(plan.report.missing_keys)
-        report.kept_hyperparameters.extend(plan.report.kept_hyperparameters)
-    if plans:
-        report.unexpected_keys.extend(
-            name
-            for name in plans[0].report.unexpected_keys
-            if all(name in plan.report.unexpected_keys for plan in plans)
-        )
-    return report
+    """Make one report of several optimizers: unexpected is what none of them holds."""
+    names = [each.name for each in fields(OptimizerReport)]
+    every = {n: [key for plan in plans for key in getattr(plan.report, n)] for n in names}
+    counts = Counter(every["unexpected_keys"])
+    every["unexpected_keys"] = [key for key, count in counts.items() if count == len(plans)]
+    return OptimizerReport(**every)
 
 
 def some(items: list[str], limit: int = 8) -> str:

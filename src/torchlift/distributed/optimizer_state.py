@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +11,6 @@ from typing import Any
 import torch
 
 from torchlift._model.names import Names
-from torchlift.distributed.fresh import FreshStates
 from torchlift.distributed.model_state import own
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
@@ -19,10 +20,10 @@ _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 def read_optimizers(
     names: Names, optimizers: Iterable[torch.optim.Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
-    """The state of `optimizers` by canonical name, neither gathered nor moved.
+    """Return the state of `optimizers` by canonical name, neither gathered nor moved.
 
-    A trainable parameter without state gets the state that its first step would start from, so
-    that every rank and every moment gives the same keys. The optimizers are not changed.
+    A trainable parameter without state gets its initial one, so that every rank and every moment
+    gives the same keys. The optimizers are not changed.
 
     Raises:
         StateDictMismatch: an optimizer holds a parameter that the model does not.
@@ -31,16 +32,18 @@ def read_optimizers(
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         packed = own(optimizer, "state_dict")()
-        by_id = _names_by_id(optimizer, names)
+        # torch numbers parameters in the order of the groups, each parameter once.
+        params = {id(param): param for param in _params(optimizer)}.values()
+        by_number = {number: first_name(param, names) for number, param in enumerate(params)}
         for key, value in packed[_STATE].items():
-            state[by_id.get(key, key) if isinstance(key, int) else key] = value
-        fresh = FreshStates(optimizer)
-        for param in _params(optimizer):
-            name = first_name(param, names)
-            if not state.get(name) and (made := fresh.of(param)):
-                state[name] = made
+            state[by_number.get(key, key) if isinstance(key, int) else key] = value
+        for group in optimizer.param_groups:
+            for param in group[_PARAMS]:
+                name = first_name(param, names)
+                if not state.get(name) and (initial := initial_state(optimizer, group, param)):
+                    state[name] = initial
         for group in packed[_GROUPS]:
-            groups.append({**group, _PARAMS: [by_id[pid] for pid in group[_PARAMS]]})
+            groups.append({**group, _PARAMS: [by_number[number] for number in group[_PARAMS]]})
     found = {_STATE: state, _GROUPS: groups}
     return _flatten(found) if options.flatten_optimizer_state_dict else found
 
@@ -49,14 +52,8 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group[_PARAMS]]
 
 
-def _names_by_id(optimizer: torch.optim.Optimizer, names: Names) -> dict[int, str]:
-    """Torch numbers parameters in the order of the groups, each parameter once."""
-    params = {id(param): param for param in _params(optimizer)}
-    return {number: first_name(param, names) for number, param in enumerate(params.values())}
-
-
 def first_name(param: torch.Tensor, names: Names) -> str:
-    """The name under which the state of a parameter is kept: of tied ones, the first.
+    """Return the name under which the state of a parameter is kept: of tied ones, the first.
 
     Raises:
         StateDictMismatch: the model does not have the parameter.
@@ -71,6 +68,48 @@ def first_name(param: torch.Tensor, names: Names) -> str:
     return found[0]
 
 
+@torch.no_grad()
+def initial_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor
+) -> dict[Any, Any] | None:
+    """Make the state that `param` has before its first step, without a step.
+
+    torch takes a step with zero gradients for it, which leaves Adam's counter at 1 and every later
+    update wrong (pytorch/pytorch#164929); and a step of an optimizer that holds another one trains
+    the model. Here ``_init_group`` is called on a copy of the optimizer that holds a copy of the
+    parameter only: state may start from the weights (a copy in float32).
+
+    Returns:
+        New tensors; an empty dict where the optimizer has no state to start with; None where only a
+        step could tell.
+    """
+    if not param.requires_grad:
+        return {}
+    moment = torch.zeros_like(param, requires_grad=False)
+    # Two of torch's make their state in step() only.
+    if isinstance(optimizer, torch.optim.SGD):
+        return {"momentum_buffer": moment} if group.get("momentum") else {}
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return {"step": 0, "exp_avg": moment, "exp_avg_sq": moment.clone()}
+    # Not the instance's: one that forwards what it lacks has that of the optimizer it holds.
+    init: Any = getattr(type(optimizer), "_init_group", None)
+    if init is None:
+        return None
+    stand_in = param.detach().clone().requires_grad_()
+    stand_in.grad = moment
+    state: dict[torch.Tensor, dict[Any, Any]] = defaultdict(dict)
+    shadow = object.__new__(type(optimizer))
+    vars(shadow).update(vars(optimizer), state=state, param_groups=[{**group, _PARAMS: [stand_in]}])
+    if shadow.state is not state:  # a property: this class shows the state of another optimizer
+        return None
+    try:
+        lists = list(inspect.signature(init).parameters)[2:]
+        init(shadow, shadow.param_groups[0], *([] for _ in lists))
+    except (AttributeError, LookupError, TypeError):  # not the lists that torch's take
+        return None
+    return dict(state[stand_in]) or None
+
+
 def _flatten(found: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
 
@@ -81,13 +120,11 @@ def _flatten(found: dict[str, Any]) -> dict[str, Any]:
         else:
             flat[prefix] = value
 
-    for name, state in found[_STATE].items():
-        visit(f"{_STATE}.{name}", state)
+    visit(_STATE, found[_STATE])
     for group in found[_GROUPS]:
+        hyper = {key: value for key, value in group.items() if key != _PARAMS}
         for name in group[_PARAMS]:
-            for key, value in group.items():
-                if key != _PARAMS:
-                    flat[f"{_GROUPS}.{name}.{key}"] = value
+            flat.update({f"{_GROUPS}.{name}.{key}": value for key, value in hyper.items()})
     return flat
 
 
@@ -111,7 +148,7 @@ class Saved:
 def normalised(
     saved: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], names: Names
 ) -> Saved:
-    """Any of the three forms of an optimizer state dict as a `Saved`.
+    """Bring any of the three forms of an optimizer state dict into that of `Saved`.
 
     Args:
         saved: nested under canonical names, flat, or an optimizer's own with numbers for
@@ -126,11 +163,16 @@ def normalised(
         return Saved()
     if _STATE not in saved or _GROUPS not in saved:
         return _unflatten(saved, optimizers, names)
-    _check_form(saved)
+    state, groups = saved[_STATE], saved[_GROUPS]
+    fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
+    if not fits or not all(isinstance(g, Mapping) and _PARAMS in g for g in groups):
+        raise StateDictMismatch(
+            "not an optimizer state dict",
+            expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}",
+        )
     found = Saved()
-    groups = saved[_GROUPS]
     numbered = _numbered(groups, optimizers, names)
-    for key, value in saved[_STATE].items():
+    for key, value in state.items():
         name = numbered.get(key, key)
         (found.state if isinstance(name, str) else found.other)[name] = value
     for name in numbered.values():
@@ -145,20 +187,10 @@ def normalised(
     return found
 
 
-def _check_form(saved: Mapping[str, Any]) -> None:
-    """Refuse what is only by its two keys an optimizer state dict."""
-    state, groups = saved[_STATE], saved[_GROUPS]
-    fits = isinstance(state, Mapping) and isinstance(groups, (list, tuple))
-    if not fits or not all(isinstance(g, Mapping) and _PARAMS in g for g in groups):
-        raise StateDictMismatch(
-            "not an optimizer state dict",
-            expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}",
-        )
-
-
 def _numbered(
     groups: Any, optimizers: Iterable[torch.optim.Optimizer], names: Names
 ) -> dict[Any, str]:
+    """Return the names of the parameters that an optimizer's own state dict numbers."""
     keys = [key for group in groups for key in group[_PARAMS]]
     if not keys or not all(isinstance(key, int) for key in keys):
         return {}
@@ -201,7 +233,7 @@ def _unflatten(
 
 
 def _owner(rest: str, known: Mapping[str, Any]) -> str:
-    """The parameter that a flat key belongs to: the longest name it begins with."""
+    """Return the parameter that a flat key belongs to: the longest name it begins with."""
     name = rest
     while "." in name:
         name = name.rpartition(".")[0]
@@ -213,10 +245,7 @@ def _owner(rest: str, known: Mapping[str, Any]) -> str:
 def _insert(state: dict[Any, Any], path: str, value: Any, live: Any) -> None:
     """Rebuild nesting from dots; where the live state counts with integers, so does the result."""
     like = live if isinstance(live, Mapping) else {}
-    if path in like:
-        state[path] = value
-        return
-    head, _, rest = path.partition(".")
+    head, _, rest = (path, "", "") if path in like else path.partition(".")
     key: Any = next((k for k in like if not isinstance(k, str) and str(k) == head), head)
     if rest:
         _insert(state.setdefault(key, {}), rest, value, like.get(key))

@@ -1,8 +1,8 @@
-"""How a distributed state dict is made and loaded: the options and the errors of the room."""
+"""The arguments of the state dict functions, and the error that they raise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import Flag, auto
 from typing import Any
@@ -60,13 +60,13 @@ class StateDictOptions:
 
 
 def checked(options: Any) -> StateDictOptions:
-    """A private, valid copy of what the caller passed; torch's own options class is welcome.
+    """Return a private, valid copy of what the caller passed; torch's own class is welcome.
 
     Args:
         options: a `StateDictOptions`, torch's class of that name, or None for the defaults.
 
     Raises:
-        TypeError: the object lacks a field of `StateDictOptions`, or has no name where one is due.
+        TypeError: the object lacks a field of `StateDictOptions`.
         ValueError: `broadcast_from_rank0` without `full_state_dict`.
 
     Example:
@@ -76,48 +76,18 @@ def checked(options: Any) -> StateDictOptions:
     if options is None:
         return StateDictOptions()
     try:
-        copy = StateDictOptions(**{f.name: getattr(options, f.name) for f in fields(_DEFAULTS)})
+        copy = StateDictOptions(*(getattr(options, f.name) for f in fields(StateDictOptions)))
     except AttributeError as error:
         raise TypeError(f"options must be a StateDictOptions, not {options!r}") from error
     if copy.broadcast_from_rank0 and not copy.full_state_dict:
         raise ValueError(
             "broadcast_from_rank0=True sends whole tensors: full_state_dict must be True as well"
         )
-    name: Any = copy.dsd_fqn_modifiers
-    if not isinstance(name, str):
-        raise TypeError(f"dsd_fqn_modifiers must be the name of a method, not {name!r}")
     return copy
 
 
-_DEFAULTS = StateDictOptions()
-
-
-def says(options: Any, name: str) -> bool | None:
-    """What an `options` argument says of a field, even one that is of no use; None: nothing.
-
-    The others may wait for a rank with a wrong argument, so it has to make out what they do.
-
-    Example:
-        >>> says({"full_state_dict": True}, "full_state_dict"), says(None, "full_state_dict")
-        (True, False)
-        >>> says("text", "full_state_dict") is None
-        True
-    """
-    if options is None or isinstance(options, Mapping):
-        return bool((options or {}).get(name, getattr(_DEFAULTS, name)))
-    try:
-        return bool(getattr(options, name))
-    except Exception:
-        return None
-
-
 class Part(Flag):
-    """What a call is about.
-
-    Example:
-        >>> Part.MODEL in Part.BOTH
-        True
-    """
+    """What a call reads or loads."""
 
     MODEL = auto()
     OPTIMIZERS = auto()
@@ -125,7 +95,7 @@ class Part(Flag):
 
 
 def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """One or several optimizers as several.
+    """Return one or several optimizers as a tuple.
 
     Raises:
         TypeError: something in there is no optimizer.
@@ -134,10 +104,7 @@ def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
         >>> len(several(torch.optim.SGD([torch.ones(1)])))
         1
     """
-    if isinstance(optimizers, torch.optim.Optimizer):
-        return (optimizers,)
-    given: Any = optimizers
-    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    found = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for each in found:
         # Not by their class: wrappers of optimizers need not be optimizers.
         if not hasattr(each, "param_groups"):
@@ -146,14 +113,10 @@ def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def checked_model(model: Any) -> nn.Module:
-    """The model, when it is one.
+    """Return the model.
 
     Raises:
-        TypeError: it is none.
-
-    Example:
-        >>> checked_model(nn.Linear(1, 1))
-        Linear(in_features=1, out_features=1, bias=True)
+        TypeError: it is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
@@ -161,7 +124,7 @@ def checked_model(model: Any) -> nn.Module:
 
 
 def require(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    """Check that there is one.
+    """Check that there is an optimizer.
 
     Raises:
         RuntimeError: there is none; torch raises that too.

@@ -1,32 +1,29 @@
 """What the ranks of a mesh do with their DTensors, one after the other: the same on all of them.
 
 A collective takes part in whatever the other ranks do at that time. A rank that asks for other
-tensors, or for the same ones in another order, waits for ever, or gets parts of two as one.
+tensors, or for the same ones in another order, waits for ever, or takes shards of two for one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.ranks import Circle
+from torchlift._system import leaves
 from torchlift.distributed.options import StateDictMismatch
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 #: The ranks of a mesh -> what they do with the tensors on it, in order.
 Sequence = dict[str, list[str]]
 
 
 def sequence(tree: Any, shared: Iterable[torch.Tensor] = ()) -> Sequence:
-    """The DTensors of a state dict by name, in order, for every mesh.
+    """Return the DTensors of a state dict, described in order, for every mesh.
 
     Args:
         tree: nested dicts, lists and tuples.
@@ -36,19 +33,25 @@ def sequence(tree: Any, shared: Iterable[torch.Tensor] = ()) -> Sequence:
         >>> sequence({"weight": torch.ones(2)})
         {}
     """
-    named = list(_named(tree, ""))
+    named = [(path, leaf) for path, leaf in leaves(tree).items() if is_dtensor(leaf)]
     meshes = [tensor.device_mesh for tensor in shared if is_dtensor(tensor)]
     meshes += [tensor.device_mesh for _, tensor in named]
-    ranks = {mesh: _ranks(mesh) for mesh in dict.fromkeys(meshes)}
-    found: Sequence = {text: [] for mesh, text in ranks.items() if _is_inside(mesh)}
-    for name, tensor in named:
-        if _is_inside(tensor.device_mesh):
-            found[ranks[tensor.device_mesh]].append(_described(name, tensor))
+    ranks = {
+        mesh: _digest(str(sorted(mesh.mesh.flatten().tolist())))
+        for mesh in dict.fromkeys(meshes)
+        if mesh.get_coordinate() is not None  # this rank is in it
+    }
+    found: Sequence = {text: [] for text in ranks.values()}
+    for path, tensor in named:
+        if tensor.device_mesh in ranks:
+            what = f"{'.'.join(map(str, path))} {list(tensor.shape)} of {tensor.dtype}"
+            where = ", ".join(map(str, tensor.placements))
+            found[ranks[tensor.device_mesh]].append(f"{what} placed {where}")
     return found
 
 
 def digests(found: Sequence) -> dict[str, str]:
-    """The same in few bytes: what a rank tells the others."""
+    """Return the same in few bytes: what a rank tells the others."""
     return {mesh: _digest("\n".join(steps)) for mesh, steps in found.items()}
 
 
@@ -63,52 +66,24 @@ def require_same(circle: Circle, mine: Sequence, told: dict[int, dict[str, str]]
     Raises:
         StateDictMismatch: on every rank, when two of them differ.
     """
-    first: dict[str, str] = {}
-    if all(first.setdefault(m, d) == d for each in told.values() for m, d in each.items()):
+    digest_of: dict[str, str] = {}
+    if all(digest_of.setdefault(m, d) == d for each in told.values() for m, d in each.items()):
         return
-    # Names are many, and are told only when there is something to say about them.
+    # Names take room, and are exchanged only for the error.
     _, known = circle.exchange(None, mine)
-    one, other, step, instead = _first_difference(known)
-    raise StateDictMismatch(
-        "the ranks do not ask for the same tensors in the same order",
-        expected=f"{step} as on rank {one}",
-        found=f"{instead} on rank {other}",
-        hint="Pass the same options, submodules and optimizers on every rank.",
-    )
-
-
-def _first_difference(known: dict[int, Sequence]) -> tuple[int, int, str, str]:
     first: dict[str, int] = {}
     for rank, each in sorted(known.items()):
         for mesh, steps in each.items():
-            other = known[first.setdefault(mesh, rank)][mesh]
-            if steps != other:
-                pairs = zip_longest(other, steps, fillvalue="nothing")
-                step, instead = next((a, b) for a, b in pairs if a != b)
-                return first[mesh], rank, step, instead
-    raise AssertionError("ranks told different digests of the same")
-
-
-def _named(tree: Any, path: str) -> Iterator[tuple[str, DTensor]]:
-    if is_dtensor(tree):
-        yield path, tree
-    elif isinstance(tree, (dict, list, tuple)):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        for key, value in items:
-            yield from _named(value, f"{path}.{key}" if path else str(key))
-
-
-def _described(name: str, tensor: DTensor) -> str:
-    placements = ", ".join(map(str, tensor.placements))
-    return f"{name} {list(tensor.shape)} of {tensor.dtype} placed {placements}"
-
-
-def _is_inside(mesh: DeviceMesh) -> bool:
-    return mesh.get_coordinate() is not None
-
-
-def _ranks(mesh: DeviceMesh) -> str:
-    return _digest(str(sorted(mesh.mesh.flatten().tolist())))
+            other = first.setdefault(mesh, rank)
+            if steps != known[other][mesh]:
+                pairs = zip_longest(known[other][mesh], steps, fillvalue="nothing")
+                expected, found = next((a, b) for a, b in pairs if a != b)
+                raise StateDictMismatch(
+                    "the ranks do not ask for the same tensors in the same order",
+                    expected=f"{expected} as on rank {other}",
+                    found=f"{found} on rank {rank}",
+                    hint="Pass the same options, submodules and optimizers on every rank.",
+                )
 
 
 def _digest(text: str) -> str:

@@ -6,24 +6,38 @@ the results wherever torch's are right: a program that changes the import keeps 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from torchlift._model.names import uses_fsdp1
+from torchlift._model.fsdp import reshard
+from torchlift._model.names import Names, uses_fsdp1
+from torchlift._model.ranks import Circle, tensors_of
 from torchlift._system import collection_paused
+from torchlift.distributed.gather import finish
 from torchlift.distributed.loading import load
+from torchlift.distributed.model_state import PATCHED, read_model
 from torchlift.distributed.optimizer_load import OptimizerReport
-from torchlift.distributed.options import Optimizers, Part, StateDictOptions
-from torchlift.distributed.reading import read
+from torchlift.distributed.optimizer_state import read_optimizers
+from torchlift.distributed.options import (
+    Optimizers,
+    Part,
+    StateDictMismatch,
+    StateDictOptions,
+    checked,
+    checked_model,
+    several,
+)
+from torchlift.distributed.sequence import Sequence, digests, require_same, sequence
 
 
 class LoadedKeys(_IncompatibleKeys):
-    """The result of `set_state_dict`: missing and unexpected keys, by canonical name.
+    """Missing and unexpected keys by canonical name, as `set_state_dict` returns them.
 
-    It is a tuple of those two lists, as torch's is; what happened to the optimizers is beside it.
+    A tuple of those two lists, as torch's is; what happened to the optimizers is beside it.
 
     Attributes:
         optimizer: the `OptimizerReport`.
@@ -38,7 +52,7 @@ def get_model_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """The state dict of a model under canonical names, whatever the model is wrapped in.
+    """Return the state dict of a model under canonical names, whatever the model is wrapped in.
 
     Args:
         model: the model: plain, compiled, DDP, FSDP2, tensor parallel, or any nesting of these.
@@ -69,11 +83,13 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """The state of one or more optimizers, under the canonical names of their parameters.
+    """Return the state of one or more optimizers, under the canonical names of their parameters.
 
     The optimizers are not changed, and no step is taken: an optimizer that never stepped gives
     the state that its first step would start from, so Adam's ``step`` is 0, not 1
-    (pytorch/pytorch#164929).
+    (pytorch/pytorch#164929). That state is what its ``_init_group`` makes from the weights. One
+    without that method (LBFGS, or an optimizer that holds another one) gives no state before its
+    first step; `set_optimizer_state_dict` then does not miss it, and says so in its report.
 
     Args:
         model: the model whose parameters the optimizers hold.
@@ -106,7 +122,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dicts of a model and its optimizers: `get_model_state_dict` and the other one.
+    """Return the state dicts of a model and of its optimizers, read together.
 
     Args:
         model: the model, wrapped or not.
@@ -127,17 +143,6 @@ def get_state_dict(
     return state, optimizer_state
 
 
-def _read(
-    part: Part, model: nn.Module, optimizers: Any, submodules: Any, options: Any
-) -> list[dict[str, Any]]:
-    if uses_fsdp1(model):
-        from torchlift.distributed import fsdp1
-
-        return fsdp1.read(part, model, optimizers, submodules, options)
-    with collection_paused(), torch.no_grad():
-        return read(part, model, optimizers, submodules, options)
-
-
 def set_model_state_dict(
     model: nn.Module,
     model_state_dict: dict[str, Any] | dict[nn.Module, dict[str, Any]],
@@ -149,15 +154,16 @@ def set_model_state_dict(
     Everything is checked before anything changes. Where a process group and a mesh or DDP tie
     processes together, an error on one is an error on all. `model_state_dict` is not changed.
     Hooks and loading code of modules run while torch writes: what they refuse is taken back on
-    every rank, for which this rank's part of the model is in memory twice. Three things stay: what
-    a hook changed inside an object (a list, a tensor of the state dict), extra state of a module
-    that cannot be asked for what it has, and what torch did to a ``FullyShardedDataParallel``.
+    every rank, for which this rank's shards of the model are in memory twice. Three things stay:
+    what a hook changed inside an object (a list, a tensor of the state dict), extra state of a
+    module that cannot be asked for what it has, and what torch did to a
+    ``FullyShardedDataParallel``.
 
     Args:
         model: the model, wrapped or not; its tensors may be on meta.
         model_state_dict: by canonical name, or by submodule.
         options: with ``full_state_dict`` the values are whole tensors and each rank copies its own
-            part, without communication; with ``broadcast_from_rank0`` too, only rank 0 needs them.
+            slice, without communication; with ``broadcast_from_rank0`` too, only rank 0 needs them.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, by canonical name.
@@ -171,13 +177,7 @@ def set_model_state_dict(
         >>> set_model_state_dict(model, nn.Linear(2, 1).state_dict())
         <All keys matched successfully>
     """
-    if uses_fsdp1(model):
-        from torchlift.distributed import fsdp1
-
-        return fsdp1.set_model(model, model_state_dict, options)
-    with collection_paused():
-        plan, _ = load(Part.MODEL, model, (), model_state_dict, None, options)
-    return LoadedKeys(plan.missing, plan.unexpected)
+    return _load(Part.MODEL, model, (), model_state_dict, None, options)
 
 
 def set_optimizer_state_dict(
@@ -201,7 +201,7 @@ def set_optimizer_state_dict(
         options: see `StateDictOptions`.
 
     Returns:
-        What was loaded, what was missing and what nobody wanted. torch returns None.
+        What was loaded, missing, unexpected and left out. torch returns None.
 
     Raises:
         RuntimeError: no optimizer was passed.
@@ -217,12 +217,7 @@ def set_optimizer_state_dict(
         loaded the state of 1 parameters
           missing (1): bias
     """
-    if uses_fsdp1(model):
-        from torchlift.distributed import fsdp1
-
-        return fsdp1.set_optimizer(model, optimizers, optim_state_dict, options)
-    with collection_paused():
-        return load(Part.OPTIMIZERS, model, optimizers, None, optim_state_dict, options)[1]
+    return _load(Part.OPTIMIZERS, model, optimizers, None, optim_state_dict, options).optimizer
 
 
 def set_state_dict(
@@ -258,14 +253,137 @@ def set_state_dict(
         >>> done, done.optimizer.loaded
         (<All keys matched successfully>, ['weight', 'bias'])
     """
+    return _load(Part.BOTH, model, optimizers, model_state_dict, optim_state_dict, options)
+
+
+def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
+    """Make ``model.state_dict()`` and ``model.load_state_dict()`` use canonical names.
+
+    A library that only knows those two methods then saves what loads into any other wrapping.
+    The object is patched, not its class; ``del model.state_dict`` undoes it.
+
+    Args:
+        model: the model, wrapped or not.
+        options: see `StateDictOptions`.
+
+    Example:
+        >>> model = torch.compile(nn.Linear(2, 1), backend="eager")
+        >>> patch_model_state_dict(model)
+        >>> sorted(model.state_dict())
+        ['bias', 'weight']
+    """
+    chosen = checked(options)
+
+    def load_state_dict(state_dict: dict[str, Any]) -> Any:
+        return set_model_state_dict(model, state_dict, options=chosen)
+
+    _patch(model, partial(get_model_state_dict, model, options=chosen), load_state_dict)
+
+
+def patch_optimizer_state_dict(
+    model: nn.Module, *, optimizers: Optimizers, options: StateDictOptions | None = None
+) -> None:
+    """Make ``state_dict()`` and ``load_state_dict()`` of optimizers use canonical names.
+
+    Each of several optimizers then gives and takes the state of all of them, so a program calls
+    one of them only.
+
+    Args:
+        model: the model whose parameters the optimizers hold.
+        optimizers: one or several.
+        options: see `StateDictOptions`.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> patch_optimizer_state_dict(model, optimizers=optimizer)
+        >>> list(optimizer.state_dict()["state"])
+        ['weight', 'bias']
+    """
+    chosen, found = checked(options), several(optimizers)
+
+    def load_state_dict(state_dict: dict[str, Any]) -> Any:
+        return set_optimizer_state_dict(model, found, state_dict, options=chosen)
+
+    state_dict = partial(get_optimizer_state_dict, model, found, options=chosen)
+    for optimizer in found:
+        _patch(optimizer, state_dict, load_state_dict)
+
+
+def _patch(obj: nn.Module | torch.optim.Optimizer, state_dict: Any, load_state_dict: Any) -> None:
+    PATCHED.update((state_dict, load_state_dict))
+    obj.state_dict = state_dict  # type: ignore[method-assign]
+    obj.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+# ---- one call on every rank
+
+
+def _read(
+    part: Part, model: nn.Module, optimizers: Any, submodules: Any, options: Any
+) -> list[dict[str, Any]]:
+    """Return the state dicts of a model and its optimizers; empty where they are not asked for.
+
+    Ranks that gather do so when all have read theirs and are about to gather the same. Those that
+    do not gather do not talk: then every rank may ask for what it likes, or not ask at all.
+    """
+    chosen, found = checked(options), several(optimizers)
+    inside = set(submodules or ()) & set(checked_model(model).modules())
+    problem: BaseException | None = None
+    if submodules and not inside:
+        problem = StateDictMismatch("none of the submodules is part of the model")
+    if part is Part.OPTIMIZERS and not found:
+        problem = RuntimeError("the state dict of optimizers was asked for, and none was passed")
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.set_both(model, optimizers, model_state_dict, optim_state_dict, options)
-    with collection_paused():
-        plan, report = load(
-            Part.BOTH, model, optimizers, model_state_dict, optim_state_dict, options
-        )
-    done = LoadedKeys(plan.missing, plan.unexpected)
+        return fsdp1.read(part, model, found, inside, chosen, problem)
+    shared: list[torch.Tensor] = []
+    if chosen.full_state_dict:
+        # Submodules may have nothing to gather, and then not every rank need ask for them.
+        only = inside if inside and not found else {model}
+        shared = [tensor for module in only for tensor in tensors_of(module)]
+    circle = Circle.of_model(shared, kind=StateDictMismatch)
+    state: list[dict[str, Any]] = [{}, {}]
+    mine: Sequence = {}
+    try:
+        if problem is not None:
+            raise problem
+        with collection_paused(), torch.no_grad():
+            reshard(model.modules())
+            names = Names(model, chosen.dsd_fqn_modifiers)
+            if Part.MODEL in part:
+                state[0] = read_model(model, names, inside, chosen)
+            if found:
+                state[1] = read_optimizers(names, found, chosen)
+        if circle.groups:
+            mine = sequence({"model": state[0], "optimizer": state[1]}, shared)
+    except BaseException as error:
+        problem = error
+    told = circle.agree(problem, (chosen.cpu_offload, digests(mine)))
+    require_same(circle, mine, {rank: each for rank, (_, each) in told.items()})
+    all_offload = all(offloads for offloads, _ in told.values())
+    with collection_paused(), torch.no_grad():
+        return [finish(each, chosen, all_offload) for each in state]
+
+
+def _load(
+    part: Part,
+    model: nn.Module,
+    optimizers: Optimizers,
+    model_state: Any,
+    optim_state: Any,
+    options: Any,
+) -> LoadedKeys:
+    """Load what a call is about, or nothing at all, on every rank."""
+    if uses_fsdp1(model):
+        from torchlift.distributed import fsdp1
+
+        keys, report = fsdp1.write(part, model, optimizers, model_state, optim_state, options)
+    else:
+        with collection_paused():
+            plan, report = load(part, model, optimizers, model_state, optim_state, options)
+        keys = plan.missing, plan.unexpected
+    done = LoadedKeys(*keys)
     done.optimizer = report
     return done

@@ -1,0 +1,298 @@
+"""The initial state of optimizers: read without a step, and worth the first one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from state_models import FLAT, equal, step, two_layers
+
+import torchlift.distributed as ours
+
+MAKERS: dict[str, Any] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "NAdam": torch.optim.NAdam,
+    "Adagrad": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.5),
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": torch.optim.RMSprop,
+    "Rprop": torch.optim.Rprop,
+    "LBFGS": torch.optim.LBFGS,
+    "SparseAdam": torch.optim.SparseAdam,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_reading_the_state_takes_no_step(name: str) -> None:
+    """torch steps with zero gradients, and Adam counts it (pytorch/pytorch#164929)."""
+    model = two_layers()
+    optimizer = MAKERS[name](model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    calls: list[object] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    found = ours.get_optimizer_state_dict(model, optimizer)
+    assert equal(dict(model.state_dict()), dict(before[0]))
+    assert equal(optimizer.state_dict(), before[1])
+    assert not calls
+    assert all(param.grad is None for param in model.parameters())
+    for state in found["state"].values():
+        assert state.get("step", 0) == 0
+    del scheduler
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS.keys() - {"LBFGS", "SparseAdam"}))
+def test_a_state_read_before_the_first_step_continues_like_a_new_optimizer(name: str) -> None:
+    """Saved, loaded and stepped, it gives the weights that the first step gives."""
+    results = []
+    for loaded in (False, True):
+        model = two_layers()
+        optimizer = MAKERS[name](model.parameters())
+        if loaded:
+            saved = ours.get_optimizer_state_dict(model, MAKERS[name](model.parameters()))
+            ours.set_optimizer_state_dict(model, optimizer, copy.deepcopy(saved))
+        step(model, optimizer, 3)
+        results.append((dict(model.state_dict()), optimizer.state_dict()["state"]))
+    assert equal(*results)
+
+
+def test_a_parameter_that_never_had_a_gradient_is_saved_like_the_others() -> None:
+    """torch leaves it out, and then cannot load what it saved."""
+    model = two_layers()
+    optimizer = torch.optim.Adam(model.parameters())
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    optimizer.step()
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    assert saved["state"]["0.weight"]["step"] == 1
+    assert saved["state"]["1.bias"]["step"] == 0
+    ours.set_optimizer_state_dict(model, torch.optim.Adam(model.parameters()), saved)
+
+
+class Master(torch.optim.Optimizer):
+    """Steps copies of the weights in float32, which its ``_init_group`` makes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def _init_group(self, group: dict[str, Any], masters: list[torch.Tensor]) -> None:
+        for param in group["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                if not state:
+                    state["master"] = param.detach().float().clone()
+                masters.append(state["master"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self._init_group(group, [])
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["master"] -= group["lr"] * param.grad.float()
+                    param.copy_(self.state[param]["master"])
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Makes its state in ``step`` only, from the weights."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["z"] = param.clone()
+                state["z"] -= group["lr"] * param.grad
+                param.lerp_(state["z"], 0.5)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Holds another optimizer and steps it, and has a state of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["seen"] = torch.ones(1)
+
+
+class Forwarding(torch.optim.Optimizer):
+    """Holds another optimizer, whose state and methods it shows as its own (Accelerate's does)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class ForwardingAdam(Forwarding, torch.optim.Adam):
+    """The same, and it looks like an Adam to those who ask for its class."""
+
+
+INNER = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": torch.optim.Adam,
+    "ScheduleFree": ScheduleFree,
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("wrapper", [Wrapper, Forwarding, ForwardingAdam])
+def test_reading_a_wrapper_does_not_train_what_it_holds(wrapper: Any, inner: str) -> None:
+    """A step of a wrapper, or of a copy of it, is a step of the optimizer inside."""
+    model = two_layers()
+    optimizer = INNER[inner](model.parameters())
+    wrapped = wrapper(optimizer)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    grads = [param.grad for param in model.parameters()]
+    before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+    found = ours.get_optimizer_state_dict(model, wrapped)
+    ours.set_optimizer_state_dict(model, wrapped, copy.deepcopy(found))
+    assert equal((dict(model.state_dict()), optimizer.state_dict()), before)
+    assert [param.grad for param in model.parameters()] == grads
+    assert all(equal(grad, torch.ones_like(grad)) for grad in grads)
+    assert found["state"] == {}
+
+
+@pytest.mark.parametrize("make", [Master, ScheduleFree])
+def test_initial_state_is_made_from_the_weights(make: Any) -> None:
+    """Read, loaded and stepped, they are where a first step takes them, not at zero."""
+    results = []
+    for loaded in (False, True):
+        model = two_layers().bfloat16()
+        optimizer = make(model.parameters())
+        if loaded:
+            saved = ours.get_optimizer_state_dict(model, optimizer)
+            ours.set_optimizer_state_dict(model, optimizer, saved)
+        step(model, optimizer, 2)
+        results.append((dict(model.state_dict()), optimizer.state_dict()["state"]))
+    assert equal(*results)
+    model = two_layers()
+    found = ours.get_optimizer_state_dict(model, Master(model.parameters()))["state"]
+    for name, weight in model.state_dict().items():
+        assert equal(found[name]["master"], weight)
+        assert found[name]["master"].data_ptr() != weight.data_ptr()
+
+
+LEFT_OUT = {"LBFGS": torch.optim.LBFGS, "ScheduleFree": ScheduleFree}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_only_a_step_can_make_is_left_out_not_missed_and_reported(
+    name: str, strict: bool
+) -> None:
+    """Nobody can say whether there should be any state."""
+    model = two_layers()
+    optimizer = LEFT_OUT[name](model.parameters())
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    assert saved["state"] == {}
+    for options in (ours.StateDictOptions(strict=strict), FLAT):
+        saved = ours.get_optimizer_state_dict(model, optimizer, options=options)
+        report = ours.set_optimizer_state_dict(model, optimizer, saved, options=options)
+        assert report.left_out == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert (report.missing_keys, report.loaded) == ([], [])
+    assert "without a state, which the first step makes (4): 0.weight" in str(report)
+
+
+def test_a_state_that_one_parameter_lacks_is_still_missing() -> None:
+    """Where the optimizer has one for it."""
+    model = two_layers()
+    optimizer = ScheduleFree(model.parameters())
+    step(model, optimizer)
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer))
+    del saved["state"]["1.bias"]
+    with pytest.raises(ours.StateDictMismatch, match=r"missing the optimizer state of '1.bias'"):
+        ours.set_optimizer_state_dict(model, optimizer, saved)
+    other = ScheduleFree(model.parameters())
+    report = ours.set_optimizer_state_dict(model, other, saved)
+    assert (report.left_out, report.missing_keys) == (["1.bias"], [])
+
+
+RESETTING = [*(MAKERS.keys() - {"LBFGS", "SparseAdam", "Adagrad"}), "Master", "ScheduleFree"]
+
+
+@pytest.mark.parametrize("name", sorted(RESETTING))
+def test_an_initial_state_can_be_set_again_after_training(name: str) -> None:
+    """The caller's dict does not become the optimizer's memory."""
+    model = two_layers()
+    optimizer = {**MAKERS, "Master": Master, "ScheduleFree": ScheduleFree}[name](model.parameters())
+    initial = ours.get_optimizer_state_dict(model, optimizer)
+    kept = copy.deepcopy(initial)
+    results = []
+    weights = copy.deepcopy(dict(model.state_dict()))
+    for _ in range(2):
+        model.load_state_dict(weights)
+        ours.set_optimizer_state_dict(model, optimizer, initial)
+        step(model, optimizer, 2)
+        assert equal(initial, kept)
+        results.append(copy.deepcopy((dict(model.state_dict()), optimizer.state_dict())))
+    assert equal(*results)
+
+
+def test_objects_in_a_state_are_copied_too() -> None:
+    """A set that an optimizer adds to, say."""
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: set[int] = set()
+    names = list(dict(model.named_parameters()))
+    saved = {
+        "state": {name: {"seen": seen} for name in names},
+        "param_groups": [{"lr": 0.1, "params": names}],
+    }
+    ours.set_optimizer_state_dict(model, optimizer, saved)
+    optimizer.state[model[0].weight]["seen"].add(1)
+    assert not seen
+
+
+def test_sparse_adam_has_an_initial_state() -> None:
+    """Which it makes in ``step``, from sparse gradients."""
+    model = torch.nn.Embedding(4, 2, sparse=True)
+    results = []
+    for loaded in (False, True):
+        torch.manual_seed(0)
+        model.reset_parameters()
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        if loaded:
+            saved = ours.get_optimizer_state_dict(model, optimizer)
+            assert set(saved["state"]["weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+            ours.set_optimizer_state_dict(model, optimizer, saved)
+        model(torch.tensor([1, 3])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()["state"])))
+    assert equal(*results)
