@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torchlift._system import printable
 
@@ -79,26 +80,18 @@ class MismatchError(CheckpointError):
         mismatched: name -> (shape in the model, shape in the checkpoint).
     """
 
-    missing_keys: list[str]
-    unexpected_keys: list[str]
-    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
     def __init__(
         self,
         reason: str,
         *,
-        missing_keys: list[str] | None = None,
-        unexpected_keys: list[str] | None = None,
-        mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
-        file: str | os.PathLike[str] | None = None,
-        entry: str | None = None,
-        expected: object = None,
-        found: object = None,
-        hint: str | None = None,
+        missing_keys: Iterable[str] = (),
+        unexpected_keys: Iterable[str] = (),
+        mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+        **context: Any,
     ) -> None:
-        super().__init__(reason, file=file, entry=entry, expected=expected, found=found, hint=hint)
-        self.missing_keys = list(missing_keys or ())
-        self.unexpected_keys = list(unexpected_keys or ())
+        super().__init__(reason, **context)
+        self.missing_keys = list(missing_keys)
+        self.unexpected_keys = list(unexpected_keys)
         self.mismatched = dict(mismatched or {})
 
 

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -207,12 +206,7 @@ class Commit:
     def __enter__(self) -> Commit:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.undo()
         self._undo.clear()
