@@ -95,18 +95,14 @@ class AtomicFile:
             self.descriptor = -1
 
 
-def remove_debris(path: str) -> list[str]:
+def remove_debris(path: str) -> None:
     """Remove unfinished files of a path whose writers are dead.
 
     Args:
         path: absolute, of the finished file, where it is and not where a link to it is.
-
-    Returns:
-        Names of what was removed.
     """
     folder, prefix = os.path.split(_prefix(path))
     pattern = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.part")
-    removed = []
     for found in filter(pattern.fullmatch, os.listdir(folder)):
         # Not allowed to open, or locked by a live writer: neither is ours to remove.
         with suppress(OSError):
@@ -114,10 +110,8 @@ def remove_debris(path: str) -> list[str]:
             try:
                 flock(descriptor, LOCK_EX | LOCK_NB)
                 os.unlink(os.path.join(folder, found))
-                removed.append(found)
             finally:
                 os.close(descriptor)
-    return removed
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -154,8 +148,7 @@ def _mode_of(path: str) -> int | None:
 def _prefix(path: str) -> str:
     """Return what the paths of a file's unfinished versions begin with."""
     folder, name = os.path.split(path)
-    while len(os.fsencode(name)) > _LONGEST:
-        name = name[:-1]
+    name = os.fsencode(name)[:_LONGEST].decode(errors="ignore")
     return os.path.join(folder, f".{name}{_MARK}")
 
 

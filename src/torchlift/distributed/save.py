@@ -171,8 +171,9 @@ class _Saver:
         try:
             value = step()
         except NotDurable as failure:
-            error = self._error("the new file is in place, but its folder is not durable", failure)
-            error.hint = "Save again: a crash of the machine may bring the older file back."
+            reason = "the new file is in place, but its folder is not durable"
+            hint = "Save again: a crash of the machine may bring the older file back."
+            error = self._error(reason, failure, hint)
         except OSError as failure:
             error = self._error("the file cannot be written", failure)
         except BaseException as failure:
@@ -182,13 +183,13 @@ class _Saver:
         except RuntimeError as failure:
             if failure is error:
                 raise
-            lost = self._error("another rank died or does not answer", failure)
-            lost.hint = "The file is the old one, or the complete new one if that rank was last."
-            raise lost from failure
+            hint = "The file is the old one, or the complete new one if that rank was last."
+            raise self._error("another rank died or does not answer", failure, hint) from failure
         return [values[who] for who in sorted(values)]
 
-    def _error(self, reason: str, cause: Exception) -> CheckpointError:
-        error = CheckpointError(reason, file=self.path, found=str(cause).partition("\n")[0])
+    def _error(self, reason: str, cause: Exception, hint: str | None = None) -> CheckpointError:
+        found = str(cause).partition("\n")[0]
+        error = CheckpointError(reason, file=self.path, found=found, hint=hint)
         error.__cause__ = cause
         return error
 
