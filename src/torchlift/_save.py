@@ -1,4 +1,4 @@
-"""What one file will hold: a state dict checked and laid out, and the ``data.pkl`` of a torch file.
+"""Check and lay out what one file will hold, and make the ``data.pkl`` of a torch file.
 
 The pickle is made from names, dtypes and shapes: no tensor is at hand. Records that hold no values
 are pickled as what ``torch.save`` makes of tensors, so the opcodes are the same, and everything
@@ -92,7 +92,7 @@ class Contents:
         Args:
             owners: name -> the name whose storage it shares, which a torch file keeps.
             length: what another process got, which writes the frame; only the offsets of the
-                tensors are wanted here.
+                tensors are needed here.
 
         Returns:
             The layout, and the length in bytes of what processes may see differently and of which

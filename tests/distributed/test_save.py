@@ -170,9 +170,9 @@ def test_a_torch_file_keeps_ties_and_plain_values(tmp_path: Path) -> None:
     assert found["0._extra_state"] == model[0].get_extra_state()
     assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
     assert found["0.bias"].data_ptr() != found["1.bias"].data_ptr()
-    fresh = nn.Sequential(Counting(3, 3), nn.Linear(3, 3))
-    torchlift.load(fresh, tmp_path / "x.pt")
-    assert fresh[0].state == model[0].get_extra_state()
+    loaded = nn.Sequential(Counting(3, 3), nn.Linear(3, 3))
+    torchlift.load(loaded, tmp_path / "x.pt")
+    assert loaded[0].state == model[0].get_extra_state()
     with pytest.raises(PlacementError, match=r"'0\._extra_state': cannot be stored in a safetens"):
         save_consolidated(model, tmp_path / "x.safetensors")
 

@@ -89,11 +89,11 @@ def writes_a_module() -> None:
     path = SHARED / f"module-from-{world}.pt"
     save_consolidated(model, path)
     found = torch.load(path, weights_only=True)
-    want = model.state_dict()
-    assert list(found) == list(want)
-    assert found._metadata == want._metadata
+    expected = model.state_dict()
+    assert list(found) == list(expected)
+    assert found._metadata == expected._metadata
     assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
-    for key, value in want.items():
+    for key, value in expected.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(found[key], whole), key
 
@@ -137,11 +137,11 @@ def one_bad_rank_stops_all() -> None:
 
 
 def writes_rank_0s_metadata() -> None:
-    """Whatever the others have, or none: a longer header must not move their offsets."""
+    """Whatever the others have, or none: a longer header must not shift their offsets."""
     world, rank = dist.get_world_size(), dist.get_rank()
     line = cpu_mesh()
-    want = expected_state()
-    state = {key: spread(line, [Shard(0)], value) for key, value in want.items()}
+    expected = expected_state()
+    state = {key: spread(line, [Shard(0)], value) for key, value in expected.items()}
     state = {key: value for key, value in state.items() if not value.is_complex()}
     for name, metadata in [
         ("only", {"note": "n" * 200} if rank == 0 else None),
@@ -151,7 +151,7 @@ def writes_rank_0s_metadata() -> None:
         path = SHARED / f"{name}-{world}.safetensors"
         save_consolidated(state, path, metadata=metadata)
         for key, value in load_file(path).items():
-            assert same_bits(value, want[key]), (name, key)
+            assert same_bits(value, expected[key]), (name, key)
         with safe_open(path, "pt") as file:
             assert (file.metadata() or {}) == {
                 "only": {"note": "n" * 200}, "longer": {"host": "h"}, "other": {},
@@ -196,7 +196,7 @@ def a_bad_path_of_one_rank_stops_all() -> None:
             )
             with pytest.raises(PlacementError, match=text):
                 save_consolidated(state, other if last else folder / "x.pt")
-    home = os.getcwd()
+    start = os.getcwd()
     gone = folder / f"gone-{rank}"
     gone.mkdir()
     os.chdir(gone if last else folder)
@@ -205,7 +205,7 @@ def a_bad_path_of_one_rank_stops_all() -> None:
         with pytest.raises(CheckpointError, match="No such file"):
             save_consolidated(state, "x.pt")
     finally:
-        os.chdir(home)
+        os.chdir(start)
     dist.barrier()
     assert sorted(os.listdir(folder)) == ["inner", "link"]
     assert os.listdir(folder / "inner") == ["x.pt"]
@@ -260,7 +260,7 @@ def a_fault_of_one_rank_stops_all() -> None:
 
 
 def reads_what_any_number_of_ranks_wrote() -> None:
-    want = expected_state()
+    expected = expected_state()
     paths = sorted(SHARED.glob("*-from-*.pt"))
     assert len(paths) == 18, paths
     for path in paths:
@@ -268,19 +268,19 @@ def reads_what_any_number_of_ranks_wrote() -> None:
             continue
         for options in ({}, {"mmap": True}):
             found = torch.load(path, weights_only=True, **options)
-            assert list(found) == [*want, "again"]
+            assert list(found) == [*expected, "again"]
             assert found["again"].data_ptr() == found["float32"].data_ptr()
-            for key, value in want.items():
+            for key, value in expected.items():
                 assert same_bits(found[key], value), (path.name, key)
         with torchlift.open(path) as opened:
             assert ("float32", "again") in opened.aliases
             assert len(opened.metadata) == 4
-            for key, value in want.items():
+            for key, value in expected.items():
                 assert same_bits(opened[key], value), (path.name, key)
         assert zipfile.ZipFile(path).testzip() is None
         report = torchlift.verify(path)
         assert report.ok
-        assert len(report.checked) == sum(1 for value in want.values() if value.numel()), report
+        assert len(report.checked) == sum(1 for value in expected.values() if value.numel()), report
 
 
 def loads_on_another_number_of_ranks() -> None:

@@ -18,7 +18,7 @@ def test_it_appears_under_its_name_when_it_is_committed(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"old")
     file = AtomicFile(str(path))
-    descriptor = os.open(file.part, os.O_WRONLY)
+    descriptor = os.open(file.temporary, os.O_WRONLY)
     write_at(descriptor, b"world", 6)
     write_at(file.descriptor, memoryview(b"hello "), 0)
     os.close(descriptor)
@@ -134,7 +134,7 @@ def test_a_file_that_is_replaced_passes_its_mode_on(tmp_path: Path, mode: int) -
     path.chmod(mode)
     file = AtomicFile(str(path))
     assert stat.S_IMODE(os.fstat(file.descriptor).st_mode) == mode | 0o600
-    os.close(os.open(file.part, os.O_WRONLY))
+    os.close(os.open(file.temporary, os.O_WRONLY))
     file.commit()
     file.close()
     assert stat.S_IMODE(path.stat().st_mode) == mode
@@ -167,7 +167,7 @@ def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_name_may_be_as_long_as_the_folder_allows(tmp_path: Path) -> None:
-    """That of the unfinished file is cut."""
+    """That of the temporary file is clipped."""
     path = tmp_path / ("ä" * 127)
     file = AtomicFile(str(path))
     file.commit()

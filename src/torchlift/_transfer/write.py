@@ -1,4 +1,4 @@
-"""A file that appears whole: until it is complete and on the disk, the older one keeps the name.
+"""Write a file that appears whole: until the disk has all of it, the older one keeps the name.
 
 It is written under the name ``.NAME.torchlift-RANDOM.part``, in the folder of its path, and then
 renamed. Its owner holds a lock (``flock``) on it for as long as it lives. An error removes it. What
@@ -16,7 +16,7 @@ from contextlib import suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 
 _MARK = ".torchlift-"  # without it, somebody's own unfinished download could be taken for ours
-_LONGEST = 200  # bytes of NAME in the name of an unfinished file, which may have 255 in all
+_LONGEST = 200  # bytes of NAME in the name of a temporary file, which may have 255 in all
 
 
 class NotDurable(OSError):
@@ -27,7 +27,7 @@ class AtomicFile:
     """The owner's side of a file that is being written; others open it by its name.
 
     Attributes:
-        part: path of the unfinished file.
+        temporary: path of the file until it is committed.
         descriptor: to read and write it with.
 
     Example:
@@ -55,14 +55,14 @@ class AtomicFile:
         self._path = os.path.realpath(path)
         remove_debris(self._path)
         while True:
-            self.part = f"{_prefix(self._path)}{secrets.token_hex(4)}.part"
+            self.temporary = f"{_prefix(self._path)}{secrets.token_hex(4)}.part"
             # A new file gets what open() would give it. Whom the older one shuts out cannot read
             # the new one while it is written; its owner can always open it, on other ranks too.
             mode = 0o666 if self._mode is None else self._mode | stat.S_IRUSR | stat.S_IWUSR
-            self.descriptor = os.open(self.part, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
+            self.descriptor = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
             _lock(self.descriptor)
             # Between the two, another writer may have taken the file for a dead one's.
-            if os.path.exists(self.part):
+            if os.path.exists(self.temporary):
                 break
             os.close(self.descriptor)
 
@@ -76,7 +76,7 @@ class AtomicFile:
         if self._mode is not None:
             os.chmod(self.descriptor, self._mode)
         os.fsync(self.descriptor)
-        os.replace(self.part, self._path)
+        os.replace(self.temporary, self._path)
         try:
             folder = os.open(os.path.dirname(self._path), os.O_RDONLY)
             try:
@@ -90,13 +90,13 @@ class AtomicFile:
         """Remove the file unless it was committed; may be called twice."""
         if self.descriptor >= 0:
             with suppress(OSError):  # it has its new name
-                os.unlink(self.part)
+                os.unlink(self.temporary)
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 def remove_debris(path: str) -> None:
-    """Remove unfinished files of a path whose writers are dead.
+    """Remove temporary files of a path whose writers are dead.
 
     Args:
         path: absolute, of the finished file, where it is and not where a link to it is.
@@ -146,7 +146,7 @@ def _mode_of(path: str) -> int | None:
 
 
 def _prefix(path: str) -> str:
-    """Return what the paths of a file's unfinished versions begin with."""
+    """Return what the paths of a file's temporary files begin with."""
     folder, name = os.path.split(path)
     name = os.fsencode(name)[:_LONGEST].decode(errors="ignore")
     return os.path.join(folder, f".{name}{_MARK}")

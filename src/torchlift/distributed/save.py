@@ -1,4 +1,4 @@
-"""One consolidated file from a mesh, every rank writing its own byte ranges of it.
+"""Save one consolidated file from a mesh, every rank writing its own byte ranges of it.
 
 Here is who does what when, and how it is undone. What the file holds is for `torchlift._save`,
 where things lie in it for `torchlift.formats`, how it appears whole for `torchlift._transfer`.
@@ -121,7 +121,7 @@ class _Begun(NamedTuple):
     """What rank 0 tells of the file that it has created."""
 
     path: str  # of the file to be, links followed
-    part: str  # of the unfinished one
+    temporary: str  # path of the temporary one
     length: int  # see `Contents.lay_out`
 
 
@@ -138,9 +138,9 @@ class _Saver:
     ) -> None:
         self.given = path
         self.make = make
-        self.path: str | None = None
+        self.path = ""
         self.rank = rank()
-        self.part: str | None = None  # the unfinished file as this rank reaches it
+        self.temporary = ""  # path of the temporary file on this rank
         self.file: AtomicFile | None = None  # on rank 0
 
     def run(self) -> int:
@@ -155,9 +155,9 @@ class _Saver:
             self._together(partial(self._commit, written))
         except BaseException:
             # Rank 0 may be the one that died, and cannot remove what it has created.
-            if self.part is not None:
+            if self.temporary:
                 with suppress(OSError):
-                    os.unlink(self.part)
+                    os.unlink(self.temporary)
             raise
         finally:
             if self.file is not None:
@@ -204,22 +204,21 @@ class _Saver:
         """Let rank 0 lay the file out and create it."""
         if self.rank != 0:
             return None
-        assert self.path is not None
         self.layout, length = self.contents.lay_out(self.owners)
         self.file = AtomicFile(self.path)
         os.truncate(self.file.descriptor, self.layout.nbytes)
-        return _Begun(os.path.realpath(self.path), self.file.part, length)
+        return _Begun(os.path.realpath(self.path), self.file.temporary, length)
 
     def _join(self, begun: _Begun) -> None:
-        """Look for the unfinished file beside this rank's path.
+        """Look for the temporary file beside this rank's path.
 
         Nobody else has its random name: a rank that sees it is in the same folder, whatever that is
         called here and on whichever machine it is.
         """
-        assert self.path is not None
         own = os.path.realpath(self.path)
-        self.part = os.path.join(os.path.dirname(own), os.path.basename(begun.part))
-        if os.path.basename(own) != os.path.basename(begun.path) or not os.path.exists(self.part):
+        folder, name = os.path.split(own)
+        self.temporary = os.path.join(folder, os.path.basename(begun.temporary))
+        if name != os.path.basename(begun.path) or not os.path.exists(self.temporary):
             raise PlacementError(
                 "the ranks do not save to the same path",
                 expected=f"{begun.path}, as on rank 0",
@@ -230,11 +229,10 @@ class _Saver:
 
     def _write(self, length: int) -> _Written:
         """Write this rank's byte ranges of every payload, and sum them up where sums are needed."""
-        assert self.part is not None
         if self.rank != 0:
             self.layout, _ = self.contents.lay_out(self.owners, length)
         nbytes, sums = 0, array("I")
-        descriptor = os.open(self.part, os.O_WRONLY)
+        descriptor = os.open(self.temporary, os.O_WRONLY)
         try:
             for turn, (stored, start) in enumerate(self.layout.payloads):
                 total = PartialCrc(stored.nbytes)
