@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchlift.distributed.launch import launch_command
-
 Checks = dict[str, Callable[[], None]]
 SAVE, LOAD = "save", "load"
 
@@ -29,7 +27,8 @@ def run_workers(module: Path, ranks: int, out: Path, timeout: float = 150) -> di
     Returns:
         Check -> what went wrong on which rank, or an empty text.
     """
-    command = launch_command(ranks, str(module), str(out))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *launcher, str(module), str(out)]
     paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     quiet["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -1,7 +1,8 @@
-"""The ``data.pkl`` of a torch file, made from names, dtypes and shapes: no tensor is at hand.
+"""Check and lay out what one file will hold, and make the ``data.pkl`` of a torch file.
 
-Records that hold no values are pickled as what ``torch.save`` makes of tensors, so the opcodes are
-the same, and everything that reads those of torch reads these.
+The pickle is made from names, dtypes and shapes: no tensor is at hand. Records that hold no values
+are pickled as what ``torch.save`` makes of tensors, so the opcodes are the same, and everything
+that reads those of torch reads these.
 """
 
 from __future__ import annotations
@@ -10,30 +11,151 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchlift._model.dtensor import held
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats import ITEMSIZE
 from torchlift.formats.boxes import row_major
 from torchlift.formats.flatten import flatten
-from torchlift.formats.layout import Stored, is_unicode
+from torchlift.formats.layout import Layout, Stored, format_for, is_unicode
 from torchlift.formats.pickle_machine import MAX_INT, check_key
+from torchlift.formats.safetensors import safetensors_layout
 from torchlift.formats.stand_ins import STORAGE_DTYPES
 from torchlift.formats.torch_globals import TorchWorld
 from torchlift.formats.torch_records import read_torch_pickle
+from torchlift.formats.zip_layout import torch_zip_layout
 
 _STORAGES = {dtype: name.removeprefix("torch.") for name, dtype in STORAGE_DTYPES.items()}
 
 
-class Shared:
+class Contents:
+    """A state dict and how one file is going to hold it.
+
+    Attributes:
+        state: name -> tensor, or plain data.
+        format: of the file.
+        tensors: name -> the tensor as it is stored, in the order of `state`.
+
+    Example:
+        >>> contents = Contents({"a": torch.zeros(2), "b": torch.ones(2)}, "x.pt", None, {})
+        >>> [place.tensor.key for place in contents.lay_out({})[0].payloads]
+        ['a', 'b']
+    """
+
+    def __init__(
+        self,
+        obj: nn.Module | Mapping[str, torch.Tensor],
+        path: str,
+        format: str | None,
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Check all that this process can check alone.
+
+        Raises:
+            TypeError: it is neither a module nor a mapping; or the metadata is not text.
+            ValueError: see `format_for`; or a torch file is to hold metadata.
+            PlacementError: the format cannot hold a name or a value.
+        """
+        if not isinstance(obj, (nn.Module, Mapping)):
+            raise TypeError(
+                f"expected a module, or a mapping from name to tensor; found a {type(obj).__name__}"
+            )
+        if not isinstance(metadata, Mapping):
+            raise TypeError(f"metadata: expected a mapping, found a {type(metadata).__name__}")
+        self.format = format_for(path, format)
+        if metadata and self.format != "safetensors":
+            raise ValueError(
+                "a torch file has no place for metadata: save as safetensors, or put the text into "
+                "the state dict"
+            )
+        self._metadata = dict(metadata)
+        self.state: Mapping[str, Any] = obj.state_dict() if isinstance(obj, nn.Module) else obj
+        for key in self.state:
+            _require_name(key)
+        self.tensors = {
+            key: _stored(key, value, self.format)
+            for key, value in self.state.items()
+            if isinstance(value, torch.Tensor) or self.format == "safetensors"
+        }
+        if self.format == "safetensors":
+            safetensors_layout(self.tensors.values(), self._metadata)
+
+    def lay_out(self, owners: Mapping[str, str], length: int | None = None) -> tuple[Layout, int]:
+        """Lay the file out.
+
+        Args:
+            owners: name -> the name whose storage it shares, which a torch file keeps.
+            length: what another process got, which writes the frame; only the offsets of the
+                tensors are needed here.
+
+        Returns:
+            The layout, and the length in bytes of what processes may see differently and of which
+            the offsets depend: a header with metadata, a pickle with plain values.
+
+        Raises:
+            PlacementError: a value cannot be read back, or only by running code.
+        """
+        if self.format == "safetensors":
+            source = self._metadata if length is None else length
+            layout = safetensors_layout(self.tensors.values(), source)
+            return layout, min((start for _, start in layout.payloads), default=layout.nbytes)
+        own = [key for key in self.tensors if key not in owners]
+        tensors = [self.tensors[key] for key in own]
+        if length is not None:
+            return torch_zip_layout(tensors, length), length
+        number = {key: at for at, key in enumerate(own)}
+        values = {
+            key: Shared(number[owners.get(key, key)]) if key in self.tensors else value
+            for key, value in self.state.items()
+        }
+        notes = getattr(self.state, "_metadata", None)
+        ordered = isinstance(self.state, OrderedDict)
+        data = torch_pickle(values, tensors, metadata=notes, ordered=ordered)
+        return torch_zip_layout(tensors, data), len(data)
+
+
+def _require_name(key: object) -> None:
+    """Refuse a name that readers cannot read, such as a member of an Enum."""
+    if type(key) is str and is_unicode(key):
+        return
+    raise PlacementError(
+        "cannot be the name of a tensor in a file",
+        entry=str(key),
+        expected="a str that UTF-8 can write",
+        found="a lone surrogate in it" if type(key) is str else f"a {type(key).__name__}",
+        hint="Rename it in what is saved.",
+    )
+
+
+def _stored(key: str, value: object, format: str) -> Stored:
+    """Describe a tensor as it is going to be stored; refuse what has no values to store."""
+    found = type(value).__name__
+    if isinstance(value, torch.Tensor) and is_lazy(value):
+        found += ", which gets its shape when the module is first called"
+    elif isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        is_dense = value.layout == torch.strided and not value.is_nested and not value.is_meta
+        if is_dense and name in ITEMSIZE and not is_traceable_wrapper_subclass(held(value)):
+            return Stored(key, name, tuple(value.shape))
+        found += f", {name}, {value.layout}, on {value.device}"
+    raise PlacementError(
+        f"cannot be stored in a {'safetensors' if format == 'safetensors' else 'torch'} file",
+        entry=key,
+        expected="a dense tensor with values",
+        found=found,
+    )
+
+
+class Shared(NamedTuple):
     """In place of a tensor: the number of the storage that holds it."""
 
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
 
 def torch_pickle(
@@ -61,60 +183,51 @@ def torch_pickle(
         >>> [arg for op, arg, _ in pickletools.genops(data) if op.name == "GLOBAL"]
         ['torch._utils _rebuild_tensor_v2', 'torch FloatStorage', 'collections OrderedDict']
     """
-    state: dict[str, object] = OrderedDict() if ordered or metadata is not None else {}
-    storages = [_Storage(str(number), tensor) for number, tensor in enumerate(tensors)]
-    for key, value in values.items():
-        if isinstance(value, Shared):
-            state[key] = _Tensor(storages[value.number])
-        else:
-            require_plain(key, value)
-            state[key] = value
+    plain = {key: value for key, value in values.items() if not isinstance(value, Shared)}
+    for key, value in plain.items():
+        _require_plain(key, value)
+    state = OrderedDict(values) if ordered or metadata is not None else dict(values)
     if metadata is not None:
-        require_plain("_metadata", metadata)
+        _require_plain("_metadata", metadata)
         state._metadata = metadata  # type: ignore[attr-defined]
     file = io.BytesIO()
-    _Pickler(file, protocol=2).dump(state)
+    _Pickler(file, tensors).dump(state)
     data = file.getvalue()
-    if not all(isinstance(value, Shared) for value in values.values()):
-        require_readable(data)
+    if plain:
+        _require_readable(data)
     return data
 
 
-class _Storage:
-    __slots__ = ("key", "tensor")
-
-    def __init__(self, key: str, tensor: Stored) -> None:
-        self.key = key  # one object per storage: the pickle then writes it once
-        self.tensor = tensor
-
-    def identity(self) -> tuple[object, ...]:
-        """What torch calls the persistent id."""
-        name, nbytes = _STORAGES.get(self.tensor.dtype), self.tensor.nbytes
-        kind = torch.UntypedStorage if name is None else getattr(torch, name)
-        # The location is where whoever wrote it had it: of a mesh, that means nothing elsewhere.
-        numel = nbytes if name is None else nbytes // ITEMSIZE[self.tensor.dtype]
-        return "storage", kind, self.key, "cpu", numel
-
-
-class _Tensor:
-    __slots__ = ("storage",)
-
-    def __init__(self, storage: _Storage) -> None:
-        self.storage = storage
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        tensor = self.storage.tensor
-        # New tuples: the pickle would refer back to one that it has seen, as torch's never does.
-        shape, stride = (*tensor.shape,), row_major(tensor.shape)
-        arguments: tuple[Any, ...] = (self.storage, 0, shape, stride, False, OrderedDict())
-        if tensor.dtype in _STORAGES:
-            return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, getattr(torch, tensor.dtype))
+class _Storage(NamedTuple):
+    key: str
+    tensor: Stored
 
 
 class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Stored]) -> None:
+        super().__init__(file, protocol=2)
+        # One key object per storage: the pickle then writes it once.
+        self._storages = [_Storage(str(at), tensor) for at, tensor in enumerate(tensors)]
+
     def persistent_id(self, obj: object) -> object:
-        return obj.identity() if type(obj) is _Storage else None
+        if type(obj) is not _Storage:
+            return None
+        name, nbytes = _STORAGES.get(obj.tensor.dtype), obj.tensor.nbytes
+        kind = torch.UntypedStorage if name is None else getattr(torch, name)
+        numel = nbytes if name is None else nbytes // ITEMSIZE[obj.tensor.dtype]
+        # The location is where whoever wrote it had it: of a mesh, that means nothing elsewhere.
+        return "storage", kind, obj.key, "cpu", numel
+
+    def reducer_override(self, obj: object) -> Any:
+        if type(obj) is not Shared:
+            return NotImplemented
+        storage = self._storages[obj.number]
+        _, dtype, shape = storage.tensor
+        # New tuples: the pickle would refer back to one that it has seen, as torch's never does.
+        arguments: tuple[Any, ...] = (storage, 0, (*shape,), row_major(shape), False, OrderedDict())
+        if dtype in _STORAGES:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, getattr(torch, dtype))
 
 
 #: What values that are not tensors may consist of: what ``weights_only=True`` and torchlift read.
@@ -124,27 +237,45 @@ _MAX_BITS = 8 * (MAX_INT - 1)
 _MAX_DEPTH = 90  # torchlift reads 100 levels, and a state dict and its templates are some of them
 
 
-def require_plain(key: str, value: object) -> None:
-    """Return when torch, with ``weights_only=True``, and torchlift can read the value back.
+def _require_plain(key: str, value: object) -> None:
+    """Refuse a value that torch, with ``weights_only=True``, and torchlift could not read back."""
+    seen: set[tuple[int, int]] = set()  # what many containers share is looked at once a level
 
-    Raises:
-        PlacementError: they cannot.
+    def refuse(expected: str, found: str) -> NoReturn:
+        raise PlacementError(
+            "cannot be stored in a torch file so that it can be read back without running code",
+            entry=key,
+            expected=expected,
+            found=found,
+            hint="Take it out of what is saved, or flatten what holds it.",
+        )
 
-    Example:
-        >>> require_plain("extra", {"steps": [1, 2], "name": None})
-        >>> require_plain("extra", {1, 2})
-        Traceback (most recent call last):
-        torchlift.errors.PlacementError: 'extra': cannot be stored in a torch file so that ...
-    """
-    _Walk(key).height(value, 0)
+    def check(item: Any, depth: int) -> None:
+        if isinstance(item, str) and not is_unicode(item):
+            refuse("text", "a lone surrogate, which UTF-8 cannot write")
+        if isinstance(item, int) and item.bit_length() >= _MAX_BITS:
+            refuse(f"integers of less than {_MAX_BITS} bits", f"{item.bit_length()} bits")
+        if type(item) in _LEAVES or (id(item), depth) in seen:
+            return
+        if type(item) not in _CONTAINERS:
+            found = f"a {type(item).__module__}.{type(item).__qualname__}"
+            refuse("tensors as values of the state dict, or plain data", found)
+        if depth == _MAX_DEPTH:
+            refuse(f"at most {_MAX_DEPTH} levels of containers, none inside itself", "more")
+        seen.add((id(item), depth))
+        for part in [*item, *item.values()] if isinstance(item, dict) else item:
+            check(part, depth + 1)
+        for name in item if isinstance(item, dict) else ():
+            try:
+                check_key(name)
+            except FormatError as error:
+                refuse("short keys of dictionaries", error.reason)
+
+    check(value, 0)
 
 
-def require_readable(pickled: bytes) -> None:
-    """Return when torchlift reads the pickle of a torch file back.
-
-    Raises:
-        PlacementError: it does not: two of its values would get one name, say.
-    """
+def _require_readable(pickled: bytes) -> None:
+    """Refuse what torchlift would not read back, such as two values that would get one name."""
     try:
         flatten(read_torch_pickle(pickled, TorchWorld()), len(pickled))
     except FormatError as error:
@@ -154,57 +285,3 @@ def require_readable(pickled: bytes) -> None:
             expected=error.expected,
             found=error.found,
         ) from error
-
-
-class _Walk:
-    """One look at everything inside a value."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-        self._open: set[int] = set()
-        self._heights: dict[int, int] = {}  # many may hold one container: look inside it once
-
-    def height(self, item: Any, depth: int) -> int:
-        """Levels of containers in a value that is itself `depth` levels deep."""
-        if type(item) in _LEAVES:
-            self._leaf(item)
-            return 0
-        if type(item) not in _CONTAINERS:
-            found = f"a {type(item).__module__}.{type(item).__qualname__}"
-            self._refuse("tensors as values of the state dict, or plain data", found)
-        if id(item) in self._open:
-            self._refuse("containers that do not contain themselves", f"a {type(item).__name__}")
-        known = self._heights.get(id(item), 0)
-        if depth + max(known, 1) > _MAX_DEPTH:
-            self._refuse(f"at most {_MAX_DEPTH} levels of containers", "more")
-        if not known:
-            self._open.add(id(item))
-            known = 1 + max((self.height(part, depth + 1) for part in self._parts(item)), default=0)
-            self._open.remove(id(item))
-            self._heights[id(item)] = known
-        return known
-
-    def _parts(self, item: Any) -> list[Any]:
-        if not isinstance(item, dict):
-            return list(item)
-        for key in item:
-            try:
-                check_key(key)
-            except FormatError as error:
-                self._refuse("short keys of dictionaries", error.reason)
-        return [*item, *item.values()]
-
-    def _leaf(self, item: object) -> None:
-        if isinstance(item, str) and not is_unicode(item):
-            self._refuse("text", "a lone surrogate, which UTF-8 cannot write")
-        if isinstance(item, int) and item.bit_length() >= _MAX_BITS:
-            self._refuse(f"integers of less than {_MAX_BITS} bits", f"{item.bit_length()} bits")
-
-    def _refuse(self, expected: str, found: str) -> NoReturn:
-        raise PlacementError(
-            "cannot be stored in a torch file so that it can be read back without running code",
-            entry=self._key,
-            expected=expected,
-            found=found,
-            hint="Take it out of what is saved, or flatten what holds it.",
-        )

@@ -49,7 +49,7 @@ OFFSET = 10
 @dataclasses.dataclass
 class Found:
     total: torch.Tensor
-    said: str
+    text: str
 
 def shifted(tensor):
     return tensor + OFFSET
@@ -64,7 +64,7 @@ def add(tensor):
     return Found(total, f"{beside.WORD} {os.environ['WORD']} {os.environ['RANK']}")
 
 for found in on_ranks(2, add, torch.ones(2), environment={"WORD": "hello"}):
-    print(type(found) is Found, found.total.tolist(), found.said)
+    print(type(found) is Found, found.total.tolist(), found.text)
 """
 
 
@@ -113,10 +113,10 @@ def test_an_error_of_all_ranks_is_told_for_each(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(RuntimeError) as caught:
         on_ranks(2, threading.Lock)
-    said = "TypeError: what the function returned cannot be sent to another process: TypeError: "
+    text = "TypeError: what the function returned cannot be sent to another process: TypeError: "
     first, *others = str(caught.value).splitlines()
     assert first == "ranks 0, 1 of 2 failed"
-    assert [line[:9] + line[9:].startswith(said) * "..." for line in others] == [
+    assert [line[:9] + line[9:].startswith(text) * "..." for line in others] == [
         "[rank 0] ...",
         "[rank 1] ...",
     ]
@@ -170,7 +170,7 @@ def test_ranks_leave_when_their_caller_is_killed(tmp_path) -> None:
     caller = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], env={**os.environ, "TMPDIR": str(tmp_path)}
     )
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not (tmp_path / "0").exists() or not (tmp_path / "1").exists():
         assert time.monotonic() < end
         assert caller.poll() is None

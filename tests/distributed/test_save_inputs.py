@@ -15,8 +15,7 @@ from torch import nn
 
 import torchlift
 from torchlift import measure
-from torchlift.distributed import parts, save_consolidated
-from torchlift.distributed.destination import Destination, require_one
+from torchlift.distributed import save, save_consolidated
 from torchlift.errors import CheckpointError, PlacementError
 
 
@@ -24,7 +23,7 @@ def test_blocks_of_odd_views_are_put_together_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever a block of what is written at a time begins and ends in their dimensions."""
-    monkeypatch.setattr(parts, "_PIECE", 40)
+    monkeypatch.setattr(save, "_BLOCK", 40)
     cube = torch.randn(3, 5, 7)
     odd = torch.randn(4, 3, dtype=torch.complex64)
     state = {
@@ -151,24 +150,3 @@ def test_a_folder_that_cannot_be_flushed_is_told_from_a_save_that_failed(
         save_consolidated({"w": torch.zeros(2)}, path)
     assert torch.equal(torch.load(path)["w"], torch.zeros(2))
     assert os.listdir(tmp_path) == ["x.pt"]
-
-
-def test_two_paths_are_one_where_nothing_says_otherwise() -> None:
-    """Machines and containers may call a folder differently; on one machine it has one number."""
-    here = Destination("/data/x.pt", "machine", (1, 2))
-    for same in (
-        Destination("/data/x.pt", "machine", (3, 4)),  # a folder of the same name, elsewhere
-        Destination("/mnt/x.pt", "machine", (1, 2)),
-        Destination("/mnt/x.pt", "another", (3, 4)),
-        Destination("/mnt/x.pt", "", None),
-    ):
-        assert same.may_be(here)
-        assert here.may_be(same)
-    for other in (
-        Destination("/data/y.pt", "another", (1, 2)),
-        Destination("/data/y.pt", "machine", (1, 2)),
-        Destination("/mnt/x.pt", "machine", (3, 4)),
-        Destination("/mnt/x.pt", "machine", None),
-    ):
-        with pytest.raises(PlacementError, match=r"found /\w+/[xy]\.pt on rank 2"):
-            require_one([here, here, other])

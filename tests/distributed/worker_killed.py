@@ -1,6 +1,6 @@
 """One rank of a save that somebody kills.
 
-Arguments: folder, rank, number of ranks, ranks that die, where, and ``named`` or ``anonymous``.
+Arguments: folder, rank, number of ranks, ranks that die, and where.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchlift._transfer import write as unfinished
 from torchlift.distributed import save
 from torchlift.errors import CheckpointError
 
@@ -46,7 +45,7 @@ def dies_in(count: int, function: Any) -> Any:
 
 
 def main() -> None:
-    folder, rank, world, victims, where, kind = sys.argv[1:]
+    folder, rank, world, victims, where = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -58,8 +57,6 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (int(world),))
     values = {f"w{i}": torch.full((9, 3), 2.0 + i) for i in range(6)}
     state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in values.items()}
-    if kind == "named":
-        unfinished._ANONYMOUS = 0
     if rank in victims.split(","):
         if where == "write":
             save.write_at = dies_in(4, save.write_at)

@@ -10,8 +10,6 @@ import os
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchlift
-from torchlift._transfer import write as unfinished
 from torchlift.distributed import save_consolidated
 from torchlift.errors import CheckpointError, PlacementError
 
@@ -92,11 +89,11 @@ def writes_a_module() -> None:
     path = SHARED / f"module-from-{world}.pt"
     save_consolidated(model, path)
     found = torch.load(path, weights_only=True)
-    want = model.state_dict()
-    assert list(found) == list(want)
-    assert found._metadata == want._metadata
+    expected = model.state_dict()
+    assert list(found) == list(expected)
+    assert found._metadata == expected._metadata
     assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
-    for key, value in want.items():
+    for key, value in expected.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(found[key], whole), key
 
@@ -139,21 +136,12 @@ def one_bad_rank_stops_all() -> None:
     assert not list(SHARED.glob(".*")), list(SHARED.iterdir())
 
 
-@contextmanager
-def on_rank(who: int, name: str, replacement: Any) -> Iterator[None]:
-    """Something of `unfinished` replaced on one rank."""
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == who:
-            patch.setattr(unfinished, name, replacement)
-        yield
-
-
 def writes_rank_0s_metadata() -> None:
-    """Whatever the others have, or none: a longer header must not move their offsets."""
+    """Whatever the others have, or none: a longer header must not shift their offsets."""
     world, rank = dist.get_world_size(), dist.get_rank()
     line = cpu_mesh()
-    want = expected_state()
-    state = {key: spread(line, [Shard(0)], value) for key, value in want.items()}
+    expected = expected_state()
+    state = {key: spread(line, [Shard(0)], value) for key, value in expected.items()}
     state = {key: value for key, value in state.items() if not value.is_complex()}
     for name, metadata in [
         ("only", {"note": "n" * 200} if rank == 0 else None),
@@ -163,7 +151,7 @@ def writes_rank_0s_metadata() -> None:
         path = SHARED / f"{name}-{world}.safetensors"
         save_consolidated(state, path, metadata=metadata)
         for key, value in load_file(path).items():
-            assert same_bits(value, want[key]), (name, key)
+            assert same_bits(value, expected[key]), (name, key)
         with safe_open(path, "pt") as file:
             assert (file.metadata() or {}) == {
                 "only": {"note": "n" * 200}, "longer": {"host": "h"}, "other": {},
@@ -208,7 +196,7 @@ def a_bad_path_of_one_rank_stops_all() -> None:
             )
             with pytest.raises(PlacementError, match=text):
                 save_consolidated(state, other if last else folder / "x.pt")
-    home = os.getcwd()
+    start = os.getcwd()
     gone = folder / f"gone-{rank}"
     gone.mkdir()
     os.chdir(gone if last else folder)
@@ -217,32 +205,21 @@ def a_bad_path_of_one_rank_stops_all() -> None:
         with pytest.raises(CheckpointError, match="No such file"):
             save_consolidated(state, "x.pt")
     finally:
-        os.chdir(home)
+        os.chdir(start)
     dist.barrier()
     assert sorted(os.listdir(folder)) == ["inner", "link"]
     assert os.listdir(folder / "inner") == ["x.pt"]
 
 
-def saves_where_a_file_must_have_a_name() -> None:
-    """No O_TMPFILE on rank 0's file system; a rank on another machine, or in another container."""
-    world = dist.get_world_size()
-    other = unfinished.Address("/proc/1/fd/0", unfinished.machine(), 1, 1)
-    for who, name, replacement in [
-        (0, "_ANONYMOUS", 0),
-        (world - 1, "machine", lambda: "another"),
-        (0, "machine", lambda: ""),
-    ]:
-        path = SHARED / f"named-{world}.pt"
-        with on_rank(who, name, replacement):
-            save_consolidated({"w": torch.arange(5)}, path)
-        assert torch.equal(torch.load(path)["w"], torch.arange(5))
-        dist.barrier()
-        assert not list(SHARED.glob(".named*")), list(SHARED.iterdir())
-        if dist.get_rank() == 0:
-            path.unlink()
-        dist.barrier()
-    with pytest.raises(OSError, match=r"another file here|Permission|No such"):
-        other.open()
+def tells_ties_on_ranks_that_hold_nothing() -> None:
+    """One row, which is rank 0's: the others cannot see what is one tensor, and do not object."""
+    line = cpu_mesh()
+    one, other = (distribute_tensor(torch.ones(1, 3), line, [Shard(0)]) for _ in range(2))
+    path = SHARED / f"ties-{dist.get_world_size()}.pt"
+    save_consolidated({"one": one, "other": other, "again": one}, path)
+    found = torch.load(path, weights_only=True)
+    assert found["one"].data_ptr() == found["again"].data_ptr()
+    assert found["one"].data_ptr() != found["other"].data_ptr()
 
 
 def a_fault_of_one_rank_stops_all() -> None:
@@ -260,34 +237,30 @@ def a_fault_of_one_rank_stops_all() -> None:
     def denied(*args: object) -> None:
         raise PermissionError(errno.EPERM, "denied by the test")
 
-    for named in (0, unfinished._ANONYMOUS):
-        for who, what in [(world - 1, "fsync"), (0, "replace"), (world - 1, "pwrite")]:
-            with on_rank(0, "_ANONYMOUS", named), pytest.MonkeyPatch.context() as patch:
-                if rank == who:
-                    patch.setattr(os, what, denied)
-                with pytest.raises(CheckpointError, match=r"cannot be written.*denied by the test"):
-                    save_consolidated(state, path)
-            dist.barrier()
-            assert os.listdir(SHARED).count(path.name) == 1
-            assert not list(SHARED.glob(".fault*")), (named, what)
-        old = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if rank == world - 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, old[1]))
-        try:
-            with (
-                on_rank(0, "_ANONYMOUS", named),
-                pytest.raises(CheckpointError, match="File too large"),
-            ):
+    for who, what in [(world - 1, "fsync"), (0, "replace"), (world - 1, "pwrite")]:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == who:
+                patch.setattr(os, what, denied)
+            with pytest.raises(CheckpointError, match=r"cannot be written.*denied by the test"):
                 save_consolidated(state, path)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, old)
         dist.barrier()
-        assert not list(SHARED.glob(".fault*")), named
+        assert os.listdir(SHARED).count(path.name) == 1
+        assert not list(SHARED.glob(".fault*")), what
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == world - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, old[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            save_consolidated(state, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    dist.barrier()
+    assert not list(SHARED.glob(".fault*"))
     assert path.read_bytes() == before
 
 
 def reads_what_any_number_of_ranks_wrote() -> None:
-    want = expected_state()
+    expected = expected_state()
     paths = sorted(SHARED.glob("*-from-*.pt"))
     assert len(paths) == 18, paths
     for path in paths:
@@ -295,19 +268,19 @@ def reads_what_any_number_of_ranks_wrote() -> None:
             continue
         for options in ({}, {"mmap": True}):
             found = torch.load(path, weights_only=True, **options)
-            assert list(found) == [*want, "again"]
+            assert list(found) == [*expected, "again"]
             assert found["again"].data_ptr() == found["float32"].data_ptr()
-            for key, value in want.items():
+            for key, value in expected.items():
                 assert same_bits(found[key], value), (path.name, key)
         with torchlift.open(path) as opened:
             assert ("float32", "again") in opened.aliases
             assert len(opened.metadata) == 4
-            for key, value in want.items():
+            for key, value in expected.items():
                 assert same_bits(opened[key], value), (path.name, key)
         assert zipfile.ZipFile(path).testzip() is None
         report = torchlift.verify(path)
         assert report.ok
-        assert len(report.checked) == sum(1 for value in want.values() if value.numel()), report
+        assert len(report.checked) == sum(1 for value in expected.values() if value.numel()), report
 
 
 def loads_on_another_number_of_ranks() -> None:
@@ -331,7 +304,7 @@ SAVES = (
     keeps_conjugate_shards_apart,
     one_bad_rank_stops_all,
     a_bad_path_of_one_rank_stops_all,
-    saves_where_a_file_must_have_a_name,
+    tells_ties_on_ranks_that_hold_nothing,
     a_fault_of_one_rank_stops_all,
 )
 LOADS = (reads_what_any_number_of_ranks_wrote, loads_on_another_number_of_ranks)

@@ -9,25 +9,16 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from torchlift._transfer import write as unfinished
-from torchlift._transfer.write import NotDurable, Unfinished, remove_debris, write_at
-
-KINDS = ("anonymous", "named")
+from torchlift._transfer import write
+from torchlift._transfer.write import AtomicFile, NotDurable, remove_debris, write_at
 
 
-@pytest.fixture(params=KINDS)
-def named(request: pytest.FixtureRequest) -> bool:
-    if request.param == "anonymous" and not (unfinished._ANONYMOUS and unfinished.machine()):
-        pytest.skip("files have names here")
-    return bool(request.param == "named")
-
-
-def test_it_appears_under_its_name_when_it_is_committed(tmp_path: Path, named: bool) -> None:
+def test_it_appears_under_its_name_when_it_is_committed(tmp_path: Path) -> None:
     """With the mode of an ordinary file, in place of an older one; before, the older one stays."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    file = Unfinished(str(path), named=named)
-    descriptor = file.address().open()
+    file = AtomicFile(str(path))
+    descriptor = os.open(file.temporary, os.O_WRONLY)
     write_at(descriptor, b"world", 6)
     write_at(file.descriptor, memoryview(b"hello "), 0)
     os.close(descriptor)
@@ -41,17 +32,17 @@ def test_it_appears_under_its_name_when_it_is_committed(tmp_path: Path, named: b
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
-def test_nothing_is_left_when_it_is_not_committed(tmp_path: Path, named: bool) -> None:
+def test_nothing_is_left_when_it_is_not_committed(tmp_path: Path) -> None:
     """Closing is enough, and may come twice."""
-    file = Unfinished(str(tmp_path / "x"), named=named)
-    assert len(os.listdir(tmp_path)) == int(named)
+    file = AtomicFile(str(tmp_path / "x"))
+    assert len(os.listdir(tmp_path)) == 1
     file.close()
     file.close()
     assert os.listdir(tmp_path) == []
 
 
 def test_bytes_then_name_then_folder_are_made_durable(
-    tmp_path: Path, named: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this order: a crash must not find the name of a file whose bytes are not there."""
     steps = []
@@ -68,7 +59,7 @@ def test_bytes_then_name_then_folder_are_made_durable(
 
     monkeypatch.setattr(os, "fsync", noting_fsync)
     monkeypatch.setattr(os, "replace", noting_replace)
-    file = Unfinished(str(tmp_path / "x"), named=named)
+    file = AtomicFile(str(tmp_path / "x"))
     file.commit()
     file.close()
     assert steps == ["fsync file", "replace", "fsync folder"]
@@ -76,7 +67,7 @@ def test_bytes_then_name_then_folder_are_made_durable(
 
 def test_only_what_dead_writers_of_the_same_path_left_is_removed(tmp_path: Path) -> None:
     """Not a live writer's file, nor what merely has a similar name."""
-    live = Unfinished(str(tmp_path / "x.pt"), named=True)
+    live = AtomicFile(str(tmp_path / "x.pt"))
     ours = ".x.pt.torchlift-abcdefgh.part"
     others = [
         ".x.pt.part", ".x.pt.download.part", ".x.pt.torchlift-backup.part",
@@ -85,7 +76,8 @@ def test_only_what_dead_writers_of_the_same_path_left_is_removed(tmp_path: Path)
     for name in [*others, ours]:
         (tmp_path / name).touch()
     (tmp_path / ".x.pt.torchlift-aaaaaaaa.part").symlink_to("elsewhere")
-    assert remove_debris(str(tmp_path / "x.pt")) == [ours]
+    remove_debris(str(tmp_path / "x.pt"))
+    assert not (tmp_path / ours).exists()
     assert len(os.listdir(tmp_path)) == 1 + len(others) + 1
     live.commit()
     live.close()
@@ -93,7 +85,7 @@ def test_only_what_dead_writers_of_the_same_path_left_is_removed(tmp_path: Path)
 
 
 def test_a_rename_that_is_denied_leaves_the_old_file_alone(
-    tmp_path: Path, named: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file had a name by then; it has none any more."""
 
@@ -102,7 +94,7 @@ def test_a_rename_that_is_denied_leaves_the_old_file_alone(
 
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    file = Unfinished(str(path), named=named)
+    file = AtomicFile(str(path))
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", denied)
         with pytest.raises(PermissionError):
@@ -113,7 +105,7 @@ def test_a_rename_that_is_denied_leaves_the_old_file_alone(
 
 
 def test_a_folder_that_cannot_be_made_durable_is_told_from_a_file_that_did_not_appear(
-    tmp_path: Path, named: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new file is in place by then, and stays."""
     fsync = os.fsync
@@ -125,7 +117,7 @@ def test_a_folder_that_cannot_be_made_durable_is_told_from_a_file_that_did_not_a
 
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    file = Unfinished(str(path), named=named)
+    file = AtomicFile(str(path))
     monkeypatch.setattr(os, "fsync", denied)
     with pytest.raises(NotDurable, match="denied"):
         file.commit()
@@ -135,26 +127,26 @@ def test_a_folder_that_cannot_be_made_durable_is_told_from_a_file_that_did_not_a
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
-def test_a_file_that_is_replaced_passes_its_mode_on(tmp_path: Path, named: bool, mode: int) -> None:
+def test_a_file_that_is_replaced_passes_its_mode_on(tmp_path: Path, mode: int) -> None:
     """And nobody whom it shuts out can read the new one while it is written."""
     path = tmp_path / "x"
     path.touch()
     path.chmod(mode)
-    file = Unfinished(str(path), named=named)
+    file = AtomicFile(str(path))
     assert stat.S_IMODE(os.fstat(file.descriptor).st_mode) == mode | 0o600
-    os.close(file.address().open())
+    os.close(os.open(file.temporary, os.O_WRONLY))
     file.commit()
     file.close()
     assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, named: bool) -> None:
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
     """Also where nothing is there yet; a link that leads to itself is an error."""
     (tmp_path / "real").mkdir()
     link = tmp_path / "x"
     link.symlink_to(tmp_path / "real" / "y")
     for content in (b"new", b"newer"):
-        file = Unfinished(str(link), named=named)
+        file = AtomicFile(str(link))
         assert len(os.listdir(tmp_path)) == 2
         write_at(file.descriptor, content, 0)
         file.commit()
@@ -164,48 +156,67 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, named: bo
         assert os.listdir(tmp_path / "real") == ["y"]
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(OSError, match="symbolic links"):
-        Unfinished(str(tmp_path / "loop"), named=named)
+        AtomicFile(str(tmp_path / "loop"))
 
 
-def test_a_pipe_is_not_replaced(tmp_path: Path, named: bool) -> None:
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     """Nor a device, such as the one that swallows everything."""
     os.mkfifo(tmp_path / "x")
     with pytest.raises(FileExistsError, match="a device or a pipe"):
-        Unfinished(str(tmp_path / "x"), named=named)
+        AtomicFile(str(tmp_path / "x"))
 
 
-def test_a_name_may_be_as_long_as_the_folder_allows(tmp_path: Path, named: bool) -> None:
-    """That of the unfinished file is cut."""
+def test_a_name_may_be_as_long_as_the_folder_allows(tmp_path: Path) -> None:
+    """That of the temporary file is clipped."""
     path = tmp_path / ("ä" * 127)
-    file = Unfinished(str(path), named=named)
+    file = AtomicFile(str(path))
     file.commit()
     file.close()
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(
+def test_a_file_that_another_writer_takes_for_a_dead_one_s_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another name is drawn."""
-    if not (unfinished._ANONYMOUS and unfinished.machine()):
-        pytest.skip("files have names here")
-    names = iter(["taken000", "free0000"])
-    monkeypatch.setattr(unfinished, "_random", lambda: next(names))
-    file = Unfinished(str(tmp_path / "x"))
-    (tmp_path / ".x.torchlift-taken000.part").write_bytes(b"theirs")
+    """Between its creation and its lock nobody can tell."""
+    names = iter(["first000", "second00"])
+    lock = write.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        if not operation & write.LOCK_NB and (tmp_path / ".x.torchlift-first000.part").exists():
+            (tmp_path / ".x.torchlift-first000.part").unlink()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(write, "flock", late)
+    monkeypatch.setattr(write.secrets, "token_hex", lambda _: next(names))
+    file = AtomicFile(str(tmp_path / "x"))
+    assert os.listdir(tmp_path) == [".x.torchlift-second00.part"]
     file.commit()
     file.close()
-    assert (tmp_path / ".x.torchlift-taken000.part").read_bytes() == b"theirs"
-    assert (tmp_path / "x").read_bytes() == b""
+    assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_folder_one_may_not_write_to_and_a_folder_in_the_way_are_errors(named: bool) -> None:
+def test_a_file_of_another_writer_is_never_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if it has the name that was drawn."""
+    monkeypatch.setattr(write.secrets, "token_hex", lambda _: "taken000")
+    live = AtomicFile(str(tmp_path / "x"))
+    write_at(live.descriptor, b"theirs", 0)
+    with pytest.raises(FileExistsError):
+        AtomicFile(str(tmp_path / "x"))
+    live.commit()
+    live.close()
+    assert (tmp_path / "x").read_bytes() == b"theirs"
+
+
+def test_a_folder_one_may_not_write_to_and_a_folder_in_the_way_are_errors() -> None:
     """Before anything is written."""
     with TemporaryDirectory(dir="/tmp") as name:
         folder = Path(name, "folder")
         folder.mkdir()
         with pytest.raises(IsADirectoryError):
-            Unfinished(str(folder), named=named)
+            AtomicFile(str(folder))
         os.chmod(name, 0o755)
         folder.chmod(0o555)
         user = os.geteuid()
@@ -213,22 +224,7 @@ def test_a_folder_one_may_not_write_to_and_a_folder_in_the_way_are_errors(named:
             os.seteuid(65534)
         try:
             with pytest.raises(PermissionError):
-                Unfinished(str(folder / "x"), named=named)
+                AtomicFile(str(folder / "x"))
         finally:
             os.seteuid(user)
         assert os.listdir(folder) == []
-
-
-def test_a_file_of_anothermachine_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    """Neither by the name of the machine nor by what the same number means here."""
-    file = Unfinished(str(tmp_path / "x"))
-    address = file.address()
-    if not address.machine:
-        pytest.skip("files have names here")
-    with pytest.raises(FileNotFoundError, match="another machine"):
-        address._replace(machine="other").open()
-    with pytest.raises(FileNotFoundError, match="another file here"):
-        address._replace(inode=address.inode + 1).open()
-    file.close()
-    with pytest.raises(OSError, match=r"No such file|another file"):
-        address.open()

@@ -1,19 +1,26 @@
 """Run a function on several processes of this machine, from where no other process can import it.
 
 A function that is defined in a cell of a notebook is such a function: it travels by value, with all
-that it refers to. The same module is what runs on every rank:
+that it refers to. The same module is what torch's launcher runs, in a process of its own, and what
+runs on every rank:
 
-    python -m torch.distributed.run ... -m torchlift.distributed.ranks FOLDER SECONDS
+    python -m torchlift.distributed.ranks launch FOLDER SECONDS COUNT
+    python -m torchlift.distributed.ranks rank FOLDER SECONDS
 
-The two sides meet in a folder. The caller leaves the file ``call`` there; each rank leaves what it
-printed in ``RANK.out`` and ``RANK.err``, and in the end either ``RANK.value`` or ``RANK.error``.
+The launcher does not run in the caller's process, nor does it start the ranks from a function: it
+would replace the caller's signal handlers, could not be ended after a timeout, and each rank would
+run the caller's script once more, as ``multiprocessing`` does.
+
+All meet in a folder. The caller leaves the file ``call`` there; each rank leaves ``RANK.result``,
+what it raised or returned; the launcher leaves what they printed, and the exit codes of ranks that
+failed in ``failed``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -25,19 +32,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import TypeVar
-
-from torchlift.distributed.launch import launch_command, run_and_end
 
 T = TypeVar("T")
 
 # Seconds that a rank which failed waits for the others, so that an error of all is told by all.
 _GRACE = 1.0
-# Seconds in which the launcher surely sees that a rank failed: it looks ten times a second.
-_LOOK = 10.0
+# Seconds for the launcher to end its ranks: it needs a fraction of one, unless they refuse.
+_PATIENCE = 10.0
 # Seconds that every clock here can count to, in milliseconds of 32 bits: eleven days.
 _LONGEST = 1e6
+_MODULE = "torchlift.distributed.ranks"  # when it is run, its __name__ is another
 # The file that says that a rank is about to leave after an error.
 _OVER = "over"
 
@@ -92,18 +97,16 @@ def on_ranks(
     with tempfile.TemporaryDirectory(prefix="torchlift-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         folder.joinpath("call").write_bytes(call)
-        command = launch_command(count, "-m", __name__, place, str(timeout))
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()}
         try:
-            log = run_and_end(command, {**variables, **(environment or {})}, timeout)
+            _run(folder, timeout, count, environment or {})
         except subprocess.TimeoutExpired:
-            late = _ranks(_without_value(folder, count), count)
+            late = _ranks(sorted({*range(count)} - {*_results(folder)}), count)
             raise TimeoutError(f"{late} not done after {timeout:g} s") from None
         finally:
             for rank in range(count):
-                print(_text(folder, rank, "out"), end="")
-        _raise_failures(folder, count, log)
-        return [pickle.loads(_file(folder, rank, "value").read_bytes()) for rank in range(count)]
+                print(_printed(folder, rank, "stdout"), end="")
+        _raise_failures(folder, count)
+        return [pickle.loads(value) for _, (_, value) in sorted(_results(folder).items())]
 
 
 # ---- the caller
@@ -123,33 +126,79 @@ def _check(
             raise TypeError(f"a variable of the environment is text, and {name} is {value!r}")
 
 
-def _python_path() -> str:
-    """Modules that a script has beside it, or a test runner added, are found on the ranks too."""
-    return os.pathsep.join(filter(None, sys.path))
+def _run(folder: Path, timeout: float, count: int, environment: Mapping[str, str]) -> None:
+    """Run the launcher, and end it and its ranks after `timeout` seconds.
+
+    The ranks inherit a pipe as stdin, into which nothing is ever written. It is closed when this
+    process is gone, in whatever way: a rank that reads from it then knows that it should leave.
+    """
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        # Modules that a script has beside it, or a test runner added, are found on the ranks too.
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        # In the order in which a rank and its child processes print, whatever the locale can write.
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
+        **environment,
+    }
+    command = [sys.executable, "-m", _MODULE, "launch", str(folder), str(timeout), str(count)]
+    with (
+        open(folder / "log", "wb") as log,
+        subprocess.Popen(
+            command,
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            # An interrupt of a terminal or a notebook is for the caller, which then ends the rest.
+            start_new_session=True,
+        ) as launcher,
+    ):
+        assert launcher.stdin is not None
+        try:
+            launcher.wait(timeout)
+        finally:
+            # To kill its process group would not do: it starts each rank in a session of its own.
+            launcher.stdin.close()
+            launcher.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(_PATIENCE)
+            launcher.kill()
 
 
-def _raise_failures(folder: Path, count: int, log: str) -> None:
-    failed = {rank: _text(folder, rank, "error") for rank in range(count)}
-    failed = {rank: text for rank, text in failed.items() if text}
-    # The launcher alone sees how a rank died. The others then fail too, for no reason of their own.
-    first = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", log, re.DOTALL)
-    if first and int(first[1]) not in failed:
-        said = _text(folder, int(first[1]), "err")
-        died = f"{_ranks([int(first[1])], count)} {_death(int(first[2]))}"
-        raise RuntimeError(f"{died}\n{said}".rstrip())
+def _results(folder: Path) -> dict[int, tuple[str, bytes]]:
+    """Return rank -> (traceback or an empty text, pickled value) of the ranks that are done."""
+    return {int(path.stem): pickle.loads(path.read_bytes()) for path in folder.glob("*.result")}
+
+
+def _raise_failures(folder: Path, count: int) -> None:
+    """Raise one error for all that raised, died, or left no result."""
+    results, codes = _results(folder), folder / "failed"
+    exits = json.loads(codes.read_bytes()) if codes.exists() else []
+    failed = {rank: text for rank, (text, _) in sorted(results.items()) if text}
+    for rank, code in sorted(exits):
+        if rank not in failed:  # it died, and then the others fail for no reason of their own
+            printed = _printed(folder, rank, "stderr")
+            raise RuntimeError(f"{_ranks([rank], count)} {_death(code)}\n{printed}".rstrip())
     if failed:
         texts = "".join(f"\n[rank {rank}] {text}".rstrip() for rank, text in failed.items())
-        raise RuntimeError(f"{_ranks(failed, count)} failed{texts}")
-    missing = _without_value(folder, count)
+        raise RuntimeError(f"{_ranks([*failed], count)} failed{texts}")
+    missing = [rank for rank in range(count) if rank not in results]
     if missing:
+        log = folder.joinpath("log").read_text(encoding="utf-8", errors="replace")
         raise RuntimeError(f"{_ranks(missing, count)} left no result\n{log}".rstrip())
 
 
-def _without_value(folder: Path, count: int) -> list[int]:
-    return [rank for rank in range(count) if not _file(folder, rank, "value").exists()]
+def _printed(folder: Path, rank: int, stream: str) -> str:
+    """Return what a rank printed, from where torch's launcher has put it."""
+    return "".join(
+        path.read_text(encoding="utf-8", errors="replace")
+        for path in folder.glob(f"*/attempt_0/{rank}/{stream}.log")
+    )
 
 
-def _ranks(which: Sequence[int] | Mapping[int, object], count: int) -> str:
+def _ranks(which: Sequence[int], count: int) -> str:
     return f"rank{'s' if len(which) > 1 else ''} {', '.join(map(str, which))} of {count}"
 
 
@@ -159,21 +208,10 @@ def _death(exit_code: int) -> str:
     return f"was ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
 
 
-# ---- both
+# ---- the caller and a rank
 
 
 def _packed(content: object, what: str) -> bytes:
-    dumps = _cloudpickle().dumps
-    try:
-        packed: bytes = dumps(content)
-    except Exception as error:
-        raise TypeError(
-            f"{what} cannot be sent to another process: {type(error).__name__}: {error}"
-        ) from None
-    return packed
-
-
-def _cloudpickle() -> ModuleType:
     try:
         import cloudpickle
     except ModuleNotFoundError as error:
@@ -182,68 +220,68 @@ def _cloudpickle() -> ModuleType:
             'installed: pip install "torchlift[recipes]"',
             name="cloudpickle",
         ) from error
-    module: ModuleType = cloudpickle
-    return module
+    try:
+        packed: bytes = cloudpickle.dumps(content)
+    except Exception as error:
+        raise TypeError(
+            f"{what} cannot be sent to another process: {type(error).__name__}: {error}"
+        ) from None
+    return packed
 
 
-def _file(folder: Path, rank: int, kind: str) -> Path:
-    return folder / f"{rank}.{kind}"
+# ---- the launcher
 
 
-def _text(folder: Path, rank: int, kind: str) -> str:
-    with suppress(FileNotFoundError):
-        return _file(folder, rank, kind).read_text(encoding="utf-8", errors="replace")
-    return ""
+def _launch(name: str, timeout: str, count: str) -> None:
+    """Start the ranks and wait for them."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logs = DefaultLogsSpecs(name, redirects=Std.ALL)
+    config = LaunchConfig(1, 1, int(count), logs, run_id="ranks", max_restarts=0)
+    config.rdzv_backend, config.rdzv_endpoint = "c10d", "localhost:0"  # on a free port
+    try:
+        elastic_launch(config, sys.executable)("-m", _MODULE, "rank", name, timeout)
+    except ChildFailedError as error:
+        codes = [(rank, failure.exitcode) for rank, failure in error.failures.items()]
+        Path(name, "failed").write_text(json.dumps(codes), encoding="utf-8")
 
 
 # ---- a rank
 
 
-def _main(name: str, timeout: str) -> None:
-    """The life of a rank. It does not return."""
-    folder, rank = Path(name), int(os.environ["RANK"])
+def _live(name: str, timeout: str) -> None:
+    """Call the function on this rank, and leave its result; it does not return."""
+    folder = Path(name)
     _leave_with_the_caller()
-    _redirect(folder, rank)
+    error, value = "", b""
     try:
-        kind, content = "value", _call(folder, timedelta(seconds=float(timeout)))
-    except BaseException as error:
-        kind, content = "error", _traceback(error).encode()
-    sys.stdout.flush()
-    sys.stderr.flush()
+        value = _call(folder, timedelta(seconds=float(timeout)))
+    except BaseException as failure:
+        error = _traceback(failure)
     if folder.joinpath(_OVER).exists():
-        # Another rank has failed and left: the launcher ends this one, and must see that one first.
-        time.sleep(_LOOK)
-    _write(_file(folder, rank, kind), content)
-    _wait_for_all(folder, _GRACE if kind == "error" else float(timeout))
-    if kind == "error":
+        os._exit(0)  # another rank has failed and left: this one is not to blame for losing it
+    part = folder / f"{os.environ['RANK']}.part"
+    part.write_bytes(pickle.dumps((error, value)))
+    part.replace(part.with_suffix(".result"))
+    _wait_for_all(folder, _GRACE if error else float(timeout))
+    if error:
         folder.joinpath(_OVER).touch()
     # The group's threads may still run when the interpreter is torn down, and then abort.
-    os._exit(kind == "error")
+    os._exit(bool(error))
 
 
 def _leave_with_the_caller() -> None:
+    """Watch the pipe that is this rank's stdin, of which the function is to see nothing."""
     lifeline = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def wait() -> None:
         os.read(lifeline, 1)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _redirect(folder: Path, rank: int) -> None:
-    """The streams themselves: what C code and child processes print is kept as well."""
-    with (
-        open(os.devnull, "rb") as nothing,
-        open(_file(folder, rank, "out"), "wb") as out,
-        open(_file(folder, rank, "err"), "wb") as err,
-    ):
-        for number, file in enumerate((nothing, out, err)):
-            os.dup2(file.fileno(), number)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(  # type: ignore[union-attr]
-            encoding="utf-8", errors="backslashreplace", line_buffering=True
-        )
 
 
 def _call(folder: Path, timeout: timedelta) -> bytes:
@@ -257,32 +295,27 @@ def _call(folder: Path, timeout: timedelta) -> bytes:
 
 
 def _traceback(error: BaseException) -> str:
-    """Without the frames of this file."""
+    """Return the traceback without the frames of this file."""
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Under its name only when it is complete: others look whether it is there."""
-    part = path.with_suffix(".part")
-    part.write_bytes(content)
-    part.replace(path)
-
-
 def _wait_for_all(folder: Path, seconds: float) -> None:
-    """Nobody leaves while another one may still talk to it.
+    """Stay while another rank may still talk to this one.
 
     A barrier of the group would not do: the function may have destroyed the group.
     """
     end = time.monotonic() + seconds
-    count = int(os.environ["WORLD_SIZE"])
     while time.monotonic() < end and not folder.joinpath(_OVER).exists():
-        if sum(path.suffix in (".value", ".error") for path in folder.iterdir()) == count:
+        if len(list(folder.glob("*.result"))) == int(os.environ["WORLD_SIZE"]):
             return
         time.sleep(0.02)
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    if sys.argv[1] == "launch":
+        _launch(*sys.argv[2:])
+    else:
+        _live(*sys.argv[2:])

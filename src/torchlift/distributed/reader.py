@@ -1,4 +1,4 @@
-"""`CheckpointReader`: what `torchlift.open` reads, for ``torch.distributed.checkpoint``."""
+"""Let ``torch.distributed.checkpoint`` load what `torchlift.open` reads: `CheckpointReader`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.ranks import portable, world_of
 from torchlift._transfer import read as transfer
 from torchlift._transfer.read import is_readable, requests_for
-from torchlift.errors import CheckpointError, FormatError
+from torchlift.errors import CheckpointError
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import cut
 
 
 class CheckpointReader(StorageReader):
-    """Reads a checkpoint of any format for ``torch.distributed.checkpoint.load``.
+    """Read a checkpoint of any format for ``torch.distributed.checkpoint.load``.
 
     The state dict may be laid out over any mesh. Each rank reads the byte ranges of its own shards,
     whether the checkpoint is one ``.pt`` file, sharded safetensors, or a DCP directory that was
@@ -68,7 +68,7 @@ class CheckpointReader(StorageReader):
             self._open(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds, in the terms of DCP.
+        """Describe what the checkpoint holds in the terms of DCP.
 
         Raises:
             CheckpointError: it could not be opened.
@@ -97,14 +97,14 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing: the index is all that is needed."""
+        """Do nothing: the index is all that is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -112,7 +112,7 @@ class CheckpointReader(StorageReader):
 
         Raises:
             IntegrityError: a file changed or could not be read.
-            FormatError: the plan asks for what the checkpoint does not hold.
+            KeyError: a planner that does not look at the metadata asks for what is not there.
         """
         views = MappedViews(self._ckpt.index)
         requests: list[transfer.Request] = []
@@ -123,13 +123,13 @@ class CheckpointReader(StorageReader):
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, self._object(key))
                     continue
-                part = self._part(key, item)
+                entry = _box_of(self._ckpt.entries[key], item)
                 target = planner.resolve_tensor(item).detach()
                 targets.append((item, target))
-                if target.is_contiguous() and is_readable(part):
-                    requests += requests_for(part, target.view(-1), dtype_of(part, self.path))
+                if target.is_contiguous() and is_readable(entry):
+                    requests += requests_for(entry, target.view(-1), dtype_of(entry, self.path))
                 else:
-                    views.fill(target, part)
+                    views.fill(target, entry)
             transfer.read(requests, views.files)
         finally:
             views.close()
@@ -141,7 +141,7 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether there is such a file or directory."""
+        """Return whether there is such a file or directory."""
         return os.path.exists(checkpoint_id)
 
     def _open(self, path: str | os.PathLike[str] | Checkpoint) -> None:
@@ -149,7 +149,7 @@ class CheckpointReader(StorageReader):
         self.path = path.path if isinstance(path, Checkpoint) else os.fspath(path)
         try:
             if isinstance(path, Checkpoint):
-                self._ckpt = path if self.root is None else Checkpoint(path.index, root=self.root)
+                self._ckpt = Checkpoint(path.index, root=self.root)
             else:
                 self._ckpt = open_checkpoint(path, root=self.root)
             self.path = self._ckpt.path
@@ -160,28 +160,22 @@ class CheckpointReader(StorageReader):
             self._problem = portable(error)
 
     def _object(self, key: str) -> io.BytesIO:
-        if key not in self._ckpt.objects:
-            raise self._lacks(key)
         stream = io.BytesIO()
         torch.save(self._ckpt.objects[key], stream)
         stream.seek(0)
         return stream
 
-    def _part(self, key: str, item: ReadItem) -> TensorEntry:
-        """The entry of the box that an item asks for."""
-        entry = self._ckpt.entries.get(key)
-        if entry is None:
-            raise self._lacks(key)
-        # Offsets count from the chunk that the item names.
-        start = item.storage_index.offset or (0,) * len(entry.shape)
-        first = [a + b for a, b in zip(start, item.storage_offsets, strict=True)]
-        return cut(entry, [[(a, a + n)] for a, n in zip(first, item.lengths, strict=True)])
 
-    def _lacks(self, key: str) -> FormatError:
-        return FormatError("the checkpoint does not hold this", file=self.path, entry=key)
+def _box_of(entry: TensorEntry, item: ReadItem) -> TensorEntry:
+    """Return the entry of the box that an item asks for."""
+    # Offsets count from the chunk that the item names.
+    start = item.storage_index.offset or (0,) * len(entry.shape)
+    first = [a + b for a, b in zip(start, item.storage_offsets, strict=True)]
+    return cut(entry, [[(a, a + n)] for a, n in zip(first, item.lengths, strict=True)])
 
 
 def _boxes(entry: TensorEntry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return (offset, shape) of each chunk of a tensor."""
     if len(entry.chunks) > 1:
         return [(chunk.start, chunk.shape) for chunk in entry.chunks]
     return [((0,) * len(entry.shape), entry.shape)]

@@ -1,15 +1,16 @@
-"""One consolidated file from a mesh, every rank writing its own byte ranges of it.
+"""Save one consolidated file from a mesh, every rank writing its own byte ranges of it.
 
-Here is who does what when, and how it is undone; where things lie in the file is for `layouts`, and
-how a file is written in secret for `unfinished`.
+Here is who does what when, and how it is undone. What the file holds is for `torchlift._save`,
+where things lie in it for `torchlift.formats`, how it appears whole for `torchlift._transfer`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,14 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._model.ranks import Circle, rank, settle
-from torchlift._transfer.write import Address, NotDurable, Unfinished, write_at
-from torchlift.distributed.contents import Contents
-from torchlift.distributed.destination import Destination, require_one
-from torchlift.distributed.outline import Outline
-from torchlift.distributed.parts import parts_of
+from torchlift._model.dtensor import Spans, blocks, everything, held, is_dtensor, spans_of
+from torchlift._model.ranks import Circle, rank, world_of
+from torchlift._save import Contents
+from torchlift._transfer.write import AtomicFile, NotDurable, write_at
 from torchlift.errors import CheckpointError, PlacementError
+from torchlift.formats import Chunk, TensorEntry
+from torchlift.formats.boxes import cut, row_major, runs
 from torchlift.formats.crc import PartialCrc, whole_crc
+from torchlift.formats.layout import Stored
+
+_BLOCK = 16 << 20  # bytes that are moved from an accelerator, or made dense, at a time
 
 
 def save_consolidated(
@@ -36,10 +40,10 @@ def save_consolidated(
 ) -> int:
     """Write a sharded model to one file that any program reads as an ordinary one.
 
-    All ranks call it with the same names. Each writes the bytes of its own shards into one file,
-    and of what several ranks hold each writes a part; no weight travels between ranks and none is
-    put together in memory: beside them a rank needs some 32 MiB, whatever their strides. The folder
-    of the path must be the same one on every rank.
+    All ranks call it with the same names. Each writes the bytes of its own shards into one file;
+    of what several ranks hold they take turns, 16 MiB at a time. No weight travels between ranks
+    and none is put together in memory: beside them a rank needs some 32 MiB, whatever their
+    strides. The folder of the path must be the same one on every rank.
 
     **A torch file** is what ``torch.save`` would write: ``torch.load`` reads it with
     ``weights_only=True`` and with ``mmap=True``. Each rank sums up its own ranges, and from the
@@ -53,14 +57,13 @@ def save_consolidated(
     holds tensors only.
 
     **Faults.** The file appears under its name, replacing an older one, when every rank has written
-    everything and the disk has it. Until then it has no name where all ranks run on one machine
-    and the file system knows ``O_TMPFILE``: whatever kills them, the kernel frees it. Elsewhere,
-    and for the moment in which it is renamed, it is called ``.NAME.torchlift-RANDOM.part``. Ranks
-    that survive an error remove it; when all are killed at once, the next save to the same path
-    does, since nobody holds its lock (``flock``) any more. A rank that dies is noticed when the
-    process group notices: at once where connections break, else after its timeout. Two faults can
-    come when the new file is in place: a rank dies before it has heard so, and the folder cannot be
-    flushed to the disk (``fsync``). The message says so.
+    everything and the disk has it. Until then it is called ``.NAME.torchlift-RANDOM.part``, in the
+    same folder. Ranks that survive an error remove it. When all are killed at once (``kill -9``, a
+    crash of the machine), it stays until the next save to the same path removes it, since nobody
+    holds its lock (``flock``) any more. A rank that dies is noticed when the process group notices:
+    at once where connections break, else after its timeout. Two faults can come when the new file
+    is in place: a rank dies before it has heard so, and the folder cannot be flushed to the disk
+    (``fsync``). The message says so.
 
     Args:
         obj: a module, whose ``state_dict`` is saved, or a mapping from name to tensor.
@@ -98,11 +101,32 @@ def save_consolidated(
         torch.Size([2, 3])
     """
     given = metadata if metadata is not None else {}
-    return _Saver(path, lambda target: Contents(obj, target, format, given)).run()
+    return _Saver(path, partial(Contents, obj, format=format, metadata=given)).run()
+
+
+class _RankSummary(NamedTuple):
+    """What one rank sees of a state dict, in a few bytes.
+
+    Attributes:
+        digest: of the format and of all names, kinds and whole shapes, in order.
+        same_as: name -> an earlier name that is the same tensor here, or None where this rank holds
+            no values of it. Names that are in neither case are left out.
+    """
+
+    digest: bytes
+    same_as: dict[str, str | None]
+
+
+class _Begun(NamedTuple):
+    """What rank 0 tells of the file that it has created."""
+
+    path: str  # of the file to be, links followed
+    temporary: str  # path of the temporary one
+    length: int  # see `Contents.lay_out`
 
 
 class _Written(NamedTuple):
-    """What a rank reports when it has written its parts."""
+    """What a rank reports when it has written its byte ranges."""
 
     nbytes: int
     sums: array[int]  # for each payload, where the layout asks for them
@@ -114,39 +138,31 @@ class _Saver:
     ) -> None:
         self.given = path
         self.make = make
-        self.path: str | None = None
+        self.path = ""
         self.rank = rank()
-        self.file: Unfinished | None = None  # on rank 0
-        self.address: Address | None = None  # on all
+        self.temporary = ""  # path of the temporary file on this rank
+        self.file: AtomicFile | None = None  # on rank 0
 
     def run(self) -> int:
-        """The steps, after each of which every rank knows whether all are well."""
+        """Take the steps; after each of them every rank knows whether all ranks are well."""
         try:
-            described = self._together(self._describe)
-            # From what all know, all draw one conclusion: they raise together without a word more.
-            require_one([destination for _, destination in described])
-            self.contents.agree([outline for outline, _ in described])
-            length = self._together(self._lay_out)[0]
-            self._open()
-            written = self._together(partial(self._write, length))
-            self._together(lambda: self._commit(written))
+            summaries = self._together(self._describe)
+            # All ranks know the same, so they raise together without another exchange.
+            self.owners = _owners(self.contents, summaries)
+            begun = self._together(self._begin)[0]
+            self._together(partial(self._join, begun))
+            written = self._together(partial(self._write, begun.length))
+            self._together(partial(self._commit, written))
         except BaseException:
             # Rank 0 may be the one that died, and cannot remove what it has created.
-            if self.address is not None and not self.address.machine:
+            if self.temporary:
                 with suppress(OSError):
-                    os.unlink(self.address.path)
+                    os.unlink(self.temporary)
             raise
         finally:
             if self.file is not None:
                 self.file.close()
         return int(written[self.rank].nbytes)
-
-    def _describe(self) -> tuple[Outline, Destination]:
-        """Whatever this rank's arguments may make fail is here, where the others learn of it."""
-        self.path = os.fsdecode(self.given)  # for an error, if there is no current folder any more
-        self.path = os.path.abspath(self.path)
-        self.contents = self.make(self.path)
-        return self.contents.describe(), Destination.of(self.path)
 
     def _together(self, step: Callable[[], Any]) -> list[Any]:
         """Run one step on all ranks; return what each got, or raise what any of them met."""
@@ -155,83 +171,76 @@ class _Saver:
         try:
             value = step()
         except NotDurable as failure:
-            error = self._error("the new file is in place, but its folder is not durable", failure)
-            error.hint = "Save again: a crash of the machine may bring the older file back."
+            reason = "the new file is in place, but its folder is not durable"
+            hint = "Save again: a crash of the machine may bring the older file back."
+            error = self._error(reason, failure, hint)
         except OSError as failure:
             error = self._error("the file cannot be written", failure)
         except BaseException as failure:
             error = failure
         try:
-            known, values = Circle.of_all().exchange(error, value)
+            values = Circle.of_all().agree(error, value)
         except RuntimeError as failure:
-            lost = self._error("another rank died or does not answer", failure)
-            lost.hint = "The file is the old one, or the complete new one if that rank was last."
-            raise lost from (error or failure)
-        settle(known, error)
-        if error is not None:
-            raise error
+            if failure is error:
+                raise
+            hint = "The file is the old one, or the complete new one if that rank was last."
+            raise self._error("another rank died or does not answer", failure, hint) from failure
         return [values[who] for who in sorted(values)]
 
-    def _error(self, reason: str, cause: Exception) -> CheckpointError:
-        error = CheckpointError(reason, file=self.path, found=str(cause).partition("\n")[0])
+    def _error(self, reason: str, cause: Exception, hint: str | None = None) -> CheckpointError:
+        found = str(cause).partition("\n")[0]
+        error = CheckpointError(reason, file=self.path, found=found, hint=hint)
         error.__cause__ = cause
         return error
 
-    def _lay_out(self) -> int:
-        """On rank 0, which makes the frame; the others need to know how long the pickle is."""
-        if self.rank != 0:
-            return 0
-        self.layout, length = self.contents.lay_out()
-        return length
+    def _describe(self) -> _RankSummary:
+        """Check the arguments here, where the other ranks learn of an error."""
+        self.path = os.fsdecode(self.given)  # for an error, if there is no current folder any more
+        self.path = os.path.abspath(self.path)
+        self.contents = self.make(self.path)
+        return _summary(self.contents)
 
-    def _open(self) -> None:
-        """Let rank 0 create the file, with a name if some rank does not reach it without."""
-        for named in (False, True):
-            self.address = self._together(partial(self._create, named))[0]
-            if all(self._together(self._is_in_reach)):
-                return
-        raise CheckpointError(
-            "the folder is not the same on all ranks",
-            file=self.path,
-            hint="Save to a file system that all machines share.",
-        )
-
-    def _create(self, named: bool) -> Address | None:
+    def _begin(self) -> _Begun | None:
+        """Let rank 0 lay the file out and create it."""
         if self.rank != 0:
             return None
-        if self.file is not None:
-            self.file.close()
-        assert self.path is not None
-        self.file = Unfinished(self.path, named=named)
+        self.layout, length = self.contents.lay_out(self.owners)
+        self.file = AtomicFile(self.path)
         os.truncate(self.file.descriptor, self.layout.nbytes)
-        return self.file.address()
+        return _Begun(os.path.realpath(self.path), self.file.temporary, length)
 
-    def _is_in_reach(self) -> bool:
-        assert self.address is not None
-        try:
-            os.close(self.address.open())
-        except OSError:
-            return False
-        return True
+    def _join(self, begun: _Begun) -> None:
+        """Look for the temporary file beside this rank's path.
+
+        Nobody else has its random name: a rank that sees it is in the same folder, whatever that is
+        called here and on whichever machine it is.
+        """
+        own = os.path.realpath(self.path)
+        folder, name = os.path.split(own)
+        self.temporary = os.path.join(folder, os.path.basename(begun.temporary))
+        if name != os.path.basename(begun.path) or not os.path.exists(self.temporary):
+            raise PlacementError(
+                "the ranks do not save to the same path",
+                expected=f"{begun.path}, as on rank 0",
+                found=f"{own} on rank {self.rank}",
+                hint="Pass one path on all ranks, on a file system that all machines share; a "
+                "relative path depends on the current folder.",
+            )
 
     def _write(self, length: int) -> _Written:
-        """Write this rank's parts of every payload, and sum them up where sums are wanted."""
-        assert self.address is not None
+        """Write this rank's byte ranges of every payload, and sum them up where sums are needed."""
         if self.rank != 0:
-            self.layout, _ = self.contents.lay_out(length)
+            self.layout, _ = self.contents.lay_out(self.owners, length)
         nbytes, sums = 0, array("I")
-        descriptor = self.address.open()
+        descriptor = os.open(self.temporary, os.O_WRONLY)
         try:
             for turn, (stored, start) in enumerate(self.layout.payloads):
-                tensor = self.contents.state[stored.key]
-                assert isinstance(tensor, torch.Tensor)
                 total = PartialCrc(stored.nbytes)
-                for offset, piece in parts_of(tensor, stored, turn):
-                    view = _view(piece)
-                    write_at(descriptor, view, start + offset)
-                    nbytes += len(view)
+                for offset, data in _own_bytes(self.contents.state[stored.key], stored, turn):
+                    write_at(descriptor, data, start + offset)
+                    nbytes += len(data)
                     if self.layout.checked:
-                        total.add(offset, view)
+                        total.add(offset, data)
                 if self.layout.checked:
                     sums.append(total.value())
             os.fsync(descriptor)
@@ -240,11 +249,11 @@ class _Saver:
         return _Written(nbytes, sums)
 
     def _commit(self, written: list[_Written]) -> None:
-        """Write what is not weights, and let the file appear."""
+        """Let rank 0 write what is not weights, and let the file appear."""
         if self.file is None:
             return
         tensors = [stored for stored, _ in self.layout.payloads]
-        expected, found = sum(t.nbytes for t in tensors), sum(part.nbytes for part in written)
+        expected, found = sum(t.nbytes for t in tensors), sum(of_rank.nbytes for of_rank in written)
         if found != expected:
             raise PlacementError(
                 "a DTensor's mesh leaves out rank 0, so that some values are nobody's to write",
@@ -253,19 +262,121 @@ class _Saver:
                 found=f"{found} bytes",
                 hint="Put the tensors on a mesh that all ranks are in.",
             )
-        sums = (
-            [
-                whole_crc(tensor.nbytes, parts)
-                for tensor, *parts in zip(tensors, *(part.sums for part in written), strict=True)
-            ]
-            if self.layout.checked
-            else []
-        )
-        for offset, data in self.layout.frame(sums):
+        sums = zip(tensors, *(of_rank.sums for of_rank in written), strict=self.layout.checked)
+        whole = [whole_crc(tensor.nbytes, parts) for tensor, *parts in sums]
+        for offset, data in self.layout.frame(whole):
             write_at(self.file.descriptor, data, offset)
         self.file.commit()
 
 
-def _view(data: torch.Tensor) -> memoryview:
-    """The tensor's memory; through NumPy it would need NumPy."""
-    return memoryview((ctypes.c_char * data.numel()).from_address(data.data_ptr())).cast("B")
+def _summary(contents: Contents) -> _RankSummary:
+    """Describe a state dict to the other ranks."""
+    described = [(key, contents.tensors.get(key)) for key in contents.state]
+    digest = hashlib.sha256(repr((contents.format, described)).encode()).digest()
+    first: dict[object, str] = {}
+    same_as: dict[str, str | None] = {}
+    for key in contents.tensors:
+        tensor = contents.state[key]
+        local = held(tensor)
+        if not local.numel():
+            same_as[key] = None
+            continue
+        spread = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+        # A conjugate or negative view has the memory of its whole, and other values.
+        values = (local.dtype, local.is_conj(), local.is_neg(), local.shape, local.stride())
+        memory = (local.device, local.data_ptr(), *values, tensor.shape, spread)
+        if first.setdefault(memory, key) != key:
+            same_as[key] = first[memory]
+    return _RankSummary(digest, same_as)
+
+
+def _owners(contents: Contents, summaries: Sequence[_RankSummary]) -> dict[str, str]:
+    """Return name -> the first name that is the same tensor on every rank which holds some of it.
+
+    A rank sees that two names are one tensor by their memory, but only where it holds values. All
+    ranks draw the same conclusion from what all of them see.
+
+    Raises:
+        PlacementError: the ranks do not save the same names.
+    """
+    for who, summary in enumerate(summaries):
+        if summary.digest != summaries[0].digest:
+            raise PlacementError(
+                "the ranks do not save the same tensors to the same format",
+                expected="names, dtypes and whole shapes equal and in the same order on all ranks",
+                found=f"rank {who} differs from rank 0",
+                hint="Give every rank the state dict of the whole model, with DTensors for its "
+                "shards.",
+            )
+    concerned = {key for summary in summaries for pair in summary.same_as.items() for key in pair}
+    first: dict[tuple[str | None, ...], str] = {}
+    owners = {}
+    for key in filter(concerned.__contains__, contents.tensors):
+        seen = tuple(summary.same_as.get(key, key) for summary in summaries)
+        if any(name is not None for name in seen) and first.setdefault(seen, key) != key:
+            owners[key] = first[seen]
+    return owners
+
+
+def _own_bytes(tensor: torch.Tensor, stored: Stored, turn: int) -> Iterator[tuple[int, memoryview]]:
+    """Read the bytes of a tensor that this rank writes; no byte of it is another rank's, too.
+
+    A whole tensor is never copied, however it lies in memory.
+
+    Args:
+        tensor: a DTensor, or a plain tensor that every rank has.
+        stored: the whole tensor.
+        turn: a number that is the same on all ranks and differs from tensor to tensor; ranks that
+            hold the same values take turns.
+
+    Yields:
+        (offset in the tensor's bytes, bytes), which are valid until the next are asked for.
+
+    Raises:
+        PlacementError: it holds partial sums.
+    """
+    local = held(tensor).detach()
+    ranges, number, copies = _copies(stored.key, tensor)
+    if not local.numel() or not copies:
+        return
+    shape, size = stored.shape, local.itemsize
+    chunk = Chunk("", 0, stored.nbytes, (0,) * len(shape), shape)
+    whole = TensorEntry(
+        stored.key, stored.dtype, shape, row_major(shape), stored.nbytes, "cpu", "", (chunk,)
+    )
+    mine = cut(whole, ranges)
+    limit = max(1, _BLOCK // size)
+    # One for all blocks: the C library would hold on to five that are made in a row.
+    buffer = torch.empty(0, dtype=local.dtype, device=local.device)
+    for at, block in enumerate(blocks(local.shape, limit)):
+        if (turn + at) % copies != number:
+            continue
+        values = local[tuple(slice(*span) for span in block)]
+        if not values.is_contiguous() or values.is_conj() or values.is_neg():
+            if not buffer.numel():
+                buffer.resize_(min(limit, local.numel()))
+            values = buffer[: values.numel()].view(values.shape).copy_(values)
+        values = values.cpu()
+        data = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+        view = memoryview(data).cast("B")  # through NumPy it would need NumPy
+        for run in runs(cut(mine, [[span] for span in block])):
+            yield run.offset, view[run.at * size : (run.at + run.numel) * size]
+
+
+def _copies(key: str, tensor: torch.Tensor) -> tuple[Spans, int, int]:
+    """Return what this rank holds, its number among the ranks that hold the same, and their count.
+
+    The count is 0 where another mesh holds the same and writes.
+    """
+    if not is_dtensor(tensor):
+        return everything(tensor.shape), *world_of()
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None or 0 not in mesh.mesh.flatten().tolist():
+        # Of several meshes side by side that hold the same, the one with the first rank writes.
+        return (), 0, 0
+    number, copies = 0, 1
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            number = number * mesh.size(axis) + coordinate[axis]
+            copies *= mesh.size(axis)
+    return spans_of(tensor, key), number, copies
