@@ -181,15 +181,6 @@ def layouts_that_differ_on_one_rank() -> None:
 
 
 @check
-def a_model_that_is_none_where_rank_0_sends() -> None:
-    """All processes take part then, whatever their models are."""
-    model, optimizer = built("plain")
-    states = cloned(ours.get_state_dict(model, optimizer))
-    for load in setters(one_of(None, model), optimizer, states).values():
-        everybody_raises(partial(load, options=FROM_0), TypeError, "must be a torch.nn.Module")
-
-
-@check
 def a_broadcast_that_half_of_the_ranks_know_nothing_of() -> None:
     """Their model lies on a mesh of their own, and so its ranks would wait for each other only."""
     half = dist.get_world_size() // 2
