@@ -1,0 +1,156 @@
+"""Every private name of torch that the library uses: a test fails with the name that moved."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchlift
+from torchlift._model import torch_private as private
+
+
+def test_use_count_counts_who_holds_the_content() -> None:
+    """A view does."""
+    tensor = torch.zeros(2)
+    before = private.use_count(tensor)
+    view = tensor.view(1, 2)
+    assert private.use_count(tensor) == before + 1
+    assert view.shape == (1, 2)
+
+
+def test_storage_key_and_uses_tell_who_shares_memory() -> None:
+    """Two tensors over one memory have one key, and count twice."""
+    tensor = torch.zeros(2)
+    key = private.storage_key(tensor)
+    before = private.storage_uses(key)
+    other = tensor.detach()
+    assert private.storage_key(other) == key != private.storage_key(torch.zeros(2))
+    assert private.storage_uses(key) == before + 1
+
+
+def test_fits_data_says_what_data_can_be_set() -> None:
+    """A dense tensor does not take a sparse one's."""
+    assert private.fits_data(torch.zeros(2), torch.zeros(3))
+    assert not private.fits_data(torch.zeros(2), torch.zeros(2).to_sparse())
+
+
+def test_make_subclass_keeps_the_memory() -> None:
+    """The parameter is over the tensor's own bytes."""
+    tensor = torch.zeros(2)
+    made = private.make_subclass(nn.Parameter, tensor, True)
+    assert type(made) is nn.Parameter
+    assert made.requires_grad
+    assert made.data_ptr() == tensor.data_ptr()
+
+
+def test_swap_content_exchanges_two_objects() -> None:
+    """Where torch has it no more, `torch.utils.swap_tensors` serves, more slowly."""
+    assert private.swap_content is not None
+    one, two = torch.zeros(1), torch.ones(2)
+    private.swap_content(one, two)
+    assert (one.shape, two.shape) == ((2,), (1,))
+
+
+def test_flat_references_are_a_recurrent_layer_s_own() -> None:
+    """One weak reference for each weight, in the same order."""
+    layer = nn.LSTM(2, 3)
+    references = getattr(layer, private.FLAT_REFERENCES)
+    weights = getattr(layer, private.FLAT_WEIGHTS)
+    assert [reference() for reference in references] == weights
+
+
+def test_lazy_and_lazy_hook_are_those_of_lazy_modules() -> None:
+    """The hook gives a parameter its shape from the state dict."""
+    layer = nn.LazyLinear(2)
+    assert isinstance(layer.weight, private.LAZY)
+    hooks = layer._load_state_dict_pre_hooks.values()
+    assert any(
+        getattr(getattr(hook, "hook", hook), "__func__", None) is private.LAZY_HOOK
+        for hook in hooks
+    )
+
+
+def test_norm_base_is_that_of_batch_norm() -> None:
+    """It adds a counter to old files."""
+    assert isinstance(nn.BatchNorm1d(2), private.NormBase)
+
+
+def test_incompatible_keys_is_what_load_state_dict_returns() -> None:
+    """A tuple of two lists."""
+    found = nn.Linear(1, 1).load_state_dict({}, strict=False)
+    assert type(found) is private.IncompatibleKeys
+
+
+def test_compiled_and_checkpointed_modules_are_children_by_these_names() -> None:
+    """Under another name the state dict of a wrapped model would get other keys in silence."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = nn.Linear(1, 1)
+    compiled = torch.compile(model, backend="eager")
+    assert compiled._modules == {private.COMPILED: model}
+    assert checkpoint_wrapper(model)._modules == {private.CHECKPOINTED: model}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_dtensors_are_taken_apart_and_put_together() -> None:
+    """The local tensor, one like it of another dtype, and the order of mesh dimensions."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1))
+    whole = distribute_tensor(torch.arange(4.0), mesh, (Shard(0), Shard(0)))
+    local = private.local_of(whole)
+    assert torch.equal(local, torch.arange(4.0))
+    made = private.dtensor_like(whole, local.half(), grad=True, parameter=True)
+    assert isinstance(made, DTensor)
+    assert isinstance(made, nn.Parameter)
+    assert (made.dtype, made.requires_grad) == (torch.float16, True)
+    assert made.placements == whole.placements
+    assert private.shard_order(whole) == ((0, 1),)
+    assert private.shard_order(distribute_tensor(torch.ones(1), mesh, (Replicate(),) * 2)) == ()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_object_device_is_where_gloo_takes_objects() -> None:
+    """The CPU."""
+    assert torch.device(private.object_device(dist.group.WORLD)).type == "cpu"
+
+
+def test_no_other_file_uses_these_names() -> None:
+    """So that there is one place to look when torch moves one."""
+    source = Path(torchlift.__file__).parent
+    tree = ast.parse((source / "_model" / "torch_private.py").read_text(encoding="utf-8"))
+    names = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_")
+    }
+    names |= {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name.startswith("_")
+    }
+    assert len(names) > 8
+    for path in source.rglob("*.py"):
+        if path.name != "torch_private.py":
+            used = {
+                node.attr
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.Attribute)
+            }
+            assert not used & names, path
