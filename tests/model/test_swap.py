@@ -93,23 +93,23 @@ def hold_a_graph(model):
 HOLDERS = {
     hold_weakly: (
         "a weak reference to it exists",
-        "item 'it' of a dict, attribute 'followed' of an Average",
+        "item 'it' of a dict",
     ),
     hold_in_a_weak_dict: (
         "a weak reference to it exists",
-        "item 'it' of a dict, a WeakValueDictionary, attribute 'followed' of an Average",
+        "item 'it' of a dict",
     ),
     hold_as_a_weak_key: (
         "a weak reference to it exists",
-        "a dict, a WeakIdKeyDictionary, attribute 'followed' of an Average",
+        "a WeakIdKeyDictionary, as torch.compile keeps them",
     ),
     hold_a_view: (
         "a view of it is alive",
-        "a view of shape [2, 1] made by ViewBackward0 in attribute 'followed' of an Average",
+        "a view of shape [2, 1] made by ViewBackward0 in a list",
     ),
     hold_detached: (
         "another tensor shares its memory",
-        "a tensor of shape [2] in item 'it' of a dict, attribute 'followed' of an Average",
+        "a tensor of shape [2] in item 'it' of a dict",
     ),
     hold_in_a_buffer: (
         "another tensor shares its memory",

@@ -23,7 +23,7 @@ from torchlift._model.commit import (
 from torchlift._model.devices import DISK
 from torchlift._model.dtensor import home, is_sharded, shard_of_entry, shard_of_value
 from torchlift._model.handlers import handles, is_handled
-from torchlift._model.holders import REDUCER, Blocker, find, refusal
+from torchlift._model.holders import Blocker, Hold, blocked_by, refusal
 from torchlift._model.slots import Group, is_blank, is_lazy
 from torchlift._plan.match import Candidate, Match
 from torchlift._plan.report import Mode, Source
@@ -442,7 +442,7 @@ def settle(steps: Iterable[Step], asked: AnyMode) -> Iterator[Step]:
     for step in steps:
         if step.mode == "swap" or (step.mode == "copy" and not step.in_place):
             _require_handler(step)
-    found = find([step.group for step in swapped])
+    found = blocked_by([step.group for step in swapped])
     if found and asked == "swap":
         raise refusal(found, hint=_RELEASE)
     blocked = {item.key: item for item in found}
@@ -466,7 +466,7 @@ def apply(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.Tens
         raise PlacementError(error.reason, file=path, entry=step.key) from error
     if step.in_place and not is_plain(made) and not step.handled:
         # Found out only now: a transform returned a subclass for a plain, live tensor.
-        found = find([step.group])
+        found = blocked_by([step.group])
         if found:
             raise refusal(found, hint=_RELEASE)
         step = replace(step, mode="swap")
@@ -516,7 +516,7 @@ def _fallback(step: Step, blocker: Blocker | None) -> Step:
         elif step.handled or stays:
             step, way = replace(step, mode="copy"), f"copied in place, not swapped: {why}"
         else:
-            if REDUCER in blocker.holders:
+            if Hold.REDUCER in blocker.kinds:
                 raise PlacementError(
                     "cannot change its dtype or device inside DistributedDataParallel, whose hooks "
                     "would no longer see its gradient",
@@ -526,7 +526,7 @@ def _fallback(step: Step, blocker: Blocker | None) -> Step:
                     hint="Load before wrapping the module, or keep its dtype and device.",
                 )
             way = f"content set through .data, not exchanged: {why}"
-            if "memory" in blocker.reason or "view" in blocker.reason:
+            if blocker.kinds & {Hold.MEMORY, Hold.VIEW}:
                 way += "; what shares its memory keeps the old values"
         notes.append(way)
     if step.mode == "swap" and not step.handled and not stays and not tensor.is_meta:
