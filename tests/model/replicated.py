@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
 from torchlift import PlacementError, swap
+from torchlift._model.holders import Hold
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -47,10 +48,19 @@ def main(path: str) -> None:
     assert {item.key for item in blockers} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     for item in blockers:
         assert item.holders == ("the gradient hooks of a DistributedDataParallel module",), item
+        assert item.kinds == {Hold.REDUCER}
     with pytest.raises(PlacementError, match="hooks of a DistributedDataParallel module"):
         torchlift.load(model, path, mode="swap")
     with pytest.raises(PlacementError, match="Load before wrapping the module"):
         torchlift.load(model, path, dtype=torch.float64)
+    # Something else that holds a parameter does not hide the hooks.
+    view = model[2].bias.view(1, 2)
+    assert swap.preflight(model)[3].kinds == {Hold.VIEW, Hold.REDUCER}
+    only = {"2.bias": torch.load(path)["2.bias"]}
+    with pytest.raises(PlacementError, match="Load before wrapping the module"):
+        torchlift.load(model, only, dtype=torch.float64, strict=False)
+    assert view._base is model[2].bias
+    del view
     report = torchlift.load(replica, path, rename=lambda key: "module." + key)
     assert set(report.mode.values()) == {"copy"}
     other = DistributedDataParallel(fresh)

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import torch
@@ -79,28 +78,29 @@ class Held:
         group: the tensor and its slots.
         weak: how many weak references there are to the object.
         uses: how many references C++ has to its content: views, AccumulateGrad, code of others.
-        recorded: whether one of them is the node that accumulates its gradient.
         owners: how many other tensors are over its memory.
-        views: those of them that are its views and known to Python.
-        others: the rest of those that are known to Python.
-        graphs: in words, the recorded graphs that lead to it.
-        reduced: whether DistributedDataParallel has gradient hooks on it.
+        kinds: what of this forbids an exchange, after a search.
+        tensors: those found, each after its description: views and others over the memory.
+        words: who holds it, for a message.
     """
 
     group: Group
     weak: int
     uses: int
-    recorded: bool
     owners: int = 0
-    views: list[torch.Tensor] = field(default_factory=list)
-    others: list[torch.Tensor] = field(default_factory=list)
-    graphs: list[str] = field(default_factory=list)
-    reduced: bool = False
+    kinds: set[Hold] = field(default_factory=set)
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
 
     @property
     def is_free(self) -> bool:
         """Whether nobody else holds anything."""
         return self.weak <= 0 and self.uses <= 0 and self.owners <= 0
+
+    def add(self, kind: Hold, what: str, tensor: torch.Tensor) -> None:
+        """Note a tensor that a search found."""
+        self.kinds.add(kind)
+        self.tensors.append((_described(what, tensor), tensor))
 
 
 def preflight(module: nn.Module) -> list[Blocker]:
@@ -145,20 +145,22 @@ def blocked_by(groups: Sequence[Group]) -> list[Blocker]:
     if not all(item.is_free for item in counts) and gc.collect():
         counts = count(groups)
     suspects = [item for item in counts if not item.is_free]
-    words = _search(suspects, {id(group.tensor) for group in groups}) if suspects else {}
+    if suspects:
+        _name_holders(suspects, _search(suspects, {id(group.tensor) for group in groups}))
     by_class: dict[type, str | None] = {}
     found = []
     for item in counts:
-        tensor = item.group.tensor
-        reasons = {} if item.is_free else _reasons(item)
-        if type(tensor) not in by_class:
-            by_class[type(tensor)] = _class_reason(tensor)
-        reason = by_class[type(tensor)]
-        if reason is not None:
-            reasons[Hold.CLASS] = reason
-        if reasons:
-            text, holders = "; ".join(reasons.values()), tuple(words.get(id(item), ()))
-            found.append(Blocker(item.group.fqn, text, holders, frozenset(reasons)))
+        kind = type(item.group.tensor)
+        if kind not in by_class:
+            by_class[kind] = _class_reason(item.group.tensor)
+        words = {} if item.is_free else {h: h.value for h in Hold if h in item.kinds}
+        if item.weak > 1:
+            words[Hold.WEAK_REFERENCE] = f"{item.weak} weak references to it exist"
+        if reason := by_class[kind]:
+            words[Hold.CLASS] = reason
+        if words:
+            reason, holders = "; ".join(words.values()), tuple(dict.fromkeys(item.words))
+            found.append(Blocker(item.group.fqn, reason, holders, frozenset(words)))
     return found
 
 
@@ -177,40 +179,29 @@ def refusal(found: Sequence[Blocker], *, hint: str) -> PlacementError:
 
 def count(groups: Iterable[Group]) -> list[Held]:
     """Count what else holds each tensor, its content and its memory."""
-    counts = [_count(group) for group in groups if not is_lazy(group.tensor)]
-    storages: dict[int, list[Held]] = {}
-    spare: dict[int, int] = {}
-    bases: set[int] = set()
+    counts = [
+        Held(group, _weak_references(group), uses=group.tensor._use_count() - 1)  # type: ignore[attr-defined]
+        for group in groups
+        if not is_lazy(group.tensor)
+    ]
+    by_storage: dict[int, list[Held]] = {}
     for item in counts:
         tensor = item.group.tensor
         # Values on meta do not exist, so that nobody can keep old ones.
-        if tensor.is_meta or tensor.layout != torch.strided or not is_plain(tensor):
-            continue
-        key = tensor.untyped_storage()._cdata
-        storages.setdefault(key, []).append(item)
+        if not tensor.is_meta and tensor.layout == torch.strided and is_plain(tensor):
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(item)
+    # The full tensor behind an expanded buffer, as long as nobody but the view holds it.
+    unreferenced = sys.getrefcount(torch.zeros(1).expand(2)._base)
+    for items in by_storage.values():
+        tensors = [item.group.tensor for item in items]
+        views = [tensor for tensor in tensors if tensor._is_view()]
+        bases = {id(view._base) for view in views if sys.getrefcount(view._base) <= unreferenced}
         # One for the Python object of the storage, one for each tensor that we know.
-        spare.setdefault(key, torch._C._storage_Use_Count(key) - 1)
-        spare[key] -= 1
-        # The full tensor behind an expanded buffer, which nobody but the view holds.
-        if tensor._is_view() and sys.getrefcount(tensor._base) <= _references_to_a_base():
-            spare[key] -= id(tensor._base) not in bases
-            bases.add(id(tensor._base))
-    for key, items in storages.items():
+        storage = tensors[0].untyped_storage()
+        owners = torch._C._storage_Use_Count(storage._cdata) - 1 - len(tensors) - len(bases)
         for item in items:
-            item.owners = spare[key]
+            item.owners = owners
     return counts
-
-
-def _count(group: Group) -> Held:
-    uses = group.tensor._use_count() - 1  # type: ignore[attr-defined]
-    return Held(group, _weak_references(group), uses, uses > 0 and _is_recorded(group.tensor))
-
-
-@cache
-def _references_to_a_base() -> int:
-    """Return Python's reference count for the base of a view that nobody else holds."""
-    view = torch.zeros(1).expand(2)
-    return sys.getrefcount(view._base)
 
 
 def flat_references(group: Group) -> list[tuple[list[Any], int]]:
@@ -233,29 +224,6 @@ def _weak_references(group: Group) -> int:
     return found - 1 if own and sys.getrefcount(own[0]) <= 2 * len(own) + 1 else found
 
 
-def _reasons(item: Held) -> dict[Hold, str]:
-    """Return what forbids the exchange of a tensor that something holds."""
-    kinds = []
-    if item.weak > 0:
-        kinds.append(Hold.WEAK_REFERENCE)
-    # Tensors that only C++ knows; those of a recorded graph go with it.
-    unknown = item.owners > 0 and not (item.views or item.others or item.recorded)
-    if item.views or (unknown and item.uses > 0):
-        kinds.append(Hold.VIEW)
-    if item.others or (unknown and item.uses <= 0):
-        kinds.append(Hold.MEMORY)
-    if item.reduced:
-        kinds.append(Hold.REDUCER)
-    elif item.recorded and not item.views:  # the graph of a view begins at this node
-        kinds.append(Hold.GRAPH)
-    if item.uses > 0 and not kinds:
-        kinds.append(Hold.FOREIGN)
-    reasons = {kind: kind.value for kind in kinds}
-    if item.weak > 1:
-        reasons[Hold.WEAK_REFERENCE] = f"{item.weak} weak references to it exist"
-    return reasons
-
-
 def _is_recorded(tensor: torch.Tensor) -> bool:
     """Return whether a node that accumulates the tensor's gradient exists already.
 
@@ -264,10 +232,8 @@ def _is_recorded(tensor: torch.Tensor) -> bool:
     if not tensor.requires_grad or not tensor.is_leaf:
         return False
     before = tensor._use_count()  # type: ignore[attr-defined]
-    node = torch.autograd.graph.get_gradient_edge(tensor).node
-    exists = tensor._use_count() == before  # type: ignore[attr-defined]
-    del node
-    return bool(exists)
+    _node = torch.autograd.graph.get_gradient_edge(tensor).node
+    return bool(tensor._use_count() == before)  # type: ignore[attr-defined]
 
 
 def _class_reason(tensor: torch.Tensor) -> str | None:
@@ -286,24 +252,20 @@ def _class_reason(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _search(suspects: Sequence[Held], own: set[int]) -> dict[int, list[str]]:
-    """Find the tensors, graphs and replicas that hold each suspect.
+def _search(suspects: Sequence[Held], own: set[int]) -> dict[int, tuple[str, type]]:
+    """Find what holds each suspect, note it there and decide what of it forbids an exchange.
 
     A tensor in a dict that `torch.nn.Module.state_dict` made holds nothing back: the dict was taken
-    to keep values. It is taken off the owners.
-
-    Args:
-        suspects: what is looked for; what is found is added to each.
-        own: identities of the tensors that are to be exchanged, which hold nothing back.
+    to keep values. It is taken off the owners. Nor does a tensor of `own`, which are identities.
 
     Returns:
-        The identity of a suspect -> who holds it, in words, for the first few.
+        The identity of a dict of a module -> what an item of it is called, and the module's class.
     """
     everything = gc.get_objects()
     tensors = [item for item in _instances(everything, torch.Tensor) if not is_wrapper(item)]
     modules = _instances(everything, nn.Module)
+    replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
     dicts = [item for item in _instances(everything, OrderedDict) if hasattr(item, "_metadata")]
-    del everything
     forgiven = {id(value) for state in dicts for value in state.values()}
     by_tensor = {id(item.group.tensor): item for item in suspects}
     by_memory: dict[int | None, list[Held]] = {}
@@ -318,22 +280,29 @@ def _search(suspects: Sequence[Held], own: set[int]) -> dict[int, list[str]]:
             for item in sharing:
                 item.owners -= 1
         elif tensor._is_view() and id(tensor._base) in by_tensor:
-            by_tensor[id(tensor._base)].views.append(tensor)
+            by_tensor[id(tensor._base)].add(Hold.VIEW, "view", tensor)
         else:
             for item in sharing:
-                item.others.append(tensor)
-    recorded = {id(item.group.tensor): item for item in suspects if item.recorded}
-    if recorded:
-        _add_graphs(tensors, recorded)
-    for module in modules:
-        if isinstance(module, DistributedDataParallel):
-            for parameter in module.module.parameters():
-                if id(parameter) in recorded:
-                    recorded[id(parameter)].reduced = True
-    registries = {id(module._buffers): ("buffer", module) for module in modules}
-    registries |= {id(module._parameters): ("parameter", module) for module in modules}
-    del tensors, dicts
-    return _named([item for item in suspects if not item.is_free][:_NAMED], registries)
+                item.add(Hold.MEMORY, "tensor", tensor)
+    reduced = {id(parameter) for replica in replicas for parameter in replica.module.parameters()}
+    graphs = {}
+    for key, item in by_tensor.items():
+        recorded = item.uses > 0 and _is_recorded(item.group.tensor)
+        if recorded and key in reduced:
+            item.kinds.add(Hold.REDUCER)
+            item.words.append("the gradient hooks of a DistributedDataParallel module")
+        elif recorded and Hold.VIEW not in item.kinds:  # the graph of a view includes the node
+            item.kinds.add(Hold.GRAPH)
+            graphs[key] = item
+        if item.owners > 0 and not item.kinds:  # tensors that only C++ knows
+            item.kinds.add(Hold.VIEW if item.uses > 0 else Hold.MEMORY)
+        if item.weak > 0:
+            item.kinds.add(Hold.WEAK_REFERENCE)
+        item.kinds = item.kinds or {Hold.FOREIGN}
+    if graphs:
+        _add_graphs(tensors, graphs)
+    owners = {id(module._buffers): ("buffer", type(module)) for module in modules}
+    return owners | {id(module._parameters): ("parameter", type(module)) for module in modules}
 
 
 def _instances(everything: list[Any], base: type) -> list[Any]:
@@ -361,10 +330,11 @@ def _add_graphs(tensors: Iterable[torch.Tensor], recorded: dict[int, Held]) -> N
             if node is None or node in seen:
                 continue
             seen.add(node)
-            item = recorded.get(id(getattr(node, "variable", None)))
-            if item is not None:
-                item.graphs.append(f"the graph behind {_described('tensor', tensor)}")
+            if item := recorded.get(id(getattr(node, "variable", None))):
+                item.words.append(f"the graph behind {_described('tensor', tensor)}")
             todo += [edge for edge, _ in node.next_functions]
+    for item in recorded.values():
+        item.words = item.words or ["a graph that a forward pass recorded"]
 
 
 def _described(what: str, tensor: torch.Tensor) -> str:
@@ -372,102 +342,66 @@ def _described(what: str, tensor: torch.Tensor) -> str:
     return f"a {what} of shape {list(tensor.shape)}{made_by}"
 
 
-_UNNAMED = "a local variable of a running function"
-_COMPILER = "a guard of torch.compile"
-_COMPILER_MODULES = ("torch._dynamo", "torch._C._dynamo", "torch.utils.weak")
+def _name_holders(suspects: Sequence[Held], owners: dict[int, tuple[str, type]]) -> None:
+    """Put in words who holds the first few tensors: what was found, and what refers to that.
 
-
-def _named(suspects: list[Held], owners: dict[int, tuple[str, Any]]) -> dict[int, list[str]]:
-    """Say in words who holds each tensor: what a search found, and what refers directly to that.
-
-    Args:
-        suspects: the tensors.
-        owners: the identity of a dict -> what one of its items is called, and whose it is.
+    `owners`: the identity of a dict -> what its items are called, and the class of its owner.
     """
-    asked: list[object] = []
-    ours = {id(asked)}
-    for item in suspects:
-        asked += [*weakref.getweakrefs(item.group.tensor), *item.views, *item.others]
-        ours |= {id(item.views), id(item.others)}
+    asked: list[tuple[Held, str, object]] = []
+    ours = {id(found) for item in suspects for found in item.tensors}
+    for item in [item for item in suspects if not item.is_free][:_NAMED]:
+        asked += [(item, "", reference) for reference in weakref.getweakrefs(item.group.tensor)]
+        asked += [(item, f"{what} in ", tensor) for what, tensor in item.tensors]
         ours |= {id(references) for references, _ in flat_references(item.group)}
     del asked[_REFERRED:]
-    places = _places(asked, ours, owners)
-    words = {}
-    for item in suspects:
-        told = [
-            place
-            for reference in weakref.getweakrefs(item.group.tensor)
-            for place in places.get(id(reference), [])
-        ]
-        for what, found in (("view", item.views), ("tensor", item.others)):
-            for tensor in found:
-                if id(tensor) in places:
-                    told.append(f"{_described(what, tensor)} in {' and '.join(places[id(tensor)])}")
-        if item.reduced:
-            told.append("the gradient hooks of a DistributedDataParallel module")
-        elif item.recorded and not item.views:
-            told += item.graphs or ["a graph that a forward pass recorded"]
-        words[id(item)] = list(dict.fromkeys(told))
-    return words
-
-
-def _places(
-    asked: Sequence[object], ours: set[int], owners: dict[int, tuple[str, Any]]
-) -> dict[int, list[str]]:
-    """Name what refers directly to each of some objects."""
-    places: dict[int, list[str]] = {id(item): [] for item in asked}
+    things = [thing for _, _, thing in asked]
+    ours |= {id(things), *map(id, asked)}
+    places: dict[int, list[str]] = {id(thing): [] for thing in things}
     found = [
-        (referrer, item)
-        for referrer in gc.get_referrers(*asked)
-        if id(referrer) not in ours and not _is_own_frame(referrer)
-        for item in gc.get_referents(referrer)
-        if id(item) in places
+        (referrer, thing)
+        for referrer in gc.get_referrers(*things)
+        if id(referrer) not in ours
+        and not (isinstance(referrer, types.FrameType) and referrer.f_globals is globals())
+        for thing in gc.get_referents(referrer)
+        if id(thing) in places
     ]
     dicts = {id(referrer): referrer for referrer, _ in found if isinstance(referrer, dict)}
     for owner in gc.get_referrers(*dicts.values()):
-        attributes = id(_attributes_of(owner))
-        if attributes in dicts:
-            owners[attributes] = ("attribute", owner)
-    for referrer, item in found:
-        places[id(item)].append(_name(referrer, item, owners.get(id(referrer))))
-    return {key: list(dict.fromkeys(names)) or [_UNNAMED] for key, names in places.items()}
+        if (key := id(_attributes_of(owner))) in dicts:
+            owners[key] = ("attribute", type(owner))
+    for referrer, thing in found:
+        places[id(thing)].append(_place(referrer, thing, owners.get(id(referrer))))
+    for item, what, thing in asked:
+        names = dict.fromkeys(places[id(thing)] or ["a local variable of a running function"])
+        item.words.append(what + " and ".join(names))
 
 
-def _name(referrer: Any, item: object, owner: tuple[str, Any] | None) -> str:
+def _place(referrer: Any, item: object, owner: tuple[str, type] | None) -> str:
     """Name one thing that refers to an object; `owner` is that of a dict."""
     kind = type(referrer)
     if isinstance(referrer, types.FrameType):
         return f"a local variable of {referrer.f_code.co_name}()"
-    if isinstance(referrer, types.CellType):
-        return "a closure"
-    if kind.__module__.startswith(_COMPILER_MODULES):
-        return _COMPILER
-    if type(item).__module__ == "torch.utils.weak":
+    if "torch.utils.weak" in (kind.__module__, type(item).__module__):
         compiling = torch._guards.CompileContext.current_compile_id() is not None
-        return _COMPILER if compiling else "a WeakIdKeyDictionary, as torch.compile keeps them"
-    attributes = referrer if isinstance(referrer, dict) else _attributes_of(referrer)
-    pairs = list(attributes.items()) if isinstance(attributes, dict) else []
-    key = next((key for key, value in pairs if value is item), None)
+        if compiling:
+            return "a guard of torch.compile"
+        return "a WeakIdKeyDictionary, as torch.compile keeps them"
+    content = referrer
     if not isinstance(referrer, dict):
-        return _a(kind) if key is None else f"attribute {key!r} of {_a(kind)}"
-    if "__name__" in referrer and "__builtins__" in referrer:
-        return f"the global variable {key!r} of {referrer['__name__']}"
-    if owner is None:
-        return f"item {key!r} of a dict" if isinstance(key, str) else "a dict"
-    return f"{owner[0]} {key!r} of {_a(type(owner[1]))}"
+        content, owner = _attributes_of(referrer) or {}, ("attribute", kind)
+    key = next((key for key, value in list(content.items()) if value is item), None)
+    if "__name__" in content and "__builtins__" in content:
+        return f"the global variable {key!r} of {content['__name__']}"
+    if key is None:
+        return _a(kind)
+    return f"{owner[0]} {key!r} of {_a(owner[1])}" if owner else f"item {key!r} of a dict"
 
 
-def _attributes_of(item: object) -> object:
+def _attributes_of(item: object) -> Any:
     try:
         return object.__getattribute__(item, "__dict__")
     except AttributeError:
         return None
-
-
-def _is_own_frame(item: object) -> bool:
-    return isinstance(item, types.FrameType) and str(item.f_globals.get("__name__", "")).startswith(
-        "torchlift."
-    )
 
 
 def _a(kind: type) -> str:
