@@ -266,7 +266,8 @@ def test_several_reasons_and_holders_come_together():
         "2 weak references to it exist; a view of it is alive; another tensor shares its memory"
     )
     assert set(blocker.holders) == {
-        "a tuple and a set",
+        "a tuple",
+        "a set",
         "a view of shape [6] made by ViewBackward0 in a tuple",
         "a tensor of shape [2, 3] in a tuple",
     }

@@ -191,7 +191,8 @@ def count(groups: Iterable[Group]) -> list[Held]:
         if not tensor.is_meta and tensor.layout == torch.strided and is_plain(tensor):
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(item)
     # The full tensor behind an expanded buffer, as long as nobody but the view holds it.
-    unreferenced = sys.getrefcount(torch.zeros(1).expand(2)._base)
+    expanded = torch.zeros(1).expand(2)
+    unreferenced = sys.getrefcount(expanded._base)
     for items in by_storage.values():
         tensors = [item.group.tensor for item in items]
         views = [tensor for tensor in tensors if tensor._is_view()]
