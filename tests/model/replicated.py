@@ -39,8 +39,8 @@ def main(path: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    fresh = copy.deepcopy(model)
-    fresh.load_state_dict(torch.load(path))
+    reference = copy.deepcopy(model)
+    reference.load_state_dict(torch.load(path))
     replica = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
     train(replica, optimizer, 2)
@@ -63,7 +63,7 @@ def main(path: str) -> None:
     del view
     report = torchlift.load(replica, path, rename=lambda key: "module." + key)
     assert set(report.mode.values()) == {"copy"}
-    other = DistributedDataParallel(fresh)
+    other = DistributedDataParallel(reference)
     train(replica, optimizer, 5)
     train(other, torch.optim.SGD(other.parameters(), lr=0.01), 5)
     for mine, wanted in zip(replica.parameters(), other.parameters(), strict=True):

@@ -71,7 +71,7 @@ class Blocker:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class Holders:
     """What holds one tensor besides its module.
 
     Attributes:
@@ -177,14 +177,14 @@ def refusal(found: Sequence[Blocker], *, hint: str) -> PlacementError:
     )
 
 
-def count(groups: Iterable[Group]) -> list[Held]:
+def count(groups: Iterable[Group]) -> list[Holders]:
     """Count what else holds each tensor, its content and its memory."""
     counts = [
-        Held(group, _weak_references(group), uses=group.tensor._use_count() - 1)  # type: ignore[attr-defined]
+        Holders(group, _weak_references(group), uses=group.tensor._use_count() - 1)  # type: ignore[attr-defined]
         for group in groups
         if not is_lazy(group.tensor)
     ]
-    by_storage: dict[int, list[Held]] = {}
+    by_storage: dict[int, list[Holders]] = {}
     for item in counts:
         tensor = item.group.tensor
         # Values on meta do not exist, so that nobody can keep old ones.
@@ -253,7 +253,7 @@ def _class_reason(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _search(suspects: Sequence[Held], own: set[int]) -> dict[int, tuple[str, type]]:
+def _search(suspects: Sequence[Holders], own: set[int]) -> dict[int, tuple[str, type]]:
     """Find what holds each suspect, note it there and decide what of it forbids an exchange.
 
     A tensor in a dict that `torch.nn.Module.state_dict` made holds nothing back: the dict was taken
@@ -269,7 +269,7 @@ def _search(suspects: Sequence[Held], own: set[int]) -> dict[int, tuple[str, typ
     dicts = [item for item in _instances(everything, OrderedDict) if hasattr(item, "_metadata")]
     forgiven = {id(value) for state in dicts for value in state.values()}
     by_tensor = {id(item.group.tensor): item for item in suspects}
-    by_memory: dict[int | None, list[Held]] = {}
+    by_memory: dict[int | None, list[Holders]] = {}
     for item in suspects:
         if item.owners > 0:
             by_memory.setdefault(_memory_of(item.group.tensor), []).append(item)
@@ -321,7 +321,7 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
         return None  # sparse, lazy
 
 
-def _add_graphs(tensors: Iterable[torch.Tensor], recorded: dict[int, Held]) -> None:
+def _add_graphs(tensors: Iterable[torch.Tensor], recorded: dict[int, Holders]) -> None:
     """Note whose recorded graphs lead to which tensor. Each node is visited once, for the first."""
     seen: set[Any] = set()
     for tensor in tensors:
@@ -343,12 +343,12 @@ def _described(what: str, tensor: torch.Tensor) -> str:
     return f"a {what} of shape {list(tensor.shape)}{made_by}"
 
 
-def _name_holders(suspects: Sequence[Held], owners: dict[int, tuple[str, type]]) -> None:
+def _name_holders(suspects: Sequence[Holders], owners: dict[int, tuple[str, type]]) -> None:
     """Put in words who holds the first few tensors: what was found, and what refers to that.
 
     `owners`: the identity of a dict -> what its items are called, and the class of its owner.
     """
-    asked: list[tuple[Held, str, object]] = []
+    asked: list[tuple[Holders, str, object]] = []
     ours = {id(found) for item in suspects for found in item.tensors}
     for item in [item for item in suspects if not item.is_free][:_NAMED]:
         asked += [(item, "", reference) for reference in weakref.getweakrefs(item.group.tensor)]
@@ -383,8 +383,7 @@ def _place(referrer: Any, item: object, owner: tuple[str, type] | None) -> str:
     if isinstance(referrer, types.FrameType):
         return f"a local variable of {referrer.f_code.co_name}()"
     if "torch.utils.weak" in (kind.__module__, type(item).__module__):
-        compiling = torch._guards.CompileContext.current_compile_id() is not None
-        if compiling:
+        if torch._guards.CompileContext.current_compile_id() is not None:
             return "a guard of torch.compile"
         return "a WeakIdKeyDictionary, as torch.compile keeps them"
     content = referrer
