@@ -88,9 +88,10 @@ class Holders:
     weak: int
     uses: int
     owners: int = 0
-    kinds: set[Hold] = field(default_factory=set)
-    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
+    # Immutable: 30,000 more containers for 10,000 tensors would set off the garbage collector.
+    kinds: frozenset[Hold] = frozenset()
+    tensors: tuple[tuple[str, torch.Tensor], ...] = ()
+    words: tuple[str, ...] = ()
 
     @property
     def is_free(self) -> bool:
@@ -99,8 +100,8 @@ class Holders:
 
     def add(self, kind: Hold, what: str, tensor: torch.Tensor) -> None:
         """Note a tensor that a search found."""
-        self.kinds.add(kind)
-        self.tensors.append((_described(what, tensor), tensor))
+        self.kinds |= {kind}
+        self.tensors += ((_described(what, tensor), tensor),)
 
 
 def preflight(module: nn.Module) -> list[Blocker]:
@@ -290,16 +291,16 @@ def _search(suspects: Sequence[Holders], own: set[int]) -> dict[int, tuple[str, 
     for key, item in by_tensor.items():
         recorded = item.uses > 0 and _is_recorded(item.group.tensor)
         if recorded and key in reduced:
-            item.kinds.add(Hold.REDUCER)
-            item.words.append("the gradient hooks of a DistributedDataParallel module")
+            item.kinds |= {Hold.REDUCER}
+            item.words += ("the gradient hooks of a DistributedDataParallel module",)
         elif recorded and Hold.VIEW not in item.kinds:  # the graph of a view includes the node
-            item.kinds.add(Hold.GRAPH)
+            item.kinds |= {Hold.GRAPH}
             graphs[key] = item
         if item.owners > 0 and not item.kinds:  # tensors that only C++ knows
-            item.kinds.add(Hold.VIEW if item.uses > 0 else Hold.MEMORY)
+            item.kinds |= {Hold.VIEW if item.uses > 0 else Hold.MEMORY}
         if item.weak > 0:
-            item.kinds.add(Hold.WEAK_REFERENCE)
-        item.kinds = item.kinds or {Hold.FOREIGN}
+            item.kinds |= {Hold.WEAK_REFERENCE}
+        item.kinds = item.kinds or frozenset({Hold.FOREIGN})
     if graphs:
         _add_graphs(tensors, graphs)
     owners = {id(module._buffers): ("buffer", type(module)) for module in modules}
@@ -332,10 +333,10 @@ def _add_graphs(tensors: Iterable[torch.Tensor], recorded: dict[int, Holders]) -
                 continue
             seen.add(node)
             if item := recorded.get(id(getattr(node, "variable", None))):
-                item.words.append(f"the graph behind {_described('tensor', tensor)}")
+                item.words += (f"the graph behind {_described('tensor', tensor)}",)
             todo += [edge for edge, _ in node.next_functions]
     for item in recorded.values():
-        item.words = item.words or ["a graph that a forward pass recorded"]
+        item.words = item.words or ("a graph that a forward pass recorded",)
 
 
 def _described(what: str, tensor: torch.Tensor) -> str:
@@ -374,7 +375,7 @@ def _name_holders(suspects: Sequence[Holders], owners: dict[int, tuple[str, type
         places[id(thing)].append(_place(referrer, thing, owners.get(id(referrer))))
     for item, what, thing in asked:
         names = dict.fromkeys(places[id(thing)] or ["a local variable of a running function"])
-        item.words.append(what + " and ".join(names))
+        item.words += (what + " and ".join(names),)
 
 
 def _place(referrer: Any, item: object, owner: tuple[str, type] | None) -> str:
