@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint
-from torchlift._model.commit import Commit, is_plain
+from torchlift._model.commit import Commit
 from torchlift._model.devices import ordinary_tensors
 from torchlift._model.dtensor import everything, held, is_sharded
 from torchlift._model.fsdp import refresh_shards, reshard
+from torchlift._model.handlers import is_plain
 from torchlift._model.ranks import Agree, together
 from torchlift._model.slots import Group, ModuleTree, is_lazy
 from torchlift._plan.fetch import Fetched, fetch

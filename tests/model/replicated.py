@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
 from torchlift import PlacementError, swap
+from torchlift._model.holders import Hold
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -38,8 +39,8 @@ def main(path: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    fresh = copy.deepcopy(model)
-    fresh.load_state_dict(torch.load(path))
+    reference = copy.deepcopy(model)
+    reference.load_state_dict(torch.load(path))
     replica = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(replica.parameters(), lr=0.01)
     train(replica, optimizer, 2)
@@ -47,13 +48,22 @@ def main(path: str) -> None:
     assert {item.key for item in blockers} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     for item in blockers:
         assert item.holders == ("the gradient hooks of a DistributedDataParallel module",), item
+        assert item.kinds == {Hold.REDUCER}
     with pytest.raises(PlacementError, match="hooks of a DistributedDataParallel module"):
         torchlift.load(model, path, mode="swap")
     with pytest.raises(PlacementError, match="Load before wrapping the module"):
         torchlift.load(model, path, dtype=torch.float64)
+    # Something else that holds a parameter does not hide the hooks.
+    view = model[2].bias.view(1, 2)
+    assert swap.preflight(model)[3].kinds == {Hold.VIEW, Hold.REDUCER}
+    last = {"2.bias": "2.bias"}.get
+    with pytest.raises(PlacementError, match="Load before wrapping the module"):
+        torchlift.load(model, path, rename=last, dtype=torch.float64, strict=False)
+    assert view._base is model[2].bias
+    del view
     report = torchlift.load(replica, path, rename=lambda key: "module." + key)
     assert set(report.mode.values()) == {"copy"}
-    other = DistributedDataParallel(fresh)
+    other = DistributedDataParallel(reference)
     train(replica, optimizer, 5)
     train(other, torch.optim.SGD(other.parameters(), lr=0.01), 5)
     for mine, wanted in zip(replica.parameters(), other.parameters(), strict=True):

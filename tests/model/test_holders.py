@@ -38,7 +38,7 @@ def wanted(tmp_path):
 @pytest.mark.parametrize("mode", ["auto", "swap"])
 def test_an_average_goes_on_with_the_loaded_model(wanted, mode):
     """The model under it is loaded; so can the average be, which names its model ``module``."""
-    fresh, path = wanted
+    reference, path = wanted
     model = network()
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
@@ -46,20 +46,20 @@ def test_an_average_goes_on_with_the_loaded_model(wanted, mode):
     average.update_parameters(model)
     before = [p.detach().clone() for p in average.parameters()]
     torchlift.load(model, path, mode=mode)
-    assert same(model, fresh)
+    assert same(model, reference)
     average.update_parameters(model)
     for was, now, new in zip(before, average.parameters(), model.parameters(), strict=True):
         assert torch.allclose(now, (was + new) / 2)
     held = list(average.parameters())
     torchlift.load(average, path, mode=mode, strict=False, rename=lambda key: "module." + key)
-    assert same(average, fresh)
+    assert same(average, reference)
     assert all(now is then for now, then in zip(average.parameters(), held, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["auto", "swap"])
 def test_a_gradient_scaler_goes_on(wanted, mode):
     """Its state is about the optimizer, not about the tensors."""
-    fresh, path = wanted
+    reference, path = wanted
     model = network()
     scaler, other = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
 
@@ -79,8 +79,8 @@ def test_a_gradient_scaler_goes_on(wanted, mode):
     steps(model, optimizer, scaler, 3)
     other.load_state_dict(scaler.state_dict())
     torchlift.load(model, path, mode=mode)
-    others = torch.optim.SGD(fresh.parameters(), lr=0.1)
-    assert steps(model, optimizer, scaler, 10) == steps(fresh, others, other, 10)
+    others = torch.optim.SGD(reference.parameters(), lr=0.1)
+    assert steps(model, optimizer, scaler, 10) == steps(reference, others, other, 10)
 
 
 # Importing the compiler of torch 2.13 warns about torch.jit, which it uses itself.
@@ -93,21 +93,21 @@ def test_a_compiled_model_computes_with_the_loaded_weights(wanted, backend, dtyp
         pytest.skip("no C++ compiler on this machine")
     if backend == "inductor" and " " in torch.__path__[0]:
         pytest.skip("torch's compiler does not quote the path of torch, which has a space here")
-    fresh, path = wanted
+    reference, path = wanted
     model = network()
     compiled = torch.compile(model, backend=backend)
     inputs = torch.linspace(-1, 1, 12).reshape(3, 4)
     compiled(inputs)
     torchlift.load(model, path, dtype=dtype)
     inputs = inputs.to(dtype or torch.float32)
-    found, expected = compiled(inputs), fresh.to(dtype or torch.float32)(inputs)
+    found, expected = compiled(inputs), reference.to(dtype or torch.float32)(inputs)
     assert torch.allclose(found, expected, atol=1e-6)
     torch._dynamo.reset()
 
 
 def test_swap_says_that_a_compiled_graph_guards_the_parameters(wanted):
     """Weak references of guards outlive the compilation (pytorch#186796); auto does not mind."""
-    fresh, path = wanted
+    reference, path = wanted
     model = network()
     guarding = []
 
@@ -120,7 +120,7 @@ def test_swap_says_that_a_compiled_graph_guards_the_parameters(wanted):
 
     torch.compile(model, backend=backend)(torch.ones(1, 4))
     assert guarding == ["0.weight"]
-    assert same(model, fresh)
+    assert same(model, reference)
     torch._dynamo.reset()
 
 
@@ -128,15 +128,15 @@ def test_swap_says_that_a_compiled_graph_guards_the_parameters(wanted):
 @pytest.mark.parametrize("kind", [parametrizations.weight_norm, parametrizations.orthogonal])
 def test_a_parametrized_layer(tmp_path, mode, kind):
     """What is loaded are the tensors from which the weight is computed."""
-    model, fresh = kind(nn.Linear(4, 4)), kind(nn.Linear(4, 4))
+    model, reference = kind(nn.Linear(4, 4)), kind(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(1, 4)).sum().backward()
     model.zero_grad()
-    torchlift.load(model, saved(fresh.state_dict(), tmp_path), mode=mode)
-    assert same(model, fresh)
+    torchlift.load(model, saved(reference.state_dict(), tmp_path), mode=mode)
+    assert same(model, reference)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    assert not same(model, fresh)
+    assert not same(model, reference)
 
 
 @pytest.mark.distributed

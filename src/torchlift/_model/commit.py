@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from torchlift._model.dtensor import dressed, held, is_sharded
+from torchlift._model.handlers import is_plain, is_wrapper
+from torchlift._model.holders import flat_references
 from torchlift._model.slots import Group, is_lazy
 from torchlift._model.torch_private import (
-    FLAT_REFERENCES,
     fits_data,
     make_subclass,
     swap_content,
@@ -30,18 +31,6 @@ from torchlift.errors import PlacementError
 
 #: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
 RECIPE = "_torchlift_recipe"
-
-_PLAIN = (torch.Tensor, nn.Parameter)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor or parameter and not of a subclass, which may run code of its own."""
-    return type(tensor) in _PLAIN
-
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it is of a subclass that holds its values elsewhere, in tensors of its own."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def content_bytes(tensor: torch.Tensor) -> int:
@@ -82,17 +71,6 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         if key != RECIPE and not (is_wrapper(old) and isinstance(value, torch.Tensor)):
             made.__dict__.setdefault(key, value)
     return made
-
-
-def flat_references(group: Group) -> list[tuple[list[Any], int]]:
-    """Where a recurrent layer keeps weak references to this tensor, which is its own weight."""
-    found = []
-    for slot in group.slots:
-        references = vars(slot.module).get(FLAT_REFERENCES, [])
-        for position, reference in enumerate(references):
-            if reference is not None and reference() is group.tensor:
-                found.append((references, position))
-    return found
 
 
 def exchange_content(group: Group, other: torch.Tensor) -> Callable[[], None]:

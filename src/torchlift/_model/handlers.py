@@ -1,4 +1,4 @@
-"""`module_load`: how a tensor subclass is loaded, without a ``__torch_function__`` of one's own.
+"""How a tensor subclass is loaded: by a registered handler, or by its own ``__torch_function__``.
 
 torch asks ``destination.module_load(source, assign)`` for what will be exchanged with the
 destination. While a handler is registered, that method looks here first; torch's own
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchlift._model.slots import is_lazy
+from torchlift._model.torch_private import make_subclass
 from torchlift.errors import PlacementError
 
 Handler = Callable[..., torch.Tensor]
@@ -26,12 +27,12 @@ _torch_module_load: Any = None
 _active = threading.local()
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Registration:
     """A handler that is in force until `remove`, or until the end of a ``with`` block."""
 
-    def __init__(self, subclass: type[torch.Tensor], handler: Handler) -> None:
-        self.subclass = subclass
-        self.handler = handler
+    subclass: type[torch.Tensor]
+    handler: Handler
 
     def remove(self) -> None:
         """Forget the handler; doing so twice is no error."""
@@ -46,12 +47,7 @@ class Registration:
     def __enter__(self) -> Registration:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -119,35 +115,42 @@ def module_load(subclass: type[torch.Tensor], handler: Handler) -> Registration:
     return made
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether it is a tensor or parameter and not of a subclass, which may run code."""
+    return type(tensor) in (torch.Tensor, nn.Parameter)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether it is of a subclass that keeps its values in tensors of its own."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 def handles(destination: type, source: type) -> bool:
-    """Whether a handler is registered for such a pair of tensors."""
-    return bool(_registered) and bool(_handlers(destination, source))
+    """Return whether a handler is registered for such a pair of tensors."""
+    return bool(_handlers(destination, source))
 
 
 def has_own_loading(kind: type) -> bool:
-    """Whether a class brings a ``module_load`` of its own, written by hand."""
-    own = getattr(kind, "__torch_function__", None)
-    default = getattr(torch.Tensor.__torch_function__, "__func__", None)
+    """Return whether a class brings a ``module_load`` of its own, written by hand."""
     if getattr(kind, "module_load", None) is not torch.Tensor.module_load:
         return True
-    return (
-        own is not torch._C._disabled_torch_function_impl
-        and getattr(own, "__func__", None) is not default
-    )
+    own: Any = getattr(kind, "__torch_function__", None)
+    default: Any = torch.Tensor.__torch_function__
+    disabled = own is torch._C._disabled_torch_function_impl
+    return not disabled and getattr(own, "__func__", None) is not default.__func__
 
 
 def is_handled(tensor: torch.Tensor) -> bool:
-    """Whether the class of a model's tensor says how plain tensors are loaded into it."""
-    kind = type(tensor)
-    if kind in (torch.Tensor, nn.Parameter) or is_lazy(tensor):
+    """Return whether the class of a model's tensor decides how plain tensors are loaded into it."""
+    if is_plain(tensor) or is_lazy(tensor):
         return False
-    return handles(kind, torch.Tensor) or has_own_loading(kind)
+    return handles(type(tensor), torch.Tensor) or has_own_loading(type(tensor))
 
 
 def returns_own_input(tensor: torch.Tensor) -> bool:
-    """Whether what the tensor's class does in ``module_load`` cannot be exchanged with it.
+    """Load zeros into a copy and return whether the class gives back what it was given.
 
-    Found out by loading zeros into a copy.
+    Such a result cannot be exchanged with the tensor.
     """
     copy = _stand_in(tensor)
     if copy is tensor:
@@ -162,7 +165,7 @@ def returns_own_input(tensor: torch.Tensor) -> bool:
 
 
 def apply(destination: torch.Tensor, source: torch.Tensor, *, assign: bool) -> torch.Tensor:
-    """What a handler, registered or written by hand, makes of the source for this destination.
+    """Return what a handler, registered or written by hand, makes of the source.
 
     Raises:
         PlacementError: the handler made a mistake.
@@ -175,7 +178,7 @@ def apply(destination: torch.Tensor, source: torch.Tensor, *, assign: bool) -> t
 
 
 def _dispatch(self: torch.Tensor, other: torch.Tensor, assign: bool = False) -> torch.Tensor:
-    """What stands in for ``Tensor.module_load`` while a handler is registered."""
+    """Replace ``Tensor.module_load`` while a handler is registered."""
     busy: tuple[Registration, ...] = getattr(_active, "items", ())
     # One that is busy called module_load itself, to reach the next one.
     asked = [item for item in _handlers(type(self), type(other)) if item not in busy]
@@ -195,18 +198,17 @@ def _dispatch(self: torch.Tensor, other: torch.Tensor, assign: bool = False) -> 
 
 
 def _handlers(destination: type, source: type) -> list[Registration]:
-    first = [destination, source]
-    if source is not destination and issubclass(source, destination):
-        first.reverse()
+    """Return the handlers for a pair of classes in the order in which they are asked."""
+    first, second = destination, source
+    if issubclass(source, destination):
+        first, second = source, destination
+    bases = dict.fromkeys((*first.__mro__, *second.__mro__))
     newest_first = _registered[::-1]
-    found: list[Registration] = []
-    for kind in first:
-        for base in kind.__mro__:
-            found += [item for item in newest_first if item.subclass is base and item not in found]
-    return found
+    return [item for base in bases for item in newest_first if item.subclass is base]
 
 
 def _check(made: object, destination: torch.Tensor, source: torch.Tensor, who: str) -> None:
+    """Refuse what a handler must not return."""
     if not isinstance(made, torch.Tensor):
         raise PlacementError(f"the {who} returned {type(made).__name__}, not a tensor")
     if made is destination or made is source:
@@ -228,15 +230,14 @@ def _check(made: object, destination: torch.Tensor, source: torch.Tensor, who: s
 
 
 def _stand_in(destination: torch.Tensor) -> torch.Tensor:
-    """A copy that a handler may write to: the module must not change before everything is ready."""
-    kind = type(destination)
+    """Copy a tensor for a handler to write to: a load that fails must not change the module."""
     try:
         copy = destination.detach().clone()
-        if type(copy) is not kind:
+        if type(copy) is not type(destination):
             grad = destination.requires_grad
-            copy = torch.Tensor._make_subclass(kind, copy, grad)
+            copy = make_subclass(type(destination), copy, grad)
     except (NotImplementedError, RuntimeError, TypeError):
-        return destination  # a subclass that cannot be copied: its handler must only read
+        return destination  # a subclass that cannot be copied; its handler must only read
     for name, value in destination.__dict__.items():
         copy.__dict__.setdefault(name, value)  # not over a wrapper's own inner tensors
     return copy

@@ -1,7 +1,8 @@
-"""`preflight`: which tensors of a module cannot change their content, why, and who is in the way.
+"""What forbids that a tensor object gets other content, and torch's own swap path guarded by it.
 
-Counting references is cheap and done for every tensor. Looking for who holds them is not, and done
-for the first few that are blocked.
+Counting references is cheap and done for every tensor. Only if one is held, one walk over all live
+objects looks for views, tensors over the same memory, graphs and replicas; what directly refers to
+those is named for the first few tensors.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import copyreg
 import gc
 import sys
+import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from functools import cache, partial
+from enum import Enum
 from typing import Any
 
 import torch
@@ -23,25 +25,36 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchlift._model import handlers
-from torchlift._model.commit import flat_references, is_plain
+from torchlift._model.handlers import is_plain, is_wrapper
 from torchlift._model.slots import Group, collect, is_lazy
+from torchlift._model.torch_private import (
+    FLAT_REFERENCES,
+    FLAT_WEIGHTS,
+    is_compiling,
+    storage_key,
+    storage_uses,
+    use_count,
+)
 from torchlift.errors import PlacementError
 
-#: Tensors whose holders are looked for. Comparing every reference of a process with 8 objects takes
-#: 50 ms, at each of a few levels; with 10,000 it would take minutes.
+#: Tensors whose holders are named, and holders looked at for all of them together. Comparing every
+#: reference of a process with 8 objects takes 50 ms; with 10,000 it would take minutes.
 _NAMED = 8
+_REFERRED = 24
+#: Nodes of recorded graphs that are visited.
+_NODES = 50_000
 
 
 class Hold(Enum):
-    """What keeps a tensor's content from being exchanged."""
+    """A kind of reason that forbids an exchange; the value is the reason in words."""
 
-    WEAK_REFERENCE = auto()
-    VIEW = auto()
-    MEMORY = auto()
-    GRAPH = auto()
-    REDUCER = auto()
-    FOREIGN = auto()
-    CLASS = auto()
+    WEAK_REFERENCE = "a weak reference to it exists"
+    VIEW = "a view of it is alive"
+    MEMORY = "another tensor shares its memory"
+    GRAPH = "its AccumulateGrad node is alive"
+    REDUCER = "gradient hooks keep its AccumulateGrad node alive"
+    FOREIGN = "code outside of Python holds its content"
+    CLASS = "its class forbids it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +65,7 @@ class Blocker:
         key: its name in the module.
         reason: what forbids it.
         holders: who is in the way, in words; empty where nobody was looked for or found.
+        kinds: the same as `reason`, for programs to decide on.
     """
 
     key: str
@@ -64,19 +78,38 @@ class Blocker:
         return f"{self.key}: {self.reason}{held}"
 
 
-@dataclass(slots=True)
-class Facts:
-    """What counting found out about one tensor: how many, besides the module, hold what."""
+@dataclass(slots=True, eq=False)
+class Holders:
+    """What holds one tensor besides its module.
+
+    Attributes:
+        group: the tensor and its slots.
+        weak: how many weak references there are to the object.
+        uses: how many references C++ has to its content: views, AccumulateGrad, code of others.
+        owners: how many other tensors are over its memory.
+        kinds: what of this forbids an exchange, after a search.
+        tensors: those found, each after its description: views and others over the memory.
+        words: who holds it, for a message.
+    """
 
     group: Group
     weak: int
     uses: int
-    owners: int
+    owners: int = 0
+    # Immutable: 30,000 more containers for 10,000 tensors would set off the garbage collector.
+    kinds: frozenset[Hold] = frozenset()
+    tensors: tuple[tuple[str, torch.Tensor], ...] = ()
+    words: tuple[str, ...] = ()
 
     @property
     def is_free(self) -> bool:
         """Whether nobody else holds anything."""
         return self.weak <= 0 and self.uses <= 0 and self.owners <= 0
+
+    def add(self, kind: Hold, what: str, tensor: torch.Tensor) -> None:
+        """Note a tensor that a search found."""
+        self.kinds |= {kind}
+        self.tensors += ((_described(what, tensor), tensor),)
 
 
 def preflight(module: nn.Module) -> list[Blocker]:
@@ -115,37 +148,33 @@ def preflight(module: nn.Module) -> list[Blocker]:
 
 
 def blocked_by(groups: Sequence[Group]) -> list[Blocker]:
-    """The blockers among these tensors, in their order."""
-    facts = count(groups)
-    suspects = [item for item in facts if not item.is_free]
+    """Return the tensors among these that cannot be swapped, in their order."""
+    counts = count(groups)
+    # What only garbage holds is not held. Unreachable cycles are common after an exception.
+    if not all(item.is_free for item in counts) and gc.collect():
+        counts = count(groups)
+    suspects = [item for item in counts if not item.is_free]
     if suspects:
-        # What only garbage holds is not held. Unreachable cycles are common after an exception.
-        if gc.collect():
-            facts = count(groups)
-        suspects = [item for item in facts if not item.is_free]
-    known = {id(group.tensor) for group in groups}
-    if any(item.owners > 0 for item in suspects):
-        known |= _discount_state_dicts(suspects, known)
-        suspects = [item for item in suspects if not item.is_free]
-    search = Search([item.group.tensor for item in suspects[:_NAMED]], known) if suspects else None
-    returning: dict[type, str | None] = {}
+        _name_holders(suspects, _search(suspects, {id(group.tensor) for group in groups}))
+    by_class: dict[type, str | None] = {}
     found = []
-    for item in facts:
-        reasons, held = _referenced(item, search) if not item.is_free else ([], [])
-        reasons += _by_class(item.group.tensor, returning)
-        if reasons:
-            text = "; ".join(reasons)
-            kinds = {Hold.REDUCER} if REDUCER in held else set()
-            kinds |= {Hold.VIEW} if "view" in text else set()
-            kinds |= {Hold.MEMORY} if "memory" in text else set()
-            found.append(
-                Blocker(item.group.fqn, text, tuple(dict.fromkeys(held)), frozenset(kinds))
-            )
+    for item in counts:
+        kind = type(item.group.tensor)
+        if kind not in by_class:
+            by_class[kind] = _class_reason(item.group.tensor)
+        words = {} if item.is_free else {h: h.value for h in Hold if h in item.kinds}
+        if item.weak > 1:
+            words[Hold.WEAK_REFERENCE] = f"{item.weak} weak references to it exist"
+        if reason := by_class[kind]:
+            words[Hold.CLASS] = reason
+        if words:
+            reason, holders = "; ".join(words.values()), tuple(dict.fromkeys(item.words))
+            found.append(Blocker(item.group.fqn, reason, holders, frozenset(words)))
     return found
 
 
 def refusal(found: Sequence[Blocker], *, hint: str) -> PlacementError:
-    """The error for tensors that were to be swapped and cannot be."""
+    """Return the error for tensors that were to be swapped and cannot be."""
     first = found[0]
     others = "" if len(found) == 1 else f", as {len(found) - 1} more of the module's tensors"
     listed = "".join(f"; {item}" for item in found[1:4])
@@ -157,133 +186,70 @@ def refusal(found: Sequence[Blocker], *, hint: str) -> PlacementError:
     )
 
 
-def count(groups: Iterable[Group]) -> list[Facts]:
-    """Count who else holds each tensor, its content and its memory."""
-    facts = [_count(group) for group in groups if not is_lazy(group.tensor)]
-    storages: dict[int, list[Facts]] = {}
-    spare: dict[int, int] = {}
-    bases: set[int] = set()
-    for item in facts:
+def count(groups: Iterable[Group]) -> list[Holders]:
+    """Count what else holds each tensor, its content and its memory."""
+    counts = [
+        Holders(group, _weak_references(group), uses=use_count(group.tensor) - 1)
+        for group in groups
+        if not is_lazy(group.tensor)
+    ]
+    by_storage: dict[int, list[Holders]] = {}
+    for item in counts:
         tensor = item.group.tensor
         # Values on meta do not exist, so that nobody can keep old ones.
-        if tensor.is_meta or tensor.layout != torch.strided or not is_plain(tensor):
-            continue
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        storages.setdefault(key, []).append(item)
+        if not tensor.is_meta and tensor.layout == torch.strided and is_plain(tensor):
+            by_storage.setdefault(storage_key(tensor), []).append(item)
+    # The full tensor behind an expanded buffer, as long as nobody but the view holds it.
+    expanded = torch.zeros(1).expand(2)
+    unreferenced = sys.getrefcount(expanded._base)
+    for key, items in by_storage.items():
+        tensors = [item.group.tensor for item in items]
+        views = [tensor for tensor in tensors if tensor._is_view()]
+        bases = {id(view._base) for view in views if sys.getrefcount(view._base) <= unreferenced}
         # One for the Python object of the storage, one for each tensor that we know.
-        spare.setdefault(key, torch._C._storage_Use_Count(key) - 1)
-        spare[key] -= 1
-        # The full tensor behind an expanded buffer, which nobody but the view holds.
-        if tensor._is_view() and sys.getrefcount(tensor._base) <= _lonely():
-            base = id(tensor._base)
-            spare[key] -= base not in bases
-            bases.add(base)
-    for key, items in storages.items():
+        owners = storage_uses(key) - 1 - len(tensors) - len(bases)
         for item in items:
-            item.owners = spare[key]
-    return facts
+            item.owners = owners
+    return counts
 
 
-@cache
-def _lonely() -> int:
-    """Python's reference count for the base of a view that nobody else holds."""
-    view = torch.zeros(1).expand(2)
-    return sys.getrefcount(view._base)
+def flat_references(group: Group) -> list[tuple[list[Any], int]]:
+    """Find where recurrent layers keep weak references to this tensor, which is their weight."""
+    found = []
+    for slot in group.slots:
+        references = vars(slot.module).get(FLAT_REFERENCES, [])
+        for position, reference in enumerate(references):
+            if reference is not None and reference() is group.tensor:
+                found.append((references, position))
+    return found
 
 
-def _count(group: Group) -> Facts:
-    tensor = group.tensor
-    weak = weakref.getweakrefcount(tensor)
-    if weak:
-        weak -= _own_references(group)
-    return Facts(group, weak, tensor._use_count() - 1, 0)  # type: ignore[attr-defined]
-
-
-def _discount_state_dicts(suspects: Sequence[Facts], known: set[int]) -> set[int]:
-    """Forgive what a state dict holds, which was taken to keep values; return those tensors."""
-    by_memory: dict[int | None, list[Facts]] = {}
-    for item in suspects:
-        by_memory.setdefault(memory_of(item.group.tensor), []).append(item)
-    by_memory.pop(None, None)
-    forgiven: set[int] = set()
-    for tensor in state_dict_tensors():
-        if id(tensor) not in known | forgiven and memory_of(tensor) in by_memory:
-            forgiven.add(id(tensor))
-            for item in by_memory[memory_of(tensor)]:
-                item.owners -= 1
-    return forgiven
-
-
-def _own_references(group: Group) -> int:
-    """Weak references that only the group's recurrent layer holds."""
-    own = [refs[at] for refs, at in flat_references(group)]
-    if not own:
-        return 0
+def _weak_references(group: Group) -> int:
+    """Count the weak references to a tensor without those that only its recurrent layer holds."""
+    found = weakref.getweakrefcount(group.tensor)
+    own = [references[position] for references, position in flat_references(group)] if found else []
     # Python gives everybody the same object for a reference without callback, so only its own
     # count tells whether somebody else has it too: `own`, the layers' lists and the call hold it.
-    return 1 if sys.getrefcount(own[0]) <= 2 * len(own) + 1 else 0
-
-
-def _referenced(item: Facts, search: Search | None) -> tuple[list[str], list[str]]:
-    """Reasons and holders for a tensor that somebody else holds."""
-    assert search is not None
-    tensor = item.group.tensor
-    reasons: list[str] = []
-    held: list[str] = []
-    if item.weak > 0:
-        reasons.append(
-            "a weak reference to it exists"
-            if item.weak == 1
-            else f"{item.weak} weak references to it exist"
-        )
-        held += search.weak(tensor)
-    views, others = search.sharing(tensor)
-    recorded = item.uses > 0 and _is_recorded(tensor)
-    unexplained = item.uses - len(views) - recorded
-    if views or (unexplained > 0 and item.owners > 0):
-        reasons.append("a view of it is alive")
-        held += views
-    elif item.owners > 0 and not (recorded and not others):
-        reasons.append("another tensor shares its memory")
-    held += others
-    if recorded and not views:
-        words = search.recorders(tensor)
-        reasons.append("its AccumulateGrad node is alive")
-        held += words or ["a graph that a forward pass recorded"]
-    elif item.uses > 0 and not reasons:
-        reasons.append("code outside of Python holds its content")
-    return reasons, held
+    return found - 1 if own and sys.getrefcount(own[0]) <= 2 * len(own) + 1 else found
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:
-    """Whether a node that accumulates its gradient exists already.
+    """Return whether a node that accumulates the tensor's gradient exists already.
 
     Asking for the node makes one, which goes again; only the count before tells the two apart.
     """
     if not tensor.requires_grad or not tensor.is_leaf:
         return False
-    before = tensor._use_count()  # type: ignore[attr-defined]
-    node = torch.autograd.graph.get_gradient_edge(tensor).node
-    exists = tensor._use_count() == before  # type: ignore[attr-defined]
-    del node
-    return bool(exists)
+    before = use_count(tensor)
+    _node = torch.autograd.graph.get_gradient_edge(tensor).node
+    return use_count(tensor) == before
 
 
-def _by_class(tensor: torch.Tensor, returning: dict[type, str | None]) -> list[str]:
-    """What the tensor's class says against it."""
+def _class_reason(tensor: torch.Tensor) -> str | None:
+    """Return why no tensor of this one's class can be exchanged, or None."""
     kind = type(tensor)
-    if is_plain(tensor) or is_lazy(tensor):
-        return []
-    if kind not in returning:
-        returning[kind] = _about(kind, tensor)
-    reason = returning[kind]
-    return [] if reason is None else [reason]
-
-
-def _about(kind: type, tensor: torch.Tensor) -> str | None:
-    if handlers.handles(kind, torch.Tensor):
-        return None  # what it returns is seen before anything is swapped
+    if is_plain(tensor) or handlers.handles(kind, torch.Tensor):
+        return None  # what a handler returns is seen before anything is swapped
     if handlers.has_own_loading(kind):
         if handlers.returns_own_input(tensor):
             return f"the __torch_function__ of {kind.__name__} returns its own input"
@@ -295,265 +261,224 @@ def _about(kind: type, tensor: torch.Tensor) -> str | None:
     return None
 
 
-#: How far from a tensor the object with a name may be: reference, dict, weak dict, its owner.
-_LEVELS = 5
-_WIDTH = 24  # objects looked at per level
-_GRAPH = 50_000  # nodes of recorded graphs looked at
-_LOCAL = "a local variable of a running function"
-_FLAT = "_flat_weight_refs"  # a recurrent layer's own, and no obstacle
+def _search(suspects: Sequence[Holders], own: set[int]) -> dict[int, tuple[str, type]]:
+    """Find what holds each suspect, note it there and decide what of it forbids an exchange.
 
-_CONTAINERS = (dict, list, tuple, set, frozenset, weakref.ref, types.MethodType, partial)
-_COMPILER = "a guard of torch.compile"
-_COMPILERS = ("torch._dynamo", "torch._C._dynamo", "torch._guards", "torch._subclasses")
+    A tensor in a dict that `torch.nn.Module.state_dict` made holds nothing back: the dict was taken
+    to keep values. It is taken off the owners. Nor does a tensor of `own`, which are identities.
 
-REDUCER = "the gradient hooks of a DistributedDataParallel module"
-
-
-class Search:
-    """What refers to some tensors. Answers are words, never objects."""
-
-    def __init__(self, targets: Sequence[torch.Tensor], known: set[int]) -> None:
-        """Walk over everything.
-
-        Args:
-            targets: the tensors.
-            known: identities of tensors that are the module's own and hold nothing back.
-        """
-        tensors, reducers = _live_tensors()
-        self._reduced = {id(p) for ddp in reducers for p in ddp.module.parameters()}
-        self._views: dict[int, list[torch.Tensor]] = {id(tensor): [] for tensor in targets}
-        self._others: dict[int, list[torch.Tensor]] = {id(tensor): [] for tensor in targets}
-        by_memory: dict[int | None, list[int]] = {}
-        for tensor in targets:
-            by_memory.setdefault(memory_of(tensor), []).append(id(tensor))
-        by_memory.pop(None, None)
-        asked: list[object] = [ref for tensor in targets for ref in weakref.getweakrefs(tensor)]
-        for other in tensors:
-            if id(other) in known:
-                continue
-            base = id(other._base) if other._is_view() else None
-            if base in self._views:
-                self._views[base].append(other)
-                asked.append(other)
-            elif by_memory and (memory := memory_of(other)) in by_memory:
-                for target in by_memory[memory]:
-                    self._others[target].append(other)
-                asked.append(other)
-        recorded = {id(tensor) for tensor in targets if tensor.requires_grad}
-        self._graphs = _graphs(tensors, recorded) if recorded else {}
-        ours = [tensors, asked, *self._views.values(), *self._others.values()]
-        self._words = _Referrers(asked, ours).words()
-
-    def weak(self, tensor: torch.Tensor) -> list[str]:
-        """Who has weak references to the tensor."""
-        words: list[str] = []
-        if id(tensor) in self._views:
-            for reference in weakref.getweakrefs(tensor):
-                words += self._words.get(id(reference), [])
-        return words
-
-    def sharing(self, tensor: torch.Tensor) -> tuple[list[str], list[str]]:
-        """Views of the tensor, and other tensors over some of the same bytes."""
-        views = [
-            f"{_shaped('a view', other)}{_made_by(other)} in {self._place(other)}"
-            for other in self._views.get(id(tensor), [])
-        ]
-        others = [
-            f"{_shaped('a tensor', other)} in {self._place(other)}"
-            for other in self._others.get(id(tensor), [])
-        ]
-        return views, others
-
-    def recorders(self, tensor: torch.Tensor) -> list[str]:
-        """What keeps the node that accumulates the tensor's gradient."""
-        if id(tensor) in self._reduced:
-            return [REDUCER]
-        return self._graphs.get(id(tensor), [])
-
-    def _place(self, other: torch.Tensor) -> str:
-        return " and ".join(self._words.get(id(other), [])) or _LOCAL
-
-
-def _shaped(what: str, tensor: torch.Tensor) -> str:
-    return f"{what} of shape {list(tensor.shape)}"
-
-
-def _made_by(tensor: torch.Tensor) -> str:
-    return "" if tensor.grad_fn is None else f" made by {tensor.grad_fn.name()}"
-
-
-def _live_tensors() -> tuple[list[torch.Tensor], list[Any]]:
-    """All tensors, and all modules that reduce gradients, that the collector knows."""
+    Returns:
+        The identity of a dict of a module -> what an item of it is called, and the module's class.
+    """
     everything = gc.get_objects()
-    kinds = set(map(type, everything))
-    tensor_kinds = {kind for kind in kinds if issubclass(kind, torch.Tensor)}
-    wanted = tensor_kinds | {kind for kind in kinds if issubclass(kind, DistributedDataParallel)}
-    found = [item for item in everything if type(item) in wanted]
-    tensors = [item for item in found if type(item) in tensor_kinds and _is_ordinary(item)]
-    return tensors, [item for item in found if type(item) not in tensor_kinds]
+    tensors = [item for item in _instances(everything, torch.Tensor) if not is_wrapper(item)]
+    modules = _instances(everything, nn.Module)
+    replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    dicts = [item for item in _instances(everything, OrderedDict) if hasattr(item, "_metadata")]
+    forgiven = {id(value) for state in dicts for value in state.values()}
+    by_tensor = {id(item.group.tensor): item for item in suspects}
+    by_memory: dict[int | None, list[Holders]] = {}
+    for item in suspects:
+        if item.owners > 0:
+            by_memory.setdefault(_memory_of(item.group.tensor), []).append(item)
+    for tensor in tensors:
+        if id(tensor) in own:
+            continue
+        sharing = by_memory.get(_memory_of(tensor), [])
+        if id(tensor) in forgiven:
+            for item in sharing:
+                item.owners -= 1
+        elif tensor._is_view() and id(tensor._base) in by_tensor:
+            by_tensor[id(tensor._base)].add(Hold.VIEW, "view", tensor)
+        else:
+            for item in sharing:
+                item.add(Hold.MEMORY, "tensor", tensor)
+    reduced = {id(parameter) for replica in replicas for parameter in replica.module.parameters()}
+    graphs = {}
+    for key, item in by_tensor.items():
+        recorded = item.uses > 0 and _is_recorded(item.group.tensor)
+        if recorded and key in reduced:
+            item.kinds |= {Hold.REDUCER}
+            item.words += ("the gradient hooks of a DistributedDataParallel module",)
+        elif recorded and Hold.VIEW not in item.kinds:  # the graph of a view includes the node
+            item.kinds |= {Hold.GRAPH}
+            graphs[key] = item
+        if item.owners > 0 and not item.kinds:  # tensors that only C++ knows
+            item.kinds |= {Hold.VIEW if item.uses > 0 else Hold.MEMORY}
+        if item.weak > 0:
+            item.kinds |= {Hold.WEAK_REFERENCE}
+        item.kinds = item.kinds or frozenset({Hold.FOREIGN})
+    if graphs:
+        _add_graphs(tensors, graphs)
+    owners = {id(module._buffers): ("buffer", type(module)) for module in modules}
+    return owners | {id(module._parameters): ("parameter", type(module)) for module in modules}
 
 
-def _is_ordinary(tensor: torch.Tensor) -> bool:
-    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+def _instances(everything: list[Any], base: type) -> list[Any]:
+    """Select the instances of a class and of those that inherit from it."""
+    # By type(): isinstance() would run the __class__ property of somebody's proxy.
+    kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, base)}
+    return [item for item in everything if type(item) in kinds]
 
 
-def state_dict_tensors() -> list[torch.Tensor]:
-    """The tensors in all dicts that `torch.nn.Module.state_dict` made and that are still there."""
-    dicts = [item for item in gc.get_objects() if type(item) is OrderedDict]
-    taken = [item for item in dicts if hasattr(item, "_metadata")]
-    return [value for item in taken for value in item.values() if isinstance(value, torch.Tensor)]
-
-
-def memory_of(tensor: torch.Tensor) -> int | None:
-    """What identifies the memory that a tensor and others may share, or None without any."""
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """Return what identifies the memory that tensors may share, or None without any."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_key(tensor)
     except (NotImplementedError, RuntimeError, ValueError):
         return None  # sparse, lazy
 
 
-def _graphs(tensors: list[torch.Tensor], wanted: set[int]) -> dict[int, list[str]]:
-    """Tensor -> whose recorded graphs lead to it. Each node is visited once, for the first."""
-    found: dict[int, list[str]] = {}
+def _add_graphs(tensors: Iterable[torch.Tensor], recorded: dict[int, Holders]) -> None:
+    """Note whose recorded graphs lead to which tensor. Each node is visited once, for the first."""
     seen: set[Any] = set()
     for tensor in tensors:
         todo: list[Any] = [tensor.grad_fn]
-        while todo and len(seen) < _GRAPH:
+        while todo and len(seen) < _NODES:
             node = todo.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if id(leaf) in wanted:
-                words = f"{_shaped('the graph behind a tensor', tensor)}{_made_by(tensor)}"
-                found.setdefault(id(leaf), []).append(words)
+            if item := recorded.get(id(getattr(node, "variable", None))):
+                item.words += (f"the graph behind {_described('tensor', tensor)}",)
             todo += [edge for edge, _ in node.next_functions]
-    return found
+    for item in recorded.values():
+        item.words = item.words or ("a graph that a forward pass recorded",)
 
 
-class _Referrers:
-    """Chains of references from some objects up to things that have a name."""
-
-    def __init__(self, asked: list[object], ours: Iterable[object]) -> None:
-        self._asked = asked
-        self._parents: dict[int, list[object]] = {}
-        self._ours = {id(item) for item in ours} | {id(self.__dict__), id(self._parents)}
-        level = asked
-        seen: set[int] = set()
-        for _ in range(_LEVELS):
-            level = self._climb(level[:_WIDTH], seen)
-            if not level:
-                break
-
-    def _climb(self, level: list[object], seen: set[int]) -> list[object]:
-        self._ours.add(id(level))
-        ids = {id(item) for item in level}
-        seen |= ids
-        above: list[object] = []
-        self._ours.add(id(above))
-        for referrer in gc.get_referrers(*level):
-            if id(referrer) in self._ours or _is_ours(referrer):
-                continue
-            for child in gc.get_referents(referrer):
-                if id(child) in ids:
-                    into = self._parents.setdefault(id(child), [])
-                    self._ours.add(id(into))
-                    into.append(referrer)
-            if id(referrer) not in seen and _is_nameless(referrer):
-                above.append(referrer)
-        return above
-
-    def words(self) -> dict[int, list[str]]:
-        """What holds each object that was asked about."""
-        return {id(item): self._words(item, 0) or [_LOCAL] for item in self._asked}
-
-    def _words(self, item: object, depth: int) -> list[str]:
-        found: list[str] = []
-        if depth < _LEVELS:
-            for parent in self._parents.get(id(item), [])[:4]:
-                found += self._named(parent, item, depth)
-        return list(dict.fromkeys(found))
-
-    def _named(self, parent: Any, item: object, depth: int) -> list[str]:
-        kind = type(parent)
-        if _is_compiler(kind):
-            return [_COMPILER]
-        if isinstance(parent, types.FrameType):
-            return [f"a local variable of {parent.f_code.co_name}()"]
-        if isinstance(parent, dict):
-            return self._in_dict(parent, item, depth)
-        if isinstance(parent, types.CellType):
-            return ["a closure"]
-        if not _is_nameless(parent):
-            name = _attribute(parent, item)
-            return [] if name == f"attribute {_FLAT!r}" else [f"{name} of {_a(kind)}"]
-        plain = kind.__module__ == "builtins"
-        above = self._words(parent, depth + 1)
-        if plain:
-            # Held by what is no obstacle, and by nothing else.
-            return above or ([] if id(parent) in self._parents else [_a(kind)])
-        return [_within(_a(kind), text) for text in above] or [_a(kind)]
-
-    def _in_dict(self, parent: dict[Any, Any], item: object, depth: int) -> list[str]:
-        key = next((key for key, value in list(parent.items()) if value is item), None)
-        if "__name__" in parent and "__builtins__" in parent:
-            return [f"the global variable {key!r} of {parent['__name__']}"]
-        for owner in self._parents.get(id(parent), []):
-            if _dict_of(owner) is parent:
-                if _is_compiler(type(owner)):
-                    return [_COMPILER]
-                if key == _FLAT:
-                    return []
-                if _is_nameless(owner):
-                    return self._named(owner, parent, depth + 1)
-                return [f"attribute {key!r} of {_a(type(owner))}"]
-        inside = "a dict" if key is None or not isinstance(key, str) else f"item {key!r} of a dict"
-        above = self._words(parent, depth + 1)
-        return [_within(inside, text, key) for text in above] or [inside]
+def _described(what: str, tensor: torch.Tensor) -> str:
+    made_by = "" if tensor.grad_fn is None else f" made by {tensor.grad_fn.name()}"
+    return f"a {what} of shape {list(tensor.shape)}{made_by}"
 
 
-def _within(what: str, above: str, key: object = None) -> str:
-    """What holds something, and what holds that, as people call it."""
-    if above == _COMPILER:
-        return above
-    for registry, name in (("_buffers", "buffer"), ("_parameters", "parameter")):
-        prefix = f"attribute {registry!r} of "
-        if above.startswith(prefix):
-            return f"{name} {key!r} of {above.removeprefix(prefix)}"
-    return f"{what}, {above}"
+def _name_holders(suspects: Sequence[Holders], owners: dict[int, tuple[str, type]]) -> None:
+    """Put in words who holds the first few tensors: what was found, and what refers to that.
+
+    `owners`: the identity of a dict -> what its items are called, and the class of its owner.
+    """
+    asked: list[tuple[Holders, str, object]] = []
+    ours = {id(found) for item in suspects for found in item.tensors}
+    for item in [item for item in suspects if not item.is_free][:_NAMED]:
+        asked += [(item, "", reference) for reference in weakref.getweakrefs(item.group.tensor)]
+        asked += [(item, f"{what} in ", tensor) for what, tensor in item.tensors]
+        ours |= {id(references) for references, _ in flat_references(item.group)}
+    del asked[_REFERRED:]
+    things = [thing for _, _, thing in asked]
+    ours |= {id(things), *map(id, asked)}
+    places: dict[int, list[str]] = {id(thing): [] for thing in things}
+    found = [
+        (referrer, thing)
+        for referrer in gc.get_referrers(*things)
+        if id(referrer) not in ours
+        and not (isinstance(referrer, types.FrameType) and referrer.f_globals is globals())
+        for thing in gc.get_referents(referrer)
+        if id(thing) in places
+    ]
+    dicts = {id(referrer): referrer for referrer, _ in found if isinstance(referrer, dict)}
+    for owner in gc.get_referrers(*dicts.values()):
+        if (key := id(_attributes_of(owner))) in dicts:
+            owners[key] = ("attribute", type(owner))
+    for referrer, thing in found:
+        places[id(thing)].append(_place(referrer, thing, owners.get(id(referrer))))
+    for item, what, thing in asked:
+        names = dict.fromkeys(places[id(thing)] or ["a local variable of a running function"])
+        item.words += (what + " and ".join(names),)
 
 
-def _is_nameless(item: object) -> bool:
-    """Whether only what holds this object can say what it is for."""
-    if isinstance(item, nn.Module):
-        return False
-    return isinstance(item, _CONTAINERS) or type(item).__module__ in ("weakref", "torch.utils.weak")
+def _place(referrer: Any, item: object, owner: tuple[str, type] | None) -> str:
+    """Name one thing that refers to an object; `owner` is that of a dict."""
+    kind = type(referrer)
+    if isinstance(referrer, types.FrameType):
+        return f"a local variable of {referrer.f_code.co_name}()"
+    if "torch.utils.weak" in (kind.__module__, type(item).__module__):
+        if is_compiling():
+            return "a guard of torch.compile"
+        return "a WeakIdKeyDictionary, as torch.compile keeps them"
+    content = referrer
+    if not isinstance(referrer, dict):
+        content, owner = _attributes_of(referrer) or {}, ("attribute", kind)
+    key = next((key for key, value in list(content.items()) if value is item), None)
+    if "__name__" in content and "__builtins__" in content:
+        return f"the global variable {key!r} of {content['__name__']}"
+    if key is None:
+        return _a(kind)
+    return f"{owner[0]} {key!r} of {_a(owner[1])}" if owner else f"item {key!r} of a dict"
 
 
-def _is_ours(item: object) -> bool:
-    if isinstance(item, types.FrameType):
-        return str(item.f_globals.get("__name__", "")).startswith("torchlift.")
-    return False
-
-
-def _is_compiler(kind: type) -> bool:
-    return str(kind.__module__).startswith(_COMPILERS)
-
-
-def _dict_of(item: object) -> object:
+def _attributes_of(item: object) -> Any:
     try:
         return object.__getattribute__(item, "__dict__")
     except AttributeError:
         return None
 
 
-def _attribute(owner: object, item: object) -> str:
-    own = _dict_of(owner)
-    names = own.items() if isinstance(own, dict) else ()
-    return next((f"attribute {name!r}" for name, value in names if value is item), "a part")
-
-
 def _a(kind: type) -> str:
     name = kind.__qualname__.rpartition(".")[2]
     vowels = "AEFHILMNORSX" if name.isupper() else "AEIOUaeiou"  # an LSTM, a GRU
     return f"{'an' if name[:1] in vowels else 'a'} {name}"
+
+
+_lock = threading.Lock()
+_inside = 0
+_before = False
+
+
+@contextmanager
+def preserving_references(*, check: nn.Module | None = None) -> Iterator[None]:
+    """Inside the block, torch's conversions keep every parameter the same Python object.
+
+    ``module.to()``, ``.half()``, ``.double()``, ``.cuda()``, ``.to_empty()`` and
+    ``load_state_dict`` then exchange content with ``torch.utils.swap_tensors``, and tensor
+    subclasses decide in ``Tensor.module_load`` how they are loaded. This sets
+    ``torch.__future__.set_swap_module_params_on_conversion``, which takes precedence over
+    ``set_overwrite_module_params_on_conversion``: that one puts *new* parameters in the module, and
+    an optimizer made before goes on updating the old ones.
+
+    The flag is restored on any exit. It is one flag for the whole process: blocks may be nested and
+    may overlap in threads, and the last one to end restores what the first one found; other
+    threads see it meanwhile. torch converts one parameter after the other and stops at the first
+    that it cannot exchange (in ``load_state_dict`` it goes on with the next), which leaves a module
+    half converted. With ``check`` nothing starts in that case. `torchlift.load` needs neither: it
+    is all or nothing by itself.
+
+    Args:
+        check: a module to examine first, as `preflight` does. Weak references that its recurrent
+            layers keep to their own weights, for which torch refuses ``load_state_dict``, are
+            released for the time of the block.
+
+    Raises:
+        PlacementError: a tensor of ``check`` cannot be exchanged; names it and its holders.
+
+    Example:
+        >>> import torch, torchlift
+        >>> model = torch.nn.Linear(3, 2)
+        >>> held = model.weight
+        >>> with torchlift.swap.preserving_references():
+        ...     model = model.double()
+        >>> model.weight is held, held.dtype
+        (True, torch.float64)
+    """
+    global _inside, _before
+    if check is not None:
+        found = blocked_by(collect(check))
+        if found:
+            raise refusal(found, hint="Release them first.")
+    with _lock:
+        if _inside == 0:
+            _before = torch.__future__.get_swap_module_params_on_conversion()
+        _inside += 1
+        torch.__future__.set_swap_module_params_on_conversion(True)
+    recurrent = [] if check is None else [m for m in check.modules() if isinstance(m, nn.RNNBase)]
+    for layer in recurrent:
+        setattr(layer, FLAT_REFERENCES, [None] * len(getattr(layer, FLAT_WEIGHTS)))
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                torch.__future__.set_swap_module_params_on_conversion(_before)
+        for layer in recurrent:
+            weights = getattr(layer, FLAT_WEIGHTS)
+            references = [None if weight is None else weakref.ref(weight) for weight in weights]
+            setattr(layer, FLAT_REFERENCES, references)

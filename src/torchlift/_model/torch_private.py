@@ -84,6 +84,11 @@ def shard_order(dtensor: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(entry.mesh_dims) for entry in getattr(dtensor._spec, "shard_order", ()))
 
 
+def is_compiling() -> bool:
+    """Say whether torch.compile is at work in this thread."""
+    return torch._guards.CompileContext.current_compile_id() is not None
+
+
 def object_device(group: Any) -> torch.device | str:
     """Return the device on which a process group takes objects."""
     return torch.distributed.distributed_c10d._get_object_coll_device(group)

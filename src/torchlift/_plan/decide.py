@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import dtype_of
-from torchlift._model.commit import check_mode, check_writable, is_plain, is_wrapper, repeats
+from torchlift._model.commit import check_mode, check_writable, repeats
 from torchlift._model.devices import DISK
 from torchlift._model.dtensor import (
     Spans,
@@ -21,7 +21,7 @@ from torchlift._model.dtensor import (
     shard_of_entry,
     spans_of,
 )
-from torchlift._model.handlers import handles, is_handled
+from torchlift._model.handlers import handles, is_handled, is_plain, is_wrapper
 from torchlift._model.holders import Blocker, Hold, blocked_by, refusal
 from torchlift._model.slots import Group, is_blank, is_lazy
 from torchlift._model.torch_private import storage_key

@@ -8,11 +8,10 @@ from functools import cache
 
 import torch
 
-from torchlift._model.commit import is_plain
 from torchlift._model.dtensor import dressed as wrap
 from torchlift._model.dtensor import everything, is_sharded, local_shape
 from torchlift._model.dtensor import undressed as unwrap
-from torchlift._model.handlers import apply, handles
+from torchlift._model.handlers import apply, handles, is_plain
 from torchlift._model.slots import is_lazy
 from torchlift._plan.decide import candidate_dtype, layout, swapped, untransformed
 from torchlift._plan.hooks import same_bits

@@ -30,7 +30,7 @@ from torch.overrides import (
 )
 from torch.utils._device import _device_constructors
 
-from torchlift._model.commit import is_plain
+from torchlift._model.handlers import is_plain
 from torchlift._skeleton.recording import (
     META,
     SCALARS,
