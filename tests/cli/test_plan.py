@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_files import write_safetensors
 from device_files import write_tagged
 from small_models import saved
@@ -46,6 +47,13 @@ def moves():
     import os
     os.chdir("/")
     return make()
+
+def rows(model, mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    parallelize_module(model, mesh["mine"], {"0": ColwiseParallel()})
+
+def breaks(model, mesh):
+    return [][mesh.size()]
 """
 #: Modules that cannot be imported.
 BAD = {"nosyntax": "x = 1\ndef (:\n", "asserts": "assert False\n", "needs": "import nomodule\n"}
@@ -264,7 +272,7 @@ def test_a_mesh_and_a_model_are_planned_together(run, path) -> None:
     assert (status, err) == (0, "")
     found = json.loads(out)
     assert found["path"] == str(path)
-    assert found["bytes"] == found["held"] == [LAYER] * 4
+    assert found["bytes"] == found["local_bytes"] == [LAYER] * 4
     assert found["plan"]["loaded"] == 8
     assert found["plan"]["renamed"]["module.0.weight"] == "0.weight"
     _, out, _ = run(*words, "--dtype", "float16")
@@ -289,7 +297,7 @@ def test_names_that_do_not_fit_are_the_same_error_with_a_mesh(run, path) -> None
     assert status == 0
     assert found["plan"]["missing_keys"] == found["plan"]["replayed"] == ["3.weight", "3.bias"]
     assert found["bytes"] == [3 * LAYER // 2] * 2
-    assert found["held"] == [4 * LAYER // 2] * 2
+    assert found["local_bytes"] == [4 * LAYER // 2] * 2
 
 
 def test_a_mesh_alone_reads_what_renames_leave(run, path) -> None:
@@ -297,24 +305,34 @@ def test_a_mesh_alone_reads_what_renames_leave(run, path) -> None:
     _, out, _ = run(path, "--mesh", "fsdp=2", "--drop", "bias$", "--dtype", "bfloat16", "--json")
     found = json.loads(out)
     assert found["bytes"] == [4 * 1024 // 2] * 2
-    assert found["held"] == [4 * 512 // 2] * 2
+    assert found["local_bytes"] == [4 * 512 // 2] * 2
     assert "plan" not in found
 
 
-def test_tensor_parallel_is_said_by_patterns(run, path) -> None:
-    """What nobody said is in the output, with the option that says it."""
-    status, out, err = run(path, "--mesh", "tp=2")
+def test_the_function_that_distributes_the_model_is_named(run, path) -> None:
+    """It runs on a fake process group, for any dimensions of the mesh."""
+    words = (path, "--model", "mymodel:make", "--parallelize", "mymodel:rows", "--json")
+    status, out, err = run(*words, "--mesh", "mine=4")
     assert (status, err) == (0, "")
-    assert "tp leaves 4 matrices, 4.0 KiB, whole, as no style is known for them: " in out
-    assert "or --tp PATTERN=DIMENSION" in out
-    words = ("--tp", "3=none", "--tp", "2=rowwise", "--tp", "*=0")
-    _, out, _ = run(path, "--mesh", "tp=2", *words, "--json")
     found = json.loads(out)
-    bias = LAYER - 1024
-    assert found["unstyled"] == {}
-    assert found["bytes"] == [LAYER + (512 + bias) + 2 * LAYER // 2] * 2
-    _, out, _ = run(path, "--mesh", "tp=2", "--tp", "0=0", "--json")
-    assert list(json.loads(out)["unstyled"]) == [f"{n}.weight" for n in (1, 2, 3)]
+    assert found["mesh"] == {"mine": 4}
+    assert found["bytes"] == found["local_bytes"] == [LAYER // 4 + 3 * LAYER] * 4
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("breaks", r"IndexError: list index out of range \(.*mymodel\.py:\d+\)"),
+        ("nothing", r"AttributeError: module 'mymodel' has no attribute 'nothing'"),
+    ],
+)
+def test_what_that_function_raises_is_one_line(run, path, function: str, said: str) -> None:
+    """As what the factory raises; and no process group is left."""
+    words = ("--model", "mymodel:make", "--parallelize", f"mymodel:{function}", "--mesh", "mine=4")
+    status, out, err = run(path, *words)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(f"torchlift plan: --parallelize mymodel:{function}: {said}\n", err), err
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -328,19 +346,22 @@ def test_tensor_parallel_is_said_by_patterns(run, path) -> None:
         (["--model", "mymodel:nothing"], "has no attribute 'nothing'"),
         (["--dtype", "int8"], "not a floating-point dtype"),
         (["--rename", "x"], "expected REGEX=REPLACEMENT"),
-        (["--mesh", ""], "--mesh: '' is not a mesh dimension such as fsdp=8"),
-        (["--mesh", "warp=4"], "--mesh: 'warp' is not a mesh dimension; known are fsdp,"),
-        (["--mesh", "fsdp=0"], "--mesh: mesh dimension 'fsdp' has size 0"),
-        (["--mesh", "fsdp=-1"], "--mesh: mesh dimension 'fsdp' has size -1"),
-        (["--mesh", "fsdp=x"], "--mesh: 'fsdp=x' is not a mesh dimension"),
-        (["--mesh", "fsdp=2,fsdp=2"], "--mesh: mesh dimension 'fsdp' is given twice"),
-        (["--mesh", "fsdp=1000000000"], "--mesh: a mesh of more than 1,048,576 ranks"),
-        (["--tp", "0=0"], "--tp: needs a --mesh with tp, such as fsdp=8,tp=2"),
-        (["--mesh", "tp=2", "--tp", "x"], "--tp 'x': expected PATTERN=DIMENSION, such as 'head=0'"),
-        (["--mesh", "tp=2", "--tp", "=0"], "--tp '=0': expected PATTERN=DIMENSION"),
-        (["--mesh", "tp=2", "--tp", "x=0"], "--tp 'x=0': it matches no parameter with such a dim"),
-        (["--mesh", "tp=2", "--tp", "0=2"], "--tp '0=2': it matches no parameter with such a dim"),
-        (["--mesh", "tp=2", "--tp", "*=diag"], "'diag' is neither a dimension nor a style: none, "),
+        (["--parallelize", "mymodel:rows"], "--parallelize: needs --model with --mesh"),
+        (["--model", "mymodel:make", "--parallelize", "rows"], "expected MODULE:FUNCTION"),
+        (["--mesh", ""], "'' is not a mesh dimension such as fsdp=8"),
+        (
+            ["--mesh", "warp=4"],
+            "mesh dimension 'warp' needs model= and your own function, parallelize=",
+        ),
+        (
+            ["--mesh", "tp=4"],
+            "mesh dimension 'tp' needs model= and your own function, parallelize=",
+        ),
+        (["--mesh", "fsdp=0"], "mesh dimension 'fsdp' has size 0"),
+        (["--mesh", "fsdp=-1"], "mesh dimension 'fsdp' has size -1"),
+        (["--mesh", "fsdp=x"], "'fsdp=x' is not a mesh dimension"),
+        (["--mesh", "fsdp=2,fsdp=2"], "mesh dimension 'fsdp' is given twice"),
+        (["--mesh", "fsdp=1000000000"], "a mesh of more than 1,048,576 ranks"),
     ],
 )
 def test_a_mesh_that_means_nothing_is_wrong_usage(run, path, words, said) -> None:
@@ -349,3 +370,10 @@ def test_a_mesh_that_means_nothing_is_wrong_usage(run, path, words, said) -> Non
     assert (status, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_function_without_a_mesh_is_wrong_usage(run, path) -> None:
+    """It would be ignored."""
+    status, _, err = run(path, "--model", "mymodel:make", "--parallelize", "mymodel:rows")
+    assert status == 2
+    assert "--parallelize: needs --mesh" in err

@@ -16,12 +16,13 @@ from ranks import run_workers
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchlift
 from torchlift._checkpoint import Checkpoint
@@ -160,6 +161,55 @@ def test_a_function_may_return_another_module_or_wrap_layers() -> None:
     assert simulate(model, "fsdp=2,tp=2", parallelize=wraps) == plain
 
 
+def test_fsdp_shards_where_it_is_told_and_nothing_that_it_ignores() -> None:
+    """Rows of a shard along the second dimension are byte ranges of their own."""
+    model = torchlift.skeleton(nn.Linear, 8, 6)
+    assert simulate(model, "fsdp=4").bytes == (72, 72, 72, 0)
+
+    def along_columns(model, mesh) -> None:
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+
+    found = simulate(model, "fsdp=4", parallelize=along_columns)
+    assert found.bytes == (48 + 8, 48 + 8, 48 + 8, 48)
+    assert found.requests == (7, 7, 7, 6)
+
+    def leaves_the_weight(model, mesh) -> None:
+        fully_shard(model, mesh=mesh, ignored_params={model.weight})
+
+    found = simulate(model, "fsdp=4", parallelize=leaves_the_weight)
+    assert found.bytes == (200, 200, 200, 192)
+
+
+def test_of_two_matrices_in_one_a_rank_reads_a_part_of_each() -> None:
+    """The gates and what they gate of every expert are byte ranges of their own."""
+
+    def experts(model, mesh) -> None:
+        both = [_StridedShard(1, split_factor=2)]
+        model.gate_up = nn.Parameter(distribute_tensor(model.gate_up, mesh, both))
+        model.down = nn.Parameter(distribute_tensor(model.down, mesh, [Shard(2)]))
+
+    def build() -> nn.Module:
+        model = nn.Module()
+        model.gate_up = nn.Parameter(torch.zeros(3, 12, 4))
+        model.down = nn.Parameter(torch.zeros(3, 4, 6))
+        return model
+
+    found = simulate(torchlift.skeleton(build), "tp=2", parallelize=experts)
+    assert found.bytes == (4 * 3 * (4 * 6 + 4 * 3),) * 2
+    assert found.requests == (3 * 2 + 12, 3 * 2 + 12)
+
+
+def test_each_stage_with_a_name_of_a_tie_reads_it(tmp_path: Path) -> None:
+    """The first and the last stage have a copy each; a table that no file has is held by all."""
+    model = torchlift.skeleton(sharded_models.Staged)
+    found = simulate(model, "pp=5", parallelize=sharded_models.keep_stage)
+    layers = [4 * 7 * (7 + n) + 12 for n in range(5)]
+    tie, norm = 4 * 11 * 6, 4 * 12
+    assert found.bytes == (layers[0] + tie, *layers[1:4], layers[4] + norm + tie)
+    assert found.local_bytes == tuple(nbytes + 20 for nbytes in found.bytes)
+    assert found.nbytes == sum(layers) + norm + tie
+
+
 def _renames(model, mesh) -> None:
     model.added = model.layers
     del model.layers
@@ -173,8 +223,8 @@ def _shards_by_hand(model, mesh) -> None:
     ("function", "said"),
     [
         (_renames, r"leaves nothing with the name layers\.0\.q_proj\.weight \(32 names lost\)"),
-        (_shards_by_hand, r"embed_tokens\.weight of shape \[128, 64\] becomes one of \[64, 64\]"),
-        (lambda model, mesh: (model,), "parallelize= returned tuple: expected the model"),
+        (_shards_by_hand, r"embed_tokens\.weight is now \[64, 64\], and no DTensor"),
+        (lambda model, mesh: (model,), "parallelize= returned <class 'tuple'>: expected the model"),
     ],
 )
 def test_what_no_dtensor_tells_is_refused(function, said: str) -> None:
@@ -202,14 +252,16 @@ def test_a_function_needs_a_model_and_a_mesh(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(8, 8)}, tmp_path / "m.pt")
     with pytest.raises(ValueError, match="parallelize= needs the model"):
         simulate(tmp_path / "m.pt", "tp=4", parallelize=parallelize)
-    with pytest.raises(ValueError, match="mesh= is missing"):
+    with pytest.raises(ValueError, match="a mesh needs at least one dimension"):
         simulate(torchlift.skeleton(Model), parallelize=parallelize)
 
 
 @pytest.mark.parametrize("dim", ["tp", "pp", "warp"])
 def test_dimensions_that_no_name_explains_need_a_function(dim: str) -> None:
     """What a dimension does to each tensor, only the user's code knows."""
-    with pytest.raises(ValueError, match=f"'{dim}' is not a mesh .*pass .* parallelize="):
+    with pytest.raises(
+        ValueError, match=f"mesh dimension '{dim}' needs model= and your own function, parallelize="
+    ):
         simulate(torchlift.skeleton(nn.Linear, 2, 2), {"fsdp": 2, dim: 2})
 
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,20 +84,10 @@ class Simulation:
 
     def to_dict(self) -> dict[str, object]:
         """Return the same as plain data."""
-        found: dict[str, object] = {
-            **vars(self),
-            "ranks": self.ranks,
-            "amplification": self.amplification,
-        }
-        found["files"] = {
-            file: {"bytes": nbytes, "requests": count}
-            for file, (nbytes, count) in self.files.items()
-        }
-        if self.plan is None:
-            del found["plan"]
-        else:
-            found["plan"] = names_of(self.plan)
-        return found
+        found = dict(vars(self), ranks=self.ranks, amplification=self.amplification)
+        found["files"] = {f: {"bytes": n, "requests": m} for f, (n, m) in self.files.items()}
+        found["plan"] = names_of(self.plan) if self.plan is not None else None
+        return {name: value for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
@@ -187,13 +178,13 @@ def simulate(
         ckpt, owned = resolve(source, root)
         with ckpt if owned else nullcontext():
             if model is not None:
-                names = {"strict": strict, "ignore_mismatched": ignore_mismatched}
-                made = plan(model, ckpt, rename=rename, dtype=dtype, source="read", **names)
+                words: dict[str, Any] = {"strict": strict, "ignore_mismatched": ignore_mismatched}
+                made = plan(model, ckpt, rename=rename, dtype=dtype, source="read", **words)
                 tensors = list(_of_plan(model, made, ckpt))
             elif strict and not ignore_mismatched:
                 tensors = list(_of_checkpoint(ckpt, rename, dtype))
             else:
-                raise ValueError("strict= and ignore_mismatched= need model=, to match names with")
+                raise ValueError("strict= and ignore_mismatched= need the model: pass model=")
     sizes, stages = _distribute(tensors, mesh, model, parallelize)
     totals, files = _count(stages)
     read, requests, local = (tuple(column.tolist()) for column in totals.unbind(1))
@@ -211,13 +202,12 @@ def parse_mesh(mesh: Mapping[str, int] | str) -> dict[str, int]:
         >>> parse_mesh("fsdp=1024,tp=8")
         {'fsdp': 1024, 'tp': 8}
     """
-    items = map(_dimension, mesh.split(",")) if isinstance(mesh, str) else mesh.items()
+    items: Any = map(_dimension, mesh.split(",")) if isinstance(mesh, str) else mesh.items()
     found: dict[str, int] = {}
     for name, size in items:
         if name in found:
             raise ValueError(f"mesh dimension {name!r} is given twice")
-        given: object = size
-        if not isinstance(given, int) or given < 1:
+        if not isinstance(size, int) or size < 1:
             raise ValueError(f"mesh dimension {name!r} has size {size!r}: expected 1 or more")
         found[name] = size
     if not found:
@@ -258,22 +248,21 @@ def _tensor(group: Group, dtype: torch.dtype, entry: TensorEntry | None = None) 
 
 def _of_plan(model: nn.Module, made: LoadPlan, ckpt: Checkpoint) -> Iterator[_Tensor]:
     """List the tensors of a model, with the bytes that a plan loads."""
-    steps = {id(step.group.tensor): step for step in made.work.steps}
-    becomes = {id(making.group.tensor): making.dtype for making in made.work.makings}
-    for group in collect(model):
-        tensor, step = group.tensor, steps.get(id(group.tensor))
-        if step is None:
-            yield _tensor(group, becomes.get(id(tensor), tensor.dtype))
-            continue
-        entry = step.entry
+    found: dict[int, tuple[torch.dtype, TensorEntry | None]] = {
+        id(making.group.tensor): (making.dtype, None) for making in made.work.makings
+    }
+    for step in made.work.steps:
+        tensor, entry = step.group.tensor, step.entry
         if is_dtensor(tensor):  # the step is about what this rank reads
             entry = ckpt.entries.get(step.candidate.key)
             if entry is None or (entry.shape != tensor.shape and tensor.dim() > 0):
                 raise ValueError(
-                    f"{group.fqn} is not one entry of the checkpoint: pass the model before it is "
+                    f"{step.key} is not one entry of the checkpoint: pass the model before it is "
                     "distributed, and your function as parallelize="
                 )
-        yield _tensor(group, step.dtype, entry)
+        found[id(tensor)] = step.dtype, entry
+    for group in collect(model):
+        yield _tensor(group, *found.get(id(group.tensor), (group.tensor.dtype, None)))
 
 
 def _of_module(model: nn.Module, dtype: DtypeRule) -> Iterator[_Tensor]:
@@ -333,18 +322,13 @@ def _distribute(
     device_meshes = {value.device_mesh for value in values if is_dtensor(value)}
     if model is not None and device_meshes:
         if mesh is not None or parallelize is not None:
-            raise ValueError(
-                "mesh= and parallelize= are for a model that is not distributed yet: parameters of "
-                "this one are DTensors, on a mesh of their own"
-            )
+            raise ValueError("mesh= and parallelize= are for a model that is not distributed yet")
         world = torch.distributed.get_world_size()
         largest = max(device_meshes, key=lambda mesh: (mesh.size(), mesh.ndim))
         names = largest.mesh_dim_names if largest.size() == world else None
         sizes = dict(zip(names, largest.shape, strict=True)) if names else {"rank": world}
         return sizes, [(torch.arange(world), _layouts(model, tensors))]
-    if mesh is None:
-        raise ValueError('mesh= is missing, such as "fsdp=8"')
-    sizes = parse_mesh(mesh)
+    sizes = parse_mesh(mesh if mesh is not None else {})
     grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
     if parallelize is None:
         layout = _first_dimension(sizes, grid)
@@ -381,9 +365,8 @@ def _first_dimension(sizes: Mapping[str, int], grid: torch.Tensor) -> _Layout:
     for name in sizes:
         if name not in (*SHARD_DIMS, *REPLICATE_DIMS):
             raise ValueError(
-                f"{str(name)[:80]!r} is not a mesh dimension that says what it does to a tensor, "
-                f"such as {', '.join((*SHARD_DIMS, *REPLICATE_DIMS))}: pass the model, and the "
-                "function that distributes it as parallelize="
+                f"mesh dimension {name!r} needs model= and your own function, parallelize=; "
+                f"without there are {', '.join((*SHARD_DIMS, *REPLICATE_DIMS))}"
             )
     if not any(name in SHARD_DIMS for name in sizes):
         return _Layout()
@@ -399,23 +382,21 @@ def _first_dimension(sizes: Mapping[str, int], grid: torch.Tensor) -> _Layout:
 def _fake_mesh(sizes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
     """Be one rank of a mesh on which collectives do nothing."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
 
     if dist.is_initialized():
         raise ValueError(
-            "parallelize= runs on a process group of its own, and there is one already: distribute "
-            "the model yourself and pass it without mesh= and parallelize="
+            "parallelize= is for a process without a process group: pass the distributed model here"
         )
     try:
         # Private, as of torch 2.13; importing it registers the backend.
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no fake process group, which parallelize= runs on"
-        ) from error
+        raise RuntimeError(f"torch {torch.__version__} has no fake process group") from error
     world = math.prod(sizes.values())
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        yield dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     finally:
         dist.destroy_process_group()
 
@@ -428,7 +409,7 @@ def _layouts(model: nn.Module, tensors: list[_Tensor]) -> list[tuple[_Tensor, _L
         tensors: those of the model as it was.
     """
     names, by_name = Names(model), {name: t for t in tensors for name in t.names}
-    meshes: dict[DeviceMesh, tuple[int, ...]] = {}
+    ranks_of = lru_cache(lambda mesh: tuple(mesh.mesh.flatten().tolist()))
     found = []
     for group in collect(model):
         value, layout = group.tensor, _Layout()
@@ -437,14 +418,10 @@ def _layouts(model: nn.Module, tensors: list[_Tensor]) -> list[tuple[_Tensor, _L
         tensor = known[0] if known else _tensor(group, value.dtype)
         if tensor.entry.shape != tuple(value.shape) and value.dim() > 0:
             raise ValueError(
-                f"{fqns[0]} of shape {list(tensor.entry.shape)} becomes one of "
-                f"{list(value.shape)}: only of a DTensor is known which part a rank has"
+                f"{fqns[0]} is now {list(value.shape)}, and no DTensor says which part that is"
             )
         if is_dtensor(value):
-            mesh = value.device_mesh
-            if mesh not in meshes:
-                meshes[mesh] = tuple(mesh.mesh.flatten().tolist())
-            layout = _Layout(tuple(mesh.shape), tuple(value.placements), meshes[mesh])
+            layout = _Layout(value.device_mesh.shape, value.placements, ranks_of(value.device_mesh))
         found.append((tensor, layout))
     return found
 
@@ -525,7 +502,7 @@ def _table(tensor: _Tensor, layout: _Layout) -> tuple[torch.Tensor, _Sums]:
     chunks = sorted(entry.chunks, key=lambda chunk: chunk.start)
     starts = [chunk.start[:1] for chunk in chunks]
     reach = max((chunk.shape[0] for chunk in chunks if chunk.shape), default=0)
-    files = _Sums((chunk.file, torch.zeros(2, dtype=torch.int64)) for chunk in entry.chunks)
+    files = _Sums({chunk.file: torch.zeros(2, dtype=torch.int64) for chunk in entry.chunks})
     known: dict[object, tuple[_Sums, torch.Tensor]] = {}
     rows = []
     for at in itertools.product(*map(range, layout.sizes)):
@@ -533,19 +510,19 @@ def _table(tensor: _Tensor, layout: _Layout) -> tuple[torch.Tensor, _Sums]:
         # Of one run of bytes only the sizes of the part matter, which nearly all ranks share.
         key = spans if len(chunks) > 1 else tuple(tuple(b - a for a, b in dim) for dim in spans)
         if key not in known:
-            first, last = 0, len(chunks)
-            if last > 1 and spans and spans[0]:
+            reads, near = _Sums(), chunks
+            if spans and spans[0]:
                 # A rank of thousands needs few of the thousands of chunks that as many wrote.
                 first = bisect.bisect_left(starts, (spans[0][0][0] - reach,))
-                last = bisect.bisect_left(starts, (spans[0][-1][1],))
-            reads = _Sums()
-            for chunk in chunks[first:last]:
+                near = chunks[first : bisect.bisect_left(starts, (spans[0][-1][1],))]
+            for chunk in near:
                 # A plain tensor is read as it lies in its file, gaps included.
                 is_plain = not layout.sizes and not is_pieced(entry)
                 counted = (chunk.nbytes, 1) if is_plain else _count_part(entry, chunk, spans)
                 reads[chunk.file] += torch.tensor(counted)
             local = math.prod(local_shape(spans)) * tensor.itemsize
-            known[key] = reads, torch.tensor([*sum(reads.values(), torch.zeros(2)), local])
+            total = sum(reads.values(), torch.zeros(2, dtype=torch.int64))
+            known[key] = reads, torch.tensor([*total.tolist(), local])
         reads, row = known[key]
         rows.append(row)
         for file, sums in reads.items():
