@@ -351,11 +351,11 @@ def test_what_that_function_raises_is_one_line(run, path, function: str, said: s
         (["--mesh", ""], "'' is not a mesh dimension such as fsdp=8"),
         (
             ["--mesh", "warp=4"],
-            "mesh dimension 'warp' needs model= and your own function, parallelize=",
+            "mesh dimension 'warp' needs a model and your own function",
         ),
         (
             ["--mesh", "tp=4"],
-            "mesh dimension 'tp' needs model= and your own function, parallelize=",
+            "mesh dimension 'tp' needs a model and your own function",
         ),
         (["--mesh", "fsdp=0"], "mesh dimension 'fsdp' has size 0"),
         (["--mesh", "fsdp=-1"], "mesh dimension 'fsdp' has size -1"),

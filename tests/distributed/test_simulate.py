@@ -260,7 +260,7 @@ def test_a_function_needs_a_model_and_a_mesh(tmp_path: Path) -> None:
 def test_dimensions_that_no_name_explains_need_a_function(dim: str) -> None:
     """What a dimension does to each tensor, only the user's code knows."""
     with pytest.raises(
-        ValueError, match=f"mesh dimension '{dim}' needs model= and your own function, parallelize="
+        ValueError, match=f"mesh dimension '{dim}' needs a model and your own function"
     ):
         simulate(torchlift.skeleton(nn.Linear, 2, 2), {"fsdp": 2, dim: 2})
 

@@ -365,8 +365,8 @@ def _first_dimension(sizes: Mapping[str, int], grid: torch.Tensor) -> _Layout:
     for name in sizes:
         if name not in (*SHARD_DIMS, *REPLICATE_DIMS):
             raise ValueError(
-                f"mesh dimension {name!r} needs model= and your own function, parallelize=; "
-                f"without there are {', '.join((*SHARD_DIMS, *REPLICATE_DIMS))}"
+                f"mesh dimension {name!r} needs a model and your own function that distributes it "
+                f"(parallelize); without one there are {', '.join((*SHARD_DIMS, *REPLICATE_DIMS))}"
             )
     if not any(name in SHARD_DIMS for name in sizes):
         return _Layout()
