@@ -166,7 +166,7 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("words", "status", "message"),
     [
         (["--budget", "cuda:0=1KiB"], 1, "does not fit: 4.2 KiB in all, budgets of 1.0 KiB"),
         (["--budget", "cdua=1KiB"], 1, "'cdua': is mapped to something that is no device"),
@@ -186,17 +186,17 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
         (["--budget", "cpu=1GB", "--no-split", "9"], 1, "no_split: no module has this"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, status, said) -> None:
+def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, status, message) -> None:
     """2 for arguments that make no sense, 1 for a file that does not fit."""
     found, out, err = run(path, *words)
     assert (found, out) == (status, "")
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("mesh", [[], ["--mesh", "fsdp=2"]], ids=["devices", "mesh"])
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ("mymodel:fails", r"RuntimeError: two lines \(.*mymodel\.py:12\)"),
         ("mymodel:looks_up", r"KeyError: 'x' \(.*mymodel\.py:15\)"),
@@ -211,12 +211,12 @@ def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, statu
     ],
 )
 def test_what_the_named_code_raises_is_one_line_that_says_where(
-    run, path, mesh, model, said
+    run, path, mesh, model, message
 ) -> None:
     """Whatever it is: type, message, and the line of the user's file."""
     status, out, err = run(path, *mesh, "--model", model)
     assert (status, out) == (2, "")
-    assert re.fullmatch(f"torchlift plan: --model {re.escape(model)}: {said}\n", err), err
+    assert re.fullmatch(f"torchlift plan: --model {re.escape(model)}: {message}\n", err), err
 
 
 @pytest.mark.parametrize("factory", ["moves", "empties_path"])
@@ -320,23 +320,23 @@ def test_the_function_that_distributes_the_model_is_named(run, path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ("breaks", r"IndexError: list index out of range \(.*mymodel\.py:\d+\)"),
         ("nothing", r"AttributeError: module 'mymodel' has no attribute 'nothing'"),
     ],
 )
-def test_what_that_function_raises_is_one_line(run, path, function: str, said: str) -> None:
+def test_what_that_function_raises_is_one_line(run, path, function: str, message: str) -> None:
     """As what the factory raises; and no process group is left."""
     words = ("--model", "mymodel:make", "--parallelize", f"mymodel:{function}", "--mesh", "mine=4")
     status, out, err = run(path, *words)
     assert (status, out) == (2, "")
-    assert re.fullmatch(f"torchlift plan: --parallelize mymodel:{function}: {said}\n", err), err
+    assert re.fullmatch(f"torchlift plan: --parallelize mymodel:{function}: {message}\n", err), err
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--device", "cpu"], "--device: not with --mesh: the ranks of a mesh have the devices"),
         (["--device-map", '{"": "cpu"}'], "--device-map: not with --mesh"),
@@ -364,11 +364,11 @@ def test_what_that_function_raises_is_one_line(run, path, function: str, said: s
         (["--mesh", "fsdp=1000000000"], "a mesh of more than 1,048,576 ranks"),
     ],
 )
-def test_a_mesh_that_means_nothing_is_wrong_usage(run, path, words, said) -> None:
+def test_a_mesh_that_means_nothing_is_wrong_usage(run, path, words, message) -> None:
     """So is an option that it would ignore: one line each."""
     status, out, err = run(path, "--mesh", "fsdp=4", *words)
     assert (status, out) == (2, "")
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 

@@ -220,16 +220,16 @@ def _shards_by_hand(model, mesh) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (_renames, r"leaves nothing with the name layers\.0\.q_proj\.weight \(32 names lost\)"),
         (_shards_by_hand, r"embed_tokens\.weight is now \[64, 64\], and no DTensor"),
         (lambda model, mesh: (model,), "parallelize= returned <class 'tuple'>: expected the model"),
     ],
 )
-def test_what_no_dtensor_tells_is_refused(function, said: str) -> None:
+def test_what_no_dtensor_tells_is_refused(function, message: str) -> None:
     """Bytes that nobody seems to read would make every number wrong."""
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         simulate(torchlift.skeleton(Model), "fsdp=2", parallelize=function)
 
 
@@ -277,7 +277,7 @@ def test_files_are_counted_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "'' is not a mesh dimension such as fsdp=8"),
         ("fsdp", "'fsdp' is not a mesh dimension such as fsdp=8"),
@@ -292,11 +292,11 @@ def test_files_are_counted_apart(tmp_path: Path) -> None:
         ("fsdp=" + "9" * 5000, "a mesh of more than 1,048,576 ranks"),
     ],
 )
-def test_a_mesh_that_means_nothing_is_refused(text: str, said: str) -> None:
+def test_a_mesh_that_means_nothing_is_refused(text: str, message: str) -> None:
     """The message says what was not understood."""
     with pytest.raises(ValueError, match="mesh") as caught:
         parse_mesh(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 2.0}, {"fsdp": "2"}, {3: 2}])

@@ -82,8 +82,8 @@ def _told(error: Exception) -> str:
     """An error in one line: its type, its message, and where the user's code raised it."""
     where = _where(error)
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    said = f"{type(error).__name__}: {' '.join(text.split())}".removesuffix(": ")
-    return f"{said} ({where})" if where else said
+    line = f"{type(error).__name__}: {' '.join(text.split())}".removesuffix(": ")
+    return f"{line} ({where})" if where else line
 
 
 def _where(error: Exception) -> str | None:

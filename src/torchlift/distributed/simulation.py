@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -409,7 +408,6 @@ def _layouts(model: nn.Module, tensors: list[_Tensor]) -> list[tuple[_Tensor, _L
         tensors: those of the model as it was.
     """
     names, by_name = Names(model), {name: t for t in tensors for name in t.names}
-    ranks_of = lru_cache(lambda mesh: tuple(mesh.mesh.flatten().tolist()))
     found = []
     for group in collect(model):
         value, layout = group.tensor, _Layout()
@@ -421,7 +419,8 @@ def _layouts(model: nn.Module, tensors: list[_Tensor]) -> list[tuple[_Tensor, _L
                 f"{fqns[0]} is now {list(value.shape)}, and no DTensor says which part that is"
             )
         if is_dtensor(value):
-            layout = _Layout(value.device_mesh.shape, value.placements, ranks_of(value.device_mesh))
+            mesh = value.device_mesh
+            layout = _Layout(mesh.shape, value.placements, tuple(mesh.mesh.flatten().tolist()))
         found.append((tensor, layout))
     return found
 
