@@ -201,15 +201,26 @@ print(
 )
 
 # %%
-# You need no cluster to know this beforehand. `torchlift.distributed.simulate` cuts the checkpoint
-# for any mesh, and says what each rank will read. Try it with the mesh that you will get next week.
+# You need no cluster to know this beforehand. `torchlift.distributed.simulate` says what each rank
+# of any mesh will read. FSDP it knows. What else you do to a model you show it: it runs your own
+# function on a skeleton and on a process group of torch's that only pretends, and reads off the
+# DTensors who gets what. Try it with the mesh that you will get next week.
 
 expected = simulate(parts, "fsdp=2")
 print(
     "the simulation says the same:",
     [found["read"] for found in ranks] == list(expected.bytes),
 )
-print(simulate(parts, "fsdp=2,tp=2", tp={"up.*": 0, "down.weight": 1}))
+
+
+def both(model, mesh):
+    plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+    parallel.parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["fsdp"])
+
+
+model = torchlift.skeleton(build)
+print(simulate(parts, "fsdp=2,tp=2", model=model, parallelize=both))
 
 # %%
 # And the rank without the file? It tells the others, before anything has changed anywhere. Both

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_files import write_safetensors
 from device_files import write_tagged
 from small_models import saved
@@ -46,6 +47,13 @@ def moves():
     import os
     os.chdir("/")
     return make()
+
+def rows(model, mesh):
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    parallelize_module(model, mesh["mine"], {"0": ColwiseParallel()})
+
+def breaks(model, mesh):
+    return [][mesh.size()]
 """
 #: Modules that cannot be imported.
 BAD = {"nosyntax": "x = 1\ndef (:\n", "asserts": "assert False\n", "needs": "import nomodule\n"}
@@ -158,7 +166,7 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("words", "status", "message"),
     [
         (["--budget", "cuda:0=1KiB"], 1, "does not fit: 4.2 KiB in all, budgets of 1.0 KiB"),
         (["--budget", "cdua=1KiB"], 1, "'cdua': is mapped to something that is no device"),
@@ -178,17 +186,17 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
         (["--budget", "cpu=1GB", "--no-split", "9"], 1, "no_split: no module has this"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, status, said) -> None:
+def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, status, message) -> None:
     """2 for arguments that make no sense, 1 for a file that does not fit."""
     found, out, err = run(path, *words)
     assert (found, out) == (status, "")
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("mesh", [[], ["--mesh", "fsdp=2"]], ids=["devices", "mesh"])
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ("mymodel:fails", r"RuntimeError: two lines \(.*mymodel\.py:12\)"),
         ("mymodel:looks_up", r"KeyError: 'x' \(.*mymodel\.py:15\)"),
@@ -203,12 +211,12 @@ def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, statu
     ],
 )
 def test_what_the_named_code_raises_is_one_line_that_says_where(
-    run, path, mesh, model, said
+    run, path, mesh, model, message
 ) -> None:
     """Whatever it is: type, message, and the line of the user's file."""
     status, out, err = run(path, *mesh, "--model", model)
     assert (status, out) == (2, "")
-    assert re.fullmatch(f"torchlift plan: --model {re.escape(model)}: {said}\n", err), err
+    assert re.fullmatch(f"torchlift plan: --model {re.escape(model)}: {message}\n", err), err
 
 
 @pytest.mark.parametrize("factory", ["moves", "empties_path"])
@@ -264,7 +272,7 @@ def test_a_mesh_and_a_model_are_planned_together(run, path) -> None:
     assert (status, err) == (0, "")
     found = json.loads(out)
     assert found["path"] == str(path)
-    assert found["bytes"] == found["held"] == [LAYER] * 4
+    assert found["bytes"] == found["local_bytes"] == [LAYER] * 4
     assert found["plan"]["loaded"] == 8
     assert found["plan"]["renamed"]["module.0.weight"] == "0.weight"
     _, out, _ = run(*words, "--dtype", "float16")
@@ -289,7 +297,7 @@ def test_names_that_do_not_fit_are_the_same_error_with_a_mesh(run, path) -> None
     assert status == 0
     assert found["plan"]["missing_keys"] == found["plan"]["replayed"] == ["3.weight", "3.bias"]
     assert found["bytes"] == [3 * LAYER // 2] * 2
-    assert found["held"] == [4 * LAYER // 2] * 2
+    assert found["local_bytes"] == [4 * LAYER // 2] * 2
 
 
 def test_a_mesh_alone_reads_what_renames_leave(run, path) -> None:
@@ -297,28 +305,38 @@ def test_a_mesh_alone_reads_what_renames_leave(run, path) -> None:
     _, out, _ = run(path, "--mesh", "fsdp=2", "--drop", "bias$", "--dtype", "bfloat16", "--json")
     found = json.loads(out)
     assert found["bytes"] == [4 * 1024 // 2] * 2
-    assert found["held"] == [4 * 512 // 2] * 2
+    assert found["local_bytes"] == [4 * 512 // 2] * 2
     assert "plan" not in found
 
 
-def test_tensor_parallel_is_said_by_patterns(run, path) -> None:
-    """What nobody said is in the output, with the option that says it."""
-    status, out, err = run(path, "--mesh", "tp=2")
+def test_the_function_that_distributes_the_model_is_named(run, path) -> None:
+    """It runs on a fake process group, for any dimensions of the mesh."""
+    words = (path, "--model", "mymodel:make", "--parallelize", "mymodel:rows", "--json")
+    status, out, err = run(*words, "--mesh", "mine=4")
     assert (status, err) == (0, "")
-    assert "tp leaves 4 matrices, 4.0 KiB, whole, as no style is known for them: " in out
-    assert "or --tp PATTERN=DIMENSION" in out
-    words = ("--tp", "3=none", "--tp", "2=rowwise", "--tp", "*=0")
-    _, out, _ = run(path, "--mesh", "tp=2", *words, "--json")
     found = json.loads(out)
-    bias = LAYER - 1024
-    assert found["unstyled"] == {}
-    assert found["bytes"] == [LAYER + (512 + bias) + 2 * LAYER // 2] * 2
-    _, out, _ = run(path, "--mesh", "tp=2", "--tp", "0=0", "--json")
-    assert list(json.loads(out)["unstyled"]) == [f"{n}.weight" for n in (1, 2, 3)]
+    assert found["mesh"] == {"mine": 4}
+    assert found["bytes"] == found["local_bytes"] == [LAYER // 4 + 3 * LAYER] * 4
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("function", "message"),
+    [
+        ("breaks", r"IndexError: list index out of range \(.*mymodel\.py:\d+\)"),
+        ("nothing", r"AttributeError: module 'mymodel' has no attribute 'nothing'"),
+    ],
+)
+def test_what_that_function_raises_is_one_line(run, path, function: str, message: str) -> None:
+    """As what the factory raises; and no process group is left."""
+    words = ("--model", "mymodel:make", "--parallelize", f"mymodel:{function}", "--mesh", "mine=4")
+    status, out, err = run(path, *words)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(f"torchlift plan: --parallelize mymodel:{function}: {message}\n", err), err
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
     [
         (["--device", "cpu"], "--device: not with --mesh: the ranks of a mesh have the devices"),
         (["--device-map", '{"": "cpu"}'], "--device-map: not with --mesh"),
@@ -328,24 +346,34 @@ def test_tensor_parallel_is_said_by_patterns(run, path) -> None:
         (["--model", "mymodel:nothing"], "has no attribute 'nothing'"),
         (["--dtype", "int8"], "not a floating-point dtype"),
         (["--rename", "x"], "expected REGEX=REPLACEMENT"),
-        (["--mesh", ""], "--mesh: '' is not a mesh dimension such as fsdp=8"),
-        (["--mesh", "warp=4"], "--mesh: 'warp' is not a mesh dimension; known are fsdp,"),
-        (["--mesh", "fsdp=0"], "--mesh: mesh dimension 'fsdp' has size 0"),
-        (["--mesh", "fsdp=-1"], "--mesh: mesh dimension 'fsdp' has size -1"),
-        (["--mesh", "fsdp=x"], "--mesh: 'fsdp=x' is not a mesh dimension"),
-        (["--mesh", "fsdp=2,fsdp=2"], "--mesh: mesh dimension 'fsdp' is given twice"),
-        (["--mesh", "fsdp=1000000000"], "--mesh: a mesh of more than 1,048,576 ranks"),
-        (["--tp", "0=0"], "--tp: needs a --mesh with tp, such as fsdp=8,tp=2"),
-        (["--mesh", "tp=2", "--tp", "x"], "--tp 'x': expected PATTERN=DIMENSION, such as 'head=0'"),
-        (["--mesh", "tp=2", "--tp", "=0"], "--tp '=0': expected PATTERN=DIMENSION"),
-        (["--mesh", "tp=2", "--tp", "x=0"], "--tp 'x=0': it matches no parameter with such a dim"),
-        (["--mesh", "tp=2", "--tp", "0=2"], "--tp '0=2': it matches no parameter with such a dim"),
-        (["--mesh", "tp=2", "--tp", "*=diag"], "'diag' is neither a dimension nor a style: none, "),
+        (["--parallelize", "mymodel:rows"], "--parallelize: needs --model with --mesh"),
+        (["--model", "mymodel:make", "--parallelize", "rows"], "expected MODULE:FUNCTION"),
+        (["--mesh", ""], "'' is not a mesh dimension such as fsdp=8"),
+        (
+            ["--mesh", "warp=4"],
+            "mesh dimension 'warp' needs a model and your own function",
+        ),
+        (
+            ["--mesh", "tp=4"],
+            "mesh dimension 'tp' needs a model and your own function",
+        ),
+        (["--mesh", "fsdp=0"], "mesh dimension 'fsdp' has size 0"),
+        (["--mesh", "fsdp=-1"], "mesh dimension 'fsdp' has size -1"),
+        (["--mesh", "fsdp=x"], "'fsdp=x' is not a mesh dimension"),
+        (["--mesh", "fsdp=2,fsdp=2"], "mesh dimension 'fsdp' is given twice"),
+        (["--mesh", "fsdp=1000000000"], "a mesh of more than 1,048,576 ranks"),
     ],
 )
-def test_a_mesh_that_means_nothing_is_wrong_usage(run, path, words, said) -> None:
+def test_a_mesh_that_means_nothing_is_wrong_usage(run, path, words, message) -> None:
     """So is an option that it would ignore: one line each."""
     status, out, err = run(path, "--mesh", "fsdp=4", *words)
     assert (status, out) == (2, "")
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_function_without_a_mesh_is_wrong_usage(run, path) -> None:
+    """It would be ignored."""
+    status, _, err = run(path, "--model", "mymodel:make", "--parallelize", "mymodel:rows")
+    assert status == 2
+    assert "--parallelize: needs --mesh" in err

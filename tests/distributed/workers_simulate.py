@@ -1,11 +1,12 @@
-"""Loads onto meshes of every shape, each rank's bytes beside those that the simulator foretold."""
+"""Loads onto meshes of every shape; what each rank read and holds is kept to be compared."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import cpu_mesh, main
+from sharded_models import Odd, Staged, distribute, keep_stage, saved
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 import torchlift
 from torchlift.distributed import simulate
-from torchlift.distributed.meshes import REPLICATED, SHARDED, parse_mesh
+from torchlift.distributed.simulation import parse_mesh
 
 warnings.simplefilter("ignore")
 
@@ -46,77 +40,16 @@ MESHES = {
     8: ["dp_replicate=2,dp_shard=2,tp=2", "dp_shard=2,cp=2,tp=2", "fsdp=2,tp=4"],
 }  # fmt: skip
 
-#: Mesh -> what FSDP cuts along another dimension.
+#: Mesh -> what FSDP shards along another dimension.
 ELSEWHERE = {
     "fsdp=2": {"turned": 1, "experts": 1, "wide.weight": 1},
     "fsdp=4": {"turned": -1, "experts": 1},
     "fsdp=2,tp=2": {"turned": 1, "experts": 1, "wide.weight": 1},
     "replicate=2,shard=2": {"experts": 1, "wide.weight": 1},
 }
+IGNORED = ("up.weight", "down.bias", "thin")
 PIPELINES = ["pp=2", "pp=2,fsdp=2", "fsdp=2,pp=2"]
-
-PLAN: dict[str, Any] = {
-    "up": ColwiseParallel(), "down": RowwiseParallel(), "wide": ColwiseParallel(),
-    "words": RowwiseParallel(), "places": ColwiseParallel(), "norm": SequenceParallel(),
-}  # fmt: skip
-#: The same in words.
-STYLES = {
-    "up": "colwise", "down": "rowwise", "wide": "colwise",
-    "words": "rowwise", "places": "colwise", "norm": "sequence_parallel",
-}  # fmt: skip
-
-
-class Odd(nn.Module):
-    """Sizes that nothing divides, biases, embeddings, norms, a stack of matrices, buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 6)
-        self.places = nn.Embedding(5, 7)
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6)
-        self.wide = nn.Linear(6, 7)
-        self.norm = nn.LayerNorm(6)
-        self.thin = nn.Parameter(torch.randn(1, 5))
-        self.turned = nn.Parameter(torch.randn(9, 4))
-        self.experts = nn.Parameter(torch.randn(3, 8, 5))
-        self.register_buffer("count", torch.tensor(3))
-        self.register_buffer("gaps", torch.randn(5))
-        self.register_buffer("inv_freq", 1.0 / torch.arange(1.0, 5.0), persistent=False)
-
-
-def saved() -> dict[str, torch.Tensor]:
-    """The values, one of them transposed and one with gaps in the file."""
-    torch.manual_seed(0)
-    state = Odd().state_dict()
-    state["turned"] = state["turned"].t().contiguous().t()
-    state["gaps"] = state["gaps"].repeat_interleave(2)[::2]
-    return state
-
-
-def distributed(
-    model: nn.Module, sizes: dict[str, int], shard: dict[str, int], ignored: tuple[str, ...]
-) -> nn.Module:
-    """The model on such a mesh, as torchtitan builds them."""
-    mesh = cpu_mesh(*sizes.values(), names=tuple(sizes))
-    if "tp" in sizes:
-        parallelize_module(model, mesh["tp"], PLAN)
-    if tuple(sizes) == ("tp",):  # FSDP takes no such tensor
-        packed = distribute_tensor(model.experts, mesh, [_StridedShard(1, split_factor=2)])
-        model.experts = nn.Parameter(packed)
-    shards = tuple(name for name in sizes if name in SHARDED)
-    if not shards:
-        return model
-    copies = tuple(name for name in sizes if name in REPLICATED)
-    over: DeviceMesh = mesh[(*copies, *shards)] if copies else mesh[shards]
-    if len(shards) > 1:
-        over = over._flatten("flat")
-    named = dict(model.named_parameters())
-    alone = {named[name] for name in ignored}
-    dims = {id(named[name]): Shard(dim) for name, dim in shard.items()}
-    rule = (lambda parameter: dims.get(id(parameter))) if shard else None
-    fully_shard(model.down, mesh=over, shard_placement_fn=rule, ignored_params=alone)
-    return fully_shard(model, mesh=over, shard_placement_fn=rule, ignored_params=alone)
+RECORDS: list[dict[str, object]] = []
 
 
 def everywhere(value: object) -> list[Any]:
@@ -129,8 +62,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def held(model: nn.Module) -> int:
-    return sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()))
+def record(path: Path, mesh: str, model: nn.Module, nbytes: int, **how: object) -> dict[str, Any]:
+    """Keep what every rank read and holds, for a process without ranks to foretell it."""
+    held = sum(local_of(t).nbytes for t in (*model.parameters(), *model.buffers()))
+    found = {"bytes": everywhere(nbytes), "local_bytes": everywhere(held)}
+    if dist.get_rank() == 0:
+        RECORDS.append({"path": str(path), "mesh": mesh, **how, **found})
+        (OUT / "records").write_text(json.dumps(RECORDS), encoding="utf-8")
+    return found
 
 
 def compare(
@@ -141,21 +80,22 @@ def compare(
     shard: dict[str, int] | None = None,
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Load on the mesh; every rank reads and holds what the simulator said."""
-    model: Any = distributed(torchlift.skeleton(Odd), parse_mesh(mesh), shard or {}, ignored)
+    """Load on the mesh; what was read is also what is foretold of the distributed model."""
+    sizes = parse_mesh(mesh)
+    grid = cpu_mesh(*sizes.values(), names=tuple(sizes))
+    model: Any = distribute(torchlift.skeleton(Odd), grid, shard, ignored)
+    own = None
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        own = simulate(path, model=model, dtype=dtype)
     report = torchlift.load(model, path, source="read", dtype=dtype)
     for key, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(whole, saved()[key].to(whole.dtype)), (mesh, key)
-    styles = {**STYLES, "experts": "packed_colwise" if mesh.startswith("tp=") else "replicate"}
-    found = simulate(
-        path, mesh, model=torchlift.skeleton(Odd), tp=styles, dtype=dtype, shard=shard,
-        ignored=ignored,
-    )  # fmt: skip
-    assert list(found.bytes) == everywhere(report.bytes_read), (mesh, found.bytes)
-    assert list(found.held) == everywhere(held(model)), (mesh, found.held)
-    assert sum(found.bytes) == sum(nbytes for nbytes, _ in found.files.values()), mesh
-    assert sum(found.requests) == sum(count for _, count in found.files.values()), mesh
+    name = str(dtype).removeprefix("torch.") if dtype is not None else None
+    real = record(path, mesh, model, report.bytes_read, dtype=name, shard=shard, ignored=ignored)
+    if own is not None:
+        assert list(own.bytes) == real["bytes"], mesh
+        assert list(own.local_bytes) == real["local_bytes"], mesh
 
 
 def from_one_file(mesh: str) -> None:
@@ -188,26 +128,8 @@ def placed_elsewhere(mesh: str) -> None:
     if dist.get_rank() == 0:
         torch.save(saved(), path)
     dist.barrier()
-    compare(path, mesh, shard=ELSEWHERE[mesh], ignored=("up.weight", "down.bias", "thin"))
+    compare(path, mesh, shard=ELSEWHERE[mesh], ignored=IGNORED)
     dist.barrier()
-
-
-class Staged(nn.Module):
-    """Some layers of a model of five under the names that they have in the whole, tied ends."""
-
-    def __init__(self, layers: Iterable[int] = range(5), first: bool = True, last: bool = True):
-        super().__init__()
-        if first:
-            self.embed = nn.Embedding(11, 6)
-        self.layers = nn.ModuleDict({str(n): nn.Linear(6, 7 + n) for n in layers})
-        for layer in self.layers.values():
-            layer.register_buffer("scale", torch.randn(3))
-        if last:
-            self.norm = nn.LayerNorm(6)
-            self.head = nn.Linear(6, 11, bias=False)
-        if first and last:
-            self.head.weight = self.embed.weight
-        self.register_buffer("rotary", torch.arange(5.0), persistent=False)
 
 
 def _only(names: set[str], key: str) -> str | None:
@@ -224,36 +146,30 @@ def pipeline(name: str, mesh: str) -> None:
     elif dist.get_rank() == 0:
         torch.save(dict(sorted(state.items())), path)
     dist.barrier()
-    grid = cpu_mesh(*sizes.values(), names=tuple(sizes))
-    stage, depth = grid["pp"].get_local_rank(), sizes["pp"]
-    mine = [n for n in range(5) if n * depth // 5 == stage]
-    ends = stage == 0, stage == depth - 1
-    model: Any = torchlift.skeleton(Staged, mine, *ends)
-    if "fsdp" in sizes:
-        fully_shard(model, mesh=grid["fsdp"])
-    names = set(model.state_dict())
-    rename = partial(_only, names)  # strictly: nothing of this stage may be missing
+    model: Any = torchlift.skeleton(Staged)
+    keep_stage(model, cpu_mesh(*sizes.values(), names=tuple(sizes)))
+    # Strictly: nothing of this stage may be missing.
+    rename = partial(_only, set(model.state_dict()))
     report = torchlift.load(model, path, rename=rename, source="read")
     for key, value in model.state_dict().items():
         local = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(local, state[key]), (mesh, key)
-    found = simulate(path, mesh, model=torchlift.skeleton(Staged))
-    assert list(found.bytes) == everywhere(report.bytes_read), (mesh, found.bytes)
-    assert list(found.held) == everywhere(held(model)), (mesh, found.held)
-    assert sum(found.bytes) == sum(nbytes for nbytes, _ in found.files.values()), mesh
-    if name.endswith(".pt"):  # every buffer is a parameter to who knows the file alone
-        assert sum(simulate(path, {"pp": depth}).bytes) == found.nbytes + 11 * 6 * 4
+    record(path, mesh, model, report.bytes_read)
 
 
-def refuses_a_model_that_is_distributed() -> None:
-    """Its shapes are no longer those of the model that the styles are about."""
-    torch.save(saved(), OUT / f"own-{dist.get_rank()}.pt")
+def refuses_a_process_group_that_exists() -> None:
+    """It has no place for a fake one beside it, and stays as it is."""
+    path = OUT / f"own-{dist.get_rank()}.pt"
+    torch.save(saved(), path)
+    with pytest.raises(ValueError, match="without a process group"):
+        simulate(path, "fsdp=2", model=torchlift.skeleton(Odd), parallelize=distribute)
     model = fully_shard(Odd())
-    with pytest.raises(ValueError, match="as it is before fully_shard"):
-        simulate(OUT / f"own-{dist.get_rank()}.pt", "fsdp=2", model=model)
+    with pytest.raises(ValueError, match="not distributed yet"):
+        simulate(path, "fsdp=2", model=model)
+    assert everywhere(dist.get_rank()) == list(range(dist.get_world_size()))
 
 
-CHECKS: dict[str, Callable[[], None]] = {"refuses": refuses_a_model_that_is_distributed}
+CHECKS: dict[str, Callable[[], None]] = {"refuses": refuses_a_process_group_that_exists}
 for _mesh in ELSEWHERE:
     if math.prod(parse_mesh(_mesh).values()) == int(OUT.name):
         CHECKS[f"elsewhere {_mesh}"] = partial(placed_elsewhere, _mesh)

@@ -1,4 +1,4 @@
-"""The model that ``--model MODULE:FACTORY`` names, from code that may do anything."""
+"""What ``--model`` and ``--parallelize`` name, MODULE:NAME, from code that may do anything."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import importlib
 import os
 import sys
 import traceback
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import torchlift
-from torchlift._skeleton.skeleton import skeleton
 from torchlift.cli import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def make_model(name: str) -> nn.Module:
-    """A skeleton of what a factory makes; the working folder is where its module is looked for.
+    """Return a skeleton of what a factory makes.
 
     Args:
         name: ``MODULE:FACTORY``.
@@ -29,32 +33,57 @@ def make_model(name: str) -> nn.Module:
         >>> make_model("torch.nn:Identity")
         Identity()
     """
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise UsageError(f"--model {name!r}: expected MODULE:FACTORY")
+    with _user_code("--model", name):
+        model: nn.Module = torchlift.skeleton(_named(name))
+        return model
+
+
+def make_parallelize(name: str) -> Callable[[nn.Module, DeviceMesh], nn.Module | None]:
+    """Return the function ``MODULE:FUNCTION``; what it raises becomes a `UsageError` too."""
+    with _user_code("--parallelize", name):
+        function = _named(name)
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module | None:
+        with _user_code("--parallelize", name):
+            found: nn.Module | None = function(model, mesh)
+            return found
+
+    return parallelize
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for step in attribute.split("."):
+        found = getattr(found, step)
+    return found
+
+
+@contextmanager
+def _user_code(option: str, name: str) -> Iterator[None]:
+    """Run what an option names: modules are looked for in the working folder first."""
+    if ":" not in name:
+        kind = "FACTORY" if option == "--model" else "FUNCTION"
+        raise UsageError(f"{option} {name!r}: expected MODULE:{kind}")
     folder = os.getcwd()
     sys.path.insert(0, folder)  # the command's own folder is there instead
     try:
-        factory: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            factory = getattr(factory, part)
-        model: nn.Module = skeleton(factory)
+        yield
     except Exception as error:
-        raise UsageError(f"--model {name}: {_told(error)}") from error
+        raise UsageError(f"{option} {name}: {_told(error)}") from error
     finally:
         # What else the command line names means the folder that the command was started in.
         os.chdir(folder)
         if folder in sys.path:
             sys.path.remove(folder)
-    return model
 
 
 def _told(error: Exception) -> str:
     """An error in one line: its type, its message, and where the user's code raised it."""
     where = _where(error)
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    said = f"{type(error).__name__}: {' '.join(text.split())}".removesuffix(": ")
-    return f"{said} ({where})" if where else said
+    line = f"{type(error).__name__}: {' '.join(text.split())}".removesuffix(": ")
+    return f"{line} ({where})" if where else line
 
 
 def _where(error: Exception) -> str | None:
@@ -68,8 +97,10 @@ def _where(error: Exception) -> str | None:
 
 
 def _is_inner(file: str) -> bool:
-    homes = [os.path.join(path, "") for home in (torch, torchlift) for path in home.__path__]
-    if file.startswith(("<frozen ", *homes)):
+    folders = [
+        os.path.join(path, "") for package in (torch, torchlift) for path in package.__path__
+    ]
+    if file.startswith(("<frozen ", *folders)):
         return True
     # What is installed lies below the standard library where there is no virtual environment.
     return file.startswith(os.path.dirname(os.__file__)) and "-packages" not in file

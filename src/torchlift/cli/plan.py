@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import operator
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,15 +16,13 @@ from torch import nn
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._plan.match import Rename
-from torchlift._plan.plan import LoadPlan, plan_only
+from torchlift._plan.plan import plan_only
 from torchlift._plan.report import names_of
 from torchlift._plan.rules import DtypeRule, Options
 from torchlift._system import human, printable
 from torchlift.cli import UsageError
-from torchlift.cli.factory import make_model
+from torchlift.cli.factory import make_model, make_parallelize
 from torchlift.cli.output import print_json
-from torchlift.distributed.meshes import parse_mesh
-from torchlift.distributed.styles import STYLES, USUAL
 from torchlift.remap import by_key, by_pattern, fit, rules, strip
 from torchlift.remap.fitting import Fit, Inventory, placed, take
 from torchlift.remap.maps import spelled
@@ -34,11 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "None of the devices needs to be there. With --model, names, shapes and ties are checked\n"
         "as torchlift.load would; --model imports and runs the module that you name.\n"
         "With --mesh, what each rank of a cluster reads: of the model's tensors where --model is\n"
-        "given, else of all in the file. Its dimensions, the outermost first: fsdp (or dp_shard,\n"
-        "shard, cp, ep), dp (or ddp, dp_replicate, replicate, hsdp), tp, pp. How tp cuts is known\n"
-        "by name of the usual transformers; what it leaves whole for want of a name is listed.\n"
-        "--tp 'head=0' says how to cut what else there is: a dimension, a style such as colwise\n"
-        "or rowwise, or none; a * in the pattern stands for anything."
+        "given, else of all in the file. Without --parallelize, fsdp (or dp_shard, shard, cp, ep)\n"
+        "shards every parameter along its first dimension, and dp (or ddp, dp_replicate,\n"
+        "replicate, hsdp) replicates. --parallelize names your own function of the model and the\n"
+        "DeviceMesh, which calls fully_shard, parallelize_module and the like; it runs here, on a\n"
+        "fake process group, for any dimensions: fsdp=1024,tp=8, or pp=4,dp_shard=64,tp=8."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
     parser.add_argument("--root", metavar="KEY", help="only this container of the file")
@@ -63,130 +63,111 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="DIM=N,...",
-        help="what each rank would read, such as fsdp=1024,tp=8; goes with none of the devices",
+        help="what each rank would read, such as fsdp=1024; goes with none of the devices",
     )
     parser.add_argument(
-        "--tp",
-        metavar="PATTERN=STYLE",
-        action="append",
-        default=[],
-        help="how tp of --mesh cuts these; repeatable, the first match counts",
+        "--parallelize", metavar="MODULE:FUNCTION", help="what distributes the model over --mesh"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-
-
-@dataclass(frozen=True)
-class _Found:
-    inventory: Inventory
-    placement: Fit
-    plan: LoadPlan | None
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
     try:
+        _check(args)
         rename, dtype = _rename(args), _dtype(args.dtype)
-        mesh = _mesh(args)
-        tp = _tp(args.tp, mesh)
+        answer = _on_devices if args.mesh is None else _on_mesh
         with open_checkpoint(args.path, root=args.root) as ckpt:
-            if mesh is not None:
-                return _on_mesh(args, mesh, ckpt, dtype, rename, tp)
-            if args.model is None:
-                inventory = take(ckpt, dtype, rename)
-                found = _Found(inventory, _place(args, ckpt, inventory, dtype, rename), None)
-            else:
-                found = _with_model(args, make_model(args.model), ckpt, dtype, rename)
-            if args.json:
-                print_json(_to_dict(ckpt, found))
-            else:
-                print(printable(_to_text(ckpt, found), lines=True))
+            text, data = answer(args, ckpt, dtype, rename)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if args.json:
+        print_json({"path": ckpt.path, "format": ckpt.format, **data})
+    else:
+        print(printable(f"{ckpt.path}\n{text}", lines=True))
     return 0
 
 
-def _mesh(args: argparse.Namespace) -> dict[str, int] | None:
-    """The mesh that was asked for, with nothing beside it that a mesh would ignore."""
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that would be ignored beside the others."""
     if args.mesh is None:
-        return None
+        if args.parallelize is not None:
+            raise UsageError("--parallelize: needs --mesh, such as --mesh fsdp=8,tp=2")
+        return
     for name in ("device", "device_map", "budget", "no_split"):
-        if getattr(args, name) not in (None, []):
+        if getattr(args, name):
             option = "--" + name.replace("_", "-")
             raise UsageError(
                 f"{option}: not with --mesh: the ranks of a mesh have the devices that they have"
             )
-    if args.no_strict and args.model is None:
-        raise UsageError("--no-strict: needs --model with --mesh: nothing else has names to match")
-    try:
-        return parse_mesh(args.mesh)
-    except ValueError as error:
-        raise UsageError(f"--mesh: {error}") from error
-
-
-def _tp(texts: list[str], mesh: dict[str, int] | None) -> dict[str, str | int | None]:
-    """How tensor parallel cuts what is named, before what is known of the usual models."""
-    if texts and "tp" not in (mesh or {}):
-        raise UsageError("--tp: needs a --mesh with tp, such as fsdp=8,tp=2")
-    found: dict[str, str | int | None] = {}
-    for text in texts:
-        pattern, equals, style = map(str.strip, text.rpartition("="))
-        if not pattern or not equals:
-            raise UsageError(f"--tp {text!r}: expected PATTERN=DIMENSION, such as 'head=0'")
-        digits = style.removeprefix("-")
-        if digits.isascii() and digits.isdecimal():
-            found.setdefault(pattern, int(style[:20]))
-        elif style == "none" or style in STYLES:
-            found.setdefault(pattern, None if style == "none" else style)
-        else:
-            raise UsageError(
-                f"--tp {text!r}: {style!r} is neither a dimension nor a style: none, "
-                f"{', '.join(STYLES)}"
-            )
-    return {**found, "*": found.get("*", USUAL)}
+    if args.model is None and (args.no_strict or args.parallelize):
+        option = "--no-strict" if args.no_strict else "--parallelize"
+        raise UsageError(f"{option}: needs --model with --mesh: a file alone has no modules")
 
 
 def _on_mesh(
-    args: argparse.Namespace,
-    mesh: dict[str, int],
-    ckpt: Checkpoint,
-    dtype: DtypeRule,
-    rename: Rename | None,
-    tp: dict[str, str | int | None],
-) -> int:
-    """Print which bytes each rank of a mesh would read."""
-    from torchlift.distributed.simulation import simulate
+    args: argparse.Namespace, ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None
+) -> tuple[str, dict[str, Any]]:
+    """Return, as text and as data, which bytes each rank of a mesh would read."""
+    from torchlift.distributed import simulate
 
-    model = make_model(args.model) if args.model is not None else None
-    strict = not args.no_strict
-    found = simulate(ckpt, mesh, model=model, rename=rename, dtype=dtype, strict=strict, tp=tp)
-    useless = [text for text in args.tp if text.rpartition("=")[0].strip() in found.unused]
-    if useless:
-        raise UsageError(
-            f"--tp {useless[0]!r}: it matches no parameter with such a dimension that none before "
-            "it matches"
-        )
-    if args.json:
-        print_json({"path": ckpt.path, "format": ckpt.format, **found.to_dict()})
+    found = simulate(
+        ckpt,
+        args.mesh,
+        model=make_model(args.model) if args.model is not None else None,
+        parallelize=make_parallelize(args.parallelize) if args.parallelize is not None else None,
+        rename=rename,
+        dtype=dtype,
+        strict=not args.no_strict,
+    )
+    return str(found), found.to_dict()
+
+
+def _on_devices(
+    args: argparse.Namespace, ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None
+) -> tuple[str, dict[str, Any]]:
+    """Return, as text and as data, what goes to which device, and with a model how it is loaded."""
+    plan = None
+    if args.model is None:
+        inventory = take(ckpt, dtype, rename)
+        placement = _place(args, ckpt, inventory, dtype, rename)
     else:
-        print(printable(f"{ckpt.path}\n{found}", lines=True))
-    return 0
-
-
-def _with_model(
-    args: argparse.Namespace,
-    model: nn.Module,
-    ckpt: Checkpoint,
-    dtype: DtypeRule,
-    rename: Rename | None,
-) -> _Found:
-    options = Options(rename, None, dtype, strict=not args.no_strict, present=False)
-    loaded = plan_only(model, ckpt, options).loaded
-    # A meta tensor takes the checkpoint's dtype: the sizes are those of what will be loaded.
-    becomes = {name: getattr(torch, report.dtype) for name, report in loaded.items()}
-    inventory = take(model, lambda entry: becomes.get(entry.key), None)
-    placement = _place(args, model, inventory, lambda entry: becomes.get(entry.key), None)
-    options = Options(rename, placement, dtype, strict=not args.no_strict, present=False)
-    return _Found(inventory, placement, plan_only(model, ckpt, options))
+        model = make_model(args.model)
+        options = Options(rename, None, dtype, strict=not args.no_strict, present=False)
+        loaded = plan_only(model, ckpt, options).loaded
+        # A meta tensor takes the checkpoint's dtype: the sizes are those of what will be loaded.
+        becomes = {name: getattr(torch, report.dtype) for name, report in loaded.items()}
+        inventory = take(model, lambda entry: becomes.get(entry.key), None)
+        placement = _place(args, model, inventory, lambda entry: becomes.get(entry.key), None)
+        plan = plan_only(model, ckpt, replace(options, device=placement))
+    items = inventory.items
+    dtypes = Counter(str(item.dtype).removeprefix("torch.") for item in items)
+    counted = ", ".join(f"{name} ({count:,})" for name, count in dtypes.most_common())
+    lines = [f"  {len(items):,} tensors, {human(placement.nbytes)}: {counted}"]
+    lines += str(placement).split("\n")[1:]
+    tensors = Counter(placement.at(item.names[0]) for item in items)
+    data = {
+        "tensors": len(items),
+        "nbytes": placement.nbytes,
+        "dtypes": dict(dtypes),
+        "devices": {
+            device: {
+                "tensors": tensors[device],
+                "used": placement.used[device],
+                "budget": budget,
+                "reserved": placement.reserved.get(device, 0),
+                "contents": placement.contents[device],
+            }
+            for device, budget in placement.budgets.items()
+        },
+        "main_device": placement.main,
+        "device_map": dict(placement),
+    }
+    if plan is not None:
+        lines.append(str(plan))
+        costs = {"bytes_to_read": plan.bytes_to_read, "peak_bytes": plan.peak_bytes}
+        data["plan"] = {**names_of(plan), **costs}
+    return "\n".join(lines), data
 
 
 def _place(
@@ -197,7 +178,8 @@ def _place(
     rename: Rename | None,
 ) -> Fit:
     if args.budget:
-        budgets = dict(map(_budget, args.budget))
+        split = [text.partition("=") for text in args.budget]
+        budgets = {device: size if equals else None for device, equals, size in split}
         return fit(source, budgets, args.no_split, dtype=dtype, rename=rename)
     asked = _device_map(args.device_map) if args.device_map else {"": args.device or "cpu"}
     rule = by_key(asked)
@@ -217,12 +199,7 @@ def _rename(args: argparse.Namespace) -> Rename | None:
     pairs += [(pattern, None) for pattern in args.drop]
     if pairs:
         steps.append(rules(pairs))
-    if not steps:
-        return None
-    rename, *rest = steps
-    for step in rest:
-        rename = rename | step  # type: ignore[operator]
-    return rename
+    return functools.reduce(operator.or_, steps) if steps else None
 
 
 def _dtype(texts: list[str]) -> DtypeRule:
@@ -236,11 +213,6 @@ def _dtype(texts: list[str]) -> DtypeRule:
     return by_pattern(found) if found else None
 
 
-def _budget(text: str) -> tuple[str, str | None]:
-    device, equals, size = text.partition("=")
-    return device, size if equals else None
-
-
 def _device_map(text: str) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
         with open(text, encoding="utf-8") as file:
@@ -249,48 +221,3 @@ def _device_map(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError("--device-map: expected an object of prefix -> device")
     return found
-
-
-def _to_text(ckpt: Checkpoint, found: _Found) -> str:
-    items = found.inventory.items
-    dtypes = Counter(str(item.dtype).removeprefix("torch.") for item in items)
-    counted = ", ".join(f"{name} ({count:,})" for name, count in dtypes.most_common())
-    lines = [
-        f"{ckpt.path}",
-        f"  {len(items):,} tensors, {human(found.placement.nbytes)}: {counted}",
-    ]
-    lines += str(found.placement).split("\n")[1:]
-    if found.plan is not None:
-        lines += str(found.plan).split("\n")
-    return "\n".join(lines)
-
-
-def _to_dict(ckpt: Checkpoint, found: _Found) -> dict[str, Any]:
-    placement, plan = found.placement, found.plan
-    tensors = Counter(placement.at(item.names[0]) for item in found.inventory.items)
-    data = {
-        "path": ckpt.path,
-        "format": ckpt.format,
-        "tensors": len(found.inventory.items),
-        "nbytes": placement.nbytes,
-        "dtypes": dict(Counter(str(i.dtype).removeprefix("torch.") for i in found.inventory.items)),
-        "devices": {
-            device: {
-                "tensors": tensors[device],
-                "used": placement.used[device],
-                "budget": budget,
-                "reserved": placement.reserved.get(device, 0),
-                "contents": placement.contents[device],
-            }
-            for device, budget in placement.budgets.items()
-        },
-        "main_device": placement.main,
-        "device_map": dict(placement),
-    }
-    if plan is not None:
-        data["plan"] = {
-            **names_of(plan),
-            "bytes_to_read": plan.bytes_to_read,
-            "peak_bytes": plan.peak_bytes,
-        }
-    return data
