@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from torchlift.errors import FormatError
 from torchlift.formats import read_index
 from torchlift.formats.flatten import flatten
-from torchlift.formats.pickle_opcodes import read_pickle
-from torchlift.formats.torch_globals import TorchWorld
-from torchlift.formats.torch_records import read_torch_pickle
+from torchlift.formats.torch_pickle import TorchWorld, read_torch_pickle
+from torchlift.formats.unpickle import read_pickle
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE
 from torchlift.formats.layout import Layout, Stored, format_for, is_unicode
 from torchlift.formats.safetensors import safetensors_layout
-from torchlift.formats.zip_layout import torch_zip_layout
+from torchlift.formats.torch_zip import torch_zip_layout
 
 
 class Contents:

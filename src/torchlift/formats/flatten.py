@@ -14,7 +14,7 @@ from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import Leaf
-from torchlift.formats.stand_ins import (
+from torchlift.formats.torch_pickle import (
     Blocked,
     Global,
     NumpyDtype,

@@ -15,9 +15,8 @@ from typing import Any
 from torchlift._system import collection_paused
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
-from torchlift.formats.json_text import parse_json
 from torchlift.formats.layout import Layout, Payload, Stored, is_unicode
-from torchlift.formats.source import Source
+from torchlift.formats.source import Source, parse_json
 
 #: The format's own limit on the JSON header, in bytes.
 MAX_HEADER = 100_000_000

@@ -16,8 +16,7 @@ from typing import Any
 
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats.index import FileStamp, Index, Storage, TensorEntry
-from torchlift.formats.json_text import parse_json
-from torchlift.formats.source import Source
+from torchlift.formats.source import Source, parse_json
 
 #: Most bytes of an index: that of a million tensors has about 100 MB.
 _MAX_INDEX = 1 << 28
