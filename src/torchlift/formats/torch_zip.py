@@ -1,24 +1,30 @@
 """Files of ``torch.save`` since torch 1.6: a zip of ``data.pkl`` and one record per storage.
 
-The pickle is read by an interpreter that cannot run code (see `pickle_machine`), and everything it
-says about bytes is checked against the archive before anybody allocates a tensor from it.
+The pickle is read by an interpreter that cannot run code (see `unpickle`), and everything it says
+about bytes is checked against the archive before anybody allocates a tensor from it.
+
+Laid out as torch does it: not only torch's reader counts on that. ``torch.load`` can be told to
+compute where a storage lies instead of looking
+(``torch.utils.serialization.config.load.calculate_storage_offsets``), and then counts on every
+padding and every descriptor that miniz, torch's writer, makes
+(caffe2/serialize/inline_container.cc, third_party/miniz).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torchlift._system import collection_paused
 from torchlift.errors import FormatError
-from torchlift.formats.flatten import Flat, flatten
+from torchlift.formats.flatten import flatten
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
 from torchlift.formats.layout import Layout, Payload, Stored
-from torchlift.formats.source import Source, Window
+from torchlift.formats.source import Source, whole_numbers
 from torchlift.formats.torch_pickle import (
     Blocked,
     StorageRef,
@@ -27,11 +33,19 @@ from torchlift.formats.torch_pickle import (
     read_torch_pickle,
 )
 from torchlift.formats.zip_archive import (
+    CENTRAL,
+    CENTRAL_MAGIC,
+    DESCRIPTOR_MAGIC,
     END,
     END64,
-    END64_LOCATOR,
+    END64_MAGIC,
+    END_MAGIC,
     FULL16,
     FULL32,
+    LOCAL,
+    LOCAL_MAGIC,
+    LOCATOR64,
+    LOCATOR64_MAGIC,
     STORED,
     Record,
     read_directory,
@@ -47,28 +61,16 @@ _MAX_PICKLE, _MAX_INFLATED, _MAX_RATIO, _MAX_NOTE = 1 << 30, 1 << 20, 20, 1 << 1
 _MAX_REPEAT, _MAX_REPEATED = 1 << 16, 1 << 32
 
 
-def read_torch_zip(path: str) -> Index:
-    """Read the index of a torch zip archive.
+def read_torch_zip(source: Source, key: str | None = None, prefix: str = "") -> Index:
+    """Read the index of an archive that may be a part of a file.
 
     Args:
-        path: absolute path of the file.
+        source: the archive; offsets in the index count from the start of the whole file.
+        key: a name for the whole object, under which everything in it comes; None for no name.
+        prefix: of the names of its storages.
 
     Raises:
         FormatError: not such an archive, damaged, or inconsistent.
-    """
-    with collection_paused(), Source(path) as source:
-        return read_archive(source)
-
-
-def read_archive(source: Source | Window, key: str | None = None) -> Index:
-    """Read an archive that may be a part of a file.
-
-    Args:
-        source: the archive; offsets in the index count from its start.
-        key: a name for the whole object, under which everything in it comes; None for no name.
-
-    Raises:
-        FormatError: see `read_torch_zip`.
     """
     records = read_directory(source)
     top = _top_directory(records)
@@ -82,12 +84,12 @@ def read_archive(source: Source | Window, key: str | None = None) -> Index:
     root = read_torch_pickle(data, world)
     _refuse_module(root)
     flat = flatten(root if key is None else {key: root}, len(data))
-    entries, storages = _Resolver(source.path, records, top).resolve(flat)
+    resolver = _Resolver(source, records, top, prefix)
     return Index(
         path=source.path,
         format="torch-zip",
-        entries=entries,
-        storages=storages,
+        entries={name: resolver.entry(name, ref) for name, ref in flat.tensors.items()},
+        storages=resolver.storages,
         files={source.path: source.stamp},
         objects=flat.objects,
         metadata=notes,
@@ -99,39 +101,31 @@ def read_archive(source: Source | Window, key: str | None = None) -> Index:
 
 
 def _top_directory(records: dict[str, Record]) -> str:
-    """The directory all records are in, with its slash."""
+    """Return the directory that all records are in, with its slash."""
     first = next(iter(records), "")
     top = first[: first.find("/") + 1]
-    for name in records:
-        if not top or not name.startswith(top):
-            if any(other.endswith(".npy") for other in records):
-                raise FormatError(
-                    "a numpy .npz archive, not a checkpoint", hint="Read it with numpy.load."
-                )
-            raise FormatError(
-                "a zip archive that torch.save did not write",
-                entry=name,
-                expected="every record under one top directory",
-                hint="Save it with torch.save or as safetensors.",
-            )
-    if top + "constants.pkl" in records:
+    outside = next((name for name in records if not top or not name.startswith(top)), None)
+    if outside is not None and any(name.endswith(".npy") for name in records):
+        raise FormatError("a numpy .npz archive, not a checkpoint", hint="Read it with numpy.load.")
+    if outside is None and top + "constants.pkl" in records:
         raise FormatError(
             "a TorchScript archive: a program together with its weights",
             entry=top + "constants.pkl",
             hint="Load it with torch.jit.load and save its state_dict() with torch.save.",
         )
-    if top + "data.pkl" not in records:
+    if outside is not None or top + "data.pkl" not in records:
         raise FormatError(
             "a zip archive that torch.save did not write",
-            expected=f"a record {top}data.pkl",
-            found=f"{len(records)} other records",
+            entry=outside,
+            expected="data.pkl and every other record under one top directory",
+            found=f"{len(records)} records",
             hint="Save it with torch.save or as safetensors.",
         )
     return top
 
 
-def _read_notes(source: Source | Window, records: dict[str, Record], top: str) -> dict[str, str]:
-    """The small text records beside the pickle; they may be missing but not absurd."""
+def _read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
+    """Read the small text records beside the pickle; they may be missing but not absurd."""
     notes = {}
     for name in (".format_version", ".storage_alignment", "byteorder", "version"):
         record = records.get(top + name)
@@ -139,32 +133,28 @@ def _read_notes(source: Source | Window, records: dict[str, Record], top: str) -
             continue
         text = read_record(source, record, _MAX_NOTE).decode("ascii", "replace").strip()
         notes[name.lstrip(".")] = text
-        if name == "byteorder":
-            if text == "big":
-                raise FormatError(
-                    "numbers are stored big-endian, which torchlift does not read yet",
-                    entry=record.name,
-                    expected="little",
-                    found=text,
-                    hint="Load it with torch.load and save it again on a little-endian machine.",
-                )
-            valid, expected = text == "little", "little"
-        else:
-            # 19 digits: a longer number is absurd anyhow and could be slow to convert.
-            valid = text.isdigit() and len(text) < 19 and int(text) > 0
-            expected = "a positive whole number"
-        if not valid:
+        if text == "big" and name == "byteorder":
+            raise FormatError(
+                "numbers are stored big-endian, which torchlift does not read yet",
+                entry=record.name,
+                expected="little",
+                found=text,
+                hint="Load it with torch.load and save it again on a little-endian machine.",
+            )
+        # 19 digits: a longer number is absurd anyhow and could be slow to convert.
+        is_number = text.isdigit() and len(text) < 19 and int(text) > 0
+        if not (text == "little" if name == "byteorder" else is_number):
             raise FormatError(
                 "a record of the archive makes no sense",
                 entry=record.name,
-                expected=expected,
+                expected="little" if name == "byteorder" else "a positive whole number",
                 found=text,
             )
     return notes
 
 
 def _refuse_module(root: object) -> None:
-    """Say what a whole pickled module is, instead of listing one blocked name."""
+    """Refuse a whole pickled module as what it is, instead of listing one blocked name."""
     if isinstance(root, Blocked) and root.state is not None and "_modules" in root.state:
         raise FormatError(
             "a whole pickled module: loading it would import and run its class",
@@ -178,26 +168,58 @@ def _refuse_module(root: object) -> None:
 class _Resolver:
     """Tensor records + zip records -> entries, with every claim about bytes checked."""
 
-    def __init__(self, path: str, records: dict[str, Record], top: str) -> None:
-        self.path = path
+    def __init__(self, source: Source, records: dict[str, Record], top: str, prefix: str) -> None:
+        self.path = source.path
+        self.start = source.start
         self.records = records
         self.top = top
-        self.entries: dict[str, TensorEntry] = {}
+        self.prefix = prefix
         self.storages: dict[str, Storage] = {}
         self._layouts: dict[tuple[int, int], _Layout] = {}
 
-    def resolve(self, flat: Flat) -> tuple[dict[str, TensorEntry], dict[str, Storage]]:
-        """Check all tensors; returns entries by key and storages by name."""
-        for key, ref in flat.tensors.items():
-            self.entries[key] = self._entry(key, ref)
-        return self.entries, self.storages
+    def entry(self, key: str, ref: TensorRef) -> TensorEntry:
+        """Return the checked entry of one tensor."""
+        name, storage = self._storage(key, ref.storage)
+        itemsize = ITEMSIZE[ref.dtype]
+        # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
+        # tuples stay alive as long as this object's input does.
+        layout = self._layouts.get((id(ref.size), id(ref.stride)))
+        if layout is None:
+            layout = self._layouts[id(ref.size), id(ref.stride)] = _layout(ref, key)
+        shape, stride, origin, numel, span = layout
+        offset = ref.offset
+        if type(offset) is not int or not 0 <= offset < 1 << 63:
+            (offset,) = whole_numbers((offset,), key, "storage offset")
+        nbytes = numel * itemsize
+        chunks: tuple[Chunk, ...] = ()
+        if numel:
+            if (offset + span) * itemsize > storage.nbytes:
+                raise FormatError(
+                    "a tensor reaches outside its storage",
+                    entry=key,
+                    expected=f"at most {storage.nbytes} bytes in {name}",
+                    found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
+                )
+            start = storage.offset + offset * itemsize
+            chunks = (Chunk(self.path, start, span * itemsize, origin, shape),)
+        if nbytes > max(storage.nbytes, _MAX_REPEATED, _MAX_REPEAT * storage.nbytes):
+            raise FormatError(
+                "a broadcast view is absurdly larger than its storage",
+                entry=key,
+                found=f"shape {shape}, {nbytes} bytes over {storage.nbytes} stored ones",
+            )
+        location, is_trained = ref.storage.location, ref.requires_grad is True
+        return TensorEntry(
+            key, ref.dtype, shape, stride, nbytes, location, name, chunks, is_trained,
+            ref.is_parameter,
+        )  # fmt: skip
 
     def _storage(self, key: str, ref: StorageRef) -> tuple[str, Storage]:
-        """The storage behind a tensor, whose record must have exactly the declared size."""
-        name = f"data/{ref.key}"
-        record = self.records.get(self.top + name)
+        """Return the storage of a tensor, whose record must have exactly the declared size."""
+        record = self.records.get(f"{self.top}data/{ref.key}")
         if record is None:
-            raise FormatError("a tensor's storage is missing", entry=key, expected=f"record {name}")
+            expected = f"record data/{ref.key}"
+            raise FormatError("a tensor's storage is missing", entry=key, expected=expected)
         if record.method != STORED:
             raise FormatError(
                 "a storage is compressed, so its bytes are not its numbers",
@@ -213,65 +235,22 @@ class _Resolver:
                 expected=f"{ref.numel} elements, {nbytes} bytes",
                 found=f"{record.nbytes} bytes",
             )
+        name = f"{self.prefix}data/{ref.key}"
         storage = self.storages.get(name)
         if storage is None:
-            crc = record.crc32 or None
-            storage = Storage(self.path, record.offset, record.nbytes, ref.location, crc)
+            start, crc = self.start + record.offset, record.crc32 or None
+            storage = Storage(self.path, start, nbytes, ref.location, crc)
             self.storages[name] = storage
         return name, storage
-
-    def _entry(self, key: str, ref: TensorRef) -> TensorEntry:
-        """One checked entry."""
-        name, storage = self._storage(key, ref.storage)
-        itemsize = ITEMSIZE[ref.dtype]
-        # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
-        # tuples stay alive as long as this object's input does.
-        layout = self._layouts.get((id(ref.size), id(ref.stride)))
-        if layout is None:
-            layout = _layout(ref, key)
-            self._layouts[id(ref.size), id(ref.stride)] = layout
-        shape, stride, origin, numel, span = layout
-        offset = ref.offset
-        if type(offset) is not int or not 0 <= offset < 1 << 63:
-            (offset,) = _numbers((offset,), key, "storage offset")
-        nbytes = numel * itemsize
-        chunks: tuple[Chunk, ...] = ()
-        if numel:
-            if (offset + span) * itemsize > storage.nbytes:
-                raise FormatError(
-                    "a tensor reaches outside its storage",
-                    entry=key,
-                    expected=f"at most {storage.nbytes} bytes in {name}",
-                    found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
-                )
-            start = storage.offset + offset * itemsize
-            chunks = (Chunk(self.path, start, span * itemsize, origin, shape),)
-        if nbytes > storage.nbytes and nbytes > max(_MAX_REPEATED, _MAX_REPEAT * storage.nbytes):
-            raise FormatError(
-                "a broadcast view is absurdly larger than its storage",
-                entry=key,
-                found=f"shape {shape}, {nbytes} bytes over {storage.nbytes} stored ones",
-            )
-        return TensorEntry(
-            key,
-            ref.dtype,
-            shape,
-            stride,
-            nbytes,
-            ref.storage.location,
-            name,
-            chunks,
-            ref.requires_grad is True,
-            ref.is_parameter,
-        )
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
 
 
 def _layout(ref: TensorRef, key: str) -> _Layout:
-    """Checked (shape, stride, first index, number of elements, elements from first to last)."""
-    shape, stride = _numbers(ref.size, key, "size"), _numbers(ref.stride, key, "stride")
+    """Check and return (shape, stride, first index, elements, elements from first to last)."""
+    shape = whole_numbers(ref.size, key, "size", "tuple")
+    stride = whole_numbers(ref.stride, key, "stride", "tuple")
     if len(shape) != len(stride):
         raise FormatError(
             "a tensor has not one stride per dimension",
@@ -279,47 +258,20 @@ def _layout(ref: TensorRef, key: str) -> _Layout:
             expected=f"{len(shape)} strides",
             found=f"{len(stride)}",
         )
-    numel, span = 1, 1
-    for extent, step in zip(shape, stride, strict=True):
-        numel *= extent
-        span += (extent - 1) * step
-    return shape, stride, (0,) * len(shape), numel, span
-
-
-def _numbers(values: object, key: str, what: str) -> tuple[int, ...]:
-    """Check a tuple of sizes, strides or offsets: whole, not negative, not too large for torch."""
-    if not isinstance(values, (tuple, list)) or len(values) > 64:
-        raise FormatError(
-            f"a tensor's {what} is not a tuple of at most 64 numbers",
-            entry=key,
-            found=f"a {type(values).__name__}",
-        )
-    for value in values:
-        if type(value) is not int or not 0 <= value < 1 << 63:
-            raise FormatError(
-                f"a tensor has an impossible {what}",
-                entry=key,
-                expected="whole numbers from 0 to 2**63",
-                found=value if isinstance(value, (int, float)) else f"a {type(value).__name__}",
-            )
-    return tuple(values)
+    span = 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
+    return shape, stride, (0,) * len(shape), math.prod(shape), span
 
 
 #: The top directory. torch takes the name of the file, which may change later, or this word.
 _TOP = "archive/"
 _ALIGNMENT = 64
-_NO_DATE = 33 << 16  # 1980-01-01, which zip counts from; in a local header torch leaves it out
-_SERIALIZATION_ID = ".data/serialization_id"
-_ID_DIGITS = 40
+_SERIALIZATION_ID, _ID_DIGITS = ".data/serialization_id", 40
 _HAS_DESCRIPTOR, _UTF8 = 0x8, 0x800
-
-_LOCAL = struct.Struct("<4sHHHIIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHIIIIHHHHHII")
 
 
 @dataclass(frozen=True, slots=True)
 class _NewRecord:
-    """A file inside the archive."""
+    """A file inside the archive to be written."""
 
     name: bytes
     header: int
@@ -327,28 +279,29 @@ class _NewRecord:
     data: bytes | None  # None: a payload, which others write
 
     @property
-    def is_large(self) -> bool:
-        """Whether a number of it does not fit in 32 bits."""
-        return self.nbytes >= FULL32 or self.header >= FULL32
+    def wide(self) -> bytes:
+        """The zip64 field: those of (size, size, offset) that do not fit in 32 bits; or nothing."""
+        numbers = [self.nbytes, self.nbytes] if self.nbytes >= FULL32 else []
+        numbers += [self.header] if self.header >= FULL32 else []
+        return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
 
     @property
     def extra(self) -> bytes:
         """The extra field: numbers that did not fit, then as much padding as aligns the payload."""
-        wide = _wide_field(self.nbytes, self.header) if self.is_large else b""
-        start = self.header + _LOCAL.size + len(self.name) + len(wide) + 4
+        wide = self.wide
+        start = self.header + LOCAL.size + len(self.name) + len(wide) + 4
         padding = -start % _ALIGNMENT
         return wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
 
     @property
     def start(self) -> int:
         """The first byte of the payload."""
-        return self.header + _LOCAL.size + len(self.name) + len(self.extra)
+        return self.header + LOCAL.size + len(self.name) + len(self.extra)
 
     @property
     def stop(self) -> int:
         """The first byte behind the record."""
-        descriptor = 0 if not self.nbytes else 24 if self.is_large else 16
-        return self.start + self.nbytes + descriptor
+        return self.start + self.nbytes + len(self.descriptor(0))
 
     @property
     def flags(self) -> int:
@@ -356,23 +309,22 @@ class _NewRecord:
         return _UTF8 | (_HAS_DESCRIPTOR if self.nbytes else 0)
 
     def local_header(self) -> bytes:
-        """What stands before the payload."""
-        fields = (b"PK\x03\x04", 0, self.flags, 0, 0, 0, 0, 0, len(self.name), len(self.extra))
-        return _LOCAL.pack(*fields) + self.name + self.extra
+        """Return what stands before the payload."""
+        lengths = len(self.name), len(self.extra)
+        return LOCAL.pack(LOCAL_MAGIC, self.flags, 0, *lengths) + self.name + self.extra
 
     def descriptor(self, crc: int) -> bytes:
-        """What stands behind it."""
+        """Return what stands behind the payload."""
         if not self.nbytes:
             return b""
-        form = "<4sIQQ" if self.is_large else "<4sIII"
-        return struct.pack(form, b"PK\x07\x08", crc, self.nbytes, self.nbytes)
+        form = "<4sIQQ" if self.wide else "<4sIII"
+        return struct.pack(form, DESCRIPTOR_MAGIC, crc, self.nbytes, self.nbytes)
 
     def central_header(self, crc: int) -> bytes:
-        """What the directory says."""
-        wide = _wide_field(self.nbytes, self.header) if self.is_large else b""
-        size, header = min(self.nbytes, FULL32), min(self.header, FULL32)
-        fields = (0, 0, self.flags, 0, 0, crc, size, size, len(self.name), len(wide))
-        return _CENTRAL.pack(b"PK\x01\x02", *fields, 0, 0, 0, 0, header) + self.name + wide
+        """Return what the directory says."""
+        size, header, wide = min(self.nbytes, FULL32), min(self.header, FULL32), self.wide
+        fields = (self.flags, 0, crc, size, size, len(self.name), len(wide), 0, header)
+        return CENTRAL.pack(CENTRAL_MAGIC, *fields) + self.name + wide
 
 
 def torch_zip_layout(tensors: Sequence[Stored], pickled: bytes | int) -> Layout:
@@ -404,14 +356,14 @@ def torch_zip_layout(tensors: Sequence[Stored], pickled: bytes | int) -> Layout:
     first, last = len(before), len(before) + len(stored)
     payloads = map(Payload, tensors, (record.start for record in records[first:last]))
     end = sum(len(record.central_header(0)) for record in records)
-    end += at + END64.size + END64_LOCATOR.size + END.size
+    end += at + END64.size + LOCATOR64.size + END.size
     return Layout(end, tuple(payloads), True, partial(_frame, records, first))
 
 
 def _frame(
     records: list[_NewRecord], first: int, sums: Sequence[int]
 ) -> Iterator[tuple[int, bytes]]:
-    """Everything between the payloads, and the directory, given the payloads' CRC-32s."""
+    """Return all that is between the payloads, and the directory, given the payloads' CRC-32s."""
     # Two files with equal bytes get equal names, and nothing random is in a file.
     identity = hashlib.sha256(struct.pack(f"<{len(sums)}I", *sums))
     for record in records:
@@ -437,18 +389,11 @@ def _frame(
 
 
 def _end(count: int, start: int, nbytes: int) -> bytes:
-    """The three records that say where the directory is; torch always writes all of them."""
+    """Return the three records that say where the directory is; torch always writes all."""
     end64 = start + nbytes
     few, small, near = min(count, FULL16), min(nbytes, FULL32), min(start, FULL32)
     return (
-        END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
-        + END64_LOCATOR.pack(b"PK\x06\x07", 0, end64, 1)
-        + END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)
+        END64.pack(END64_MAGIC, END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
+        + LOCATOR64.pack(LOCATOR64_MAGIC, 0, end64, 1)
+        + END.pack(END_MAGIC, 0, 0, few, few, small, near, 0)
     )
-
-
-def _wide_field(nbytes: int, header: int) -> bytes:
-    """The zip64 extra field: those of (size, size, offset) that do not fit in 32 bits."""
-    numbers = [nbytes, nbytes] if nbytes >= FULL32 else []
-    numbers += [header] if header >= FULL32 else []
-    return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
