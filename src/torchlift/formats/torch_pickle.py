@@ -1,16 +1,20 @@
-"""Records that stand for what a torch pickle names or makes; none of them can do anything."""
+"""What a torch pickle describes: records that stand for tensors, storages and names.
+
+Nothing here imports or calls what a name means. Names from an allow-list are answered by records;
+any other becomes a `Blocked` record, so that the rest of the file can still be looked at.
+"""
 
 from __future__ import annotations
 
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE
-from torchlift.formats.unpickle import HANDLERS, Machine, check_key, read_pickle
+from torchlift.formats.unpickle import HANDLERS, Machine, check_key, checked_keys, read_pickle
 
 STORAGE_DTYPES: dict[str, str] = {
     "torch.FloatStorage": "float32", "torch.DoubleStorage": "float64",
@@ -21,10 +25,16 @@ STORAGE_DTYPES: dict[str, str] = {
 }  # fmt: skip
 
 #: Storages that say nothing about their elements; their length is in bytes.
-UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+_UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+_STORAGES = {**STORAGE_DTYPES, **dict.fromkeys(_UNTYPED)}
 
 #: Types whose instances are plain tensors, whatever attributes were set on them.
-PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+_PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+
+#: Python 2 names of modules, which pickle protocols up to 2 write to this day.
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+
+_MAX_BLOCKED = 10_000
 
 
 class Global:
@@ -91,221 +101,7 @@ class NumpyDtype:
     """A numpy dtype: its code, such as ``"f8"``, and byte order."""
 
     code: str
-    order: str = field(default="<")
-
-
-class Caller(Protocol):
-    """What a function needs from the world that calls it."""
-
-    def call(self, function: object, arguments: object) -> object:
-        """A record of another call."""
-
-    def refuse(self, name: str) -> Blocked:
-        """A record of something that is not supported."""
-
-
-def _tensor_v1(
-    world: Caller, storage: object, offset: object, size: object, stride: object
-) -> object:
-    return _tensor_v2(world, storage, offset, size, stride, False, None)
-
-
-def _tensor_v2(
-    world: Caller,
-    storage: object,
-    offset: object,
-    size: object,
-    stride: object,
-    requires_grad: object,
-    hooks: object,
-    metadata: object = None,
-) -> object:
-    if isinstance(storage, Blocked):
-        return storage
-    if not isinstance(storage, StorageRef):
-        raise TypeError("not a storage")
-    # Conjugate and negative views store other numbers than they show.
-    if isinstance(metadata, dict) and any(metadata.values()):
-        return world.refuse("torch._utils._rebuild_tensor_v2 of a conjugate or negative view")
-    dtype = storage.dtype or "uint8"
-    return TensorRef(storage, dtype, offset, size, stride, requires_grad)
-
-
-def _tensor_v3(
-    world: Caller,
-    storage: object,
-    offset: object,
-    size: object,
-    stride: object,
-    requires_grad: object,
-    hooks: object,
-    dtype: object,
-    metadata: object = None,
-) -> object:
-    if isinstance(dtype, Blocked):
-        return Blocked(dtype.name, called=True)
-    if not isinstance(dtype, Global) or dtype.name.removeprefix("torch.") not in ITEMSIZE:
-        raise TypeError("not a dtype")
-    made = _tensor_v2(world, storage, offset, size, stride, requires_grad, hooks, metadata)
-    if isinstance(made, TensorRef):
-        made.dtype = dtype.name.removeprefix("torch.")
-    return made
-
-
-def _parameter(
-    world: Caller, data: object, requires_grad: object, hooks: object, state: object = None
-) -> object:
-    if isinstance(data, Blocked):
-        return data
-    if not isinstance(data, TensorRef):
-        raise TypeError("not a tensor")
-    return TensorRef(
-        data.storage, data.dtype, data.offset, data.size, data.stride, requires_grad, True
-    )
-
-
-def _from_type(
-    world: Caller, function: object, new_type: object, arguments: object, state: object
-) -> object:
-    made = world.call(function, arguments)
-    if isinstance(new_type, Global) and new_type.name in PLAIN_TYPES:
-        return made
-    return Blocked(new_type.name, called=True) if isinstance(new_type, Blocked) else made
-
-
-def _ordered_dict(world: Caller, items: object = ()) -> OrderedRecord:
-    record = OrderedRecord()
-    for pair in _plain(items, (list, tuple)):
-        key, value = _plain(pair, (list, tuple))
-        check_key(key)
-        record[key] = value
-    return record
-
-
-def _counter(world: Caller, items: object = None) -> object:
-    return {} if items is None else _plain(items, (dict,))
-
-
-def _defaultdict(world: Caller, factory: object = None, items: object = None) -> object:
-    return _counter(world, items)
-
-
-def _set(world: Caller, items: object = ()) -> set[Any]:
-    values = list(_plain(items, (list, tuple, set, frozenset)))
-    for value in values:
-        check_key(value)
-    return set(values)
-
-
-def _frozenset(world: Caller, items: object = ()) -> frozenset[Any]:
-    return frozenset(_set(world, items))
-
-
-def _size(world: Caller, items: object = ()) -> tuple[Any, ...]:
-    return tuple(_plain(items, (list, tuple)))
-
-
-def _device(world: Caller, kind: object, index: object = None) -> str:
-    name = str(_plain(kind, (str,)))
-    return name if index is None else f"{name}:{int(_plain(index, (int,)))}"
-
-
-def _layout(world: Caller, name: object) -> str:
-    return str(_plain(name, (str,)))
-
-
-def _complex(world: Caller, real: object = 0, imaginary: object = 0) -> complex:
-    return complex(_plain(real, (int, float)), _plain(imaginary, (int, float)))
-
-
-def _slice(world: Caller, *arguments: object) -> str:
-    return f"slice({', '.join(str(_plain(a, (int, type(None)))) for a in arguments)})"
-
-
-def _encode(world: Caller, text: object, encoding: object = "utf-8") -> bytes:
-    if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
-        raise ValueError("not a text encoding that pickles use")
-    return bytes(_plain(text, (str,)).encode(encoding))
-
-
-def _bytearray(world: Caller, data: object = b"", encoding: object = None) -> bytearray:
-    # A number here would ask for that many bytes of memory.
-    if encoding is not None:
-        data = _encode(world, data, encoding)
-    return bytearray(_plain(data, (bytes, bytearray)))
-
-
-def _bytes(world: Caller, data: object = b"", encoding: object = None) -> bytes:
-    return bytes(_bytearray(world, data, encoding))
-
-
-def _numpy_dtype(world: Caller, code: object, *options: object) -> NumpyDtype:
-    return NumpyDtype(str(_plain(code, (str,))))
-
-
-def _numpy_scalar(world: Caller, dtype: object, data: object = b"") -> object:
-    code = dtype.code.lstrip("<>|=") if isinstance(dtype, NumpyDtype) else ""
-    letter = _NUMPY_LETTERS.get(code)
-    if letter is None or not isinstance(dtype, NumpyDtype) or type(data) is not bytes:
-        return world.refuse("numpy.core.multiarray.scalar")
-    order = ">" if ">" in (dtype.order, dtype.code[:1]) else "<"
-    try:
-        return struct.unpack(order + letter, data)[0]
-    except struct.error as error:
-        raise ValueError("not a scalar of that dtype") from error
-
-
-_NUMPY_LETTERS = {
-    "b1": "?", "?": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H",
-    "u4": "I", "u8": "Q", "f2": "e", "f4": "f", "f8": "d",
-}  # fmt: skip
-
-
-def _plain(value: object, kinds: tuple[type, ...]) -> Any:
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise TypeError(f"a {type(value).__name__}")
-    return value
-
-
-CALLS: dict[str, Callable[..., object]] = {
-    "torch._utils._rebuild_tensor": _tensor_v1,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.Size": _size,
-    "torch.device": _device,
-    "torch.serialization._get_layout": _layout,
-    "collections.OrderedDict": _ordered_dict,
-    "collections.defaultdict": _defaultdict,
-    "collections.Counter": _counter,
-    "builtins.set": _set,
-    "builtins.frozenset": _frozenset,
-    "builtins.complex": _complex,
-    "builtins.slice": _slice,
-    "builtins.bytearray": _bytearray,
-    "builtins.bytes": _bytes,
-    "_codecs.encode": _encode,
-    "numpy.dtype": _numpy_dtype,
-    "numpy.core.multiarray.scalar": _numpy_scalar,
-    "numpy._core.multiarray.scalar": _numpy_scalar,
-}
-
-#: Names that are values, not functions: kept as text where a file stores the name itself.
-VALUES = {
-    *STORAGE_DTYPES,
-    *UNTYPED,
-    *PLAIN_TYPES,
-    *(f"torch.{dtype}" for dtype in ITEMSIZE),
-    *(f"builtins.{name}" for name in ("int", "float", "list", "dict", "str", "bool", "tuple")),
-}
-
-
-#: Python 2 names of modules, which pickle protocols up to 2 write to this day.
-_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-
-_MAX_BLOCKED = 10_000
+    order: str = "<"
 
 
 class TorchWorld:
@@ -320,33 +116,32 @@ class TorchWorld:
         self._globals: dict[str, Global | Blocked] = {}
 
     def find(self, module: str, name: str) -> Global | Blocked:
-        """A stand-in for the global ``module.name``; the same object every time."""
+        """Return a stand-in for the global ``module.name``; the same object every time."""
         dotted = f"{_RENAMED.get(module, module)}.{name}"
         found = self._globals.get(dotted)
         if found is None:
-            known = dotted in CALLS or dotted in VALUES
-            found = Global(dotted) if known else self.block(dotted)
-            self._globals[dotted] = found
+            known = dotted in _CALLS or dotted in _VALUES
+            found = self._globals[dotted] = Global(dotted) if known else self.block(dotted)
         return found
 
-    def block(self, name: str) -> Blocked:
+    def block(self, name: str, called: bool = False) -> Blocked:
         """Note a name as blocked."""
         if len(self.blocked) >= _MAX_BLOCKED:
             raise FormatError("the pickle names too many globals", found=f"{_MAX_BLOCKED} or more")
         self.blocked[name] = None
-        return Blocked(name)
+        return Blocked(name, called)
 
     def call(self, function: object, arguments: object) -> object:
-        """A record of a call."""
+        """Return a record of a call."""
         if not isinstance(arguments, tuple):
             raise FormatError("the pickle calls something with arguments that are not a tuple")
         if isinstance(function, Blocked):
             return Blocked(function.name, called=True)
         if not isinstance(function, Global):
             raise FormatError("the pickle calls something that is not a global")
-        handler = CALLS.get(function.name)
+        handler = _CALLS.get(function.name)
         if handler is None:
-            return self.refuse(function.name)
+            return self.block(function.name, called=True)
         try:
             return handler(self, *arguments)
         except (TypeError, ValueError, UnicodeError, OverflowError) as error:
@@ -354,29 +149,21 @@ class TorchWorld:
                 "a global is called with arguments it does not take", entry=function.name
             ) from error
 
-    def refuse(self, name: str) -> Blocked:
-        """Note a name as blocked, and stand for what calling it would have made."""
-        self.block(name)
-        return Blocked(name, called=True)
-
     def persistent(self, identity: object) -> StorageRef | Blocked:
-        """The storage that a persistent id describes."""
-        if type(identity) is not tuple or len(identity) != 5:
+        """Return the storage that a persistent id describes."""
+        kind, storage_type, key, location, numel = (
+            identity if type(identity) is tuple and len(identity) == 5 else (None,) * 5
+        )
+        if kind != "storage" or type(key) is not str or type(location) is not str:
             raise FormatError(
                 "a persistent id is not a storage",
                 expected="('storage', type, key, location, numel)",
                 found=f"a {type(identity).__name__}",
             )
-        kind, storage_type, key, location, numel = identity
-        if kind != "storage" or type(key) is not str or type(location) is not str:
-            raise FormatError(
-                "a persistent id is not a storage",
-                expected="('storage', type, key, location, numel)",
-            )
         if isinstance(storage_type, Blocked):
             return Blocked(storage_type.name, called=True)
         name = storage_type.name if isinstance(storage_type, Global) else ""
-        if name not in STORAGE_DTYPES and name not in UNTYPED:
+        if name not in _STORAGES:
             raise FormatError("a persistent id names no storage type", entry=key, found=name)
         if type(numel) is not int or not 0 <= numel < 1 << 62:
             raise FormatError(
@@ -385,7 +172,7 @@ class TorchWorld:
                 expected="a whole number from 0 to 2**62",
                 found=numel if isinstance(numel, (int, float)) else type(numel).__name__,
             )
-        return StorageRef(STORAGE_DTYPES.get(name), key, location, numel)
+        return StorageRef(_STORAGES[name], key, location, numel)
 
     def build(self, target: object, state: object) -> None:
         """Keep the state that means something: torch's metadata and what a module holds."""
@@ -399,19 +186,170 @@ class TorchWorld:
             if isinstance(state, tuple) and len(state) > 1 and isinstance(state[1], str):
                 target.order = state[1]
         elif not isinstance(target, TensorRef):
-            raise FormatError(
-                "the pickle gives a state to something that has none",
-                found=f"a {type(target).__name__}",
-            )
+            what, found = "gives a state to something that has none", type(target).__name__
+            raise FormatError(f"the pickle {what}", found=f"a {found}")
 
     def extend(self, target: object, items: list[Any]) -> None:
         """Ignore what is put into a blocked container; nothing else takes items."""
         if not isinstance(target, Blocked):
-            raise FormatError(
-                "the pickle puts items into something that takes none",
-                found=f"a {type(target).__name__}",
-            )
+            what, found = "puts items into something that takes none", type(target).__name__
+            raise FormatError(f"the pickle {what}", found=f"a {found}")
 
+
+# The allow-list: for each global that a checkpoint may call, a function that makes a record of it.
+# They check the kinds of their arguments and raise TypeError or ValueError, which `TorchWorld.call`
+# turns into an error that names the global. Numbers are checked later, where the key is known.
+
+
+def _checked(value: object, *kinds: type) -> Any:
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise TypeError(f"a {type(value).__name__}")
+    return value
+
+
+def _tensor(
+    world: TorchWorld,
+    storage: object,
+    offset: object,
+    size: object,
+    stride: object,
+    requires_grad: object = False,
+    hooks: object = None,
+    metadata: object = None,
+) -> TensorRef | Blocked:
+    if isinstance(storage, Blocked):
+        return storage
+    _checked(storage, StorageRef)
+    # Conjugate and negative views store other numbers than they show.
+    if isinstance(metadata, dict) and any(metadata.values()):
+        what = "torch._utils._rebuild_tensor_v2 of a conjugate or negative view"
+        return world.block(what, called=True)
+    assert isinstance(storage, StorageRef)
+    return TensorRef(storage, storage.dtype or "uint8", offset, size, stride, requires_grad)
+
+
+def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
+    dtype = arguments[6] if len(arguments) > 6 else None
+    if isinstance(dtype, Blocked):
+        return Blocked(dtype.name, called=True)
+    name = _checked(dtype, Global).name.removeprefix("torch.")
+    if name not in ITEMSIZE:
+        raise TypeError("not a dtype")
+    made = _tensor(world, *arguments[:6], *arguments[7:])
+    if isinstance(made, TensorRef):
+        made.dtype = name
+    return made
+
+
+def _parameter(
+    world: TorchWorld, data: object, requires_grad: object, hooks: object, state: object = None
+) -> object:
+    if isinstance(data, Blocked):
+        return data
+    return replace(_checked(data, TensorRef), requires_grad=requires_grad, is_parameter=True)
+
+
+def _from_type(
+    world: TorchWorld, function: object, new_type: object, arguments: object, state: object
+) -> object:
+    made = world.call(function, arguments)
+    return Blocked(new_type.name, called=True) if isinstance(new_type, Blocked) else made
+
+
+def _ordered_dict(world: TorchWorld, items: object = ()) -> OrderedRecord:
+    record = OrderedRecord()
+    for pair in _checked(items, list, tuple):
+        key, value = _checked(pair, list, tuple)
+        check_key(key)
+        record[key] = value
+    return record
+
+
+def _set(world: TorchWorld, items: object = ()) -> set[Any]:
+    return set(checked_keys(list(_checked(items, list, tuple, set, frozenset))))
+
+
+def _device(world: TorchWorld, kind: object, index: object = None) -> str:
+    name = str(_checked(kind, str))
+    return name if index is None else f"{name}:{_checked(index, int)}"
+
+
+def _slice(world: TorchWorld, *arguments: object) -> str:
+    return f"slice({', '.join(str(_checked(a, int, type(None))) for a in arguments)})"
+
+
+def _encode(world: TorchWorld, text: object, encoding: object = "utf-8") -> bytes:
+    if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
+        raise ValueError("not a text encoding that pickles use")
+    return bytes(_checked(text, str).encode(encoding))
+
+
+def _bytes(world: TorchWorld, data: object = b"", encoding: object = None) -> bytes:
+    # A number here would ask for that many bytes of memory.
+    data = data if encoding is None else _encode(world, data, encoding)
+    return bytes(_checked(data, bytes, bytearray))
+
+
+def _numpy_scalar(world: TorchWorld, dtype: object, data: object = b"") -> object:
+    letter = (
+        _NUMPY_LETTERS.get(dtype.code.lstrip("<>|=")) if isinstance(dtype, NumpyDtype) else None
+    )
+    if letter is None or not isinstance(dtype, NumpyDtype) or type(data) is not bytes:
+        return world.block("numpy.core.multiarray.scalar", called=True)
+    order = ">" if ">" in (dtype.order, dtype.code[:1]) else "<"
+    try:
+        return struct.unpack(order + letter, data)[0]
+    except struct.error as error:
+        raise ValueError("not a scalar of that dtype") from error
+
+
+_NUMPY_LETTERS = {
+    "b1": "?", "?": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H",
+    "u4": "I", "u8": "Q", "f2": "e", "f4": "f", "f8": "d",
+}  # fmt: skip
+
+_CALLS: dict[str, Callable[..., object]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.Size": lambda world, items=(): tuple(_checked(items, list, tuple)),
+    "torch.device": _device,
+    "torch.serialization._get_layout": lambda world, name: _checked(name, str),
+    "collections.OrderedDict": _ordered_dict,
+    "collections.defaultdict": lambda world, factory=None, items=None: _checked(items or {}, dict),
+    "collections.Counter": lambda world, items=None: _checked(items or {}, dict),
+    "builtins.set": _set,
+    "builtins.frozenset": lambda world, items=(): frozenset(_set(world, items)),
+    "builtins.complex": lambda world, *numbers: complex(
+        *(_checked(n, int, float) for n in numbers)
+    ),
+    "builtins.slice": _slice,
+    "builtins.bytearray": lambda world, *arguments: bytearray(_bytes(world, *arguments)),
+    "builtins.bytes": _bytes,
+    "_codecs.encode": _encode,
+    "numpy.dtype": lambda world, code, *options: NumpyDtype(_checked(code, str)),
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy._core.multiarray.scalar": _numpy_scalar,
+}
+
+#: Names that are values, not functions: kept as text where a file stores the name itself.
+_VALUES = {
+    *_STORAGES,
+    *_PLAIN_TYPES,
+    *(f"torch.{dtype}" for dtype in ITEMSIZE),
+    *(f"builtins.{name}" for name in ("int", "float", "list", "dict", "str", "bool", "tuple")),
+}
+
+
+# The forty opcodes that describe one tensor, taken in one step: torch.save writes the same ones for
+# every tensor. Interpreting them one by one takes 8 us per tensor; matching them with one regular
+# expression takes 3 us (0.8 s against 0.3 s for 100,000 tensors). Whatever deviates from the
+# pattern, in any way, goes through the ordinary opcodes. The intermediate objects (the sizes, the
+# persistent id, ...) are not remembered: a pickle that refers back to one of them is interpreted
+# again from the start, without this step.
 
 _GET = rb"(h.|j.{4})"
 _PUT = rb"r(.{4})"
@@ -484,10 +422,10 @@ class _TensorStep:
         gets = (get_word, get_type, get_location, get_hooks)
         known = self._known.get(gets)
         if known is None:
-            known = self._known[gets] = self._look_up(m, gets)
+            known = self._known[gets] = _look_up(m, gets)
         puts = put_key + put_id + put_size + put_stride + put_hooks + put_args + put_made
         count = len(puts) // 4
-        (first,) = _U4(put_key)
+        first = int.from_bytes(put_key, "little")
         shape, steps = self._dims.get(size), self._dims.get(stride)
         if shape is None:
             shape = self._dims[size] = _dims(size)
@@ -520,22 +458,20 @@ class _TensorStep:
             raise KeyError("the number is unknown")
         m.put(len(m.memo))
 
-    def _look_up(self, m: Machine, gets: tuple[bytes, ...]) -> tuple[str | None, str] | None:
-        """(dtype, location) if the objects referred to are those of a tensor, else None."""
-        word, kind, location, hooks = (
-            m.memo.get(int.from_bytes(get[1:], "little")) for get in gets
-        )
-        if type(word) is not str or word != "storage" or type(location) is not str:
-            return None
-        if type(hooks) is not Global or hooks.name != "collections.OrderedDict":
-            return None
-        if type(kind) is not Global or kind.name not in (*STORAGE_DTYPES, *UNTYPED):
-            return None
-        return STORAGE_DTYPES.get(kind.name), location
 
-
-_U4 = struct.Struct("<I").unpack
 _CONSECUTIVE = {count: struct.Struct(f"<{count}I").pack for count in range(5, 8)}
+
+
+def _look_up(m: Machine, gets: tuple[bytes, ...]) -> tuple[str | None, str] | None:
+    """Return (dtype, location) if the objects referred to are those of a tensor, else None."""
+    word, kind, location, hooks = (m.memo.get(int.from_bytes(get[1:], "little")) for get in gets)
+    if type(word) is not str or word != "storage" or type(location) is not str:
+        return None
+    if type(hooks) is not Global or hooks.name != "collections.OrderedDict":
+        return None
+    if type(kind) is not Global or kind.name not in _STORAGES:
+        return None
+    return _STORAGES[kind.name], location
 
 
 def _int(code: bytes) -> int:
@@ -543,13 +479,13 @@ def _int(code: bytes) -> int:
 
 
 def _dims(code: bytes) -> tuple[int, ...] | None:
-    """The numbers in the opcodes of a tuple, or None if they make something else."""
-    wanted = {0x85: 1, 0x86: 2, 0x87: 3}.get(code[-1])
+    """Return the numbers in the opcodes of a tuple, or None if they make something else."""
+    expected = {0x85: 1, 0x86: 2, 0x87: 3}.get(code[-1])
     at, numbers = int(code[:1] == b"("), []
-    if (wanted is None) != (at == 1):
+    if (expected is None) != (at == 1):
         return None
     while at < len(code) - 1:
         width = {ord("K"): 1, ord("M"): 2, ord("J"): 4}[code[at]]
         numbers.append(int.from_bytes(code[at + 1 : at + 1 + width], "little"))
         at += 1 + width
-    return tuple(numbers) if wanted in (None, len(numbers)) else None
+    return tuple(numbers) if expected in (None, len(numbers)) else None

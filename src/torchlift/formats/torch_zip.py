@@ -56,18 +56,27 @@ from torchlift.formats.zip_archive import (
 #: to a fifth, and a byte of pickle can become 200 bytes of objects: a high ratio is a bomb.
 _MAX_PICKLE, _MAX_INFLATED, _MAX_RATIO, _MAX_NOTE = 1 << 30, 1 << 20, 20, 1 << 10
 
+#: Most bytes of a pickle that is remembered, and most of those.
+_MAX_KNOWN = 1 << 12
+
 #: A broadcast view may show this many times what its storage holds, or this many bytes; beyond,
 #: a dense copy is a denial of service, not a tensor.
 _MAX_REPEAT, _MAX_REPEATED = 1 << 16, 1 << 32
 
 
-def read_torch_zip(source: Source, key: str | None = None, prefix: str = "") -> Index:
-    """Read the index of an archive that may be a part of a file.
+def read_torch_zip(
+    source: Source,
+    key: str | None = None,
+    prefix: str = "",
+    known: dict[bytes, object] | None = None,
+) -> Index:
+    """Read the index of an archive that may be a window of a file.
 
     Args:
         source: the archive; offsets in the index count from the start of the whole file.
         key: a name for the whole object, under which everything in it comes; None for no name.
         prefix: of the names of its storages.
+        known: pickle -> what it describes, for archives that have equal ones.
 
     Raises:
         FormatError: not such an archive, damaged, or inconsistent.
@@ -81,7 +90,11 @@ def read_torch_zip(source: Source, key: str | None = None, prefix: str = "") -> 
         limit = _MAX_INFLATED + _MAX_RATIO * pickled.nbytes
     data = read_record(source, pickled, limit)
     world = TorchWorld()
-    root = read_torch_pickle(data, world)
+    root = known.get(data) if known else None
+    if root is None:
+        root = read_torch_pickle(data, world)
+        if known is not None and not world.blocked and len(data) < _MAX_KNOWN > len(known):
+            known[data] = root
     _refuse_module(root)
     flat = flatten(root if key is None else {key: root}, len(data))
     resolver = _Resolver(source, records, top, prefix)

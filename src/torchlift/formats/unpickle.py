@@ -2,7 +2,7 @@
 
 Why not the standard library's C unpickler with a restricted ``find_class``: it imports nothing
 then, but a few hundred bytes can still make it hash a tuple nested a hundred thousand deep (a crash
-of the process), hash one that shares its parts sixty levels down (a hang), or fill gigabytes of
+of the process), hash one that shares its items sixty levels down (a hang), or fill gigabytes of
 memo table from one index. Here every opcode is ours, so every such case is an error with a byte
 position. Opcodes are those of ``pickletools`` for protocols 0 to 5.
 
@@ -28,13 +28,13 @@ class World(Protocol):
     """What the interpreter asks about everything that is not plain data."""
 
     def find(self, module: str, name: str) -> object:
-        """The stand-in of a global."""
+        """Return the stand-in of a global."""
 
     def call(self, function: object, arguments: object) -> object:
-        """The result of calling a stand-in: a record, never the effect of the real call."""
+        """Return the result of calling a stand-in: a record, never the real call's effect."""
 
     def persistent(self, identity: object) -> object:
-        """The stand-in of an object that is stored outside the pickle."""
+        """Return the stand-in of an object that is stored outside the pickle."""
 
     def build(self, target: object, state: object) -> None:
         """Give a stand-in its state."""
@@ -48,14 +48,17 @@ class Machine:
 
     Attributes:
         data: the bytes.
+        world: what globals and calls stand for.
         pos: index of the next byte to read; at the end, of the first byte behind the pickle.
         memo: objects the pickle refers back to, by index. A dict, so that an index of 2**31 costs
             one entry and not a table.
         highest: the largest index in the memo so far.
         rewritten: how often an index up to `highest` was written.
+        stack: the objects since the last mark.
+        outer: the stacks below the open marks.
     """
 
-    __slots__ = ("_outer", "data", "highest", "memo", "pos", "rewritten", "stack", "world")
+    __slots__ = ("data", "highest", "memo", "outer", "pos", "rewritten", "stack", "world")
 
     def __init__(self, data: bytes, world: World, pos: int = 0) -> None:
         self.data = data
@@ -65,19 +68,13 @@ class Machine:
         self.stack: list[Any] = []
         self.highest = -1
         self.rewritten = 0
-        self._outer: list[list[Any]] = []
-
-    @property
-    def depth(self) -> int:
-        """Number of open marks."""
-        return len(self._outer)
-
-    # -- reading -------------------------------------------------------------------------------
+        self.outer: list[list[Any]] = []
 
     def take(self, nbytes: int) -> bytes:
-        """The next `nbytes` bytes."""
-        start = self.pos
-        end = start + nbytes
+        """Read the next `nbytes` bytes."""
+        start, end = self.pos, self.pos + nbytes
+        if nbytes < 0:
+            raise ValueError("negative length")
         if end > len(self.data):
             # Before slicing: a length of 2**63 must not become an allocation.
             self.pos = len(self.data)
@@ -86,7 +83,7 @@ class Machine:
         return self.data[start:end]
 
     def line(self, limit: int = MAX_TEXT) -> bytes:
-        """The next bytes up to a newline."""
+        """Read the next bytes up to a newline."""
         end = self.data.find(b"\n", self.pos, self.pos + limit + 1)
         if end < 0:
             raise ValueError("no end of line")
@@ -94,25 +91,17 @@ class Machine:
         self.pos = end + 1
         return line
 
-    def number(self, unpack: Callable[[bytes, int], tuple[Any, ...]], nbytes: int) -> Any:
-        """A fixed-size number."""
-        (value,) = unpack(self.data, self.pos)
-        self.pos += nbytes
-        return value
-
-    # -- the stack -----------------------------------------------------------------------------
-
     def mark(self) -> None:
         """Start a group of objects."""
-        if len(self._outer) >= MAX_MARKS:
+        if len(self.outer) >= MAX_MARKS:
             raise FormatError("the pickle nests too deep", expected=f"at most {MAX_MARKS} levels")
-        self._outer.append(self.stack)
+        self.outer.append(self.stack)
         self.stack = []
 
     def group(self) -> list[Any]:
         """End a group and take its objects."""
         items = self.stack
-        self.stack = self._outer.pop()
+        self.stack = self.outer.pop()
         return items
 
     def drop(self) -> None:
@@ -153,17 +142,11 @@ class Machine:
     def add_items(self) -> None:
         """Add a group to the set on top."""
         items = self.group()
-        for item in items:
-            check_key(item)
         target = self.stack[-1]
         if type(target) is set:
-            target.update(items)
+            target.update(checked_keys(items))
         else:
             self.world.extend(target, items)
-
-    def call(self, function: object, arguments: object) -> None:
-        """Push the result of a call."""
-        self.stack.append(self.world.call(function, arguments))
 
     def put(self, index: int) -> None:
         """Remember the top object."""
@@ -193,16 +176,16 @@ def check_key(key: object, depth: int = 0) -> None:
         raise FormatError("a dictionary key is a container", found=f"a {type(key).__name__}")
 
 
-_I1 = struct.Struct("<b").unpack_from
-_U1 = struct.Struct("<B").unpack_from
-_U2 = struct.Struct("<H").unpack_from
-_I4 = struct.Struct("<i").unpack_from
-_U4 = struct.Struct("<I").unpack_from
-_U8 = struct.Struct("<Q").unpack_from
-_F8 = struct.Struct(">d").unpack_from
+def checked_keys(items: list[Any]) -> list[Any]:
+    """Return items that may be hashed; see `check_key`."""
+    for item in items:
+        check_key(item)
+    return items
 
 
 Handler = Callable[[Machine], None]
+#: Reads the argument of an opcode, or takes it from the stack.
+_Read = Callable[[Machine], Any]
 
 
 class _Stop(Exception):
@@ -242,12 +225,11 @@ def read_pickle(
         what = "ends early" if machine.pos >= len(data) else "takes more than its stack holds"
         raise FormatError(f"the pickle {what}", found=_at(data, start)) from error
     except KeyError as error:
-        raise FormatError(
-            "the pickle refers to something it has not made", found=_at(data, start)
-        ) from error
+        what = "the pickle refers to something it has not made"
+        raise FormatError(what, found=_at(data, start)) from error
     except (struct.error, ValueError, TypeError, OverflowError) as error:
         raise FormatError("the pickle is damaged", found=_at(data, start)) from error
-    if len(machine.stack) != 1 or machine.depth:
+    if len(machine.stack) != 1 or machine.outer:
         raise FormatError("the pickle stops with the wrong number of objects on its stack")
     return machine.stack[0], machine.pos
 
@@ -278,123 +260,99 @@ def _protocol(m: Machine) -> None:
         raise FormatError("an unknown pickle protocol", expected="at most 5", found=version)
 
 
-def _constant(value: object) -> Handler:
+def _push(read: _Read) -> Handler:
     def handler(m: Machine) -> None:
+        value = read(m)  # first: it may change which stack is current
         m.stack.append(value)
 
     return handler
 
 
-def _new(factory: Callable[[], object]) -> Handler:
-    def handler(m: Machine) -> None:
-        m.stack.append(factory())
-
-    return handler
+def _constant(value: object) -> Handler:
+    return _push(lambda m: value)
 
 
-def _fixed(unpack: Callable[[bytes, int], tuple[Any, ...]], nbytes: int) -> Handler:
-    def handler(m: Machine) -> None:
-        m.stack.append(m.number(unpack, nbytes))
+def _fixed(layout: str) -> _Read:
+    """Make a reader of one number of fixed size."""
+    form = struct.Struct(layout)
 
-    return handler
+    def read(m: Machine) -> Any:
+        (value,) = form.unpack_from(m.data, m.pos)
+        m.pos += form.size
+        return value
+
+    return read
 
 
-def _int1(m: Machine) -> None:
-    m.stack.append(m.data[m.pos])
-    m.pos += 1
+def _sized(length: _Read, convert: Callable[[bytes], object]) -> Handler:
+    """Push what the bytes behind their length are."""
+    return lambda m: m.stack.append(convert(m.take(length(m))))
 
 
-def _int_text(m: Machine) -> None:
+def _long_binary(length: _Read) -> Handler:
+    def read(m: Machine) -> int:
+        nbytes = length(m)
+        if not 0 <= nbytes <= MAX_INT:
+            raise FormatError("an integer of absurd length", found=f"{nbytes} bytes")
+        return int.from_bytes(m.take(nbytes), "little", signed=True)
+
+    return _push(read)
+
+
+def _int_text(m: Machine) -> int:
     line = m.line()
-    m.stack.append({b"00": False, b"01": True}[line] if line in (b"00", b"01") else int(line))
-
-
-def _long_text(m: Machine) -> None:
-    m.stack.append(int(m.line().removesuffix(b"L")))
-
-
-def _long_binary(unpack: Callable[[bytes, int], tuple[Any, ...]], nbytes: int) -> Handler:
-    def handler(m: Machine) -> None:
-        length = m.number(unpack, nbytes)
-        if not 0 <= length <= MAX_INT:
-            raise FormatError("an integer of absurd length", found=f"{length} bytes")
-        m.stack.append(int.from_bytes(m.take(length), "little", signed=True))
-
-    return handler
-
-
-def _sized(
-    unpack: Callable[[bytes, int], tuple[Any, ...]],
-    nbytes: int,
-    convert: Callable[[bytes], object],
-) -> Handler:
-    def handler(m: Machine) -> None:
-        length = m.number(unpack, nbytes)
-        if length < 0:
-            raise ValueError("negative length")
-        m.stack.append(convert(m.take(length)))
-
-    return handler
+    return line == b"01" if line in (b"00", b"01") else int(line)
 
 
 def _utf8(data: bytes) -> str:
-    return data.decode("utf-8")
+    return data.decode()
 
 
 def _string2(data: bytes) -> str | bytes:
-    """A Python 2 string: text where it can be, as ``torch.load`` reads it, else bytes."""
+    """Decode a Python 2 string: text where it can be, as ``torch.load`` reads it, else bytes."""
     try:
-        return data.decode("utf-8")
+        return data.decode()
     except UnicodeDecodeError:
         return data
 
 
-def _string_text(m: Machine) -> None:
+def _string_text(m: Machine) -> str | bytes:
     line = m.line(1 << 20)
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in b"'\"":
         raise ValueError("an unquoted string")
-    m.stack.append(_string2(codecs.escape_decode(line[1:-1])[0]))
+    return _string2(codecs.escape_decode(line[1:-1])[0])
 
 
-def _unicode_text(m: Machine) -> None:
-    m.stack.append(m.line(1 << 20).decode("raw-unicode-escape"))
+def _global(m: Machine) -> object:
+    module, name = m.line().decode(), m.line().decode()
+    return m.world.find(module, name)
 
 
-def _global(m: Machine) -> None:
-    module, name = m.line().decode("utf-8"), m.line().decode("utf-8")
-    m.stack.append(m.world.find(module, name))
-
-
-def _stack_global(m: Machine) -> None:
+def _stack_global(m: Machine) -> object:
     name, module = m.stack.pop(), m.stack.pop()
     if type(name) is not str or type(module) is not str or len(name) + len(module) > MAX_TEXT:
         raise ValueError("a global whose name is not a short text")
-    m.stack.append(m.world.find(module, name))
+    return m.world.find(module, name)
 
 
-def _inst(m: Machine) -> None:
-    module, name = m.line().decode("utf-8"), m.line().decode("utf-8")
-    arguments = tuple(m.group())
-    m.call(m.world.find(module, name), arguments)
+def _inst(m: Machine) -> object:
+    function, arguments = _global(m), tuple(m.group())
+    return m.world.call(function, arguments)
 
 
-def _obj(m: Machine) -> None:
+def _obj(m: Machine) -> object:
     function, *arguments = m.group() or [None]
-    m.call(function, tuple(arguments))
+    return m.world.call(function, tuple(arguments))
 
 
 def _reduce(m: Machine) -> None:
     arguments, function = m.stack.pop(), m.stack.pop()
-    m.call(function, arguments)
+    m.stack.append(m.world.call(function, arguments))
 
 
 def _newobj_ex(m: Machine) -> None:
-    _, arguments, function = m.stack.pop(), m.stack.pop(), m.stack.pop()
-    m.call(function, arguments)
-
-
-def _persistent(m: Machine) -> None:
-    m.stack.append(m.world.persistent(m.stack.pop()))
+    m.stack.pop()  # keyword arguments, which no stand-in takes
+    _reduce(m)
 
 
 def _build(m: Machine) -> None:
@@ -402,21 +360,9 @@ def _build(m: Machine) -> None:
     m.world.build(m.stack[-1], state)
 
 
-def _append(m: Machine) -> None:
-    m.append([m.stack.pop()])
-
-
-def _appends(m: Machine) -> None:
-    m.append(m.group())
-
-
 def _set_item(m: Machine) -> None:
     value, key = m.stack.pop(), m.stack.pop()
     m.set_items([key, value])
-
-
-def _set_items(m: Machine) -> None:
-    m.set_items(m.group())
 
 
 def _dict(m: Machine) -> None:
@@ -425,77 +371,48 @@ def _dict(m: Machine) -> None:
     m.set_items(items)
 
 
-def _list(m: Machine) -> None:
-    items = m.group()  # first: it also changes which stack is current
-    m.stack.append(items)
+def _memoize(m: Machine) -> None:
+    m.put(len(m.memo))
 
 
-def _tuple(m: Machine) -> None:
-    items = m.group()
-    m.stack.append(tuple(items))
+def _put(index: _Read) -> Handler:
+    return lambda m: m.put(index(m))
 
 
-def _frozenset(m: Machine) -> None:
-    items = m.group()
-    for item in items:
-        check_key(item)
-    m.stack.append(frozenset(items))
+def _get(index: _Read) -> Handler:
+    return lambda m: m.stack.append(m.memo[index(m)])
 
 
-def _put(index: Callable[[Machine], int]) -> Handler:
-    def handler(m: Machine) -> None:
-        m.put(index(m))
-
-    return handler
+def _number_text(m: Machine) -> int:
+    return int(m.line().removesuffix(b"L"))
 
 
-def _get(index: Callable[[Machine], int]) -> Handler:
-    def handler(m: Machine) -> None:
-        m.stack.append(m.memo[index(m)])
-
-    return handler
-
-
-def _index1(m: Machine) -> int:
-    index = m.data[m.pos]
-    m.pos += 1
-    return index
-
-
-def _index4(m: Machine) -> int:
-    (index,) = _U4(m.data, m.pos)
-    m.pos += 4
-    return int(index)
-
-
-def _index_text(m: Machine) -> int:
-    return int(m.line())
-
-
-def _skip_frame(m: Machine) -> None:
-    m.take(8)
-
+_i1, _u1, _u2, _i4, _u4, _u8 = map(_fixed, ("<b", "<B", "<H", "<i", "<I", "<Q"))
 
 _OPCODES: dict[bytes, Handler] = {
     b"(": Machine.mark, b".": _stop, b"0": Machine.drop, b"1": lambda m: (m.group(), None)[1],
-    b"2": lambda m: m.stack.append(m.stack[-1]), b"\x80": _protocol, b"\x95": _skip_frame,
-    b"F": lambda m: m.stack.append(float(m.line())), b"I": _int_text, b"L": _long_text,
-    b"J": _fixed(_I4, 4), b"K": _int1, b"M": _fixed(_U2, 2), b"G": _fixed(_F8, 8),
-    b"\x8a": _long_binary(_I1, 1), b"\x8b": _long_binary(_I4, 4),
+    b"2": _push(lambda m: m.stack[-1]), b"\x80": _protocol, b"\x95": lambda m: (m.take(8), None)[1],
+    b"F": _push(lambda m: float(m.line())), b"I": _push(_int_text), b"L": _push(_number_text),
+    b"J": _push(_i4), b"K": _push(_u1), b"M": _push(_u2), b"G": _push(_fixed(">d")),
+    b"\x8a": _long_binary(_i1), b"\x8b": _long_binary(_i4),
     b"N": _constant(None), b"\x88": _constant(True), b"\x89": _constant(False),
-    b"S": _string_text, b"T": _sized(_I4, 4, _string2), b"U": _sized(_U1, 1, _string2),
-    b"V": _unicode_text, b"X": _sized(_U4, 4, _utf8), b"\x8c": _sized(_U1, 1, _utf8),
-    b"\x8d": _sized(_U8, 8, _utf8), b"B": _sized(_U4, 4, bytes), b"C": _sized(_U1, 1, bytes),
-    b"\x8e": _sized(_U8, 8, bytes), b"\x96": _sized(_U8, 8, bytearray),
-    b"}": _new(dict), b"]": _new(list), b"\x8f": _new(set), b")": _constant(()),
-    b"d": _dict, b"l": _list, b"t": _tuple, b"\x91": _frozenset,
+    b"S": _push(_string_text), b"T": _sized(_i4, _string2), b"U": _sized(_u1, _string2),
+    b"V": _push(lambda m: m.line(1 << 20).decode("raw-unicode-escape")),
+    b"X": _sized(_u4, _utf8), b"\x8c": _sized(_u1, _utf8), b"\x8d": _sized(_u8, _utf8),
+    b"B": _sized(_u4, bytes), b"C": _sized(_u1, bytes), b"\x8e": _sized(_u8, bytes),
+    b"\x96": _sized(_u8, bytearray),
+    b"}": _push(lambda m: {}), b"]": _push(lambda m: []), b"\x8f": _push(lambda m: set()),
+    b")": _constant(()), b"d": _dict, b"l": _push(Machine.group),
+    b"t": _push(lambda m: tuple(m.group())),
+    b"\x91": _push(lambda m: frozenset(checked_keys(m.group()))),
     b"\x85": lambda m: m.fold(1), b"\x86": lambda m: m.fold(2), b"\x87": lambda m: m.fold(3),
-    b"a": _append, b"e": _appends, b"s": _set_item, b"u": _set_items, b"\x90": Machine.add_items,
-    b"c": _global, b"\x93": _stack_global, b"i": _inst, b"o": _obj, b"R": _reduce,
-    b"\x81": _reduce, b"\x92": _newobj_ex, b"b": _build, b"Q": _persistent,
-    b"p": _put(_index_text), b"q": _put(_index1), b"r": _put(_index4),
-    b"\x94": _put(lambda m: len(m.memo)),
-    b"g": _get(_index_text), b"h": _get(_index1), b"j": _get(_index4),
+    b"a": lambda m: m.append([m.stack.pop()]), b"e": lambda m: m.append(m.group()),
+    b"s": _set_item, b"u": lambda m: m.set_items(m.group()), b"\x90": Machine.add_items,
+    b"c": _push(_global), b"\x93": _push(_stack_global), b"i": _push(_inst), b"o": _push(_obj),
+    b"R": _reduce, b"\x81": _reduce, b"\x92": _newobj_ex, b"b": _build,
+    b"Q": _push(lambda m: m.world.persistent(m.stack.pop())),
+    b"p": _put(_number_text), b"q": _put(_u1), b"r": _put(_u4), b"\x94": _memoize,
+    b"g": _get(_number_text), b"h": _get(_u1), b"j": _get(_u4),
     b"P": _refused("persistent ids in text form"),
     b"\x82": _refused("the extension registry"), b"\x83": _refused("the extension registry"),
     b"\x84": _refused("the extension registry"),
