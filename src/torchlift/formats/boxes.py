@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchlift.formats.index import Chunk, TensorEntry
+from torchlift.formats.index import Chunk, TensorEntry, is_row_major
+from torchlift.formats.index import row_major as row_major  # also for who has boxes to lay out
 
 #: For each dimension of a tensor the (start, stop) ranges that follow each other in a part of it.
 Spans = Sequence[Sequence[tuple[int, int]]]
@@ -47,20 +48,6 @@ class Rows(NamedTuple):
     step: int
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor.
-
-    Example:
-        >>> row_major((2, 3, 4))
-        (12, 4, 1)
-    """
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def steps_in_file(entry: TensorEntry, chunk: Chunk) -> tuple[int, ...]:
     """Strides, in elements, of a chunk's box inside its run of bytes."""
     if chunk.stride is not None:
@@ -85,44 +72,18 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
     shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
     if shape == entry.shape and entry.is_contiguous:
         return entry
-    rows = _rows(entry, spans, shape)
-    chunks = [rows] if rows is not None else _pieces(entry, spans, shape)
-    return TensorEntry(
-        entry.key,
-        entry.dtype,
-        shape,
-        row_major(shape),
-        math.prod(shape) * entry.itemsize,
-        entry.location,
-        "",
-        tuple(chunks),
-        entry.requires_grad,
-        entry.is_parameter,
-    )
-
-
-def _rows(entry: TensorEntry, spans: Spans, shape: tuple[int, ...]) -> Chunk | None:
-    """The part's only chunk where it is some rows of one, as most shards are."""
-    if len(entry.chunks) != 1 or not shape or 0 in shape or shape[1:] != entry.shape[1:]:
-        return None
-    (chunk,) = entry.chunks
-    if not entry.is_contiguous or chunk.stride is not None or any(len(dim) != 1 for dim in spans):
-        return None
-    (start, stop), row = spans[0][0], math.prod(shape[1:]) * entry.itemsize
-    origin = (0,) * len(shape)
-    return Chunk(chunk.file, chunk.offset + start * row, (stop - start) * row, origin, shape)
-
-
-def _pieces(entry: TensorEntry, spans: Spans, shape: tuple[int, ...]) -> list[Chunk]:
-    chunks = [
-        piece
-        for start, lengths, at in _boxes(spans)
+    chunks = tuple(
+        found
+        for start, sizes, at in _boxes(spans)
         for chunk in entry.chunks
-        if (piece := _intersection(entry, chunk, start, lengths, at)) is not None
-    ]
-    if len(chunks) > 1 or (chunks and chunks[0].shape == shape):
-        chunks = [c if not _follows(c, row_major(c.shape)) else _plain(c) for c in chunks]
-    return chunks
+        if (found := _intersection(entry, chunk, start, sizes, at)) is not None
+    )
+    nbytes = math.prod(shape) * entry.itemsize
+    # Made anew: dataclasses.replace takes five times as long, for every tensor on every rank.
+    return TensorEntry(
+        entry.key, entry.dtype, shape, row_major(shape), nbytes, entry.location, "", chunks,
+        entry.requires_grad, entry.is_parameter,
+    )  # fmt: skip
 
 
 def is_pieced(entry: TensorEntry) -> bool:
@@ -223,29 +184,10 @@ def _intersection(
         last += (high - low - 1) * step
         shape.append(high - low)
         place.append(at[dim] + low - start[dim])
-    size = entry.itemsize
-    return Chunk(
-        chunk.file,
-        chunk.offset + offset * size,
-        (last + 1) * size,
-        tuple(place),
-        tuple(shape),
-        steps,
-    )
-
-
-def _follows(chunk: Chunk, steps: Sequence[int]) -> bool:
-    """Whether the box lies in its run with these strides."""
-    assert chunk.stride is not None
-    return all(
-        size == 1 or held == step
-        for size, held, step in zip(chunk.shape, chunk.stride, steps, strict=True)
-    )
-
-
-def _plain(chunk: Chunk) -> Chunk:
-    # Made anew: dataclasses.replace takes five times as long, for every tensor on every rank.
-    return Chunk(chunk.file, chunk.offset, chunk.nbytes, chunk.start, chunk.shape)
+    size, found = entry.itemsize, tuple(shape)
+    begin, nbytes = chunk.offset + offset * size, (last + 1) * size
+    stride = None if is_row_major(found, steps) else steps
+    return Chunk(chunk.file, begin, nbytes, tuple(place), found, stride)
 
 
 def run_count(entry: TensorEntry) -> int:

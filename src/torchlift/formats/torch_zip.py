@@ -229,10 +229,10 @@ class _Resolver:
 
     def _storage(self, key: str, ref: StorageRef) -> tuple[str, Storage]:
         """Return the storage of a tensor, whose record must have exactly the declared size."""
-        record = self.records.get(f"{self.top}data/{ref.key}")
+        name = "data/" + ref.key
+        record = self.records.get(self.top + name)
         if record is None:
-            expected = f"record data/{ref.key}"
-            raise FormatError("a tensor's storage is missing", entry=key, expected=expected)
+            raise FormatError("a tensor's storage is missing", entry=key, expected=f"record {name}")
         if record.method != STORED:
             raise FormatError(
                 "a storage is compressed, so its bytes are not its numbers",
@@ -248,7 +248,7 @@ class _Resolver:
                 expected=f"{ref.numel} elements, {nbytes} bytes",
                 found=f"{record.nbytes} bytes",
             )
-        name = f"{self.prefix}data/{ref.key}"
+        name = self.prefix + name
         storage = self.storages.get(name)
         if storage is None:
             start, crc = self.start + record.offset, record.crc32 or None

@@ -72,10 +72,9 @@ class Machine:
 
     def take(self, nbytes: int) -> bytes:
         """Read the next `nbytes` bytes."""
-        start, end = self.pos, self.pos + nbytes
-        if nbytes < 0:
-            raise ValueError("negative length")
-        if end > len(self.data):
+        start = self.pos
+        end = start + nbytes
+        if not start <= end <= len(self.data):
             # Before slicing: a length of 2**63 must not become an allocation.
             self.pos = len(self.data)
             raise IndexError
