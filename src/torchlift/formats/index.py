@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from torchlift.errors import FormatError, IntegrityError
@@ -24,7 +23,6 @@ ITEMSIZE: dict[str, int] = {
 }  # fmt: skip
 
 
-@lru_cache(maxsize=1024)  # a model has few shapes
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a contiguous tensor, as torch gives them.
 

@@ -17,7 +17,6 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from torchlift.errors import FormatError
@@ -33,21 +32,11 @@ from torchlift.formats.torch_pickle import (
     read_torch_pickle,
 )
 from torchlift.formats.zip_archive import (
-    CENTRAL,
-    CENTRAL_MAGIC,
-    DESCRIPTOR_MAGIC,
-    END,
-    END64,
-    END64_MAGIC,
-    END_MAGIC,
-    FULL16,
-    FULL32,
-    LOCAL,
-    LOCAL_MAGIC,
-    LOCATOR64,
-    LOCATOR64_MAGIC,
+    ALIGNMENT,
     STORED,
+    NewRecord,
     Record,
+    end_records,
     read_directory,
     read_record,
 )
@@ -277,67 +266,7 @@ def _layout(ref: TensorRef, key: str) -> _Layout:
 
 #: The top directory. torch takes the name of the file, which may change later, or this word.
 _TOP = "archive/"
-_ALIGNMENT = 64
 _SERIALIZATION_ID, _ID_DIGITS = ".data/serialization_id", 40
-_HAS_DESCRIPTOR, _UTF8 = 0x8, 0x800
-
-
-@dataclass(frozen=True, slots=True)
-class _NewRecord:
-    """A file inside the archive to be written."""
-
-    name: bytes
-    header: int
-    nbytes: int
-    data: bytes | None  # None: a payload, which others write
-
-    @property
-    def wide(self) -> bytes:
-        """The zip64 field: those of (size, size, offset) that do not fit in 32 bits; or nothing."""
-        numbers = [self.nbytes, self.nbytes] if self.nbytes >= FULL32 else []
-        numbers += [self.header] if self.header >= FULL32 else []
-        return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
-
-    @property
-    def extra(self) -> bytes:
-        """The extra field: numbers that did not fit, then as much padding as aligns the payload."""
-        wide = self.wide
-        start = self.header + LOCAL.size + len(self.name) + len(wide) + 4
-        padding = -start % _ALIGNMENT
-        return wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-
-    @property
-    def start(self) -> int:
-        """The first byte of the payload."""
-        return self.header + LOCAL.size + len(self.name) + len(self.extra)
-
-    @property
-    def stop(self) -> int:
-        """The first byte behind the record."""
-        return self.start + self.nbytes + len(self.descriptor(0))
-
-    @property
-    def flags(self) -> int:
-        """Bits of the headers."""
-        return _UTF8 | (_HAS_DESCRIPTOR if self.nbytes else 0)
-
-    def local_header(self) -> bytes:
-        """Return what stands before the payload."""
-        lengths = len(self.name), len(self.extra)
-        return LOCAL.pack(LOCAL_MAGIC, self.flags, 0, *lengths) + self.name + self.extra
-
-    def descriptor(self, crc: int) -> bytes:
-        """Return what stands behind the payload."""
-        if not self.nbytes:
-            return b""
-        form = "<4sIQQ" if self.wide else "<4sIII"
-        return struct.pack(form, DESCRIPTOR_MAGIC, crc, self.nbytes, self.nbytes)
-
-    def central_header(self, crc: int) -> bytes:
-        """Return what the directory says."""
-        size, header, wide = min(self.nbytes, FULL32), min(self.header, FULL32), self.wide
-        fields = (self.flags, 0, crc, size, size, len(self.name), len(wide), 0, header)
-        return CENTRAL.pack(CENTRAL_MAGIC, *fields) + self.name + wide
 
 
 def torch_zip_layout(tensors: Sequence[Stored], pickled: bytes | int) -> Layout:
@@ -357,24 +286,24 @@ def torch_zip_layout(tensors: Sequence[Stored], pickled: bytes | int) -> Layout:
     before: list[tuple[str, int, bytes | None]] = [
         ("data.pkl", length, None if isinstance(pickled, int) else pickled),
         (".format_version", 1, b"1"),
-        (".storage_alignment", 2, str(_ALIGNMENT).encode()),
+        (".storage_alignment", 2, str(ALIGNMENT).encode()),
         ("byteorder", 6, b"little"),
     ]
     stored = [(f"data/{number}", tensor.nbytes, None) for number, tensor in enumerate(tensors)]
     after = [("version", 2, b"3\n"), (_SERIALIZATION_ID, _ID_DIGITS, None)]
     records, at = [], 0
     for name, nbytes, data in (*before, *stored, *after):
-        records.append(_NewRecord((_TOP + name).encode(), at, nbytes, data))
+        records.append(NewRecord((_TOP + name).encode(), at, nbytes, data))
         at = records[-1].stop
     first, last = len(before), len(before) + len(stored)
     payloads = map(Payload, tensors, (record.start for record in records[first:last]))
-    end = sum(len(record.central_header(0)) for record in records)
-    end += at + END64.size + LOCATOR64.size + END.size
+    directory = sum(len(record.central_header(0)) for record in records)
+    end = at + directory + len(end_records(len(records), at, directory))
     return Layout(end, tuple(payloads), True, partial(_frame, records, first))
 
 
 def _frame(
-    records: list[_NewRecord], first: int, sums: Sequence[int]
+    records: list[NewRecord], first: int, sums: Sequence[int]
 ) -> Iterator[tuple[int, bytes]]:
     """Return all that is between the payloads, and the directory, given the payloads' CRC-32s."""
     # Two files with equal bytes get equal names, and nothing random is in a file.
@@ -398,15 +327,5 @@ def _frame(
             pending += data
         pending += record.descriptor(crc)
         directory += record.central_header(crc)
-    yield at, bytes(pending + directory + _end(len(records), records[-1].stop, len(directory)))
-
-
-def _end(count: int, start: int, nbytes: int) -> bytes:
-    """Return the three records that say where the directory is; torch always writes all."""
-    end64 = start + nbytes
-    few, small, near = min(count, FULL16), min(nbytes, FULL32), min(start, FULL32)
-    return (
-        END64.pack(END64_MAGIC, END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
-        + LOCATOR64.pack(LOCATOR64_MAGIC, 0, end64, 1)
-        + END.pack(END_MAGIC, 0, 0, few, few, small, near, 0)
-    )
+    end = end_records(len(records), records[-1].stop, len(directory))
+    yield at, bytes(pending + directory + end)

@@ -1,4 +1,4 @@
-"""The central directory of a zip archive: record name -> where its bytes are.
+"""Zip archives: the directory (record name -> where its bytes are) read, and records laid out.
 
 Written for archives of 100,000 records that nobody vouches for. The standard library's ``zipfile``
 makes an object of thirty fields per record, keeps the last of two records with one name where torch
@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchlift.errors import FormatError
@@ -29,7 +30,9 @@ END = struct.Struct("<4sHHHHIIH")
 LOCATOR64 = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 FULL32, FULL16 = 0xFFFFFFFF, 0xFFFF
-_ENCRYPTED = 0x1 | 0x40 | 0x2000
+_ENCRYPTED, _HAS_DESCRIPTOR, _UTF8 = 0x1 | 0x40 | 0x2000, 0x8, 0x800
+#: Of the payloads of new records, in bytes, as torch does it.
+ALIGNMENT = 64
 
 #: Bytes read at once while headers lie close together: one read of a window is cheaper than the
 #: hundreds of small ones it replaces, and a descriptor, unlike a mapping, cannot raise SIGBUS.
@@ -252,3 +255,72 @@ def _widened(numbers: tuple[int, ...], extra: bytes, name: bytes) -> list[int]:
 
 def _text(name: bytes) -> str:
     return name.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class NewRecord:
+    """A file inside the archive to be written."""
+
+    name: bytes
+    header: int
+    nbytes: int
+    data: bytes | None  # None: a payload, which others write
+
+    @property
+    def wide(self) -> bytes:
+        """The zip64 field: those of (size, size, offset) that do not fit in 32 bits; or nothing."""
+        numbers = [self.nbytes, self.nbytes] if self.nbytes >= FULL32 else []
+        numbers += [self.header] if self.header >= FULL32 else []
+        return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+
+    @property
+    def extra(self) -> bytes:
+        """The extra field: numbers that did not fit, then as much padding as aligns the payload."""
+        wide = self.wide
+        start = self.header + LOCAL.size + len(self.name) + len(wide) + 4
+        padding = -start % ALIGNMENT
+        return wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+
+    @property
+    def start(self) -> int:
+        """The first byte of the payload."""
+        return self.header + LOCAL.size + len(self.name) + len(self.extra)
+
+    @property
+    def stop(self) -> int:
+        """The first byte behind the record."""
+        return self.start + self.nbytes + len(self.descriptor(0))
+
+    @property
+    def flags(self) -> int:
+        """Bits of the headers."""
+        return _UTF8 | (_HAS_DESCRIPTOR if self.nbytes else 0)
+
+    def local_header(self) -> bytes:
+        """Return what stands before the payload."""
+        lengths = len(self.name), len(self.extra)
+        return LOCAL.pack(LOCAL_MAGIC, self.flags, 0, *lengths) + self.name + self.extra
+
+    def descriptor(self, crc: int) -> bytes:
+        """Return what stands behind the payload."""
+        if not self.nbytes:
+            return b""
+        form = "<4sIQQ" if self.wide else "<4sIII"
+        return struct.pack(form, DESCRIPTOR_MAGIC, crc, self.nbytes, self.nbytes)
+
+    def central_header(self, crc: int) -> bytes:
+        """Return what the directory says."""
+        size, header, wide = min(self.nbytes, FULL32), min(self.header, FULL32), self.wide
+        fields = (self.flags, 0, crc, size, size, len(self.name), len(wide), 0, header)
+        return CENTRAL.pack(CENTRAL_MAGIC, *fields) + self.name + wide
+
+
+def end_records(count: int, start: int, nbytes: int) -> bytes:
+    """Return the three records that say where the directory is; torch always writes all."""
+    end64 = start + nbytes
+    few, small, near = min(count, FULL16), min(nbytes, FULL32), min(start, FULL32)
+    return (
+        END64.pack(END64_MAGIC, END64.size - 12, 0x031E, 45, 0, 0, count, count, nbytes, start)
+        + LOCATOR64.pack(LOCATOR64_MAGIC, 0, end64, 1)
+        + END.pack(END_MAGIC, 0, 0, few, few, small, near, 0)
+    )
