@@ -207,7 +207,7 @@ class MappedViews:
         return target
 
     def _box(self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-        """Return the box of one chunk as a view of the map, in a storage that is its run of bytes."""
+        """Return the box of a chunk as a view of the map, in a storage that is its run of bytes."""
         raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()

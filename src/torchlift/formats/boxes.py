@@ -1,7 +1,7 @@
 """Boxes of tensors and the runs of bytes that hold them: arithmetic only, on the standard library.
 
-A part of a tensor is given by its spans: for each dimension, the ranges of indices that follow each
-other in the part. One range per dimension is a box; a strided shard has several.
+A slice of a tensor is given by its spans: for each dimension, the ranges of indices that follow
+each other in the slice. One range per dimension is a box; a strided shard has several.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torchlift.formats.index import Chunk, TensorEntry, is_row_major
 from torchlift.formats.index import row_major as row_major  # also for who has boxes to lay out
 
-#: For each dimension of a tensor the (start, stop) ranges that follow each other in a part of it.
+#: For each dimension of a tensor the (start, stop) ranges that follow each other in a slice of it.
 Spans = Sequence[Sequence[tuple[int, int]]]
 
 
@@ -49,24 +49,24 @@ class Rows(NamedTuple):
 
 
 def steps_in_file(entry: TensorEntry, chunk: Chunk) -> tuple[int, ...]:
-    """Strides, in elements, of a chunk's box inside its run of bytes."""
+    """Return the strides, in elements, of a chunk's box inside its run of bytes."""
     if chunk.stride is not None:
         return chunk.stride
     return entry.stride if len(entry.chunks) == 1 else row_major(chunk.shape)
 
 
 def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
-    """The entry of a part of a tensor: exactly the part's bytes, row-major once they are read.
+    """Return the entry of a slice of a tensor: exactly its bytes, row-major once they are read.
 
     Args:
         entry: the whole tensor.
-        spans: which part.
+        spans: which slice.
 
     Example:
         >>> whole = Chunk("f", 100, 48, (0, 0), (4, 3))
         >>> entry = TensorEntry("w", "float32", (4, 3), (3, 1), 48, "cpu", "f", (whole,))
-        >>> part = cut(entry, [[(2, 4)], [(0, 3)]])
-        >>> part.shape, part.chunks[0].offset, part.chunks[0].nbytes
+        >>> rows = cut(entry, [[(2, 4)], [(0, 3)]])
+        >>> rows.shape, rows.chunks[0].offset, rows.chunks[0].nbytes
         ((2, 3), 124, 24)
     """
     shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
@@ -87,12 +87,12 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
 
 
 def is_pieced(entry: TensorEntry) -> bool:
-    """Whether the tensor's bytes must be put together, or apart, before they are a tensor."""
+    """Return whether the bytes must be put together, or apart, before they are a tensor."""
     return len(entry.chunks) > 1 or (len(entry.chunks) == 1 and entry.chunks[0].stride is not None)
 
 
 def runs(entry: TensorEntry) -> Iterator[Run]:
-    """The runs of bytes that make up a pieced tensor, and where each one goes.
+    """Yield the runs of bytes that make up a tensor, and where in it each one goes.
 
     Example:
         >>> whole = Chunk("f", 0, 16, (0, 0), (2, 2))
@@ -106,7 +106,7 @@ def runs(entry: TensorEntry) -> Iterator[Run]:
 
 
 def rows(entry: TensorEntry) -> Iterator[Rows]:
-    """The same, without a step for each run: a shard of a matrix's columns is one of these.
+    """Yield the same without a step for each run: a shard of a matrix's columns is one `Rows`.
 
     Example:
         >>> whole = Chunk("f", 0, 16, (0, 0), (2, 2))
@@ -116,16 +116,16 @@ def rows(entry: TensorEntry) -> Iterator[Rows]:
     """
     steps, size = row_major(entry.shape), entry.itemsize
     for chunk in entry.chunks:
-        held = steps_in_file(entry, chunk)
-        outer, inner = _inner(chunk.shape, held, steps)
+        in_file = steps_in_file(entry, chunk)
+        outer, inner = _inner(chunk.shape, in_file, steps)
         many, step = 1, inner * size
         if outer and steps[outer - 1] == inner:
             outer -= 1
-            many, step = chunk.shape[outer], held[outer] * size
+            many, step = chunk.shape[outer], in_file[outer] * size
         origin = sum(map(int.__mul__, chunk.start, steps))
         places = [(chunk.offset, origin)]
         for dim in range(outer):
-            step_in_file, step_here = held[dim] * size, steps[dim]
+            step_in_file, step_here = in_file[dim] * size, steps[dim]
             places = [
                 (offset + i * step_in_file, at + i * step_here)
                 for offset, at in places
@@ -136,24 +136,24 @@ def rows(entry: TensorEntry) -> Iterator[Rows]:
 
 
 def shortest_run(entry: TensorEntry) -> int:
-    """Bytes of the shortest run of `runs`; 0 for an empty tensor."""
+    """Return the bytes of the shortest run of `runs`; 0 for an empty tensor."""
     steps = row_major(entry.shape)
     return entry.itemsize * min(
         (_inner(c.shape, steps_in_file(entry, c), steps)[1] for c in entry.chunks), default=0
     )
 
 
-def _inner(shape: Sequence[int], held: Sequence[int], steps: Sequence[int]) -> tuple[int, int]:
-    """(number of outer dimensions, elements of the inner ones, which are one run on both sides)."""
+def _inner(shape: Sequence[int], in_file: Sequence[int], steps: Sequence[int]) -> tuple[int, int]:
+    """Return (number of outer dimensions, elements of the inner ones, one run on both sides)."""
     dim, inner = len(shape), 1
-    while dim and (shape[dim - 1] == 1 or held[dim - 1] == steps[dim - 1] == inner):
+    while dim and (shape[dim - 1] == 1 or in_file[dim - 1] == steps[dim - 1] == inner):
         inner *= shape[dim - 1]
         dim -= 1
     return dim, inner
 
 
 def _boxes(spans: Spans) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """(first index in the whole, shape, first index in the part) for every box of a part."""
+    """Yield (first index in the whole, shape, first index in the slice) of every box of a slice."""
     dims = []
     for ranges in spans:
         at, placed = 0, []
@@ -173,6 +173,7 @@ def _intersection(
     lengths: tuple[int, ...],
     at: tuple[int, ...],
 ) -> Chunk | None:
+    """Return what a chunk holds of a box of the tensor, at its place in the slice."""
     steps = steps_in_file(entry, chunk)
     offset, last, shape, place = 0, 0, [], []
     for dim, step in enumerate(steps):
@@ -191,7 +192,7 @@ def _intersection(
 
 
 def run_count(entry: TensorEntry) -> int:
-    """How many `runs` a tensor has, without listing them."""
+    """Return how many `runs` a tensor has, without listing them."""
     steps = row_major(entry.shape)
     return sum(
         math.prod(c.shape[: _inner(c.shape, steps_in_file(entry, c), steps)[0]])

@@ -1,7 +1,7 @@
 """The one data structure every format is read into: names -> dtype, shape, strides, byte range.
 
 Standard library only. Nothing here knows torch, so a file nobody trusts can be looked at by a
-process that could not run its code if it wanted to.
+process that has no means to run its code.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def safetensors_layout(tensors: Iterable[Stored], metadata: Mapping[str, str] | 
     Args:
         tensors: what to store; every name has bytes of its own.
         metadata: text for the header; or the bytes in front of the data, where only the offsets
-            are wanted and not the frame.
+            are asked for and not the frame.
 
     Raises:
         PlacementError: a dtype has no name in the format, or the header is longer than it allows.
@@ -187,25 +187,25 @@ def safetensors_layout(tensors: Iterable[Stored], metadata: Mapping[str, str] | 
 
 
 def _head(described: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the data."""
+    """Return what stands before the data."""
     for name, value in metadata.items():
-        for part in (name, value):
-            if not isinstance(part, str):
+        for text in (name, value):
+            if not isinstance(text, str):
                 raise TypeError(
                     f"metadata[{name!r}] = {value!r}: a safetensors file has text only, in names "
                     "and values; use str() or json.dumps()"
                 )
-            if not is_unicode(part):
+            if not is_unicode(text):
                 raise ValueError(f"metadata[{name!r}] = {value!r}: lone surrogates are not text")
     if metadata:
         described = {"__metadata__": dict(metadata), **described}
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    if len(text) > MAX_HEADER:
+    header = json.dumps(described, separators=(",", ":")).encode()
+    header += b" " * (-(len(header) + 8) % _ALIGNMENT)
+    if len(header) > MAX_HEADER:
         raise PlacementError(
             "too many tensors for one safetensors file",
             expected=f"a header of at most {MAX_HEADER} bytes",
-            found=f"{len(text)} bytes",
+            found=f"{len(header)} bytes",
             hint='A torch file can hold them: save with format="torch-zip".',
         )
-    return len(text).to_bytes(8, "little") + text
+    return len(header).to_bytes(8, "little") + header

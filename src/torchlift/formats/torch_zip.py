@@ -275,7 +275,7 @@ def torch_zip_layout(tensors: Sequence[Stored], pickled: bytes | int) -> Layout:
     Args:
         tensors: one for each storage: the first has the key ``"0"`` in the pickle, and so on.
         pickled: the ``data.pkl``, see `torch_pickle`; or its length in bytes, where only the
-            offsets are wanted and not the frame.
+            offsets are asked for and not the frame.
 
     Example:
         >>> layout = torch_zip_layout([Stored("w", "float32", (3,))], 100)
