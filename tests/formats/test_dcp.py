@@ -70,12 +70,12 @@ def in_chunks(
     info = {}
     data = b""
     for at, (start, shape) in enumerate(boxes):
-        piece = whole[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].clone()
-        torch.save(piece, path / "piece")
-        item = (path / "piece").read_bytes()
+        chunk = whole[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].clone()
+        torch.save(chunk, path / "chunk")
+        item = (path / "chunk").read_bytes()
         info[MetadataIndex("w", start, at)] = _StorageInfo("__0_0.distcp", len(data), len(item))
         data += item
-    (path / "piece").unlink()
+    (path / "chunk").unlink()
     (path / "__0_0.distcp").write_bytes(data)
     chunks = [ChunkStorageMetadata(torch.Size(a), torch.Size(n)) for a, n in boxes]
     described = TensorStorageMetadata(

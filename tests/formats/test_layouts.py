@@ -32,8 +32,8 @@ def test_partial_sums_make_the_checksum_of_the_whole() -> None:
     choose = random.Random(0)
     for _ in range(200):
         data = choose.randbytes(choose.choice([0, 1, 5, 100, 5000]))
-        cuts = sorted({0, len(data), *(choose.randrange(len(data) + 1) for _ in range(6))})
-        ranges = list(itertools.pairwise(cuts))
+        bounds = sorted({0, len(data), *(choose.randrange(len(data) + 1) for _ in range(6))})
+        ranges = list(itertools.pairwise(bounds))
         choose.shuffle(ranges)
         writers = [PartialCrc(len(data)) for _ in range(3)]
         for start, stop in ranges:

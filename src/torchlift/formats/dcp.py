@@ -290,7 +290,8 @@ def _box_text(box: _Box) -> str:
 def _read_items(path: str, metadata: _Metadata) -> Index:
     """Read every item where it is stored, each file once, and put the tensors together."""
     # All names are checked before the first file is opened.
-    files = {name: locate(path, name) for name in {item[0] for item in metadata.items.values()}}
+    names = dict.fromkeys(name for name, _, _ in metadata.items.values())
+    files = {name: locate(path, name) for name in names}
     boxes: dict[_Place, _Box] = {}
     for key, tensor in metadata.tensors.items():
         filled = [box for box in tensor.boxes if 0 not in box[1]]
