@@ -268,7 +268,7 @@ def _push(read: _Read) -> Handler:
 
 
 def _constant(value: object) -> Handler:
-    return _push(lambda m: value)
+    return lambda m: m.stack.append(value)
 
 
 def _fixed(layout: str) -> _Read:
@@ -386,7 +386,13 @@ def _number_text(m: Machine) -> int:
     return int(m.line().removesuffix(b"L"))
 
 
-_i1, _u1, _u2, _i4, _u4, _u8 = map(_fixed, ("<b", "<B", "<H", "<i", "<I", "<Q"))
+def _u1(m: Machine) -> int:
+    value = m.data[m.pos]
+    m.pos += 1
+    return value
+
+
+_i1, _u2, _i4, _u4, _u8 = map(_fixed, ("<b", "<H", "<i", "<I", "<Q"))
 
 _OPCODES: dict[bytes, Handler] = {
     b"(": Machine.mark, b".": _stop, b"0": Machine.drop, b"1": lambda m: (m.group(), None)[1],
