@@ -70,7 +70,7 @@ def test_objects_are_the_leaves_that_are_not_tensors(nested):
 
 @pytest.mark.parametrize("attribute", ["entries", "objects", "metadata"])
 def test_what_a_checkpoint_says_cannot_be_changed(nested, attribute):
-    """The mapping and its parts are read-only, so two users of one checkpoint agree."""
+    """The mapping and its fields are read-only, so two users of one checkpoint agree."""
     ckpt = torchlift.open(nested)
     with pytest.raises(TypeError, match="does not support item assignment"):
         getattr(ckpt, attribute)["epoch"] = 5

@@ -14,9 +14,7 @@ import torch
 
 from torchlift._transfer.files import Files
 from torchlift.errors import CheckpointError, FormatError, UnsafeError, did_you_mean
-from torchlift.formats import Chunk, Index, TensorEntry, read_index
-from torchlift.formats.boxes import steps_in_file
-from torchlift.formats.index import under
+from torchlift.formats import Chunk, Index, TensorEntry, read_index, steps_in_file, under
 from torchlift.formats.summary import to_html, to_text
 
 __all__ = ["Checkpoint", "TensorEntry", "open"]
@@ -75,7 +73,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return len(self.entries)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.entries
+        return key in self.entries  # Mapping's would map the tensor to find out
 
     # By identity: a mapping would compare tensors, whose truth value is an error.
     __eq__ = object.__eq__
@@ -107,11 +105,11 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     @property
     def index(self) -> Index:
-        """The index behind this mapping, restricted to `root`."""
+        """Return the index behind this mapping, restricted to `root`."""
         return self._index
 
     def view(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor of `entry` as a view of this checkpoint's memory map.
+        """Return the tensor of `entry` as a view of this checkpoint's memory map.
 
         Entries with an equal ``storage`` come out as views of one torch storage, so that aliases
         stay aliases. A storage that is not aligned to its element size is copied to memory.
@@ -129,11 +127,11 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return self._views.view(entry)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All tensors as a plain dict of mapped views; aliases stay aliases."""
+        """Return all tensors as a plain dict of mapped views; aliases stay aliases."""
         return {key: self.view(entry) for key, entry in self.entries.items()}
 
     def refusal(self, key: str) -> UnsafeError:
-        """The error that says why `key` cannot be had."""
+        """Return the error that says why `key` cannot be had."""
         name = self._index.blocked_keys.get(key, "")
         return UnsafeError(
             f"only unpickling could rebuild it, through {name}, and that can run code",
@@ -144,7 +142,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     @property
     def blocked_keys(self) -> Mapping[str, str]:
-        """Key -> name of the global that its value would have needed."""
+        """Return key -> name of the global that its value would have needed."""
         return self._index.blocked_keys
 
     def close(self) -> None:
@@ -167,7 +165,7 @@ class MappedViews:
         self._lock = threading.Lock()
 
     def view(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor of `entry`; see `Checkpoint.view`."""
+        """Return the tensor of `entry`; see `Checkpoint.view`."""
         dtype = dtype_of(entry, self.index.path)
         if not entry.chunks:
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
@@ -176,10 +174,10 @@ class MappedViews:
             return self.fill(made, entry)
         (chunk,) = entry.chunks
         if entry.storage not in self.index.storages:
-            return self._piece(entry, chunk, dtype)
+            return self._box(entry, chunk, dtype)
         base = self._base(entry.storage, dtype.itemsize)
         first = (chunk.offset - self.index.storages[entry.storage].offset) // dtype.itemsize
-        # set_ on a fresh tensor instead of view().as_strided(): storage sizes need not be a
+        # set_ on a new tensor instead of view().as_strided(): storage sizes need not be a
         # multiple of the item size when entries of several dtypes share one. The device is named,
         # because a caller may have set another default.
         empty = torch.empty(0, dtype=dtype, device="cpu")
@@ -205,11 +203,11 @@ class MappedViews:
                 strides = (*(step * size for step in steps[:-1]), 1)
                 box.view(torch.uint8).copy_(raw.as_strided(shape, strides))
             else:
-                box.copy_(self._piece(entry, chunk, dtype))
+                box.copy_(self._box(entry, chunk, dtype))
         return target
 
-    def _piece(self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-        """The box of one chunk as a view of the map, in a storage that is its run of bytes."""
+    def _box(self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+        """Return the box of a chunk as a view of the map, in a storage that is its run of bytes."""
         raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()
@@ -263,7 +261,7 @@ def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint
 
 
 def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:
-    """The torch dtype of `entry`.
+    """Return the torch dtype of `entry`.
 
     Raises:
         FormatError: this version of torch has no such dtype.

@@ -24,12 +24,10 @@ from torchlift.formats import ITEMSIZE
 from torchlift.formats.boxes import row_major
 from torchlift.formats.flatten import flatten
 from torchlift.formats.layout import Layout, Stored, format_for, is_unicode
-from torchlift.formats.pickle_machine import MAX_INT, check_key
 from torchlift.formats.safetensors import safetensors_layout
-from torchlift.formats.stand_ins import STORAGE_DTYPES
-from torchlift.formats.torch_globals import TorchWorld
-from torchlift.formats.torch_records import read_torch_pickle
-from torchlift.formats.zip_layout import torch_zip_layout
+from torchlift.formats.torch_pickle import STORAGE_DTYPES, TorchWorld, read_torch_pickle
+from torchlift.formats.torch_zip import torch_zip_layout
+from torchlift.formats.unpickle import MAX_INT, check_key
 
 _STORAGES = {dtype: name.removeprefix("torch.") for name, dtype in STORAGE_DTYPES.items()}
 

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -70,12 +70,12 @@ def in_chunks(
     info = {}
     data = b""
     for at, (start, shape) in enumerate(boxes):
-        piece = whole[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].clone()
-        torch.save(piece, path / "piece")
-        item = (path / "piece").read_bytes()
+        chunk = whole[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].clone()
+        torch.save(chunk, path / "chunk")
+        item = (path / "chunk").read_bytes()
         info[MetadataIndex("w", start, at)] = _StorageInfo("__0_0.distcp", len(data), len(item))
         data += item
-    (path / "piece").unlink()
+    (path / "chunk").unlink()
     (path / "__0_0.distcp").write_bytes(data)
     chunks = [ChunkStorageMetadata(torch.Size(a), torch.Size(n)) for a, n in boxes]
     described = TensorStorageMetadata(
@@ -303,6 +303,33 @@ def test_a_link_out_of_the_directory_is_refused(saved: Path, tmp_path: Path) -> 
     os.rename(saved / "__0_0.distcp", tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", saved / "__0_0.distcp")
     with pytest.raises(UnsafeError, match="a link that leaves the directory"):
+        torchlift.open(saved)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(saved: Path, name: str) -> None:
+    """Opening a named pipe would block for ever, wherever in the directory it is."""
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    with pytest.raises(FormatError, match="not a regular file") as caught:
+        torchlift.open(saved)
+    assert caught.value.file == str(saved / name)
+
+
+class Unfolding:
+    """A path of forty nested pairs: short in a pickle, 2**40 items as text."""
+
+    def __reduce__(self) -> Any:
+        nested: tuple[Any, ...] = ("a", "a")
+        for _ in range(40):
+            nested = (nested, nested)
+        return PurePosixPath, (nested,)
+
+
+def test_a_path_that_unfolds_is_refused_at_once(saved: Path) -> None:
+    """Only text becomes the name of a file."""
+    change(saved, _set("model.weight", relative_path=Unfolding()))
+    with pytest.raises(UnsafeError, match="not a plain relative one"):
         torchlift.open(saved)
 
 

@@ -24,7 +24,7 @@ from torchlift.errors import PlacementError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.layout import Layout, Stored, format_for
 from torchlift.formats.safetensors import safetensors_layout
-from torchlift.formats.zip_layout import torch_zip_layout
+from torchlift.formats.torch_zip import torch_zip_layout
 
 
 def test_partial_sums_make_the_checksum_of_the_whole() -> None:
@@ -32,8 +32,8 @@ def test_partial_sums_make_the_checksum_of_the_whole() -> None:
     choose = random.Random(0)
     for _ in range(200):
         data = choose.randbytes(choose.choice([0, 1, 5, 100, 5000]))
-        cuts = sorted({0, len(data), *(choose.randrange(len(data) + 1) for _ in range(6))})
-        ranges = list(itertools.pairwise(cuts))
+        bounds = sorted({0, len(data), *(choose.randrange(len(data) + 1) for _ in range(6))})
+        ranges = list(itertools.pairwise(bounds))
         choose.shuffle(ranges)
         writers = [PartialCrc(len(data)) for _ in range(3)]
         for start, stop in ranges:
@@ -46,7 +46,7 @@ def test_layouts_need_neither_torch_nor_other_processes() -> None:
     """The pickle names torch's classes, so it alone has torch."""
     script = (
         "import sys, torchlift.formats.crc, torchlift.formats.safetensors\n"
-        "import torchlift.formats.zip_layout, torchlift._transfer.write\n"
+        "import torchlift.formats.torch_zip, torchlift._transfer.write\n"
         "assert 'torch' not in sys.modules\n"
         "import torchlift._save\n"
         "assert 'torchlift.distributed' not in sys.modules"

@@ -20,7 +20,7 @@ from torchlift.formats.verify import verify_index
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file with two storages, one of them larger than a piece of reading."""
+    """A file with two storages, one of them larger than a block of reading."""
     return saved({"big": torch.arange(1_500_000.0), "w": torch.ones(3)}, tmp_path)
 
 

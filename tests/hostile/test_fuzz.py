@@ -87,13 +87,13 @@ def test_changed_bytes_are_read_or_refused(corpus, tmp_path, data):
 )
 @given(data=st.data())
 def test_cut_and_joined_bytes_are_read_or_refused(corpus, tmp_path, data):
-    """A piece removed from a file, or moved within it."""
+    """A range removed from a file, or moved within it."""
     content = data.draw(st.sampled_from(corpus))
     start = data.draw(st.integers(0, len(content)))
     end = data.draw(st.integers(start, len(content)))
-    piece = data.draw(st.sampled_from([b"", content[start:end] * 2, bytes(7)]))
+    inserted = data.draw(st.sampled_from([b"", content[start:end] * 2, bytes(7)]))
     path = tmp_path / "x"
-    path.write_bytes(content[:start] + piece + content[end:])
+    path.write_bytes(content[:start] + inserted + content[end:])
     _look(path)
 
 

@@ -1,4 +1,4 @@
-"""Pickles that want to run, allocate, recurse or confuse: read as data or refused, never obeyed."""
+"""Pickles that try to run, allocate, recurse or confuse: read as data or refused, never obeyed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from torchlift.errors import FormatError
 from torchlift.formats import read_index
 from torchlift.formats.flatten import flatten
-from torchlift.formats.pickle_opcodes import read_pickle
-from torchlift.formats.torch_globals import TorchWorld
-from torchlift.formats.torch_records import read_torch_pickle
+from torchlift.formats.torch_pickle import TorchWorld, read_torch_pickle
+from torchlift.formats.unpickle import read_pickle
 
 
 @pytest.fixture
@@ -280,14 +279,14 @@ def long_pickles() -> list[bytes]:
     """Pickles with so many tensors that most are read in one step each."""
     sizes = [([], []), ([4], [1]), ([2, 2], [2, 1]), ([1, 1, 1, 2], [2, 2, 2, 1])]
 
-    def fresh(i: int, kinds: int) -> Call:
+    def described(i: int, kinds: int) -> Call:
         # Tuples of their own, as torch.save has them: a shared one is a reference, not a tuple.
         size, stride = sizes[i % kinds]
         return tensor(tuple(size), tuple(stride), storage=str(i))
 
     return [
-        pickled({f"k{i}": fresh(i, 4) for i in range(200)}),
-        pickled([{f"k{i}": fresh(i, 2)} for i in range(200)]),
+        pickled({f"k{i}": described(i, 4) for i in range(200)}),
+        pickled([{f"k{i}": described(i, 2)} for i in range(200)]),
     ]
 
 

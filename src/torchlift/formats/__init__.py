@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from torchlift.formats.boxes import cut, is_pieced, row_major, steps_in_file
 from torchlift.formats.detect import read_index
-from torchlift.formats.index import ITEMSIZE, Chunk, FileStamp, Index, Storage, TensorEntry
+from torchlift.formats.index import (
+    ITEMSIZE,
+    Chunk,
+    FileStamp,
+    Index,
+    Leaf,
+    Storage,
+    TensorEntry,
+    under,
+)
 
-__all__ = ["ITEMSIZE", "Chunk", "FileStamp", "Index", "Storage", "TensorEntry", "read_index"]
+__all__ = [
+    "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "Storage", "TensorEntry", "cut",
+    "is_pieced", "read_index", "row_major", "steps_in_file", "under",
+]  # fmt: skip

@@ -1,7 +1,7 @@
-"""CRC-32 of bytes that several writers hold in parts, none of which sees them all.
+"""CRC-32 of bytes that several writers have some of, and none has all.
 
 The CRC register is linear over GF(2): the register after a message is the XOR of the registers
-after messages that each hold a part of the bytes and zeros elsewhere. So every writer sums up its
+after messages that each have some of the bytes and zeros elsewhere. So every writer sums up its
 own ranges, in linear time, and the sums of all are XORed. Passing over k zero bytes multiplies the
 register by x^8k modulo the polynomial (M. Adler, zlib, ``crc32_combine``).
 """
@@ -49,15 +49,15 @@ class PartialCrc:
         self._at = offset + len(data)
 
     def value(self) -> int:
-        """The sum so far; 0 where nothing was added."""
+        """Return the sum so far; 0 where nothing was added."""
         return self._total ^ _past_zeros(self._register, self._nbytes - self._at)
 
 
-def whole_crc(nbytes: int, parts: Iterable[int]) -> int:
-    """The CRC-32 of a payload from the sums of all its writers."""
+def whole_crc(nbytes: int, sums: Iterable[int]) -> int:
+    """Return the CRC-32 of a payload from the sums of all its writers."""
     register = _past_zeros(_ONES, nbytes)
-    for part in parts:
-        register ^= part
+    for one in sums:
+        register ^= one
     return register ^ _ONES
 
 
@@ -66,7 +66,7 @@ def _past_zeros(register: int, count: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials modulo the CRC's."""
+    """Return the product of two polynomials modulo the CRC's."""
     product, bit = 0, 1 << 31
     while a:
         if a & bit:
@@ -79,7 +79,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=1024)  # a shard's gaps are all alike
 def _zeros(count: int) -> int:
-    """x^(8 * count)."""
+    """Return x^(8 * count)."""
     result, power = 1 << 31, 1 << 23  # 1, and x^8
     while count:
         if count & 1:

@@ -1,23 +1,67 @@
-"""Which reader a path needs, found from its content.
+"""Which reader a path needs, found from its content; and what it is that torchlift does not read.
 
-A new format is one file with a reader and one line in `_DATA_READERS`.
+A new format is one file with a reader and one line in `_READERS` (files) or `_DIRECTORIES`.
 """
 
 from __future__ import annotations
 
 import os
-import stat
+import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats.directory import read_directory_of_files
+from torchlift._system import collection_paused
+from torchlift.errors import FormatError
+from torchlift.formats.dcp import metadata_files, read_dcp
 from torchlift.formats.index import Index
 from torchlift.formats.safetensors import read_safetensors
-from torchlift.formats.sharded import read_sharded
-from torchlift.formats.sniff import HEAD, foreign, is_json, is_safetensors, is_zip
+from torchlift.formats.sharded import locate, read_set, read_sharded
+from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_zip import read_torch_zip
+from torchlift.formats.zip_archive import END_MAGIC, LOCAL_MAGIC
+
+#: Bytes at the start of a file that decide on its format.
+_HEAD = 512
+
+_EXPECTED = "a torch or safetensors file, or an *.index.json"
+_SAVE_AGAIN = "Where you trust the file, load it with torch.load and save it again with torch.save."
+
+#: (offset, magic, what it is, what to do). The first that fits counts.
+_FOREIGN: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
+     "a torch file in the format used before torch 1.6, which torchlift does not read yet",
+     _SAVE_AGAIN),
+    (257, b"ustar", "a tar archive (torch's oldest format is one)",
+     f"Unpack it first, or: {_SAVE_AGAIN}"),
+    (0, b"version https://git-lfs.github.com/spec/",
+     "a git-lfs pointer: the place of the weights, not the weights",
+     "Fetch the file itself: git lfs pull."),
+    (0, b"GGUF", "a GGUF file", "Convert it with the tools of llama.cpp or gguf-py."),
+    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, such as Keras writes", "Read it with h5py."),
+    (0, b"\x93NUMPY", "a numpy array", "Read it with numpy.load."),
+    (0, b"\x1f\x8b", "a gzip archive", "Decompress it first."),
+    (0, b"\x28\xb5\x2f\xfd", "a zstd archive", "Decompress it first."),
+    (0, b"\xfd7zXZ\0", "an xz archive", "Decompress it first."),
+    (0, b"BZh", "a bzip2 archive", "Decompress it first."),
+    (0, b"\x7fELF", "a program", "It holds no checkpoint."),
+    *((0, bytes((0x80, protocol)), "a pickle that torch.save did not write",
+       "Only unpickling could read it, which can run any code: ask for a file written by "
+       "torch.save or safetensors.") for protocol in range(2, 6)),
+)  # fmt: skip
+
+#: What a damaged file can make a reader raise, besides what it says itself.
+_DAMAGE = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+    ValueError, struct.error, zlib.error,
+)  # fmt: skip
+
+_SHARD = re.compile(r"(.+)-(\d{2,9})-of-(\d{2,9})(\.\w+)", re.ASCII)
+_INDEX = ".index.json"
+#: Of several indexes or files, as Hugging Face repositories have them, these are the model.
+_PREFERRED = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+_PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def read_index(path: str | os.PathLike[str]) -> Index:
@@ -50,11 +94,8 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         raise FormatError("an empty path", hint="Pass the path of a file or a directory.")
     absolute = os.path.abspath(name)
     try:
-        return _read(absolute)
-    except CheckpointError as error:
-        if error.file is None:
-            error.file = absolute
-        raise
+        with collection_paused(), errors_name(absolute):
+            return _read_directory(absolute) if os.path.isdir(absolute) else _read_file(absolute)
     except FileNotFoundError as error:
         raise FormatError(
             "no such file or directory",
@@ -64,58 +105,175 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         ) from error
     except OSError as error:
         raise FormatError("the file cannot be read", file=absolute, found=str(error)) from error
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        struct.error,
-        zlib.error,
-    ) as error:
+    except _DAMAGE as error:
         raise FormatError(
             "the file is damaged", file=absolute, found=f"{type(error).__name__}: {error}"
         ) from error
 
 
-def _read(path: str) -> Index:
-    """Read a directory, or a file of any format."""
-    if os.path.isdir(path):
-        return read_directory_of_files(path, _read_data_file)
-    return _read_file(path, _READERS)
+def _read_file(path: str, shard: bool = False) -> Index:
+    """Read a file of any format; a shard cannot be an index of further shards."""
+    with errors_name(path), Source(path) as source:
+        head = source.read(0, min(_HEAD, source.size))
+        for fits, read in _SHARD_READERS if shard else _READERS:
+            if fits(head):
+                return read(source)
+        raise _foreign(head, source.size)
 
 
-def _read_data_file(path: str) -> Index:
-    """Read a file that holds tensors itself: a shard cannot be an index of further shards."""
-    return _read_file(path, _DATA_READERS)
+def _read_shard(path: str) -> Index:
+    return _read_file(path, shard=True)
 
 
-def _read_file(path: str, readers: tuple[tuple[_Detector, _Reader], ...]) -> Index:
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        # Opening a named pipe would wait for somebody to write into it.
-        raise FormatError("not a regular file", file=path)
-    with open(path, "rb") as file:
-        head = file.read(HEAD)
-        size = os.fstat(file.fileno()).st_size
-    for detect, read in readers:
-        if detect(head, size):
-            return read(path)
-    error = foreign(head, size)
-    error.file = path
-    raise error
+def _is_zip(head: bytes) -> bool:
+    return head[:4] in (LOCAL_MAGIC, END_MAGIC)
 
 
-def _read_json(path: str) -> Index:
-    return read_sharded(path, _read_data_file)
+def _is_safetensors(head: bytes) -> bool:
+    """Return whether it starts like safetensors, even one whose header length is absurd."""
+    return head[8:9] == b"{" and not _is_text(head[:8])
 
 
-_Detector = Callable[[bytes, int], bool]
-_Reader = Callable[[str], Index]
+def _is_json(head: bytes) -> bool:
+    return head.lstrip()[:1] == b"{" and _is_text(head)
 
-_DATA_READERS: tuple[tuple[_Detector, _Reader], ...] = (
-    (is_zip, read_torch_zip),
-    (is_safetensors, read_safetensors),
+
+def _is_text(head: bytes) -> bool:
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        # The head may end within a character.
+        if error.start < len(head) - 4:
+            return False
+        text = head[: error.start].decode()
+    return bool(text) and all(c.isprintable() or c in "\r\n\t" for c in text)
+
+
+_Reader = tuple[Callable[[bytes], bool], Callable[[Source], Index]]
+
+#: How a file starts -> its reader. A text is not taken for safetensors, so the order is free.
+_SHARD_READERS: tuple[_Reader, ...] = (
+    (_is_zip, read_torch_zip),
+    (_is_safetensors, read_safetensors),
 )
-_READERS = (*_DATA_READERS, (is_json, _read_json))
+_READERS: tuple[_Reader, ...] = (
+    *_SHARD_READERS,
+    (_is_json, lambda source: read_sharded(source, _read_shard)),
+)
+
+
+def _foreign(head: bytes, size: int) -> FormatError:
+    """Make the error for a file that no reader takes: what it is and what to do."""
+    for offset, magic, what, hint in _FOREIGN:
+        if head.startswith(magic, offset):
+            return FormatError(what, expected=_EXPECTED, hint=hint)
+    what, found = "not a checkpoint that torchlift reads", None
+    hint = "Check that the right file was fetched, completely."
+    if not size:
+        what = "an empty file"
+    elif not head.strip(b"\0"):
+        what = "a file that starts with zeros only"
+    elif head.lstrip()[:1] == b"<":
+        what = "a web page or another XML text"
+        hint = "A login or error page was saved instead of the file; fetch it again."
+    elif _is_text(head):
+        what = "a text file, not a checkpoint"
+    else:
+        found = f"{size} bytes starting with {head[:8]!r}"
+    return FormatError(what, expected=_EXPECTED, found=found, hint=hint)
+
+
+def _read_directory(path: str) -> Index:
+    """Read the checkpoint in a directory.
+
+    In this order: the metadata of a distributed checkpoint (DCP); an ``*.index.json`` and its
+    shards; safetensors files; torch files. Within each, a single file is taken, or a complete set
+    ``x-00001-of-0000N``, or the one that is named as the model of a Hugging Face repository.
+
+    Raises:
+        FormatError: nothing, or more than one thing, that could be meant.
+        UnsafeError: a link leads out of the directory.
+    """
+    names = sorted(os.listdir(path))
+    for choose, read in _DIRECTORIES:
+        if chosen := choose(path, names):
+            return read(path, chosen)
+    raise FormatError(
+        "a directory without a checkpoint" if names else "an empty directory",
+        expected="an *.index.json, safetensors or torch files",
+        found=", ".join(names[:10]) + (" ..." if len(names) > 10 else "") or None,
+        hint="Give the path of the file or directory that holds the weights.",
+    )
+
+
+def _read_index_in(path: str, names: list[str]) -> Index:
+    name = _preferred(names, [name + _INDEX for name in _PREFERRED])
+    with Source(locate(path, name)) as source:
+        return replace(read_sharded(source, _read_shard), path=path)
+
+
+def _read_files(path: str, names: list[str]) -> Index:
+    if len(names) > 1 and _is_complete_set(names):
+        return read_set(path, names, _read_shard)
+    return _read_shard(locate(path, _preferred(names, _PREFERRED)))
+
+
+def _ending(*suffixes: str) -> Callable[[str, list[str]], list[str]]:
+    return lambda path, names: [name for name in names if name.endswith(suffixes)]
+
+
+def _torch_files(path: str, names: list[str]) -> list[str]:
+    return [n for n in names if n.endswith(_PICKLED) and _starts_as_zip(os.path.join(path, n))]
+
+
+def _starts_as_zip(path: str) -> bool:
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb", buffering=0) as file:
+        return _is_zip(file.read(4))
+
+
+#: (directory, its names) -> the names that make it a checkpoint of a kind; how they are read.
+_DIRECTORIES: tuple[
+    tuple[Callable[[str, list[str]], list[str]], Callable[[str, list[str]], Index]], ...
+] = (
+    (lambda path, names: metadata_files(names), read_dcp),
+    (_ending(_INDEX), _read_index_in),
+    (_ending(".safetensors"), _read_files),
+    (_torch_files, _read_files),
+)
+
+
+def _preferred(names: list[str], preferred: Sequence[str]) -> str:
+    """Return the only name, or the first preferred one."""
+    for name in names if len(names) == 1 else preferred:
+        if name in names:
+            return name
+    raise FormatError(
+        "a directory with several checkpoints",
+        found=", ".join(names),
+        hint="Give the path of the one you mean.",
+    )
+
+
+def _is_complete_set(names: list[str]) -> bool:
+    """Return whether the names are exactly ``x-1-of-N`` to ``x-N-of-N``.
+
+    Raises:
+        FormatError: they are of one set, but not all of it.
+    """
+    matches = [_SHARD.fullmatch(name) for name in names]
+    sets = {(m[1], m[3], m[4]) for m in matches if m}
+    if len(sets) != 1 or not all(matches):
+        return False
+    ((stem, total, suffix),) = sets
+    numbers = {int(m[2]) for m in matches if m}
+    missing = [n for n in range(1, min(int(total), 10_000) + 1) if n not in numbers]
+    if missing or len(numbers) != int(total):
+        raise FormatError(
+            "a set of shards that is not complete",
+            expected=f"{int(total)} files {stem}-...-of-{total}{suffix}",
+            found=f"{len(numbers)}, without number {missing[:5]}",
+            hint="Fetch the missing ones.",
+        )
+    return True

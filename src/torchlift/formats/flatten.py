@@ -8,13 +8,13 @@ that an optimizer's ``param_groups`` stay what they are. A file that holds a bar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import Leaf
-from torchlift.formats.stand_ins import (
+from torchlift.formats.torch_pickle import (
     Blocked,
     Global,
     NumpyDtype,
@@ -33,7 +33,13 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 @dataclass(slots=True)
 class Flat:
-    """What a checkpoint's object tree holds, by dotted key, in file order."""
+    """What a checkpoint's object tree holds, by dotted key, in file order.
+
+    Attributes:
+        tensors, objects, templates: see `Index`.
+        blocked: key -> the name of the global that its value would have needed.
+        versions: torch's per-module ``_metadata``.
+    """
 
     tensors: dict[str, TensorRef] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
@@ -51,7 +57,7 @@ def flatten(root: object, source_bytes: int) -> Flat:
 
     Args:
         root: what a `Machine` returned.
-        source_bytes: length of the pickle it came from. Containers that share their parts can have
+        source_bytes: length of the pickle it came from. Containers that share their items can have
             more paths than there are atoms; the work is limited to a multiple of this.
 
     Raises:
@@ -77,14 +83,9 @@ class _Flattener:
             self._visit(ROOT_TENSOR if isinstance(root, TensorRef) else ROOT_OBJECT, root, 0)
         return self.flat
 
-    def _children(self, items: Any, prefix: str, depth: int) -> None:
+    def _children(self, items: Iterable[tuple[object, object]], prefix: str, depth: int) -> None:
         """Visit (name, value) pairs below a key."""
-        if depth > _MAX_DEPTH:
-            raise FormatError(
-                "containers nest too deep, or contain themselves",
-                entry=prefix,
-                expected=f"at most {_MAX_DEPTH} levels",
-            )
+        _check_depth(depth, prefix)
         tensors, blocked, objects = self.flat.tensors, self.flat.blocked, self.flat.objects
         for name, value in items:
             key = prefix + (name if type(name) is str else _key_text(name, prefix))
@@ -119,68 +120,60 @@ class _Flattener:
                 self.flat.blocked[key] = str(error)
 
     def _template(self, key: str, value: object, depth: int) -> object:
-        """The containers of a value, with a `Leaf` for what is filed under a key of its own."""
+        """Return the containers of a value, with a `Leaf` for what has a key of its own."""
         inner = depth + 1
         self._spend(len(key) + 8, key)
-        if inner > _MAX_DEPTH:
-            raise FormatError("containers nest too deep", entry=key)
+        _check_depth(inner, key)
         if isinstance(value, dict) and value:
             return {
                 self._plain(name, key, inner): self._template(
-                    f"{key}.{name if type(name) is str else _key_text(name, key)}", part, inner
+                    f"{key}.{name if type(name) is str else _key_text(name, key)}", item, inner
                 )
-                for name, part in value.items()
+                for name, item in value.items()
             }
         if isinstance(value, (list, tuple)) and self._has_tensor(value, depth):
             kind = list if isinstance(value, list) else tuple
             return kind(
-                [self._template(f"{key}.{at}", part, inner) for at, part in enumerate(value)]
+                [self._template(f"{key}.{at}", item, inner) for at, item in enumerate(value)]
             )
         return Leaf(key)
 
     def _has_tensor(self, value: object, depth: int) -> bool:
-        """Whether a tensor is anywhere inside; each container is looked at once."""
+        """Return whether a tensor is anywhere inside; each container is looked at once."""
         if not isinstance(value, (dict, list, tuple)):
             return isinstance(value, TensorRef)
         known = self._tensors_inside.get(id(value))
-        if known is not None:
-            return known
-        if depth > _MAX_DEPTH:
-            raise FormatError("containers nest too deep", expected=f"at most {_MAX_DEPTH} levels")
-        # Assume no until known: a container that contains itself must not be followed for ever.
-        self._tensors_inside[id(value)] = False
-        parts = value.values() if isinstance(value, dict) else value
-        found = any(self._has_tensor(part, depth + 1) for part in parts)
-        self._tensors_inside[id(value)] = found
-        return found
+        if known is None:
+            _check_depth(depth)
+            # No until known: a container that contains itself must not be followed for ever.
+            self._tensors_inside[id(value)] = False
+            items = value.values() if isinstance(value, dict) else value
+            known = any(self._has_tensor(item, depth + 1) for item in items)
+            self._tensors_inside[id(value)] = known
+        return known
 
     def _plain(self, value: object, key: str, depth: int) -> object:
-        """A copy of a value made of plain Python objects only."""
+        """Return a copy of a value made of plain Python objects only."""
         self._spend(8, key)
         if value is None or type(value) in (bool, int, float, str, bytes, bytearray, complex):
             return value
         if isinstance(value, Global):
             return value.name
-        if isinstance(value, Blocked):
-            raise _NotPlain(value.name)
         if isinstance(value, NumpyDtype):
             return f"numpy.dtype({value.code})"
+        if isinstance(value, Blocked):
+            raise _NotPlain(value.name)
         if not isinstance(value, _CONTAINERS):
             what = "torch.Tensor" if isinstance(value, TensorRef) else "torch.UntypedStorage"
             raise _NotPlain(what)
-        if depth > _MAX_DEPTH:
-            raise FormatError(
-                "containers nest too deep, or contain themselves",
-                entry=key,
-                expected=f"at most {_MAX_DEPTH} levels",
-            )
+        _check_depth(depth, key)
         if isinstance(value, dict):
             return {
                 self._plain(k, key, depth + 1): self._plain(v, key, depth + 1)
                 for k, v in value.items()
             }
         kind = next(kind for kind in _CONTAINERS[1:] if isinstance(value, kind))
-        return kind([self._plain(part, key, depth + 1) for part in value])
+        return kind([self._plain(item, key, depth + 1) for item in value])
 
     def _versions(self, container: object, prefix: str) -> None:
         """Collect the per-module metadata of a state dict."""
@@ -189,33 +182,38 @@ class _Flattener:
         for name, local in container.metadata.items():
             if type(name) is str and isinstance(local, dict):
                 path = f"{prefix}.{name}" if prefix and name else prefix or name
-                try:
-                    plain = {str(k): self._plain(v, path, 1) for k, v in local.items()}
-                except _NotPlain:
-                    continue
                 self._spend(len(path) + 8, path)
-                self.flat.versions[path] = plain
+                with suppress(_NotPlain):
+                    plain = {str(k): self._plain(v, path, 1) for k, v in local.items()}
+                    self.flat.versions[path] = plain
 
     def _spend(self, amount: int, key: str) -> None:
         self.budget -= amount
         if self.budget < 0:
             raise FormatError(
-                "containers share their parts so often that the file unfolds to far more than "
+                "containers share their items so often that the file unfolds to far more than "
                 "it stores",
                 entry=key,
             )
 
 
+def _check_depth(depth: int, key: str | None = None) -> None:
+    if depth > _MAX_DEPTH:
+        raise FormatError(
+            "containers nest too deep, or contain themselves",
+            entry=key,
+            expected=f"at most {_MAX_DEPTH} levels",
+        )
+
+
 def _key_text(name: object, prefix: str) -> str:
-    """The text of a dictionary key that is not a string."""
+    """Return the text of a dictionary key that is not a string."""
     if name is None or isinstance(name, (int, float)):
         return str(name)
-    if isinstance(name, Global):
+    if isinstance(name, (Global, Blocked)):
         return name.name
     if isinstance(name, (bytes, tuple)) and len(name) < 1000:
         return repr(name)
-    if isinstance(name, Blocked):
-        return name.name
     raise FormatError(
         "a dictionary key that cannot be part of a name",
         entry=prefix.removesuffix("."),

@@ -1,17 +1,18 @@
 """The one data structure every format is read into: names -> dtype, shape, strides, byte range.
 
 Standard library only. Nothing here knows torch, so a file nobody trusts can be looked at by a
-process that could not run its code if it wanted to.
+process that has no means to run its code.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torchlift.errors import IntegrityError
+from torchlift.errors import FormatError, IntegrityError
 
 #: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
 ITEMSIZE: dict[str, int] = {
@@ -20,6 +21,27 @@ ITEMSIZE: dict[str, int] = {
     "complex32": 4, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
 }  # fmt: skip
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a contiguous tensor, as torch gives them.
+
+    Example:
+        >>> row_major((2, 3, 4)), row_major((2, 0, 4))
+        ((12, 4, 1), (4, 4, 1))
+    """
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Return whether elements with these strides lie in row-major order without gaps."""
+    steps = zip(shape, stride, row_major(shape), strict=True)
+    return 0 in shape or all(size == 1 or step == dense for size, step, dense in steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +97,18 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Return the bytes per element."""
         return ITEMSIZE[self.dtype]
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps, as torch defines it."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1:
-                if stride != expected:
-                    return self.numel == 0
-                expected *= size
-        return True
+        """Return whether the elements lie in row-major order without gaps, as torch defines it."""
+        return is_row_major(self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +141,7 @@ class FileStamp:
 
     @classmethod
     def of(cls, descriptor: int) -> FileStamp:
-        """That of an open file."""
+        """Return the stamp of an open file."""
         now = os.fstat(descriptor)
         return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
 
@@ -186,12 +202,12 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of unique storage."""
+        """Return the bytes of unique storage."""
         return sum(storage.nbytes for storage in self.storages.values())
 
     @property
     def aliases(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of keys that share a storage, in file order."""
+        """Return the groups of keys that share a storage, in file order."""
         groups: dict[str, list[str]] = {}
         for entry in self.entries.values():
             if entry.chunks:
@@ -199,52 +215,75 @@ class Index:
         return tuple(tuple(keys) for keys in groups.values() if len(keys) > 1)
 
 
-def under(index: Index, root: str) -> Index | None:
-    """What `index` holds below the container `root`, with that prefix stripped; None if nothing.
+def join(
+    path: str, format: str, indexes: Sequence[Index], metadata: Mapping[str, str], conflict: str
+) -> Index:
+    """Put the indexes of several files together; storages of different files have different names.
 
-    Storages that only other parts of the file use are left out, so sizes are those of the part.
+    Args:
+        path: of the whole.
+        format: of the whole.
+        indexes: those of its files.
+        metadata: what the whole records.
+        conflict: what is wrong where two files have one key, as an error says it.
+
+    Raises:
+        FormatError: two files have one key.
+    """
+    keyed = "entries", "objects", "blocked_keys"
+    names = (*keyed, "storages", "files", "module_versions", "templates")
+    merged: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for index in indexes:
+        for key in (*index.entries, *index.objects, *index.blocked_keys):
+            if any(key in merged[name] for name in keyed):
+                raise FormatError(conflict, entry=key, found=f"again in {index.path}")
+        for name, values in merged.items():
+            values.update(getattr(index, name))
+    blocked = tuple(dict.fromkeys(name for index in indexes for name in index.blocked))
+    return Index(path=path, format=format, metadata=metadata, blocked=blocked, **merged)
+
+
+def under(index: Index, root: str) -> Index | None:
+    """Return what an index has below the container `root`, with that prefix stripped, or None.
+
+    Storages that only other keys use are left out, so that sizes are those of what is left.
     """
     prefix = root + "."
-    cut = len(prefix)
-    entries = {
-        key[cut:]: replace(entry, key=key[cut:])
-        for key, entry in index.entries.items()
-        if key.startswith(prefix)
-    }
-    objects = {k[cut:]: v for k, v in index.objects.items() if k.startswith(prefix)}
-    blocked = {k[cut:]: v for k, v in index.blocked_keys.items() if k.startswith(prefix)}
-    if not (entries or objects or blocked):
+
+    def inside(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+
+    entries = {key: replace(entry, key=key) for key, entry in inside(index.entries).items()}
+    objects, blocked_keys = inside(index.objects), inside(index.blocked_keys)
+    if not (entries or objects or blocked_keys):
         return None
     used = {entry.storage for entry in entries.values()}
+    # An entry in several chunks names the storage of the first one only.
     spots = {(c.file, c.offset) for e in entries.values() if len(e.chunks) > 1 for c in e.chunks}
+    versions = inside(index.module_versions)
+    if root in index.module_versions:
+        versions[""] = index.module_versions[root]
+    templates = inside(index.templates)
     return replace(
         index,
         entries=entries,
         objects=objects,
-        blocked_keys=blocked,
-        blocked=tuple(dict.fromkeys(blocked.values())),
+        blocked_keys=blocked_keys,
+        blocked=tuple(dict.fromkeys(blocked_keys.values())),
         storages={
             name: storage
             for name, storage in index.storages.items()
             if name in used or (storage.file, storage.offset) in spots
         },
-        templates={
-            k[cut:]: _cut_leaves(tree, cut)
-            for k, tree in index.templates.items()
-            if k.startswith(prefix)
-        },
-        module_versions={
-            k[cut:] if k != root else "": v
-            for k, v in index.module_versions.items()
-            if k == root or k.startswith(prefix)
-        },
+        templates={key: _strip_leaves(tree, prefix) for key, tree in templates.items()},
+        module_versions=versions,
     )
 
 
-def _cut_leaves(tree: object, cut: int) -> object:
+def _strip_leaves(tree: object, prefix: str) -> object:
     if isinstance(tree, Leaf):
-        return Leaf(tree.key[cut:])
+        return Leaf(tree.key.removeprefix(prefix))
     if isinstance(tree, dict):
-        return {key: _cut_leaves(value, cut) for key, value in tree.items()}
+        return {key: _strip_leaves(value, prefix) for key, value in tree.items()}
     assert isinstance(tree, (list, tuple))
-    return type(tree)([_cut_leaves(value, cut) for value in tree])
+    return type(tree)([_strip_leaves(value, prefix) for value in tree])

@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of its values, in bytes."""
+        """Return the size of its values, in bytes."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
@@ -68,7 +68,7 @@ class Layout:
 
 
 def format_for(path: str, given: str | None) -> str:
-    """The format to write: the one that is asked for, or the one that the suffix stands for.
+    """Return the format to write: the one that is asked for, or that of the suffix.
 
     Raises:
         ValueError: it is neither asked for nor clear, or it is not known.
@@ -91,7 +91,7 @@ def format_for(path: str, given: str | None) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written in UTF-8: half of a surrogate pair cannot.
+    """Return whether a text can be written in UTF-8: half of a surrogate pair cannot.
 
     Example:
         >>> is_unicode(chr(0x1F600)), is_unicode(chr(0xD83D))

@@ -7,17 +7,16 @@ ones JSON needs in Python, where ``true`` is an integer and 1e400 parses.
 from __future__ import annotations
 
 import json
-import struct
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
-from torchlift._system import collection_paused
 from torchlift.errors import FormatError, PlacementError
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
-from torchlift.formats.json_text import parse_json
+from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
 from torchlift.formats.layout import Layout, Payload, Stored, is_unicode
-from torchlift.formats.source import Source
+from torchlift.formats.source import Source, parse_json, whole_numbers
 
 #: The format's own limit on the JSON header, in bytes.
 MAX_HEADER = 100_000_000
@@ -32,38 +31,36 @@ DTYPES: dict[str, str] = {
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
+_strides = lru_cache(maxsize=1024)(row_major)  # a model has few shapes: a tenth of the time
 
-def read_safetensors(path: str) -> Index:
+
+def read_safetensors(source: Source) -> Index:
     """Read the index of a safetensors file.
-
-    Args:
-        path: absolute path of the file.
 
     Raises:
         FormatError: not such a file, damaged, or inconsistent.
     """
-    with collection_paused(), Source(path) as source:
-        header, start = _read_header(source)
-        metadata = _metadata(header.pop("__metadata__", {}))
-        entries = _entries(header, path, start)
-        _check_cover(entries, start, source.size)
+    header, start = _read_header(source)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
+        raise FormatError(
+            "the metadata is not a map from text to text",
+            entry="__metadata__",
+            found=type(metadata).__name__,
+        )
+    entries = _entries(header, source.path, start)
+    _check_cover(entries, start, source.size)
     storages = {
-        entry.storage: Storage(path, chunk.offset, chunk.nbytes, "cpu")
+        entry.storage: Storage(source.path, chunk.offset, chunk.nbytes, "cpu")
         for entry in entries.values()
         for chunk in entry.chunks
     }
-    return Index(
-        path=path,
-        format="safetensors",
-        entries=entries,
-        storages=storages,
-        files={path: source.stamp},
-        metadata=metadata,
-    )
+    files = {source.path: source.stamp}
+    return Index(source.path, "safetensors", entries, storages, files, metadata=metadata)
 
 
 def _read_header(source: Source) -> tuple[dict[str, Any], int]:
-    """The JSON header and the first byte behind it."""
+    """Return the JSON header and the first byte behind it."""
     if source.size < 8:
         raise FormatError(
             "too short for a safetensors file",
@@ -71,7 +68,7 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
             found=f"{source.size} bytes",
             hint="The file is truncated.",
         )
-    (length,) = struct.unpack("<Q", source.read(0, 8))
+    length = int.from_bytes(source.read(0, 8), "little")
     if length > MAX_HEADER or length > source.size - 8:
         raise FormatError(
             "the header's length is impossible",
@@ -82,18 +79,8 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     return parse_json(source.read(8, length), "the header"), 8 + length
 
 
-def _metadata(found: object) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(type(v) is str for v in found.values()):
-        raise FormatError(
-            "the metadata is not a map from text to text",
-            entry="__metadata__",
-            found=type(found).__name__,
-        )
-    return found
-
-
 def _entries(header: dict[str, Any], path: str, start: int) -> dict[str, TensorEntry]:
-    """Checked entries, in the order of their data: the order of the header is arbitrary."""
+    """Return checked entries in the order of their data: that of the header is arbitrary."""
     found = []
     for key, value in header.items():
         if type(value) is not dict or value.keys() != _FIELDS:
@@ -108,15 +95,12 @@ def _entries(header: dict[str, Any], path: str, start: int) -> dict[str, TensorE
             raise FormatError(
                 "a dtype that torchlift does not know", entry=key, found=repr(value["dtype"])
             )
-        shape = _numbers(value["shape"], key, "shape")
-        offsets = _numbers(value["data_offsets"], key, "data_offsets")
+        shape = whole_numbers(value["shape"], key, "shape")
+        offsets = whole_numbers(value["data_offsets"], key, "data_offsets")
         if len(offsets) != 2:
             raise FormatError("a tensor does not have two data offsets", entry=key)
-        numel = 1
-        for extent in shape:
-            numel *= extent
         begin, end = offsets
-        nbytes = numel * ITEMSIZE[dtype]
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
         if end - begin != nbytes:
             raise FormatError(
                 "a tensor's bytes are not what its shape and dtype need",
@@ -124,30 +108,12 @@ def _entries(header: dict[str, Any], path: str, start: int) -> dict[str, TensorE
                 expected=f"{nbytes} bytes for {dtype} {shape}",
                 found=f"{end - begin} bytes",
             )
-        found.append((begin, end, key, dtype, shape))
-    found.sort()
-    return {
-        key: _entry(key, dtype, shape, path, start + begin, end - begin)
-        for begin, end, key, dtype, shape in found
-    }
-
-
-def _entry(
-    key: str, dtype: str, shape: tuple[int, ...], path: str, offset: int, nbytes: int
-) -> TensorEntry:
-    chunks = (Chunk(path, offset, nbytes, (0,) * len(shape), shape),) if nbytes else ()
-    return TensorEntry(key, dtype, shape, _contiguous(shape), nbytes, "cpu", key, chunks)
-
-
-@lru_cache(maxsize=1024)  # a model has few shapes
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a dense tensor, with the ones that torch gives to empty dimensions."""
-    stride: tuple[int, ...] = ()
-    step = 1
-    for extent in reversed(shape):
-        stride = (step, *stride)
-        step *= max(extent, 1)
-    return stride
+        origin = (0,) * len(shape)
+        chunks = (Chunk(path, start + begin, nbytes, origin, shape),) if nbytes else ()
+        entry = TensorEntry(key, dtype, shape, _strides(shape), nbytes, "cpu", key, chunks)
+        found.append((begin, end, key, entry))
+    found.sort(key=itemgetter(0, 1, 2))
+    return {key: entry for _, _, key, entry in found}
 
 
 def _check_cover(entries: dict[str, TensorEntry], start: int, size: int) -> None:
@@ -172,21 +138,6 @@ def _check_cover(entries: dict[str, TensorEntry], start: int, size: int) -> None
         )
 
 
-def _numbers(values: object, key: str, what: str) -> tuple[int, ...]:
-    """Check a list of sizes or offsets: whole, not negative, not booleans, below 2**63."""
-    if type(values) is not list or len(values) > 64:
-        raise FormatError(f"a tensor's {what} is not a list of at most 64 numbers", entry=key)
-    for value in values:
-        if type(value) is not int or not 0 <= value < 1 << 63:
-            raise FormatError(
-                f"a tensor has an impossible {what}",
-                entry=key,
-                expected="whole numbers from 0 to 2**63",
-                found=repr(value) if isinstance(value, (bool, float)) else type(value).__name__,
-            )
-    return tuple(values)
-
-
 _ALIGNMENT = 64
 _CODES = {name: code for code, name in DTYPES.items()}
 
@@ -197,7 +148,7 @@ def safetensors_layout(tensors: Iterable[Stored], metadata: Mapping[str, str] | 
     Args:
         tensors: what to store; every name has bytes of its own.
         metadata: text for the header; or the bytes in front of the data, where only the offsets
-            are wanted and not the frame.
+            are asked for and not the frame.
 
     Raises:
         PlacementError: a dtype has no name in the format, or the header is longer than it allows.
@@ -239,25 +190,25 @@ def safetensors_layout(tensors: Iterable[Stored], metadata: Mapping[str, str] | 
 
 
 def _head(described: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the data."""
+    """Return what stands before the data."""
     for name, value in metadata.items():
-        for part in (name, value):
-            if not isinstance(part, str):
+        for text in (name, value):
+            if not isinstance(text, str):
                 raise TypeError(
                     f"metadata[{name!r}] = {value!r}: a safetensors file has text only, in names "
                     "and values; use str() or json.dumps()"
                 )
-            if not is_unicode(part):
+            if not is_unicode(text):
                 raise ValueError(f"metadata[{name!r}] = {value!r}: lone surrogates are not text")
     if metadata:
         described = {"__metadata__": dict(metadata), **described}
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
-    if len(text) > MAX_HEADER:
+    header = json.dumps(described, separators=(",", ":")).encode()
+    header += b" " * (-(len(header) + 8) % _ALIGNMENT)
+    if len(header) > MAX_HEADER:
         raise PlacementError(
             "too many tensors for one safetensors file",
             expected=f"a header of at most {MAX_HEADER} bytes",
-            found=f"{len(text)} bytes",
+            found=f"{len(header)} bytes",
             hint='A torch file can hold them: save with format="torch-zip".',
         )
-    return len(text).to_bytes(8, "little") + text
+    return len(header).to_bytes(8, "little") + header

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchlift.errors import CheckpointError, FormatError, UnsafeError
-from torchlift.formats.index import FileStamp, Index, Storage, TensorEntry
-from torchlift.formats.json_text import parse_json
-from torchlift.formats.source import Source
+from torchlift.errors import FormatError, UnsafeError
+from torchlift.formats.index import Index, join
+from torchlift.formats.source import Source, parse_json
 
 #: Most bytes of an index: that of a million tensors has about 100 MB.
 _MAX_INDEX = 1 << 28
@@ -27,23 +26,20 @@ _CACHE_ROOT = re.compile(r"(models|datasets|spaces)--.+")
 _ReadFile = Callable[[str], Index]
 
 
-def read_sharded(path: str, read_file: _ReadFile) -> Index:
+def read_sharded(source: Source, read_file: _ReadFile) -> Index:
     """Read all shards that an ``*.index.json`` names, each once.
 
     Tensors that a shard holds and the index does not mention are kept: other loaders see them too.
 
     Args:
-        path: absolute path of the index.
+        source: the index.
         read_file: reads one shard.
 
     Raises:
         FormatError: a malformed index, a missing shard, or a key that its shard lacks.
         UnsafeError: a shard outside the index's directory.
     """
-    with Source(path) as source:
-        if source.size > _MAX_INDEX:
-            raise FormatError("the index is too large", expected=f"at most {_MAX_INDEX} bytes")
-        content = parse_json(source.read(0, source.size), "the index")
+    content = parse_json(source.read_all(_MAX_INDEX, "the index"), "the index")
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(type(v) is str for v in weight_map.values()):
         raise FormatError(
@@ -51,21 +47,22 @@ def read_sharded(path: str, read_file: _ReadFile) -> Index:
             entry="weight_map",
             expected='{"weight_map": {"key": "file"}}',
         )
-    directory = os.path.dirname(path)
-    names = list(dict.fromkeys(weight_map.values()))
-    # All names are checked before the first file is opened.
-    files = {name: locate(directory, name) for name in names}
-    shards = {name: _read_shard(read_file, file) for name, file in files.items()}
+    metadata = content.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise FormatError("the index's metadata is not a map", entry="metadata")
+    directory = os.path.dirname(source.path)
+    shards = _read_shards(directory, dict.fromkeys(weight_map.values()), read_file)
     for key, name in weight_map.items():
         shard = shards[name]
         if key not in shard.entries and key not in shard.objects and key not in shard.blocked_keys:
             raise FormatError(
                 f"the index says that this key is in {name}, which lacks it",
-                file=path,
+                file=source.path,
                 entry=key,
                 hint="The index and the shards are of different checkpoints; fetch both again.",
             )
-    return _Merge(path, shards, weight_map).index(_metadata(content.get("metadata")))
+    text = {k: v if type(v) is str else json.dumps(v) for k, v in metadata.items()}
+    return _join(source.path, shards, weight_map, text)
 
 
 def read_set(path: str, names: Iterable[str], read_file: _ReadFile) -> Index:
@@ -80,32 +77,30 @@ def read_set(path: str, names: Iterable[str], read_file: _ReadFile) -> Index:
         FormatError: two shards hold the same key.
         UnsafeError: a shard is a link that leaves the directory.
     """
-    files = {name: locate(path, name) for name in sorted(names)}
-    shards = {name: _read_shard(read_file, file) for name, file in files.items()}
-    return _Merge(path, shards, {}).index({})
+    return _join(path, _read_shards(path, sorted(names), read_file), {}, {})
 
 
 def locate(directory: str, name: str) -> str:
-    """The path of a shard, if it stays inside `directory`.
+    """Return the path of a shard, if it stays inside `directory`.
 
     Raises:
         UnsafeError: absolute, ``..``, a backslash, a drive, or a link that leads elsewhere.
-        FormatError: no such file, or not a regular one.
+        FormatError: no such file.
     """
-    parts = name.split("/")
-    if not name or "\\" in name or ":" in name or "\0" in name or name.startswith("/"):
-        problem: str | None = "a shard's name is not a plain relative one"
-    else:
-        problem = "a shard's name leaves the directory" if ".." in parts else None
-    path = os.path.join(directory, name) if problem is None else ""
-    if path and not _inside(directory, path):
-        problem = "a shard is a link that leaves the directory"
+    path = os.path.join(directory, name)
+    problem = found = None
+    if not name or name.startswith("/") or any(char in name for char in "\\:\0"):
+        problem = "a shard's name is not a plain relative one"
+    elif ".." in name.split("/"):
+        problem = "a shard's name leaves the directory"
+    elif not _inside(directory, path):
+        problem, found = "a shard is a link that leaves the directory", os.path.realpath(path)
     if problem is not None:
         raise UnsafeError(
             problem,
             entry=name,
             expected="a file in the same directory",
-            found=os.path.realpath(path) if path else None,
+            found=found,
             hint="Where you trust it, open that file itself, or copy it next to the index.",
         )
     if not os.path.exists(path):
@@ -114,7 +109,7 @@ def locate(directory: str, name: str) -> str:
 
 
 def _inside(directory: str, path: str) -> bool:
-    """Whether `path`, links followed, is in `directory` or in the blobs of its cache."""
+    """Return whether `path`, links followed, is in `directory` or in the blobs of its cache."""
     base, real = os.path.realpath(directory), os.path.realpath(path)
     if real.startswith(os.path.join(base, "")):
         return True
@@ -123,86 +118,36 @@ def _inside(directory: str, path: str) -> bool:
     return is_cache and os.path.dirname(real) == os.path.join(root, "blobs")
 
 
-def _read_shard(read_file: _ReadFile, file: str) -> Index:
-    try:
-        return read_file(file)
-    except CheckpointError as error:
-        if error.file is None:
-            error.file = file
-        raise
+def _read_shards(directory: str, names: Iterable[str], read_file: _ReadFile) -> dict[str, Index]:
+    # All names are checked before the first file is opened.
+    files = {name: locate(directory, name) for name in names}
+    return {name: read_file(file) for name, file in files.items()}
 
 
-def _metadata(found: object) -> dict[str, str]:
-    """The index's metadata as text; it is optional and not always text."""
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise FormatError("the index's metadata is not a map", entry="metadata")
-    return {k: v if type(v) is str else json.dumps(v) for k, v in found.items()}
+def _join(
+    path: str, shards: dict[str, Index], weight_map: Mapping[str, str], metadata: dict[str, str]
+) -> Index:
+    """Put shards together under one index."""
+    for shard in shards.values():
+        metadata = {**shard.metadata, **metadata}
+    claimed = [_claimed(name, shard, weight_map) for name, shard in shards.items()]
+    conflict = "two shards hold this key and no index says which one counts"
+    return join(path, "sharded", claimed, metadata, conflict)
 
 
-class _Merge:
-    """Shards put together under one index, each storage named after its shard."""
+def _claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:
+    """Return what a shard holds that the index does not take from another one."""
 
-    def __init__(self, path: str, shards: dict[str, Index], weight_map: dict[str, Any]) -> None:
-        self.path = path
-        self.weight_map = weight_map
-        self.entries: dict[str, TensorEntry] = {}
-        self.storages: dict[str, Storage] = {}
-        self.files: dict[str, FileStamp] = {}
-        self.objects: dict[str, object] = {}
-        self.metadata: dict[str, str] = {}
-        self.blocked: dict[str, None] = {}
-        self.versions: dict[str, Any] = {}
-        self.templates: dict[str, object] = {}
-        self.blocked_keys: dict[str, str] = {}
-        for name, shard in shards.items():
-            self._add(name, shard)
+    def mine(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if weight_map.get(key, name) == name}
 
-    def _add(self, name: str, shard: Index) -> None:
-        """Add one shard's content; the index decides which of two shards a key is taken from."""
-        for key, entry in shard.entries.items():
-            if self._claims(key, name):
-                self.entries[key] = replace(entry, storage=f"{name}/{entry.storage}")
-        for key, value in shard.objects.items():
-            if self._claims(key, name):
-                self.objects[key] = value
-        for key, needed in shard.blocked_keys.items():
-            if self._claims(key, name):
-                self.blocked_keys[key] = needed
-        for storage, where in shard.storages.items():
-            self.storages[f"{name}/{storage}"] = where
-        self.files.update(shard.files)
-        self.metadata = {**shard.metadata, **self.metadata}
-        self.blocked.update(dict.fromkeys(shard.blocked))
-        self.versions.update(shard.module_versions)
-        self.templates.update(shard.templates)
-
-    def _claims(self, key: str, name: str) -> bool:
-        """Whether `key` is to be taken from the shard `name`."""
-        owner = self.weight_map.get(key, name)
-        if owner == name and (
-            key in self.entries or key in self.objects or key in self.blocked_keys
-        ):
-            raise FormatError(
-                "two shards hold this key and no index says which one counts",
-                entry=key,
-                found=f"again in {name}",
-            )
-        return bool(owner == name)
-
-    def index(self, extra: dict[str, str]) -> Index:
-        """The whole."""
-        return Index(
-            path=self.path,
-            format="sharded",
-            entries=self.entries,
-            storages=self.storages,
-            files=self.files,
-            objects=self.objects,
-            metadata={**self.metadata, **extra},
-            blocked=tuple(self.blocked),
-            module_versions=self.versions,
-            templates=self.templates,
-            blocked_keys=self.blocked_keys,
-        )
+    return replace(
+        shard,
+        entries={
+            key: replace(entry, storage=f"{name}/{entry.storage}")
+            for key, entry in mine(shard.entries).items()
+        },
+        storages={f"{name}/{key}": place for key, place in shard.storages.items()},
+        objects=mine(shard.objects),
+        blocked_keys=mine(shard.blocked_keys),
+    )

@@ -1,24 +1,58 @@
-"""A file opened for looking: positional reads that are either complete or an error."""
+"""Files of strangers: complete reads, strict JSON and numbers that make sense, or an error."""
 
 from __future__ import annotations
 
-from types import TracebackType
+import copy
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from torchlift.errors import FormatError
+from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats.index import FileStamp
 
 
 class Source:
-    """One open file with its size and stamp, both taken from the descriptor that is read.
+    """An open file, or a window of one, with its size and stamp.
 
-    A stamp taken from the path could describe another file, moved into place in between.
+    Both are taken from the descriptor that is read: a stamp of the path could be that of another
+    file, moved into place in between.
+
+    Attributes:
+        path: the file, absolute.
+        start: first byte of the window in the file; reads count from here.
+        size: bytes of the window.
+        stamp: identity of the file.
     """
 
     def __init__(self, path: str) -> None:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            # Opening a named pipe would wait for somebody to write into it.
+            raise FormatError("not a regular file", file=path)
         self.path = path
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close() / __exit__
         self.stamp = FileStamp.of(self._file.fileno())
-        self.size = self.stamp.size
+        self.start, self.size = 0, self.stamp.size
+
+    def window(self, start: int, size: int) -> Source:
+        """Return a part of the file as a file of its own, over the same descriptor.
+
+        Raises:
+            FormatError: it reaches past the end.
+        """
+        if start + size > self.size:
+            raise FormatError(
+                "an item reaches past the end of its file",
+                expected=f"at most {self.size} bytes",
+                found=f"bytes {start} to {start + size}",
+                hint="The file is truncated: fetch it again.",
+            )
+        made = copy.copy(self)
+        made.start, made.size = self.start + start, size
+        return made
 
     def read(self, offset: int, nbytes: int, entry: str | None = None) -> bytes:
         """Read exactly `nbytes` bytes at `offset`.
@@ -34,7 +68,7 @@ class Source:
                 found=f"bytes {offset} to {offset + nbytes}",
                 hint="The file is truncated or its header is damaged.",
             )
-        self._file.seek(offset)
+        self._file.seek(self.start + offset)
         data = self._file.read(nbytes)
         while len(data) < nbytes:  # a raw read may stop early: on signals, pipes, network mounts
             more = self._file.read(nbytes - len(data))
@@ -43,6 +77,12 @@ class Source:
             data += more
         return data
 
+    def read_all(self, limit: int, what: str) -> bytes:
+        """Read the whole file, which an error calls `what` where it has more than `limit` bytes."""
+        if self.size > limit:
+            raise FormatError(f"{what} is too large", expected=f"at most {limit} bytes")
+        return self.read(0, self.size)
+
     def close(self) -> None:
         """Close the descriptor; the stamp and the size stay."""
         self._file.close()
@@ -50,36 +90,83 @@ class Source:
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-class Window:
-    """A part of an open file that is a file of its own; positions count from its start."""
+@contextmanager
+def errors_name(file: str, entry: str | None = None) -> Iterator[None]:
+    """Add a file, and an entry, to every `CheckpointError` of the block that names none."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.file = error.file or file
+        error.entry = entry if error.entry is None else error.entry
+        raise
 
-    def __init__(self, source: Source, offset: int, size: int) -> None:
-        self.path = source.path
-        self.stamp = source.stamp
-        self.size = size
-        self._source = source
-        self._offset = offset
 
-    def read(self, offset: int, nbytes: int, entry: str | None = None) -> bytes:
-        """Read exactly `nbytes` bytes at `offset` of the window.
+def whole_numbers(values: object, key: str, what: str, kind: str = "list") -> tuple[int, ...]:
+    """Return sizes, strides or offsets as a tuple.
 
-        Raises:
-            FormatError: the range is not inside the window.
-        """
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+    Args:
+        values: what the file says they are.
+        key: the tensor.
+        what: what they are called in an error.
+        kind: what the format stores them as.
+
+    Raises:
+        FormatError: not whole, negative, or more or larger than torch has.
+    """
+    if not isinstance(values, (tuple, list)) or len(values) > 64:
+        raise FormatError(
+            f"a tensor's {what} is not a {kind} of at most 64 numbers",
+            entry=key,
+            found=f"a {type(values).__name__}",
+        )
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 63:  # True is an int, and no size
             raise FormatError(
-                "a byte range lies outside the item",
-                entry=entry,
-                expected=f"at most {self.size} bytes",
-                found=f"bytes {offset} to {offset + nbytes}",
+                f"a tensor has an impossible {what}",
+                entry=key,
+                expected="whole numbers from 0 to 2**63",
+                found=value if isinstance(value, (int, float)) else f"a {type(value).__name__}",
             )
-        return self._source.read(self._offset + offset, nbytes, entry)
+    return tuple(values)
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """Parse a JSON object strictly.
+
+    Args:
+        data: UTF-8 text.
+        what: what it is called in an error, such as ``"the header"``.
+
+    Raises:
+        FormatError: not JSON, not an object, nested too deep, or a name that occurs twice in one
+            object (programs disagree on which of the two counts).
+    """
+    try:
+        found = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if b"\\u" in data:
+            # Escapes can make half of a character, which no terminal or file can take.
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise FormatError(f"{what} nests too deep") from error
+    except ValueError as error:
+        raise FormatError(f"{what} is not valid JSON", found=str(error)) from error
+    if not isinstance(found, dict):
+        raise FormatError(f"{what} is not a JSON object", found=f"a {type(found).__name__}")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        (twice, _), *_ = counts.most_common(1)
+        raise FormatError("a name occurs twice in a JSON object", entry=twice)
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

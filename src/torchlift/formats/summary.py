@@ -7,9 +7,11 @@ move the cursor, recolour the screen or run a script in a notebook.
 from __future__ import annotations
 
 import math
-import reprlib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from itertools import islice
+from reprlib import repr as short_repr
 from typing import Any
 
 from torchlift._system import human, printable
@@ -21,7 +23,7 @@ _shown = partial(printable, limit=300)
 
 
 def to_text(index: Index, *, rows: int = 20) -> str:
-    """A summary for a terminal.
+    """Return a summary for a terminal.
 
     Args:
         index: what to describe.
@@ -43,7 +45,7 @@ def to_text(index: Index, *, rows: int = 20) -> str:
 
 
 def to_html(index: Index, *, rows: int = 20) -> str:
-    """The same summary for a notebook, every part of it escaped.
+    """Return the same summary for a notebook, every part of it escaped.
 
     Args:
         index: what to describe.
@@ -51,26 +53,26 @@ def to_html(index: Index, *, rows: int = 20) -> str:
     """
     from html import escape
 
-    parts = [f"<div class='torchlift-summary'><code>{escape(_shown(index.path))}</code><table>"]
-    parts += [
-        f"<tr><th style='text-align:left'>{escape(label)}</th>"
-        f"<td style='text-align:left'>{escape(value)}</td></tr>"
-        for label, value in _facts(index, rows)
-    ]
-    parts.append("</table><table><thead><tr>")
-    parts += [f"<th>{name}</th>" for name in _COLUMNS]
-    parts.append("</tr></thead><tbody>")
-    for entry in _first(index.entries.values(), rows):
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in _row(entry))
-        parts.append(f"<tr>{cells}</tr>")
-    parts.append("</tbody></table>")
-    if len(index.entries) > rows:
-        parts.append(f"<p>... and {len(index.entries) - rows} more tensors</p>")
-    return "".join([*parts, "</div>"])
+    def cells(tag: str, values: Iterable[str]) -> str:
+        return "".join(f"<{tag}>{escape(value)}</{tag.split()[0]}>" for value in values)
+
+    left = " style='text-align:left'"
+    facts = [cells("th" + left, [a]) + cells("td" + left, [b]) for a, b in _facts(index, rows)]
+    tensors = [cells("td", _row(entry)) for entry in _first(index.entries.values(), rows)]
+    more = len(index.entries) - rows
+    return (
+        f"<div class='torchlift-summary'><code>{escape(_shown(index.path))}</code><table>"
+        + "".join(f"<tr>{row}</tr>" for row in facts)
+        + f"</table><table><thead><tr>{cells('th', _COLUMNS)}</tr></thead><tbody>"
+        + "".join(f"<tr>{row}</tr>" for row in tensors)
+        + "</tbody></table>"
+        + (f"<p>... and {more} more tensors</p>" if more > 0 else "")
+        + "</div>"
+    )
 
 
 def to_json(index: Index) -> dict[str, Any]:
-    """Everything in the index as values that `json.dumps` takes; sizes and offsets in bytes.
+    """Return everything in the index as values that `json.dumps` takes; sizes in bytes.
 
     Objects that JSON cannot say (bytes, sets, complex numbers, NaN) appear as their Python text.
     """
@@ -95,42 +97,33 @@ def to_json(index: Index) -> dict[str, Any]:
 
 
 def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
-    """Label and value of everything above the table."""
-    count = len(index.entries)
+    """Return label and value of everything above the table."""
+    entries = index.entries.values()
     facts = [
         ("format", index.format + (f", {len(index.files)} files" if len(index.files) > 1 else "")),
-        ("tensors", f"{count:,}"),
+        ("tensors", f"{len(entries):,}"),
         ("parameters", f"{_unique_elements(index):,}"),
         ("storage", human(index.nbytes)),
-        ("dtypes", _count_text(entry.dtype for entry in index.entries.values())),
-        ("locations", _count_text(entry.location for entry in index.entries.values())),
+        ("dtypes", _count_text(entry.dtype for entry in entries)),
+        ("locations", _count_text(entry.location for entry in entries)),
     ]
-    aliases = [" = ".join(map(_shown, group)) for group in _first(index.aliases, rows)]
-    facts += _listed("aliases", aliases, len(index.aliases))
-    objects = [
-        f"{_shown(key)} = {_shown(_short(value))}"
-        for key, value in _first(index.objects.items(), rows)
+    lists: list[tuple[str, Collection[Any], Callable[[Any], str]]] = [
+        ("aliases", index.aliases, lambda group: " = ".join(map(_shown, group))),
+        (
+            "objects",
+            index.objects.items(),
+            lambda x: f"{_shown(x[0])} = {_shown(short_repr(x[1]))}",
+        ),
+        ("blocked", index.blocked, _shown),
+        ("not loadable", index.blocked_keys.items(), lambda x: " needs ".join(map(_shown, x))),
+        ("metadata", index.metadata.items(), lambda x: " = ".join(map(_shown, x))),
     ]
-    facts += _listed("objects", objects, len(index.objects))
-    blocked = [_shown(name) for name in _first(index.blocked, rows)]
-    facts += _listed("blocked", blocked, len(index.blocked))
-    needed = [
-        f"{_shown(key)} needs {_shown(name)}"
-        for key, name in _first(index.blocked_keys.items(), rows)
-    ]
-    facts += _listed("not loadable", needed, len(index.blocked_keys))
-    notes = [
-        f"{_shown(key)} = {_shown(value)}" for key, value in _first(index.metadata.items(), rows)
-    ]
-    facts += _listed("metadata", notes, len(index.metadata))
+    for label, items, text in lists:
+        lines = [text(item) for item in _first(items, rows)]
+        if len(items) > len(lines):
+            lines.append(f"... and {len(items) - len(lines)} more")
+        facts += [("" if at else label, line) for at, line in enumerate(lines)]
     return [(label, value) for label, value in facts if value]
-
-
-def _listed(label: str, shown: list[str], total: int) -> list[tuple[str, str]]:
-    """One fact per item, the label on the first only, and how many were left out."""
-    if total > len(shown):
-        shown = [*shown, f"... and {total - len(shown)} more"]
-    return [(label if i == 0 else "", value) for i, value in enumerate(shown)]
 
 
 def _row(entry: TensorEntry) -> tuple[str, ...]:
@@ -148,7 +141,7 @@ def _align(table: list[tuple[str, ...]]) -> list[str]:
 
 
 def _unique_elements(index: Index) -> int:
-    """Elements of all tensors, those that show the same bytes in the same way counted once."""
+    """Count the elements of all tensors, each view of the same bytes once."""
     seen = {
         (entry.storage, entry.chunks[0].offset, entry.shape, entry.stride): entry.numel
         for entry in index.entries.values()
@@ -158,10 +151,7 @@ def _unique_elements(index: Index) -> int:
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+    return dict(Counter(names).most_common())
 
 
 def _count_text(names: Iterable[str]) -> str:
@@ -171,11 +161,7 @@ def _count_text(names: Iterable[str]) -> str:
 
 
 def _first(items: Iterable[Any], count: int) -> list[Any]:
-    return [item for item, _ in zip(items, range(max(count, 0)), strict=False)]
-
-
-def _short(value: object) -> str:
-    return reprlib.repr(value)
+    return list(islice(items, max(count, 0)))
 
 
 def _entry_json(entry: TensorEntry) -> dict[str, Any]:
@@ -203,7 +189,7 @@ def _value_json(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
-        return {str(key): _value_json(part) for key, part in value.items()}
+        return {str(key): _value_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_value_json(part) for part in value]
+        return [_value_json(item) for item in value]
     return repr(value)

@@ -1,17 +1,17 @@
-"""Recomputes every checksum a checkpoint has. Standard library only."""
+"""Recompute every checksum that a checkpoint has. Standard library only."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torchlift.errors import IntegrityError
-from torchlift.formats import Index, Storage, read_index
+from torchlift.formats.detect import read_index
+from torchlift.formats.index import Index, Storage
 
-_PIECE = 4 << 20
+_BLOCK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every checksum that there is agrees with the bytes."""
+        """Return whether every checksum that there is agrees with the bytes."""
         return not self.failed
 
     def __str__(self) -> str:
@@ -77,22 +77,17 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 
 def verify_index(index: Index) -> VerifyReport:
-    """`verify` for an index that is already at hand."""
+    """Verify the checkpoint of an index that is already at hand; see `verify`."""
     with_sum = {name: s for name, s in index.storages.items() if s.crc32 is not None}
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        sums = list(pool.map(lambda storage: _crc32(storage, index), with_sum.values()))
-    return VerifyReport(
-        path=index.path,
-        checked=tuple(with_sum),
-        unchecked=tuple(name for name in index.storages if name not in with_sum),
-        failed=tuple(_failures(with_sum.items(), sums)),
-    )
-
-
-def _failures(storages: Iterable[tuple[str, Storage]], sums: list[int]) -> Iterable[Failure]:
-    for (name, storage), found in zip(storages, sums, strict=True):
-        if storage.crc32 is not None and storage.crc32 != found:
-            yield Failure(name, storage.crc32, found)
+        sums = pool.map(lambda storage: _crc32(storage, index), with_sum.values())
+        failed = [
+            Failure(name, storage.crc32 or 0, found)
+            for (name, storage), found in zip(with_sum.items(), sums, strict=True)
+            if storage.crc32 != found
+        ]
+    unchecked = tuple(name for name in index.storages if name not in with_sum)
+    return VerifyReport(index.path, tuple(with_sum), unchecked, tuple(failed))
 
 
 def _crc32(storage: Storage, index: Index) -> int:
@@ -103,11 +98,11 @@ def _crc32(storage: Storage, index: Index) -> int:
             index.files[storage.file].check(storage.file, file.fileno())
             file.seek(storage.offset)
             while left:
-                piece = file.read(min(left, _PIECE))
-                if not piece:
+                block = file.read(min(left, _BLOCK))
+                if not block:
                     raise IntegrityError("the file ends early", file=storage.file)
-                value = zlib.crc32(piece, value)
-                left -= len(piece)
+                value = zlib.crc32(block, value)
+                left -= len(block)
     except OSError as error:
         raise IntegrityError(
             f"reading failed ({error.strerror})", file=storage.file, hint="Check the disk."

@@ -1,0 +1,427 @@
+"""A pickle interpreter that cannot run anything: globals become names, calls become records.
+
+Why not the standard library's C unpickler with a restricted ``find_class``: it imports nothing
+then, but a few hundred bytes can still make it hash a tuple nested a hundred thousand deep (a crash
+of the process), hash one that shares its items sixty levels down (a hang), or fill gigabytes of
+memo table from one index. Here every opcode is ours, so every such case is an error with a byte
+position. Opcodes are those of ``pickletools`` for protocols 0 to 5.
+
+What a global, a call, a persistent id or a ``__setstate__`` means is decided by a `World`, so that
+every format that embeds pickles shares this interpreter.
+"""
+
+from __future__ import annotations
+
+import codecs
+import struct
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torchlift.errors import FormatError
+
+#: Most marks open at once, and most bytes of a text argument or of an integer. Python's own pickler
+#: stops near a thousand levels; integers of more digits cannot even be printed.
+MAX_MARKS, MAX_TEXT, MAX_INT = 1_000, 400, 128
+
+
+class World(Protocol):
+    """What the interpreter asks about everything that is not plain data."""
+
+    def find(self, module: str, name: str) -> object:
+        """Return the stand-in of a global."""
+
+    def call(self, function: object, arguments: object) -> object:
+        """Return the result of calling a stand-in: a record, never the real call's effect."""
+
+    def persistent(self, identity: object) -> object:
+        """Return the stand-in of an object that is stored outside the pickle."""
+
+    def build(self, target: object, state: object) -> None:
+        """Give a stand-in its state."""
+
+    def extend(self, target: object, items: list[Any]) -> None:
+        """Append items, or set (key, value, key, value, ...), on a stand-in."""
+
+
+class Machine:
+    """One pickle being read.
+
+    Attributes:
+        data: the bytes.
+        world: what globals and calls stand for.
+        pos: index of the next byte to read; at the end, of the first byte behind the pickle.
+        memo: objects the pickle refers back to, by index. A dict, so that an index of 2**31 costs
+            one entry and not a table.
+        highest: the largest index in the memo so far.
+        rewritten: how often an index up to `highest` was written.
+        stack: the objects since the last mark.
+        outer: the stacks below the open marks.
+    """
+
+    __slots__ = ("data", "highest", "memo", "outer", "pos", "rewritten", "stack", "world")
+
+    def __init__(self, data: bytes, world: World, pos: int = 0) -> None:
+        self.data = data
+        self.world = world
+        self.pos = pos
+        self.memo: dict[int, Any] = {}
+        self.stack: list[Any] = []
+        self.highest = -1
+        self.rewritten = 0
+        self.outer: list[list[Any]] = []
+
+    def take(self, nbytes: int) -> bytes:
+        """Read the next `nbytes` bytes."""
+        start = self.pos
+        end = start + nbytes
+        if not start <= end <= len(self.data):
+            # Before slicing: a length of 2**63 must not become an allocation.
+            self.pos = len(self.data)
+            raise IndexError
+        self.pos = end
+        return self.data[start:end]
+
+    def line(self, limit: int = MAX_TEXT) -> bytes:
+        """Read the next bytes up to a newline."""
+        end = self.data.find(b"\n", self.pos, self.pos + limit + 1)
+        if end < 0:
+            raise ValueError("no end of line")
+        line = self.data[self.pos : end]
+        self.pos = end + 1
+        return line
+
+    def mark(self) -> None:
+        """Start a group of objects."""
+        if len(self.outer) >= MAX_MARKS:
+            raise FormatError("the pickle nests too deep", expected=f"at most {MAX_MARKS} levels")
+        self.outer.append(self.stack)
+        self.stack = []
+
+    def group(self) -> list[Any]:
+        """End a group and take its objects."""
+        items = self.stack
+        self.stack = self.outer.pop()
+        return items
+
+    def drop(self) -> None:
+        """Discard the top object, or an empty group."""
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.group()
+
+    def fold(self, count: int) -> None:
+        """Replace the top `count` objects by their tuple."""
+        if len(self.stack) < count:
+            raise IndexError
+        self.stack[-count:] = [tuple(self.stack[-count:])]
+
+    def set_items(self, items: list[Any]) -> None:
+        """Set alternating keys and values on the object on top."""
+        target = self.stack[-1]
+        if len(items) % 2:
+            raise ValueError("a key without a value")
+        if not isinstance(target, dict):
+            self.world.extend(target, items)
+            return
+        for i in range(0, len(items), 2):
+            key = items[i]
+            if type(key) is not str:
+                check_key(key)
+            target[key] = items[i + 1]
+
+    def append(self, items: list[Any]) -> None:
+        """Append to the object on top."""
+        target = self.stack[-1]
+        if type(target) is list:
+            target.extend(items)
+        else:
+            self.world.extend(target, items)
+
+    def add_items(self) -> None:
+        """Add a group to the set on top."""
+        items = self.group()
+        target = self.stack[-1]
+        if type(target) is set:
+            target.update(checked_keys(items))
+        else:
+            self.world.extend(target, items)
+
+    def put(self, index: int) -> None:
+        """Remember the top object."""
+        if index > self.highest:
+            self.highest = index
+        else:
+            self.rewritten += 1
+        self.memo[index] = self.stack[-1]
+
+
+def check_key(key: object, depth: int = 0) -> None:
+    """Refuse what must not be hashed: deep or shared tuples, and integers chosen to collide.
+
+    Raises:
+        FormatError: the object is not a scalar, a small tuple of scalars, or a stand-in.
+    """
+    if isinstance(key, int):
+        # Hashes of Python integers repeat every 2**61 - 1: wide ones can be made to collide.
+        if not -(1 << 63) <= key < 1 << 64:
+            raise FormatError("a dictionary key is an integer of more than 64 bits")
+    elif isinstance(key, (tuple, frozenset)):
+        if depth > 2 or len(key) > 64:
+            raise FormatError("a dictionary key is a large or deeply nested tuple")
+        for item in key:
+            check_key(item, depth + 1)
+    elif isinstance(key, (list, dict, set, bytearray)):
+        raise FormatError("a dictionary key is a container", found=f"a {type(key).__name__}")
+
+
+def checked_keys(items: list[Any]) -> list[Any]:
+    """Return items that may be hashed; see `check_key`."""
+    for item in items:
+        check_key(item)
+    return items
+
+
+Handler = Callable[[Machine], None]
+#: Reads the argument of an opcode, or takes it from the stack.
+_Read = Callable[[Machine], Any]
+
+
+class _Stop(Exception):
+    """The STOP opcode was reached."""
+
+
+def read_pickle(
+    data: bytes, world: World, pos: int = 0, handlers: list[Handler] | None = None
+) -> tuple[object, int]:
+    """Interpret one pickle without running anything.
+
+    Args:
+        data: bytes that hold it.
+        world: what globals and calls stand for.
+        pos: where it starts.
+        handlers: a function per opcode instead of `HANDLERS`.
+
+    Returns:
+        The object, made of plain containers and of the world's stand-ins, and the position of the
+        first byte behind the pickle.
+
+    Raises:
+        FormatError: anything that is not a complete, well-formed pickle of bounded depth.
+    """
+    machine = Machine(data, world, pos)
+    start = pos
+    handlers = handlers or HANDLERS
+    try:
+        while True:
+            start = machine.pos
+            opcode = data[start]
+            machine.pos = start + 1
+            handlers[opcode](machine)
+    except _Stop:
+        pass
+    except IndexError as error:
+        what = "ends early" if machine.pos >= len(data) else "takes more than its stack holds"
+        raise FormatError(f"the pickle {what}", found=_at(data, start)) from error
+    except KeyError as error:
+        what = "the pickle refers to something it has not made"
+        raise FormatError(what, found=_at(data, start)) from error
+    except (struct.error, ValueError, TypeError, OverflowError) as error:
+        raise FormatError("the pickle is damaged", found=_at(data, start)) from error
+    if len(machine.stack) != 1 or machine.outer:
+        raise FormatError("the pickle stops with the wrong number of objects on its stack")
+    return machine.stack[0], machine.pos
+
+
+def _at(data: bytes, pos: int) -> str:
+    opcode = f"opcode {data[pos]:#04x} at " if pos < len(data) else ""
+    return f"{opcode}byte {pos} of {len(data)}"
+
+
+def _unknown(m: Machine) -> None:
+    raise FormatError("not a pickle opcode", found=_at(m.data, m.pos - 1))
+
+
+def _refused(what: str) -> Handler:
+    def handler(m: Machine) -> None:
+        raise FormatError(f"the pickle uses {what}, which no checkpoint needs")
+
+    return handler
+
+
+def _stop(m: Machine) -> None:
+    raise _Stop
+
+
+def _protocol(m: Machine) -> None:
+    version = m.take(1)[0]
+    if version > 5:
+        raise FormatError("an unknown pickle protocol", expected="at most 5", found=version)
+
+
+def _push(read: _Read) -> Handler:
+    def handler(m: Machine) -> None:
+        value = read(m)  # first: it may change which stack is current
+        m.stack.append(value)
+
+    return handler
+
+
+def _constant(value: object) -> Handler:
+    return lambda m: m.stack.append(value)
+
+
+def _fixed(layout: str) -> _Read:
+    """Make a reader of one number of fixed size."""
+    form = struct.Struct(layout)
+
+    def read(m: Machine) -> Any:
+        (value,) = form.unpack_from(m.data, m.pos)
+        m.pos += form.size
+        return value
+
+    return read
+
+
+def _sized(length: _Read, convert: Callable[[bytes], object]) -> Handler:
+    """Push what the bytes behind their length are."""
+    return lambda m: m.stack.append(convert(m.take(length(m))))
+
+
+def _long_binary(length: _Read) -> Handler:
+    def read(m: Machine) -> int:
+        nbytes = length(m)
+        if not 0 <= nbytes <= MAX_INT:
+            raise FormatError("an integer of absurd length", found=f"{nbytes} bytes")
+        return int.from_bytes(m.take(nbytes), "little", signed=True)
+
+    return _push(read)
+
+
+def _int_text(m: Machine) -> int:
+    line = m.line()
+    return line == b"01" if line in (b"00", b"01") else int(line)
+
+
+def _utf8(data: bytes) -> str:
+    return data.decode()
+
+
+def _string2(data: bytes) -> str | bytes:
+    """Decode a Python 2 string: text where it can be, as ``torch.load`` reads it, else bytes."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
+
+
+def _string_text(m: Machine) -> str | bytes:
+    line = m.line(1 << 20)
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in b"'\"":
+        raise ValueError("an unquoted string")
+    return _string2(codecs.escape_decode(line[1:-1])[0])
+
+
+def _global(m: Machine) -> object:
+    module, name = m.line().decode(), m.line().decode()
+    return m.world.find(module, name)
+
+
+def _stack_global(m: Machine) -> object:
+    name, module = m.stack.pop(), m.stack.pop()
+    if type(name) is not str or type(module) is not str or len(name) + len(module) > MAX_TEXT:
+        raise ValueError("a global whose name is not a short text")
+    return m.world.find(module, name)
+
+
+def _inst(m: Machine) -> object:
+    function, arguments = _global(m), tuple(m.group())
+    return m.world.call(function, arguments)
+
+
+def _obj(m: Machine) -> object:
+    function, *arguments = m.group() or [None]
+    return m.world.call(function, tuple(arguments))
+
+
+def _reduce(m: Machine) -> None:
+    arguments, function = m.stack.pop(), m.stack.pop()
+    m.stack.append(m.world.call(function, arguments))
+
+
+def _newobj_ex(m: Machine) -> None:
+    m.stack.pop()  # keyword arguments, which no stand-in takes
+    _reduce(m)
+
+
+def _build(m: Machine) -> None:
+    state = m.stack.pop()
+    m.world.build(m.stack[-1], state)
+
+
+def _set_item(m: Machine) -> None:
+    value, key = m.stack.pop(), m.stack.pop()
+    m.set_items([key, value])
+
+
+def _dict(m: Machine) -> None:
+    items = m.group()
+    m.stack.append({})
+    m.set_items(items)
+
+
+def _memoize(m: Machine) -> None:
+    m.put(len(m.memo))
+
+
+def _put(index: _Read) -> Handler:
+    return lambda m: m.put(index(m))
+
+
+def _get(index: _Read) -> Handler:
+    return lambda m: m.stack.append(m.memo[index(m)])
+
+
+def _number_text(m: Machine) -> int:
+    return int(m.line().removesuffix(b"L"))
+
+
+def _u1(m: Machine) -> int:
+    value = m.data[m.pos]
+    m.pos += 1
+    return value
+
+
+_i1, _u2, _i4, _u4, _u8 = map(_fixed, ("<b", "<H", "<i", "<I", "<Q"))
+
+_OPCODES: dict[bytes, Handler] = {
+    b"(": Machine.mark, b".": _stop, b"0": Machine.drop, b"1": lambda m: (m.group(), None)[1],
+    b"2": _push(lambda m: m.stack[-1]), b"\x80": _protocol, b"\x95": lambda m: (m.take(8), None)[1],
+    b"F": _push(lambda m: float(m.line())), b"I": _push(_int_text), b"L": _push(_number_text),
+    b"J": _push(_i4), b"K": _push(_u1), b"M": _push(_u2), b"G": _push(_fixed(">d")),
+    b"\x8a": _long_binary(_i1), b"\x8b": _long_binary(_i4),
+    b"N": _constant(None), b"\x88": _constant(True), b"\x89": _constant(False),
+    b"S": _push(_string_text), b"T": _sized(_i4, _string2), b"U": _sized(_u1, _string2),
+    b"V": _push(lambda m: m.line(1 << 20).decode("raw-unicode-escape")),
+    b"X": _sized(_u4, _utf8), b"\x8c": _sized(_u1, _utf8), b"\x8d": _sized(_u8, _utf8),
+    b"B": _sized(_u4, bytes), b"C": _sized(_u1, bytes), b"\x8e": _sized(_u8, bytes),
+    b"\x96": _sized(_u8, bytearray),
+    b"}": _push(lambda m: {}), b"]": _push(lambda m: []), b"\x8f": _push(lambda m: set()),
+    b")": _constant(()), b"d": _dict, b"l": _push(Machine.group),
+    b"t": _push(lambda m: tuple(m.group())),
+    b"\x91": _push(lambda m: frozenset(checked_keys(m.group()))),
+    b"\x85": lambda m: m.fold(1), b"\x86": lambda m: m.fold(2), b"\x87": lambda m: m.fold(3),
+    b"a": lambda m: m.append([m.stack.pop()]), b"e": lambda m: m.append(m.group()),
+    b"s": _set_item, b"u": lambda m: m.set_items(m.group()), b"\x90": Machine.add_items,
+    b"c": _push(_global), b"\x93": _push(_stack_global), b"i": _push(_inst), b"o": _push(_obj),
+    b"R": _reduce, b"\x81": _reduce, b"\x92": _newobj_ex, b"b": _build,
+    b"Q": _push(lambda m: m.world.persistent(m.stack.pop())),
+    b"p": _put(_number_text), b"q": _put(_u1), b"r": _put(_u4), b"\x94": _memoize,
+    b"g": _get(_number_text), b"h": _get(_u1), b"j": _get(_u4),
+    b"P": _refused("persistent ids in text form"),
+    b"\x82": _refused("the extension registry"), b"\x83": _refused("the extension registry"),
+    b"\x84": _refused("the extension registry"),
+    b"\x97": _refused("out-of-band buffers"), b"\x98": _refused("out-of-band buffers"),
+}  # fmt: skip
+
+HANDLERS: list[Handler] = [_OPCODES.get(bytes((code,)), _unknown) for code in range(256)]
