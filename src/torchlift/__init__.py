@@ -6,82 +6,56 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchlift import bench, distributed, errors, measure, remap, swap
-    from torchlift._checkpoint import Checkpoint, TensorEntry, open
-    from torchlift._load import load
-    from torchlift._plan.plan import LoadPlan, plan
-    from torchlift._plan.report import LoadReport
-    from torchlift._skeleton.skeleton import materialize, skeleton
-    from torchlift.errors import (
-        CheckpointError,
-        FormatError,
-        IntegrityError,
-        MismatchError,
-        PlacementError,
-        UnsafeError,
-    )
-    from torchlift.formats.verify import VerifyReport, verify
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointError",
-    "FormatError",
-    "IntegrityError",
-    "LoadPlan",
-    "LoadReport",
-    "MismatchError",
-    "PlacementError",
-    "TensorEntry",
-    "UnsafeError",
-    "VerifyReport",
-    "bench",
-    "distributed",
-    "errors",
-    "load",
-    "materialize",
-    "measure",
-    "open",
-    "plan",
-    "remap",
-    "skeleton",
-    "swap",
-    "verify",
-]
+    from torchlift import bench as bench
+    from torchlift import distributed as distributed
+    from torchlift import errors as errors
+    from torchlift import measure as measure
+    from torchlift import remap as remap
+    from torchlift import swap as swap
+    from torchlift._checkpoint import Checkpoint as Checkpoint
+    from torchlift._checkpoint import open as open
+    from torchlift._load import load as load
+    from torchlift._plan.plan import LoadPlan as LoadPlan
+    from torchlift._plan.plan import plan as plan
+    from torchlift._plan.report import LoadReport as LoadReport
+    from torchlift._skeleton.skeleton import materialize as materialize
+    from torchlift._skeleton.skeleton import skeleton as skeleton
+    from torchlift.errors import CheckpointError as CheckpointError
+    from torchlift.errors import FormatError as FormatError
+    from torchlift.errors import IntegrityError as IntegrityError
+    from torchlift.errors import MismatchError as MismatchError
+    from torchlift.errors import PlacementError as PlacementError
+    from torchlift.errors import UnsafeError as UnsafeError
+    from torchlift.formats import TensorEntry as TensorEntry
+    from torchlift.formats.verify import VerifyReport as VerifyReport
+    from torchlift.formats.verify import verify as verify
 
 # Where each public name lives. They are imported when first used (PEP 562), so that
 # `import torchlift` costs nothing and `torchlift inspect` never loads torch.
 _MODULES = {
-    "Checkpoint": "_checkpoint",
-    "CheckpointError": "errors",
-    "FormatError": "errors",
-    "IntegrityError": "errors",
-    "LoadPlan": "_plan.plan",
-    "LoadReport": "_plan.report",
-    "MismatchError": "errors",
-    "PlacementError": "errors",
-    "TensorEntry": "formats",
-    "UnsafeError": "errors",
-    "VerifyReport": "formats.verify",
-    "load": "_load",
-    "materialize": "_skeleton.skeleton",
-    "open": "_checkpoint",
-    "plan": "_plan.plan",
-    "skeleton": "_skeleton.skeleton",
-    "verify": "formats.verify",
+    "_checkpoint": "Checkpoint open",
+    "_load": "load",
+    "_plan.plan": "LoadPlan plan",
+    "_plan.report": "LoadReport",
+    "_skeleton.skeleton": "materialize skeleton",
+    "errors": "CheckpointError FormatError IntegrityError MismatchError PlacementError UnsafeError",
+    "formats": "TensorEntry",
+    "formats.verify": "VerifyReport verify",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+_ROOMS = ("bench", "distributed", "errors", "measure", "remap", "swap")
+__all__ = sorted([*_MODULE_OF, *_ROOMS])
 
 
 def __getattr__(name: str) -> object:
-    from importlib import import_module
+    from importlib import import_module, metadata
 
-    if name in _MODULES:
-        value = getattr(import_module(f"torchlift.{_MODULES[name]}"), name)
-    elif name in __all__:
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"torchlift.{_MODULE_OF[name]}"), name)
+    elif name in _ROOMS:
         value = import_module(f"torchlift.{name}")
     elif name == "__version__":
-        from importlib.metadata import version
-
-        value = version("torchlift")
+        value = metadata.version("torchlift")
     else:
         raise AttributeError(f"module 'torchlift' has no attribute {name!r}")
     globals()[name] = value
@@ -89,7 +63,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
 
 
 if "torch" in sys.modules:

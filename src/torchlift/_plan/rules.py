@@ -15,9 +15,9 @@ from torchlift.errors import PlacementError
 from torchlift.formats import TensorEntry
 
 DeviceRule = (
-    torch.device | str | int | Callable[[TensorEntry], "torch.device | str | int | None"] | None
+    torch.device | str | int | Callable[[TensorEntry], torch.device | str | int | None] | None
 )
-DtypeRule = torch.dtype | Callable[[TensorEntry], "torch.dtype | None"] | None
+DtypeRule = torch.dtype | Callable[[TensorEntry], torch.dtype | None] | None
 AnyMode = Literal["auto", "assign", "copy", "swap"]
 AnySource = Literal["auto", "mmap", "read"]
 

@@ -16,7 +16,7 @@ from torchlift._plan.report import Mismatch, Mode, Route, Source
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import is_pieced
 
-Rename = Callable[[str], "str | None"]
+Rename = Callable[[str], str | None]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 #: Called with a number of bytes as they arrive.
 Advance = Callable[[int], object]

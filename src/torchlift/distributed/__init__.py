@@ -6,71 +6,60 @@ idea. What torch gets wrong is listed in the docstring of each function.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchlift.distributed.optimizer_load import OptimizerReport
-    from torchlift.distributed.options import StateDictMismatch, StateDictOptions
-    from torchlift.distributed.ranks import on_ranks
-    from torchlift.distributed.reader import CheckpointReader
-    from torchlift.distributed.save import save_consolidated
-    from torchlift.distributed.simulation import Simulation, simulate
+    from torchlift.distributed.optimizer_load import OptimizerReport as OptimizerReport
+    from torchlift.distributed.options import StateDictMismatch as StateDictMismatch
+    from torchlift.distributed.options import StateDictOptions as StateDictOptions
+    from torchlift.distributed.ranks import on_ranks as on_ranks
+    from torchlift.distributed.reader import CheckpointReader as CheckpointReader
+    from torchlift.distributed.save import save_consolidated as save_consolidated
+    from torchlift.distributed.simulation import Simulation as Simulation
+    from torchlift.distributed.simulation import simulate as simulate
+    from torchlift.distributed.state_dict import get_model_state_dict as get_model_state_dict
     from torchlift.distributed.state_dict import (
-        get_model_state_dict,
-        get_optimizer_state_dict,
-        get_state_dict,
-        patch_model_state_dict,
-        patch_optimizer_state_dict,
-        set_model_state_dict,
-        set_optimizer_state_dict,
-        set_state_dict,
+        get_optimizer_state_dict as get_optimizer_state_dict,
     )
-
-__all__ = [
-    "CheckpointReader",
-    "OptimizerReport",
-    "Simulation",
-    "StateDictMismatch",
-    "StateDictOptions",
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "on_ranks",
-    "patch_model_state_dict",
-    "patch_optimizer_state_dict",
-    "save_consolidated",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-    "simulate",
-]
+    from torchlift.distributed.state_dict import get_state_dict as get_state_dict
+    from torchlift.distributed.state_dict import patch_model_state_dict as patch_model_state_dict
+    from torchlift.distributed.state_dict import (
+        patch_optimizer_state_dict as patch_optimizer_state_dict,
+    )
+    from torchlift.distributed.state_dict import set_model_state_dict as set_model_state_dict
+    from torchlift.distributed.state_dict import (
+        set_optimizer_state_dict as set_optimizer_state_dict,
+    )
+    from torchlift.distributed.state_dict import set_state_dict as set_state_dict
 
 # Where each public name lives: imported when first used, since torch.distributed is slow to import.
-_HOMES = {
-    "CheckpointReader": "reader",
-    "Simulation": "simulation",
-    "OptimizerReport": "optimizer_load",
-    "StateDictMismatch": "options",
-    "StateDictOptions": "options",
-    "on_ranks": "ranks",
-    "save_consolidated": "save",
-    "simulate": "simulation",
+_MODULES = {
+    "optimizer_load": "OptimizerReport",
+    "options": "StateDictMismatch StateDictOptions",
+    "ranks": "on_ranks",
+    "reader": "CheckpointReader",
+    "save": "save_consolidated",
+    "simulation": "Simulation simulate",
+    "state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
+    "patch_model_state_dict patch_optimizer_state_dict "
+    "set_model_state_dict set_optimizer_state_dict set_state_dict",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:
-    from importlib import import_module
-
-    if name not in __all__ and name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'torchlift.distributed' has no attribute {name!r}")
     try:
-        home = import_module(f"torchlift.distributed.{_HOMES.get(name, 'state_dict')}")
+        module = import_module(f"torchlift.distributed.{_MODULE_OF[name]}")
     except ModuleNotFoundError as error:
         raise AttributeError(f"{name} is not available: {error}") from error
-    value = getattr(home, name)
+    value = getattr(module, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

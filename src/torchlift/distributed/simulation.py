@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 #: What distributes a model over a mesh, in place or by returning another one.
-Parallelize = Callable[[nn.Module, "DeviceMesh"], "nn.Module | None"]
+Parallelize = Callable[[nn.Module, Any], nn.Module | None]
 
 #: Mesh dimensions that shard where no function says so; several are one, as for ``fully_shard``.
 SHARD_DIMS = ("fsdp", "dp_shard", "shard", "cp", "ep")
