@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import sys
 from itertools import product
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -170,7 +172,7 @@ def test_a_copied_skeleton_can_be_made_after_the_original_is_gone() -> None:
 
 
 def test_another_parameter_put_into_a_copy_is_not_taken_for_the_recorded_one() -> None:
-    """A slot whose parameter the user replaced by one on meta has no recipe."""
+    """A slot whose parameter the user replaced by one on meta has no recorded construction."""
     model = copy.deepcopy(torchlift.skeleton(nn.Linear, 2, 3))
     model.weight = nn.Parameter(torch.empty(5, 2, device="meta"))
     with pytest.raises(torchlift.PlacementError, match=r"1 tensor is on meta.*: weight"):
@@ -288,11 +290,13 @@ def test_the_recording_is_let_go_once_everything_is_made(tmp_path: Path) -> None
     from torchlift._model.commit import RECIPE
 
     made, loaded = torchlift.skeleton(pair), torchlift.skeleton(pair)
-    tapes = [weakref.ref(model[0].weight.__dict__[RECIPE].recording) for model in (made, loaded)]
+    recordings = [
+        weakref.ref(model[0].weight.__dict__[RECIPE].recording) for model in (made, loaded)
+    ]
     torchlift.materialize(made)
     torchlift.load(loaded, saved(pair(), tmp_path))
     gc.collect()
-    assert [tape() for tape in tapes] == [None, None]
+    assert [recording() for recording in recordings] == [None, None]
     for model in (made, loaded):
         assert not any(RECIPE in vars(module) for module in model.modules())
         assert not any(RECIPE in tensor.__dict__ for tensor in model.parameters())
@@ -421,6 +425,42 @@ def test_assign_gives_new_objects_and_leaves_the_old_ones_on_meta(tmp_path: Path
     torchlift.load(model, saved(Rotary(), tmp_path), mode="assign")
     assert model.body.weight is not held
     assert held.is_meta
+
+
+def test_a_finished_skeleton_keeps_its_recording_but_not_the_recorder() -> None:
+    """The mode and the storages it watched are of no use once the constructor has returned."""
+    import gc
+
+    from torchlift._skeleton.recorder import Recorder
+
+    def recorders() -> int:
+        gc.collect()
+        return sum(isinstance(item, Recorder) for item in gc.get_objects())
+
+    before = recorders()
+    model = torchlift.skeleton(Rotary)
+    assert recorders() == before
+    torchlift.materialize(model)
+    assert same_bits(model.table, Rotary().table)
+
+
+def test_a_plain_skeleton_runs_through_at_most_five_files() -> None:
+    """Whoever follows a call through a debugger meets few places."""
+    source = Path(torchlift.__file__).parent
+    files: set[Path] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and source in path.parents:
+            files.add(path)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        torchlift.skeleton(nn.Linear, 3, 2)
+    finally:
+        sys.setprofile(before)
+    assert 2 < len(files) <= 5, sorted(files)
 
 
 # -- what it costs ----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from torchlift._plan.rules import (
     target_device,
     target_dtype,
 )
-from torchlift._skeleton.skeleton import require_recipes
+from torchlift._skeleton.skeleton import constructions_of
 from torchlift._transfer.filesystem import is_network
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, TensorEntry
@@ -194,7 +194,7 @@ def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
         PlacementError: a tensor is on meta and no skeleton recorded how it is made.
     """
     groups = [group for group in groups if not is_lazy(group.tensor)]  # they stay as they are
-    require_recipes(group for group in groups if group.tensor.is_meta)
+    constructions_of(group for group in groups if group.tensor.is_meta)
     for group in groups:
         tensor = group.tensor
         seen = entry_like(group.fqn, group)

@@ -20,7 +20,7 @@ from torchlift._plan.hooks import Outcome, has_post_hooks, run_hooks, run_post_h
 from torchlift._plan.match import Candidate, Match, Rename, match, renamed, suggestion
 from torchlift._plan.report import KeyReport, LoadReport, printable_lines, summarise
 from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules
-from torchlift._skeleton.skeleton import strays
+from torchlift._skeleton.skeleton import meta_attributes
 from torchlift._system import count_of, human
 from torchlift._transfer import read as transfer
 from torchlift.errors import MismatchError
@@ -147,7 +147,7 @@ def make_plan(
     _check(matched, ckpt.path, options)
     work = Work(
         steps=tuple(steps_for(matched, ckpt.path, options)),
-        makings=tuple(makings_for([*matched.unmatched, *strays(model, groups)], options)),
+        makings=tuple(makings_for([*matched.unmatched, *meta_attributes(model, groups)], options)),
         attributes=tuple(outcome.attributes),
         extra=tuple(outcome.extra),
     )
