@@ -37,7 +37,7 @@ from torchlift._plan.rules import (
     target_dtype,
 )
 from torchlift._skeleton.skeleton import constructions_of
-from torchlift._transfer.filesystem import is_network
+from torchlift._transfer import is_network
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, TensorEntry
 from torchlift.formats.boxes import is_pieced

@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from torchlift import _transfer as transfer
 from torchlift._checkpoint import MappedViews, dtype_of
 from torchlift._model.commit import is_plain
 from torchlift._model.dtensor import dressed, is_sharded, undressed
@@ -17,9 +18,7 @@ from torchlift._plan.decide import Step, apply
 from torchlift._plan.hooks import same_bits
 from torchlift._plan.match import Candidate
 from torchlift._system import trim
-from torchlift._transfer import read as transfer
-from torchlift._transfer.pages import allocate
-from torchlift._transfer.read import is_readable, requests_for
+from torchlift._transfer import allocate, is_readable, requests_for
 from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import is_pieced

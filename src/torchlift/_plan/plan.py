@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from torchlift import _transfer as transfer
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.commit import content_bytes, is_plain, restored
@@ -22,7 +23,6 @@ from torchlift._plan.report import KeyReport, LoadReport, printable_lines, summa
 from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules
 from torchlift._skeleton.skeleton import meta_attributes
 from torchlift._system import count_of, human
-from torchlift._transfer import read as transfer
 from torchlift.errors import MismatchError
 
 

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from torchlift import _transfer as transfer
 from torchlift._checkpoint import Checkpoint, MappedViews, dtype_of
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.ranks import portable, world_of
-from torchlift._transfer import read as transfer
-from torchlift._transfer.read import is_readable, requests_for
+from torchlift._transfer import is_readable, requests_for
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import cut
