@@ -194,11 +194,10 @@ class Recorder(TorchFunctionMode):
         else:  # a real tensor cannot take a meta tensor's content; writing the values does the same
             self._record(torch.Tensor.copy_, (args[0].data, args[1]), {})
 
-    def _constant(self, func: Func, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    def _constant(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Make a tensor of Python data at once, and keep it: the data may change later."""
         if any(tensors_in((args, kwargs))):
-            made: torch.Tensor = self._record(func, args, kwargs)
-            return made
+            return self._record(func, args, kwargs)
         device = self._device_from(kwargs.pop("device", None))
         # clone: as_tensor shares memory with the array it was given.
         made = self.adopt(func(*args, device="cpu", **kwargs).clone())

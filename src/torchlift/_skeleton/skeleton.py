@@ -241,11 +241,10 @@ def _construction_of(group: Group) -> Construction | None:
     if isinstance(own, Construction):
         return own
     for slot in group.slots:
-        kept = vars(slot.module).get(RECIPE, {}).get(slot.name)
+        kept: Construction | None = vars(slot.module).get(RECIPE, {}).get(slot.name)
         # Not if the parameter has been replaced by another one of the user's on meta.
         if kept is not None and _describes(kept.ref, group.tensor):
-            found: Construction = kept
-            return found
+            return kept
     return None
 
 

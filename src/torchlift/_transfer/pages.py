@@ -105,7 +105,7 @@ class Pages:
                 produce(last - address, end - last, None)
 
     def _runs(self, address: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-        """(start, end, whether huge pages are there) of the parts of a range."""
+        """Divide a range into (start, end, whether huge pages are there)."""
         at, stop = address, address + nbytes
         for start, end in self._huge.back(address, nbytes):
             if start > at:

@@ -30,7 +30,9 @@ BUDGET = 64 << 20
 #: Bytes per read of what is staged, or of what small tensors are read together. Larger gains
 #: nothing on a warm cache; smaller costs calls.
 PIECE = 8 << 20
-_WHOLE = 4  # pieces of a large tensor at once: setting up fresh memory costs the same for any size
+_WHOLE = (
+    4  # times PIECE of a large tensor at once: setting up fresh memory costs the same for any size
+)
 _STAGES = 4  # staging buffers of PIECE bytes each: half the budget, the rest is slack
 # Below torch's grain of 32,768 elements a copy is not split over torch's own threads. Every reader
 # would start a team of them, and on a busy machine these wait for each other: 2.1 GB cast to
@@ -40,7 +42,7 @@ _THREADS = max(2, min(8, os.cpu_count() or 2))
 
 
 def stage_bytes(nbytes: int) -> int:
-    """Anonymous memory, in bytes, that `read` takes to stage so much that is cast or moved."""
+    """Return the anonymous memory, in bytes, that `read` takes to stage what is cast or moved."""
     return min(nbytes, min(_STAGES, _THREADS) * PIECE)
 
 
@@ -136,8 +138,8 @@ def _read_one(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Page
 
 def _fetch(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
     """Fill the stage, or the destinations of the job's requests, from the file."""
-    if len(job.parts) == 1:
-        ((start, end, request),) = job.parts
+    if len(job.slices) == 1:
+        ((start, end, request),) = job.slices
         within, target = start - request.offset, request.destination
 
         def produce(first: int, length: int, bounce: torch.Tensor | None) -> None:
@@ -151,7 +153,7 @@ def _fetch(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) 
         return
     buffers: list[memoryview] = []
     first = at = job.offset
-    for start, end, request in job.parts:
+    for start, end, request in job.slices:
         if _is_far(start - at, end - start):
             _read_run(job, descriptor, buffers, first, at)
             buffers, first, at = [], start, start
@@ -171,7 +173,7 @@ def _read_rows(job: Job, descriptor: int, buffer: memoryview, first: int) -> Non
     A request for each row takes longer than its bytes: 235 MB on each of 2 ranks, rows of 28 KiB,
     0.19 s like that, and 0.086 s like this, which is what whole rows take.
     """
-    request = job.parts[0][2]
+    request = job.slices[0][2]
     row, at = request.nbytes // request.rows, 0
     while at < len(buffer):
         number, within = divmod(first + at, row)
@@ -205,7 +207,7 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
     """Cast and copy what was staged."""
     if stage is None:
         return
-    for start, end, request in job.parts:
+    for start, end, request in job.slices:
         source = stage[start - job.offset : end - job.offset].view(request.dtype)
         first = (start - request.offset) // request.dtype.itemsize
         target = request.destination[first : first + source.numel()]
@@ -312,17 +314,17 @@ class Job:
     staged: bool
     end: int
     #: (start in the file, end in the file, request); the end as if its rows followed each other
-    parts: list[tuple[int, int, Request]] = field(default_factory=list)
+    slices: list[tuple[int, int, Request]] = field(default_factory=list)
 
     @property
     def asked(self) -> int:
         """Bytes that the requests asked for; padding between them does not count."""
-        return sum(end - start for start, end, _ in self.parts)
+        return sum(end - start for start, end, _ in self.slices)
 
     @property
     def on_host(self) -> bool:
         """Whether everything goes to the CPU's memory."""
-        return all(request.destination.device.type == "cpu" for *_, request in self.parts)
+        return all(request.destination.device.type == "cpu" for *_, request in self.slices)
 
 
 def _jobs_of(requests: Iterable[Request]) -> Iterator[Job]:
@@ -345,7 +347,7 @@ def _jobs_of(requests: Iterable[Request]) -> Iterator[Job]:
         else:
             if job is None:
                 job = Job(request.file, request.offset, not request.direct, request.offset)
-            job.parts.append((request.offset, stop, request))
+            job.slices.append((request.offset, stop, request))
             job.end = stop
     if job is not None:
         yield job
@@ -372,7 +374,7 @@ def _joins(job: Job, request: Request) -> bool:
         request.file == job.file
         and request.offset >= job.end
         and request.offset + request.nbytes - job.offset <= PIECE
-        and len(job.parts) < _MAX_BUFFERS
+        and len(job.slices) < _MAX_BUFFERS
         # A staged slice is viewed as its dtype, which needs its place in the buffer aligned.
         and (request.direct or (request.offset - job.offset) % request.dtype.itemsize == 0)
     )
@@ -380,7 +382,7 @@ def _joins(job: Job, request: Request) -> bool:
 
 def _is_far(gap: int, nbytes: int) -> bool:
     """Whether to skip the bytes before a range of `nbytes` instead of reading them too."""
-    # The rows of a shard that is cut along an inner dimension lie as far apart as they are long.
+    # The rows of a shard that is sliced along an inner dimension lie as far apart as they are long.
     return gap > min(_MAX_GAP, 256 + nbytes * _MAX_WASTE)
 
 
@@ -397,7 +399,7 @@ def is_readable(entry: TensorEntry) -> bool:
 def requests_for(
     entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype, *, fresh: bool = False
 ) -> Iterator[Request]:
-    """One request for each run of bytes, or for all rows of a matrix that are cut alike.
+    """Yield a request for each run of bytes, or for all rows of a matrix that are sliced alike.
 
     Args:
         entry: what to read.
