@@ -137,8 +137,11 @@ class Recorder(TorchFunctionMode):
         handle = _SPECIAL.get(func)
         if handle is not None:
             return handle(self, func, args, dict(kwargs or {}))
-        if getattr(func, "__name__", "") == "__get__":
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
             return func(*args)
+        if name in _FILLS or name in _MATRIX_FILLS:
+            return self._overwrite(func, args, dict(kwargs or {}))
         return self._record(func, args, dict(kwargs or {}))
 
     def seed(self, seed: int | None) -> None:
@@ -210,6 +213,52 @@ class Recorder(TorchFunctionMode):
         device = kwargs.pop("device", None)
         target = self._device_from(func.__name__ if device is None else device)
         return self._record(torch.Tensor.to, (args[0], target), kwargs)
+
+    def _allocate(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
+        """Record what makes one tensor of plain arguments, as most tensors start.
+
+        This and `_overwrite` are `_record` for the two calls that nearly all of a model is made
+        of: a linear layer takes 61 us with them and 80 us without.
+        """
+        rest = {key: kwargs[key] for key in kwargs if key not in ("device", "pin_memory")}
+        if not (_are_plain(args) and _are_plain(rest.values())):
+            return self._record(func, args, kwargs)
+        try:
+            made = func(*args, **rest, device=META)
+        except (RuntimeError, TypeError, ValueError):
+            return self._record(func, args, kwargs)  # which knows whose error it is
+        key, calls = _key_of(made), self.recording.calls
+        self._alive.append(made.untyped_storage())
+        self._storages[key] = Storage(self._device_from(kwargs.get("device")), [len(calls)])
+        rest["device"] = Device
+        ref, dtype = _ref(key, made), torch.get_default_dtype()
+        calls.append(Call(func, args, rest, (), (key,), {0: ref}, dtype, False, None))
+        return made
+
+    def _overwrite(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
+        """Record what only overwrites one tensor, from plain arguments."""
+        tensor: Any = args[0] if args else kwargs.get("tensor")
+        rest = {key: kwargs[key] for key in kwargs if args or key != "tensor"}
+        name = func.__name__
+        is_simple = (
+            type(tensor) in (torch.Tensor, nn.Parameter)
+            and tensor.is_meta
+            and self._stream is None
+            and _are_plain(args[1:])
+            and _are_plain(rest.values())
+            and _only_fills(func, name, tensor)
+        )
+        ref = self.ref(tensor) if is_simple else None
+        if ref is None:
+            return self._record(func, args, kwargs)
+        if args:
+            args = (ref, *args[1:])
+        else:
+            rest["tensor"] = ref
+        calls, keys, dtype = self.recording.calls, (ref.key,), torch.get_default_dtype()
+        self._storages[ref.key].writers.append(len(calls))
+        calls.append(Call(func, args, rest, keys, keys, {}, dtype, name in _RANDOM, None))
+        return tensor
 
     def _record(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Run a call on meta tensors and write it down."""
@@ -426,6 +475,14 @@ _SPECIAL: dict[Func, Callable[[Recorder, Func, Args, Kwargs], Any]] = {
     **dict.fromkeys((_DEVICE, *_IS_ON, torch.Tensor.data_ptr), Recorder._locate),
     torch.Tensor.__deepcopy__: Recorder._deepcopy,
     torch.Tensor.data.__set__: Recorder._set_data,  # type: ignore[attr-defined]
+    # These make one dense tensor, draw no random numbers and take none of what exists already.
+    torch.arange: Recorder._allocate,
+    torch.empty: Recorder._allocate,
+    torch.eye: Recorder._allocate,
+    torch.full: Recorder._allocate,
+    torch.linspace: Recorder._allocate,
+    torch.ones: Recorder._allocate,
+    torch.zeros: Recorder._allocate,
     torch.as_tensor: Recorder._constant,
     torch.asarray: Recorder._constant,
     torch.tensor: Recorder._constant,
@@ -448,6 +505,15 @@ def _key_of(tensor: torch.Tensor) -> Key:
 def _ref(key: Key, tensor: torch.Tensor) -> Ref:
     shape, stride = tuple(tensor.shape), tensor.stride()
     return Ref(key, tensor.dtype, shape, stride, int(tensor.storage_offset()))
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    """Tell whether values hold neither tensors nor what may change later."""
+    for value in values:
+        kind = type(value)
+        if kind not in _SCALARS and not (kind is tuple and _are_plain(value)):
+            return False
+    return True
 
 
 def _only_fills(func: Func, name: str, tensor: torch.Tensor) -> bool:
