@@ -12,7 +12,7 @@ from types import MappingProxyType, TracebackType
 
 import torch
 
-from torchlift._transfer.files import Files
+from torchlift._transfer import Files
 from torchlift.errors import CheckpointError, FormatError, UnsafeError, did_you_mean
 from torchlift.formats import Chunk, Index, TensorEntry, read_index, steps_in_file, under
 from torchlift.formats.summary import to_html, to_text

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import sys
 from itertools import product
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import nn
 
 import torchlift
 from torchlift import measure
-from torchlift._skeleton.skeleton import unmade
+from torchlift._model.slots import ModuleTree
 
 MIB = 2**20
 MODES = ("assign", "copy", "swap", "auto")
@@ -102,7 +104,7 @@ def test_a_skeleton_in_a_constructor_is_part_of_the_outer_one() -> None:
     model = torchlift.skeleton(Outer)
     assert all(tensor.is_meta for tensor in all_tensors(model).values())
     torchlift.materialize(model)
-    assert unmade(model) == []
+    assert ModuleTree(model).on_meta == []
     assert model.done.weight.abs().max() < 1
 
 
@@ -112,7 +114,7 @@ def test_modules_from_several_skeletons_are_made_in_one_go() -> None:
     model = nn.Sequential(torchlift.skeleton(nn.Linear, 2, 3), pair(), live)
     model[1] = torchlift.skeleton(pair)
     assert "0.weight" in torchlift.materialize(model)
-    assert unmade(model) == []
+    assert ModuleTree(model).on_meta == []
     assert model[2] is live
 
 
@@ -170,7 +172,7 @@ def test_a_copied_skeleton_can_be_made_after_the_original_is_gone() -> None:
 
 
 def test_another_parameter_put_into_a_copy_is_not_taken_for_the_recorded_one() -> None:
-    """A slot whose parameter the user replaced by one on meta has no recipe."""
+    """A slot whose parameter the user replaced by one on meta has no recorded construction."""
     model = copy.deepcopy(torchlift.skeleton(nn.Linear, 2, 3))
     model.weight = nn.Parameter(torch.empty(5, 2, device="meta"))
     with pytest.raises(torchlift.PlacementError, match=r"1 tensor is on meta.*: weight"):
@@ -264,7 +266,7 @@ def test_a_device_without_memory_is_refused(device: str) -> None:
     model = torchlift.skeleton(pair)
     with pytest.raises(torchlift.PlacementError, match="cannot go to the device"):
         torchlift.materialize(model, device=device)
-    assert len(unmade(model)) == 4
+    assert len(ModuleTree(model).on_meta) == 4
 
 
 def test_parameters_keep_their_identity_and_an_optimizer_keeps_its_hold() -> None:
@@ -288,11 +290,13 @@ def test_the_recording_is_let_go_once_everything_is_made(tmp_path: Path) -> None
     from torchlift._model.commit import RECIPE
 
     made, loaded = torchlift.skeleton(pair), torchlift.skeleton(pair)
-    tapes = [weakref.ref(model[0].weight.__dict__[RECIPE].recording) for model in (made, loaded)]
+    recordings = [
+        weakref.ref(model[0].weight.__dict__[RECIPE].recording) for model in (made, loaded)
+    ]
     torchlift.materialize(made)
     torchlift.load(loaded, saved(pair(), tmp_path))
     gc.collect()
-    assert [tape() for tape in tapes] == [None, None]
+    assert [recording() for recording in recordings] == [None, None]
     for model in (made, loaded):
         assert not any(RECIPE in vars(module) for module in model.modules())
         assert not any(RECIPE in tensor.__dict__ for tensor in model.parameters())
@@ -319,7 +323,7 @@ def test_a_loaded_skeleton_is_the_model_that_was_saved(name: str, tmp_path: Path
         for key, tensor in wanted.state_dict().items():
             assert same_bits(found[key], tensor), key
             assert found[key].stride() == tensor.stride(), key
-        assert unmade(model) == []
+        assert ModuleTree(model).on_meta == []
 
 
 def test_hidden_buffers_keep_their_dtype_whatever_the_weights_become(tmp_path: Path) -> None:
@@ -349,7 +353,7 @@ def test_missing_keys_are_replayed_as_the_constructor_would_have_made_them(tmp_p
     assert same_bits(model.body.bias, other.body.bias)
     assert model.head.weight.abs().max() <= 0.5  # uniform within 1 / sqrt(4)
     assert model.head.weight.unique().numel() == 12
-    assert unmade(model) == []
+    assert ModuleTree(model).on_meta == []
     assert "replayed (4)" in str(report)
 
 
@@ -375,7 +379,7 @@ def test_a_head_of_another_shape_is_replaced_by_a_replayed_one(tmp_path: Path) -
     assert list(report.mismatched) == ["head.weight", "head.bias"]
     assert set(report.replayed) == {"table", "head.weight", "head.bias"}
     assert model.head.weight.shape == (3, 4)
-    assert unmade(model) == []
+    assert ModuleTree(model).on_meta == []
 
 
 def test_a_missing_key_of_a_plain_meta_model_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -421,6 +425,42 @@ def test_assign_gives_new_objects_and_leaves_the_old_ones_on_meta(tmp_path: Path
     torchlift.load(model, saved(Rotary(), tmp_path), mode="assign")
     assert model.body.weight is not held
     assert held.is_meta
+
+
+def test_a_finished_skeleton_keeps_its_recording_but_not_the_recorder() -> None:
+    """The mode and the storages it watched are of no use once the constructor has returned."""
+    import gc
+
+    from torchlift._skeleton.recorder import Recorder
+
+    def recorders() -> int:
+        gc.collect()
+        return sum(type(item) is Recorder for item in gc.get_objects())
+
+    before = recorders()
+    model = torchlift.skeleton(Rotary)
+    assert recorders() == before
+    torchlift.materialize(model)
+    assert same_bits(model.table, Rotary().table)
+
+
+def test_a_plain_skeleton_runs_through_at_most_five_files() -> None:
+    """Whoever follows a call through a debugger meets few places."""
+    source = Path(torchlift.__file__).parent
+    files: set[Path] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and source in path.parents:
+            files.add(path)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        torchlift.skeleton(nn.Linear, 3, 2)
+    finally:
+        sys.setprofile(before)
+    assert 2 < len(files) <= 5, sorted(files)
 
 
 # -- what it costs ----------------------------------------------------------------------------

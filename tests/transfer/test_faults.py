@@ -23,7 +23,7 @@ from torch import nn
 
 import torchlift
 from torchlift._plan import fetch as prepare
-from torchlift._transfer import read as transfer
+from torchlift._transfer import reading as transfer
 from torchlift.errors import IntegrityError, PlacementError
 
 MODES = ["auto", "assign", "copy", "swap"]

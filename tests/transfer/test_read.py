@@ -14,9 +14,8 @@ from failing_reads import failing, readers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchlift._transfer import read as transfer
-from torchlift._transfer.files import Files
-from torchlift._transfer.read import Request, read
+from torchlift._transfer import Files, Request, read
+from torchlift._transfer import reading as transfer
 from torchlift.errors import IntegrityError
 from torchlift.formats import FileStamp
 

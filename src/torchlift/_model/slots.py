@@ -168,11 +168,6 @@ def _meta_tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
             yield from _meta_tensors(item, depth + 1)
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return every submodule once, parents before their children."""
-    return ModuleTree(model).modules
-
-
 def collect(model: nn.Module) -> list[Group]:
     """Group every parameter and buffer of `model` by identity, in the order of ``state_dict``."""
     return ModuleTree(model).groups

@@ -36,9 +36,8 @@ from torchlift._plan.rules import (
     target_dtype,
 )
 from torchlift._plan.steps import Base, Candidate, Making, Match, Step
-from torchlift._skeleton.skeleton import recipe_of, require_recipes
-from torchlift._transfer.filesystem import is_network
-from torchlift._transfer.read import is_readable
+from torchlift._skeleton.skeleton import construction_of, constructions_of
+from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, TensorEntry
 from torchlift.formats.boxes import is_pieced
@@ -75,8 +74,10 @@ def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
     """
     groups = [group for group in groups if not is_lazy(group.tensor)]  # they stay as they are
     if options.may_stay:
-        groups = [g for g in groups if g.persistent or g.is_parameter or recipe_of(g) is not None]
-    require_recipes(group for group in groups if group.tensor.is_meta)
+        groups = [
+            g for g in groups if g.persistent or g.is_parameter or construction_of(g) is not None
+        ]
+    constructions_of(group for group in groups if group.tensor.is_meta)
     for group in groups:
         tensor = group.tensor
         seen = entry_like(group.fqn, group)

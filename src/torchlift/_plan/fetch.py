@@ -18,8 +18,7 @@ from torchlift._plan.hooks import same_bits
 from torchlift._plan.sources import Origin, whole_copy
 from torchlift._plan.steps import Advance, Candidate, Copy, Sent, Step, Transform
 from torchlift._system import trim
-from torchlift._transfer.pages import allocate
-from torchlift._transfer.read import BUDGET, Request, read, requests_for
+from torchlift._transfer import BUDGET, Request, allocate, read, requests_for
 from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import is_pieced

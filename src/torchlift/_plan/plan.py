@@ -31,7 +31,7 @@ from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Opt
 from torchlift._plan.sources import FileSource, Origin
 from torchlift._plan.steps import Match, Rename, Step, Work
 from torchlift._system import count_of, human
-from torchlift._transfer.read import stage_bytes
+from torchlift._transfer import stage_bytes
 from torchlift.errors import MismatchError
 
 

@@ -1,17 +1,17 @@
-"""What a recorded call is made of: the data that a `Tape` writes and a replay reads."""
+"""What is known of a construction: data that a `Recorder` writes and a replay reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+#: Tells storages of one recording apart: the address of a meta storage that lives as long as the
+#: recorder does, or a negative number for a source of random numbers.
 Key = int
 META = torch.device("meta")
-#: Arguments of these types are recorded as they are; most are, so they are told apart first.
-SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
 
 
 class Device:
@@ -33,7 +33,7 @@ class Ref(NamedTuple):
     offset: int
 
 
-class Draws(NamedTuple):
+class GeneratorState(NamedTuple):
     """Stands in a recorded call where a generator of the constructor's own was.
 
     Attributes:
@@ -47,57 +47,95 @@ class Draws(NamedTuple):
 
 
 @dataclass(slots=True)
-class Op:
+class Call:
     """One recorded call.
 
     Attributes:
-        call: what to call; tensors among the arguments are `Ref`, devices `Device`.
+        func: what to call; tensors among the arguments are `Ref`, devices `Device`.
         reads: storages it looks at.
         writes: storages it makes or changes.
         made: its tensor results with a storage of their own, by position among its results.
         dtype: torch's default dtype at the time.
         random: whether it draws from torch's default generator.
-        stream: since which `Tape.seed` it draws, None if the constructor had not seeded.
+        stream: the key in `Recording.seeds` if it draws after the constructor had seeded that.
     """
 
-    call: Callable[..., Any]
+    func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     reads: tuple[Key, ...]
     writes: tuple[Key, ...]
     made: dict[int, Ref]
     dtype: torch.dtype
-    random: bool = False
-    stream: Key | None = None
+    random: bool
+    stream: Key | None
 
 
 @dataclass(slots=True)
-class Track:
-    """What a tape knows of one storage.
+class Storage:
+    """What a recording knows of one storage.
 
     Attributes:
-        storage: the meta storage; holding it keeps its address, which is the key, from reuse.
-        writers: positions in `Tape.ops` of the calls that wrote it.
         device: where the constructor believes it to be.
+        writers: positions in `Recording.calls` of the calls that wrote it.
         real: the tensor whose memory it stands for, if it came from outside the torch API.
     """
 
-    storage: torch.UntypedStorage
     device: torch.device
     writers: list[int] = field(default_factory=list)
     real: torch.Tensor | None = None
 
 
-def key_of(tensor: torch.Tensor) -> Key | None:
-    """What tells this tensor's storage from others, or None for tensors without one storage."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return None  # sparse tensors and wrapper subclasses
+@dataclass
+class Recording:
+    """The calls of a construction, and the storages that they wrote.
+
+    Attributes:
+        calls: in the order in which the constructor made them.
+        storages: what is known of each storage.
+        seeds: sources of random numbers that the constructor seeded -> the seed.
+        tensors: how many tensors of the finished module were made by these calls.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    storages: dict[Key, Storage] = field(default_factory=dict)
+    seeds: dict[Key, int] = field(default_factory=dict)
+    tensors: int = 0
+
+    def new_source(self) -> Key:
+        """Add a storage that stands for a source of random numbers: each draw writes it."""
+        key = -len(self.storages) - 1
+        self.storages[key] = Storage(META)
+        return key
+
+
+class Construction:
+    """How one tensor of a skeleton is made: a place in a recording.
+
+    Attributes:
+        recording: the recorded construction of the module.
+        ref: which of its tensors.
+        copy: what tells the tensors of a deep copy from the original's, which are made from the
+            same place in the same recording but must not share memory.
+    """
+
+    __slots__ = ("copy", "recording", "ref")
+
+    def __init__(self, recording: Recording, ref: Ref, copy: object = None) -> None:
+        self.recording = recording
+        self.ref = ref
+        self.copy = copy
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Construction:
+        return Construction(self.recording, self.ref, memo.setdefault(Construction, object()))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A pickled skeleton is a plain module on meta: calls cannot be written to a file.
+        return (type(None), ())
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a call's result, in a fixed order."""
+    """Yield the tensors in a call's arguments or result, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -108,77 +146,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def keys_of(tensors: Iterable[torch.Tensor]) -> list[Key]:
-    """The storages of those that have one."""
-    return [key for key in map(key_of, tensors) if key is not None]
-
-
 def version_of(tensor: torch.Tensor) -> int:
-    """How often it has been written to."""
+    """Return how often a tensor has been written to; -1 where that is not counted."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-def device_from(asked: torch.device | str | int) -> torch.device:
-    """A device by name or number; a number needs no accelerator here, unlike `torch.device`."""
-    return torch.device("cuda", asked) if type(asked) is int else torch.device(asked)
-
-
-class Randomness:
-    """The sources of random numbers that a `Tape` has seen.
-
-    Attributes:
-        stream: the storage for torch's default generator since the constructor seeded it; None
-            while it draws the caller's numbers, in whatever order a replay needs them.
-        seeds: such storages -> the seed.
-    """
-
-    def __init__(self, tracks: dict[Key, Track]) -> None:
-        self.stream: Key | None = None
-        self.seeds: dict[Key, int] = {}
-        self._tracks = tracks
-        self._keys: set[Key] = set()
-        self._generators: dict[torch.Generator, Draws] = {}
-
-    def seed(self, seed: int | None) -> None:
-        """The constructor seeds torch's default generator; None: it goes back to before."""
-        self.stream = None
-        if seed is not None:
-            self.stream = self._order()
-            self.seeds[self.stream] = seed
-
-    def of(self, generator: torch.Generator) -> Draws:
-        """What stands for a generator of the constructor's own, in the state that it is in."""
-        state = generator.get_state()
-        known = self._generators.get(generator)
-        if known is None or not torch.equal(known.state, state):
-            known = Draws(self._order(), generator.initial_seed(), state)
-            self._generators[generator] = known
-        return known
-
-    def among(self, keys: Iterable[Key]) -> tuple[Key, ...]:
-        """Those of the storages that stand for random numbers."""
-        return tuple(key for key in keys if key in self._keys)
-
-    def _order(self) -> Key:
-        storage = torch.empty(0, device=META).untyped_storage()
-        key = int(storage._cdata)
-        self._tracks[key] = Track(storage, META)
-        self._keys.add(key)
-        return key
-
-
-class Recording:
-    """What is known of a construction once it is over: the calls, and the storages they wrote.
-
-    Attributes:
-        ops: the calls, in order.
-        tracks: what is known of each storage.
-        tensors: how many tensors of the finished module were made by these calls.
-        randomness: the sources of random numbers among them.
-    """
-
-    def __init__(self) -> None:
-        self.ops: list[Op] = []
-        self.tracks: dict[Key, Track] = {}
-        self.tensors = 0
-        self.randomness = Randomness(self.tracks)

@@ -1,4 +1,4 @@
-"""Runs what a `Tape` recorded, for some tensors only, on a real device."""
+"""Runs what a `Recorder` wrote down, for some tensors only, on a real device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from typing import Any
 
 import torch
 
-from torchlift._skeleton.recording import Device, Draws, Key, Op, Recording, Ref, tensors_in
+from torchlift._skeleton.recording import (
+    META,
+    Call,
+    Device,
+    GeneratorState,
+    Key,
+    Recording,
+    Ref,
+    tensors_in,
+)
 from torchlift.errors import PlacementError
 
 
 class Run:
-    """Real memory for the storages of a tape, filled by running the calls that wrote them."""
+    """Real memory for the storages of a recording, filled by running the calls that wrote them."""
 
     def __init__(self, recording: Recording, device: torch.device) -> None:
         self.recording = recording
@@ -22,10 +31,10 @@ class Run:
         self.memory: dict[Key, torch.UntypedStorage] = {}
         self._generators: dict[Key, torch.Generator] = {}
         self._stream: Key | None = None
-        self._outer = torch.Tensor()
+        self._callers = torch.Tensor()  # state of torch's default generator
 
     def tensor(self, ref: Ref) -> torch.Tensor:
-        """The real tensor for a recorded one, as its storage is at this point of the run."""
+        """Return the real tensor for a recorded one, as its storage is at this point."""
         storage = self.memory.get(ref.key)
         if storage is None:
             storage = self.memory[ref.key] = self._initial(ref.key)
@@ -33,45 +42,47 @@ class Run:
         return empty.set_(storage, ref.offset, ref.shape, ref.stride)
 
     def _initial(self, key: Key) -> torch.UntypedStorage:
-        real = self.recording.tracks[key].real
+        real = self.recording.storages[key].real
         if real is None:
             raise PlacementError("was made by a call that a skeleton cannot record")
         # A copy: replaying twice must not share memory, nor write to what the caller owns.
         source = torch.empty(0, dtype=torch.uint8, device=real.device).set_(real.untyped_storage())
         return source.to(self.device, copy=True).untyped_storage()
 
-    def run(self, op: Op) -> None:
-        """Execute one recorded call and keep the storages it makes."""
-        if op.random and op.stream != self._stream:
-            self._draw_from(op.stream)
-        with _default_dtype(op.dtype):
-            result = op.call(*self.value(op.args), **self.value(op.kwargs))
-        if not op.made:
-            return
-        for position, tensor in enumerate(tensors_in(result)):
-            ref = op.made.get(position)
+    def run(self, call: Call) -> None:
+        """Execute one recorded call and keep the storages that it makes."""
+        if call.random and call.stream != self._stream:
+            self._draw_from(call.stream)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(call.dtype)
+        try:
+            result = call.func(*self.value(call.args), **self.value(call.kwargs))
+        finally:
+            torch.set_default_dtype(default)
+        for position, tensor in enumerate(tensors_in(result) if call.made else ()):
+            ref = call.made.get(position)
             if ref is not None:
                 self.memory[ref.key] = _laid_out(tensor, ref).untyped_storage()
 
     def _draw_from(self, stream: Key | None) -> None:
         """Go on with the random numbers after a seed of the constructor's, or with the caller's."""
         if self._stream is None:
-            self._outer = torch.default_generator.get_state()
+            self._callers = torch.default_generator.get_state()
         if stream is None:
-            torch.default_generator.set_state(self._outer)
+            torch.default_generator.set_state(self._callers)
         else:
-            torch.manual_seed(self.recording.randomness.seeds[stream])
+            torch.manual_seed(self.recording.seeds[stream])
         self._stream = stream
 
-    def _generator(self, draws: Draws) -> torch.Generator:
-        """A generator like the constructor's, which stays as it is for the next replay."""
-        made = self._generators.get(draws.key)
+    def _generator(self, recorded: GeneratorState) -> torch.Generator:
+        """Return a generator like the constructor's, which stays as it is for the next replay."""
+        made = self._generators.get(recorded.key)
         if made is None:
-            made = self._generators[draws.key] = torch.Generator(self.device)
+            made = self._generators[recorded.key] = torch.Generator(self.device)
             if self.device.type == "cpu":
-                made.set_state(draws.state)
+                made.set_state(recorded.state)
             else:
-                made.manual_seed(draws.seed)  # a state belongs to one kind of device
+                made.manual_seed(recorded.seed)  # a state belongs to one kind of device
         return made
 
     def close(self) -> None:
@@ -80,13 +91,13 @@ class Run:
             self._draw_from(None)
 
     def value(self, value: Any) -> Any:
-        """A recorded argument with real tensors and devices in it."""
+        """Return a recorded argument with real tensors, devices and generators in it."""
         kind = type(value)
         if kind is Ref:
             return self.tensor(value)
         if value is Device:
             return self.device
-        if kind is Draws:
+        if kind is GeneratorState:
             return self._generator(value)
         if kind is tuple or kind is list:
             return kind(self.value(item) for item in value)
@@ -96,74 +107,68 @@ class Run:
 
 
 def _laid_out(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
-    """`tensor` with the strides that meta predicted; kernels may choose others."""
+    """Return a tensor with the strides that meta predicted; kernels may choose others."""
     if tensor.stride() == ref.stride and tensor.storage_offset() == ref.offset:
         return tensor
     made = torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype, device=tensor.device)
     return made.copy_(tensor)
 
 
-def replay_all(
-    recording: Recording, wanted: Sequence[Ref], device: torch.device
+def replay(
+    recording: Recording, refs: Sequence[Ref], device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Make the wanted tensors, yielding (position in `wanted`, tensor) as each is finished.
+    """Make tensors, yielding (position in `refs`, tensor) as each is finished.
 
-    Calls run in the order in which the constructor made them, and when the whole module is wanted
-    none is left out, not even those whose result was dropped (the head of a model that ties it): so
-    the random numbers are those of plain construction with the same seed. What no later call needs
-    is freed at once.
+    Calls run in the order in which the constructor made them, and when the whole module is asked
+    for none is left out, not even those whose result was dropped (the head of a model that ties
+    it): so the random numbers are those of plain construction with the same seed. What no later
+    call needs is freed at once.
     """
-    calls = slice_of(recording, [(ref.key, len(recording.ops)) for ref in wanted])
-    if len(wanted) == recording.tensors:
-        needed = set(calls)
-        calls = [
-            at
-            for at in range(len(recording.ops))
-            if at in needed or _is_real(recording, recording.ops[at])
-        ]
-    last: dict[Key, int] = {}
-    for at in calls:
-        for key in (*recording.ops[at].reads, *recording.ops[at].writes):
-            last[key] = at
+    calls = recording.calls
+    order = calls_behind(recording, [(ref.key, len(calls)) for ref in refs])
+    if len(refs) == recording.tensors:
+        needed = set(order)
+        order = [at for at in range(len(calls)) if at in needed or _is_real(recording, calls[at])]
+    last = {key: at for at in order for key in (*calls[at].reads, *calls[at].writes)}
     finishing: dict[int, list[int]] = {}
-    for position, ref in enumerate(wanted):
+    for position, ref in enumerate(refs):
         finishing.setdefault(last.get(ref.key, -1), []).append(position)
     run = Run(recording, device)
     with quiet(device), closing(run):
         for position in finishing.get(-1, ()):
-            yield position, run.tensor(wanted[position])
-        for at in calls:
-            op = recording.ops[at]
-            run.run(op)
+            yield position, run.tensor(refs[position])
+        for at in order:
+            call = calls[at]
+            run.run(call)
             for position in finishing.get(at, ()):
-                yield position, run.tensor(wanted[position])
-            for key in (*op.reads, *op.writes):
+                yield position, run.tensor(refs[position])
+            for key in (*call.reads, *call.writes):
                 if last[key] == at:
                     run.memory.pop(key, None)
 
 
-def _is_real(recording: Recording, op: Op) -> bool:
+def _is_real(recording: Recording, call: Call) -> bool:
     # On a meta device that it asked for itself, a constructor draws no numbers.
-    return any(recording.tracks[key].device.type != "meta" for key in op.writes)
+    return any(recording.storages[key].device != META for key in call.writes)
 
 
-def slice_of(recording: Recording, wanted: Iterable[tuple[Key, int]]) -> list[int]:
-    """Positions of the calls that decide these storages' contents before these times, in order."""
+def calls_behind(recording: Recording, storages: Iterable[tuple[Key, int]]) -> list[int]:
+    """Return positions of the calls that decide these storages' contents before these times."""
     needed: set[int] = set()
     known: dict[Key, int] = {}
-    todo = list(wanted)
+    todo = list(storages)
     while todo:
         key, before = todo.pop()
         if known.get(key, -1) >= before:
             continue
         known[key] = before
-        for at in recording.tracks[key].writers:
+        for at in recording.storages[key].writers:
             if at >= before:
                 break
             if at not in needed:
                 needed.add(at)
-                todo += [(read, at) for read in recording.ops[at].reads]
-                todo += [(write, at) for write in recording.ops[at].writes]
+                call = recording.calls[at]
+                todo += [(other, at) for other in (*call.reads, *call.writes)]
     return sorted(needed)
 
 
@@ -177,16 +182,3 @@ def quiet(device: torch.device) -> Iterator[None]:
             # The initialisers that torch writes in Python make helpers on the default device.
             stack.enter_context(device)
         yield
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    if before == dtype:
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

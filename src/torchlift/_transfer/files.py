@@ -9,7 +9,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
-from types import TracebackType
 
 import torch
 
@@ -35,12 +34,7 @@ class Files:
     def __enter__(self) -> Files:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def descriptor(self, file: str) -> int:

@@ -70,11 +70,10 @@ class Pages:
     def __init__(self) -> None:
         self._huge = HugePages()
         self._filler: Filler | None = None
-        self._sought = False
-        self._lock = threading.Lock()
         self._own = threading.local()
 
     def __enter__(self) -> Pages:
+        self._filler = open_filler()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,7 +105,7 @@ class Pages:
                 produce(last - address, end - last, None)
 
     def _runs(self, address: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
-        """(start, end, whether huge pages are there) of the parts of a range."""
+        """Divide a range into (start, end, whether huge pages are there)."""
         at, stop = address, address + nbytes
         for start, end in self._huge.back(address, nbytes):
             if start > at:
@@ -119,29 +118,21 @@ class Pages:
     def _fill(self, address: int, start: int, end: int, produce: Produce) -> tuple[int, int]:
         """Write what is possible without faults; return where that starts and ends."""
         first, last = whole_pages(start, end - start)
-        filler = self._find_filler() if last - first >= _WORTH_FILLING else None
-        if filler is None:
+        if self._filler is None or last - first < _WORTH_FILLING:
             return start, start
         try:
             bounce = self._bounce()
         except RuntimeError:  # no memory for it: what is filled in place needs none
             return start, start
-        with filler.watching(first, last - first) as watched:
+        with self._filler.watching(first, last - first) as watched:
             at = first
             while watched and at < last:
                 length = min(_BOUNCE, last - at)
                 produce(at - address, length, bounce)
-                if not filler.copy(at, bounce.data_ptr(), length):
+                if not self._filler.copy(at, bounce.data_ptr(), length):
                     break
                 at += length
         return first, at
-
-    def _find_filler(self) -> Filler | None:
-        with self._lock:
-            if not self._sought:
-                self._sought = True
-                self._filler = open_filler()
-            return self._filler
 
     def _bounce(self) -> torch.Tensor:
         """The calling thread's buffer, of `_BOUNCE` bytes."""
@@ -171,18 +162,16 @@ class HugePages:
         Returns:
             (start, end) of the parts that have them now.
         """
-        if _MADVISE is None or _MADV_HUGEPAGE is None:
-            return []
         runs: list[tuple[int, int]] = []
         page = address + -address % _HUGE_PAGE
         while page + _HUGE_PAGE <= address + nbytes:
-            if self._wanted() and self._take(page):
+            if self._is_due() and self._take(page):
                 start = runs.pop()[0] if runs and runs[-1][1] == page else page
                 runs.append((start, page + _HUGE_PAGE))
             page += _HUGE_PAGE
         return runs
 
-    def _wanted(self) -> bool:
+    def _is_due(self) -> bool:
         with self._lock:
             if self._pause:
                 self._pause -= 1
@@ -191,7 +180,7 @@ class HugePages:
 
     def _take(self, page: int) -> bool:
         if _MADVISE is None or _MADVISE(page, _HUGE_PAGE, _MADV_HUGEPAGE) != 0:
-            return False  # a kernel without huge pages
+            return False  # a system, or a kernel, without huge pages
         start = time.perf_counter()
         ctypes.memset(page, 0, 1)
         slow = time.perf_counter() - start > _SLOW
@@ -205,7 +194,7 @@ class HugePages:
 
 
 def _find_madvise() -> ctypes._NamedFuncPointer | None:
-    if sys.platform != "linux":
+    if sys.platform != "linux" or _MADV_HUGEPAGE is None:
         return None
     try:
         function = ctypes.CDLL(None).madvise

@@ -22,8 +22,7 @@ from torch.futures import Future
 from torchlift._checkpoint import Checkpoint, MappedViews, dtype_of
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.ranks import portable, world_of
-from torchlift._transfer import read as transfer
-from torchlift._transfer.read import is_readable, requests_for
+from torchlift._transfer import Request, is_readable, read, requests_for
 from torchlift.errors import CheckpointError
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import cut
@@ -115,7 +114,7 @@ class CheckpointReader(StorageReader):
             KeyError: a planner that does not look at the metadata asks for what is not there.
         """
         views = MappedViews(self._ckpt.index)
-        requests: list[transfer.Request] = []
+        requests: list[Request] = []
         targets: list[tuple[ReadItem, torch.Tensor]] = []
         try:
             for item in plan.items:
@@ -130,7 +129,7 @@ class CheckpointReader(StorageReader):
                     requests += requests_for(entry, target.view(-1), dtype_of(entry, self.path))
                 else:
                     views.fill(target, entry)
-            transfer.read(requests, views.files)
+            read(requests, views.files)
         finally:
             views.close()
         for item, target in targets:

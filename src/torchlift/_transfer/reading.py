@@ -1,4 +1,4 @@
-"""Moves byte ranges of files into tensors: mapped in place, or read by several threads.
+"""Reads byte ranges of files into tensors, with several threads.
 
 This is the one seam between the plan and the bytes. It knows files, ranges, dtypes and tensors,
 never models or formats, so that direct I/O, pinned staging or a remote store can replace its inside
@@ -30,7 +30,9 @@ BUDGET = 64 << 20
 #: Bytes per read of what is staged, or of what small tensors are read together. Larger gains
 #: nothing on a warm cache; smaller costs calls.
 PIECE = 8 << 20
-_WHOLE = 4  # pieces of a large tensor at once: setting up fresh memory costs the same for any size
+_WHOLE = (
+    4  # times PIECE of a large tensor at once: setting up fresh memory costs the same for any size
+)
 _STAGES = 4  # staging buffers of PIECE bytes each: half the budget, the rest is slack
 # Below torch's grain of 32,768 elements a copy is not split over torch's own threads. Every reader
 # would start a team of them, and on a busy machine these wait for each other: 2.1 GB cast to
@@ -40,7 +42,7 @@ _THREADS = max(2, min(8, os.cpu_count() or 2))
 
 
 def stage_bytes(nbytes: int) -> int:
-    """Anonymous memory, in bytes, that `read` takes to stage so much that is cast or moved."""
+    """Return the anonymous memory, in bytes, that `read` takes to stage what is cast or moved."""
     return min(nbytes, min(_STAGES, _THREADS) * PIECE)
 
 
@@ -67,18 +69,19 @@ def read(
     jobs = [
         job
         for direct in (True, False)
-        for job in jobs_of([r for r in todo if r.direct is direct], PIECE, _WHOLE * PIECE)
+        for job in _jobs_of([request for request in todo if request.direct is direct])
     ]
     descriptors = {file: files.descriptor(file) for file in {request.file for request in todo}}
     report = advance or (lambda _: None)
-    with Pages() as pages:
-        if len(jobs) <= 1:
-            stage = _stage() if jobs and jobs[0].staged else None
-            for job in jobs:
-                _fetch(job, descriptors[job.file], stage, pages)
-                _deliver(job, stage, pages)
-                report(job.asked)
-        else:
+    if len(jobs) == 1:  # on this thread: starting others takes longer than reading a little
+        (job,) = jobs
+        stage = _stage() if job.staged else None
+        with Pages() as pages:
+            _fetch(job, descriptors[job.file], stage, pages)
+            _deliver(job, stage, pages)
+        report(job.asked)
+    elif jobs:
+        with Pages() as pages:
             _read_parallel(jobs, descriptors, pages, report)
     return sum(request.nbytes for request in todo)
 
@@ -95,19 +98,19 @@ def _read_parallel(
     free = [_stage() for _ in range(min(staged, most))]
     running: dict[Future[None], tuple[Job, torch.Tensor | None]] = {}
     waiting = iter(jobs)
-    held: Job | None = next(waiting, None)
+    following: Job | None = next(waiting, None)
     with ThreadPoolExecutor(min(_THREADS, len(jobs)), "torchlift-read") as pool:
         try:
-            while held is not None or running:
+            while following is not None or running:
                 # Readers cast what stays on the host; what goes to a device is sent from here, so
                 # that it uses the caller's stream.
-                while held is not None and len(running) < 4 * _THREADS:
-                    if held.staged and not free:
+                while following is not None and len(running) < 4 * _THREADS:
+                    if following.staged and not free:
                         break
-                    stage = free.pop() if held.staged else None
-                    future = pool.submit(_read_one, held, descriptors[held.file], stage, pages)
-                    running[future] = (held, stage)
-                    held = next(waiting, None)
+                    job, stage = following, free.pop() if following.staged else None
+                    future = pool.submit(_read_one, job, descriptors[job.file], stage, pages)
+                    running[future] = (job, stage)
+                    following = next(waiting, None)
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     job, stage = running.pop(future)
@@ -134,15 +137,24 @@ def _read_one(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Page
 
 
 def _fetch(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
-    """Fill the job's buffers from the file."""
-    if stage is None and len(job.parts) == 1:
-        return _fetch_part(job, descriptor, pages)
-    if stage is not None and job.parts[0][2].rows > 1:
-        return _read_rows(job, descriptor, _buffer(stage, 0, job.asked), 0)
+    """Fill the stage, or the destinations of the job's requests, from the file."""
+    if len(job.slices) == 1:
+        ((start, end, request),) = job.slices
+        within, target = start - request.offset, request.destination
+
+        def produce(first: int, length: int, bounce: torch.Tensor | None) -> None:
+            whole, at = (target, within + first) if bounce is None else (bounce, 0)
+            _read_rows(job, descriptor, _buffer(whole, at, length), within + first)
+
+        if stage is None:
+            pages.write(target.data_ptr() + within, end - start, produce, request.fresh)
+        else:
+            produce(0, end - start, stage)
+        return
     buffers: list[memoryview] = []
     first = at = job.offset
-    for start, end, request in job.parts:
-        if is_far(start - at, end - start):
+    for start, end, request in job.slices:
+        if _is_far(start - at, end - start):
             _read_run(job, descriptor, buffers, first, at)
             buffers, first, at = [], start, start
         if stage is not None:
@@ -155,29 +167,13 @@ def _fetch(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) 
     _read_run(job, descriptor, buffers, first, at)
 
 
-def _fetch_part(job: Job, descriptor: int, pages: Pages) -> None:
-    """Read a part of one request's range to where it belongs."""
-    start, end, request = job.parts[0]
-    within = start - request.offset
-
-    def produce(first: int, length: int, bounce: torch.Tensor | None) -> None:
-        whole, at = (bounce, 0) if bounce is not None else (request.destination, within + first)
-        buffer = _buffer(whole, at, length)
-        if request.rows > 1:
-            _read_rows(job, descriptor, buffer, first)
-        else:
-            _read_run(job, descriptor, [buffer], start + first, start + first + length)
-
-    pages.write(request.destination.data_ptr() + within, end - start, produce, request.fresh)
-
-
 def _read_rows(job: Job, descriptor: int, buffer: memoryview, first: int) -> None:
-    """Fill the buffer with the job's bytes from number `first` on, as if its rows were one range.
+    """Fill the buffer with the bytes of the job's only request, from number `first` on.
 
     A request for each row takes longer than its bytes: 235 MB on each of 2 ranks, rows of 28 KiB,
     0.19 s like that, and 0.086 s like this, which is what whole rows take.
     """
-    request = job.parts[0][2]
+    request = job.slices[0][2]
     row, at = request.nbytes // request.rows, 0
     while at < len(buffer):
         number, within = divmod(first + at, row)
@@ -211,7 +207,7 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
     """Cast and copy what was staged."""
     if stage is None:
         return
-    for start, end, request in job.parts:
+    for start, end, request in job.slices:
         source = stage[start - job.offset : end - job.offset].view(request.dtype)
         first = (start - request.offset) // request.dtype.itemsize
         target = request.destination[first : first + source.numel()]
@@ -318,89 +314,75 @@ class Job:
     staged: bool
     end: int
     #: (start in the file, end in the file, request); the end as if its rows followed each other
-    parts: list[tuple[int, int, Request]] = field(default_factory=list)
+    slices: list[tuple[int, int, Request]] = field(default_factory=list)
 
     @property
     def asked(self) -> int:
         """Bytes that the requests asked for; padding between them does not count."""
-        return sum(end - start for start, end, _ in self.parts)
+        return sum(end - start for start, end, _ in self.slices)
 
     @property
     def on_host(self) -> bool:
         """Whether everything goes to the CPU's memory."""
-        return all(request.destination.device.type == "cpu" for *_, request in self.parts)
+        return all(request.destination.device.type == "cpu" for *_, request in self.slices)
 
 
-def jobs_of(requests: Iterable[Request], piece: int, whole: int) -> Iterator[Job]:
-    """Requests cut and joined to what is worth one read.
-
-    Args:
-        requests: in the order of their files and offsets; all direct, or none.
-        piece: bytes per read of what is staged, or of what small tensors are read together.
-        whole: bytes per read of a large tensor.
-    """
+def _jobs_of(requests: Iterable[Request]) -> Iterator[Job]:
+    """Divide and join requests to what is worth one read: in file order, all direct or none."""
     job: Job | None = None
     for request in requests:
         if not request.nbytes:
             continue
         stop = request.offset + request.nbytes
-        if job is not None and (request.rows > 1 or not _joins(job, request, piece)):
+        if job is not None and (request.rows > 1 or not _joins(job, request)):
             yield job
             job = None
         if request.rows > 1:
-            yield from _jobs_of_rows(request, piece, whole)
-            continue
-        if job is None and request.nbytes > piece:
-            step = whole if request.direct else piece
+            yield from _jobs_of_rows(request)
+        elif job is None and request.nbytes > PIECE:
+            step = _WHOLE * PIECE if request.direct else PIECE
             for start in range(request.offset, stop, step):
                 end = min(start + step, stop)
                 yield Job(request.file, start, not request.direct, end, [(start, end, request)])
-            continue
-        if job is None:
-            job = Job(request.file, request.offset, not request.direct, request.offset)
-        job.parts.append((request.offset, stop, request))
-        job.end = stop
+        else:
+            if job is None:
+                job = Job(request.file, request.offset, not request.direct, request.offset)
+            job.slices.append((request.offset, stop, request))
+            job.end = stop
     if job is not None:
         yield job
 
 
-def _jobs_of_rows(request: Request, piece: int, whole: int) -> Iterator[Job]:
-    """Jobs of as many rows as are worth one read, or of parts of a long row."""
-    row = request.nbytes // request.rows
-    together = max(1, piece // row)
+def _jobs_of_rows(request: Request) -> Iterator[Job]:
+    """Make jobs of as many rows as are worth one read, or of slices of a long row."""
+    row, size = request.nbytes // request.rows, request.dtype.itemsize
+    together = max(1, PIECE // row)
     for first in range(0, request.rows, together):
         rows = min(together, request.rows - first)
         start, nbytes = request.offset + first * request.step, rows * row
-        numel = nbytes // request.dtype.itemsize
-        at = first * row // request.dtype.itemsize
-        some = replace(
-            request,
-            offset=start,
-            nbytes=nbytes,
-            destination=request.destination[at : at + numel],
-            rows=rows,
-        )
+        target = request.destination[first * row // size :][: nbytes // size]
+        some = replace(request, offset=start, nbytes=nbytes, destination=target, rows=rows)
         if rows == 1:
-            yield from jobs_of([some], piece, whole)
+            yield from _jobs_of([some])
         else:
             end = start + (rows - 1) * request.step + row
             yield Job(request.file, start, not request.direct, end, [(start, start + nbytes, some)])
 
 
-def _joins(job: Job, request: Request, piece: int) -> bool:
+def _joins(job: Job, request: Request) -> bool:
     return (
         request.file == job.file
         and request.offset >= job.end
-        and request.offset + request.nbytes - job.offset <= piece
-        and len(job.parts) < _MAX_BUFFERS
+        and request.offset + request.nbytes - job.offset <= PIECE
+        and len(job.slices) < _MAX_BUFFERS
         # A staged slice is viewed as its dtype, which needs its place in the buffer aligned.
         and (request.direct or (request.offset - job.offset) % request.dtype.itemsize == 0)
     )
 
 
-def is_far(gap: int, nbytes: int) -> bool:
+def _is_far(gap: int, nbytes: int) -> bool:
     """Whether to skip the bytes before a range of `nbytes` instead of reading them too."""
-    # The rows of a shard that is cut along an inner dimension lie as far apart as they are long.
+    # The rows of a shard that is sliced along an inner dimension lie as far apart as they are long.
     return gap > min(_MAX_GAP, 256 + nbytes * _MAX_WASTE)
 
 
@@ -417,7 +399,7 @@ def is_readable(entry: TensorEntry) -> bool:
 def requests_for(
     entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype, *, fresh: bool = False
 ) -> Iterator[Request]:
-    """One request for each run of bytes, or for all rows of a matrix that are cut alike.
+    """Yield a request for each run of bytes, or for all rows of a matrix that are sliced alike.
 
     Args:
         entry: what to read.
