@@ -135,6 +135,7 @@ def load(
                         )
                         if more:
                             agree(False)
+                        commit.finish()
         finally:
             origin.close()
             if owned:

@@ -198,6 +198,10 @@ class Commit:
                 with suppress(Exception):
                     self._undo.pop()()
 
+    def finish(self) -> None:
+        """Keep what was done: an interrupt that was held back may come now, and undoes nothing."""
+        self._undo.clear()
+
     def when_undone(self, action: Callable[[], object]) -> None:
         """Call this after everything that comes later has been taken back."""
         self._undo.append(action)

@@ -216,6 +216,7 @@ def _load(job: _Job, circle: Circle) -> tuple[Keys, OptimizerReport]:
                 _load_optimizers(job, plans)
                 if more:
                     agree(False)
+            commit.finish()
     return Keys(missing, unexpected), merged(plans)
 
 
