@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchlift._model.slots import is_lazy
-from torchlift._model.torch_private import make_subclass
+from torchlift._model.torch_private import DISABLED, make_subclass
 from torchlift.errors import PlacementError
 
 Handler = Callable[..., torch.Tensor]
@@ -136,7 +136,7 @@ def has_own_loading(kind: type) -> bool:
         return True
     own: Any = getattr(kind, "__torch_function__", None)
     default: Any = torch.Tensor.__torch_function__
-    disabled = own is torch._C._disabled_torch_function_impl
+    disabled = own is DISABLED
     return not disabled and getattr(own, "__func__", None) is not default.__func__
 
 

@@ -5,6 +5,7 @@ Where torch could move one without an error, the code that uses it notices; see 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,11 +13,19 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._device import _device_constructors as device_constructors
 
-__all__ = ["IncompatibleKeys", "NormBase"]
+__all__ = ["IncompatibleKeys", "NormBase", "device_constructors", "function_modes"]
 
 LAZY: type = UninitializedTensorMixin
 LAZY_HOOK: Any = LazyModuleMixin._lazy_load_hook
+#: The ``__torch_function__`` of a class that asks for none.
+DISABLED: Any = torch._C._disabled_torch_function_impl
+#: What turns gradients on and off, as a function mode sees it.
+SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
+#: In `torch.nn.init`, what `torch.nn.init.trunc_normal_` calls.
+TRUNC_NORMAL = "_no_grad_trunc_normal_"
 #: What `torch.utils.swap_tensors` comes to for plain tensors; None where torch has it no more.
 swap_content: Any = getattr(torch._C, "_swap_tensor_impl", None)
 #: A recurrent layer's weak references to its own weights: their list, and the weights.
@@ -37,6 +46,16 @@ def storage_key(tensor: torch.Tensor) -> int:
         NotImplementedError, RuntimeError, ValueError: it has none: sparse, lazy, a wrapper.
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """Return what tells a storage from others."""
+    return int(storage._cdata)
+
+
+def without_subclasses() -> AbstractContextManager[None]:
+    """Keep tensor subclasses from seeing calls inside the block."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def storage_uses(key: int) -> int:

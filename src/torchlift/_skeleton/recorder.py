@@ -24,12 +24,18 @@ import torch
 from torch import nn
 from torch.overrides import (
     TorchFunctionMode,
-    _get_current_function_mode_stack,
     handle_torch_function,
     has_torch_function_unary,
 )
-from torch.utils._device import _device_constructors
 
+from torchlift._model.torch_private import (
+    SET_GRAD_ENABLED,
+    TRUNC_NORMAL,
+    device_constructors,
+    function_modes,
+    key_of,
+    storage_key,
+)
 from torchlift._skeleton.recording import (
     META,
     Call,
@@ -94,12 +100,12 @@ _LOOKS = frozenset({
         "storage_offset", "untyped_storage", "is_contiguous", "is_floating_point", "is_complex",
         "is_inference", "requires_grad_", "detach", "__len__",
     )),
-    torch._C._set_grad_enabled, torch.is_floating_point, torch.is_complex, torch.numel,
+    SET_GRAD_ENABLED, torch.is_floating_point, torch.is_complex, torch.numel,
 })
 # fmt: on
 #: Arguments of these types are recorded as they are; most are, so they are told apart first.
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
-_CONSTRUCTORS = frozenset(_device_constructors())
+_CONSTRUCTORS = frozenset(device_constructors())
 _DEVICE = torch.Tensor.device.__get__
 _IS_ON: dict[Func, str] = {
     torch.Tensor.is_meta.__get__: "meta",  # type: ignore[attr-defined]
@@ -157,7 +163,7 @@ class Recorder(TorchFunctionMode):
         if key not in self._storages:
             if key not in self._stand_ins:
                 return None
-            key = self._stand_ins[key]._cdata
+            key = key_of(self._stand_ins[key])
         return _ref(key, tensor)
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -170,7 +176,7 @@ class Recorder(TorchFunctionMode):
         if key not in self._stand_ins:
             nbytes = tensor.untyped_storage().nbytes()
             storage = torch.empty(nbytes, dtype=torch.uint8, device=META).untyped_storage()
-            self._storages[storage._cdata] = Storage(tensor.device, real=tensor.detach())
+            self._storages[key_of(storage)] = Storage(tensor.device, real=tensor.detach())
             self._stand_ins[key] = storage
         made = torch.empty(0, dtype=tensor.dtype, device=META).set_(
             self._stand_ins[key], tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -496,8 +502,7 @@ _SPECIAL: dict[Func, Callable[[Recorder, Func, Args, Kwargs], Any]] = {
 def _key_of(tensor: torch.Tensor) -> Key:
     """Return what tells a tensor's storage from others; 0 for tensors without one storage."""
     try:
-        key: Key = tensor.untyped_storage()._cdata
-        return key
+        return storage_key(tensor)
     except (NotImplementedError, RuntimeError):
         return 0  # sparse tensors and wrapper subclasses
 
@@ -602,13 +607,13 @@ def _restoring(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _seed_recorders(seed: int | None) -> None:
-    for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+    for mode in function_modes():  # type: ignore[no-untyped-call]
         if isinstance(mode, Recorder):
             mode.seed(seed)
 
 
 _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-    (nn.init, "_no_grad_trunc_normal_", _overridable),
+    (nn.init, TRUNC_NORMAL, _overridable),
     *((holder, "manual_seed", _seeding) for holder in (torch, torch.random)),
     *((holder, "set_rng_state", _restoring) for holder in (torch, torch.random)),
 )

@@ -12,6 +12,7 @@ from torchlift._model.commit import RECIPE, Commit, exchange, successor_of
 from torchlift._model.devices import ordinary_tensors, usable_device
 from torchlift._model.dtensor import dressed, is_sharded, shard_of_value
 from torchlift._model.slots import Group, ModuleTree, is_lazy
+from torchlift._model.torch_private import without_subclasses
 from torchlift._skeleton.recorder import Recorder, recordable
 from torchlift._skeleton.recording import Construction, Ref
 from torchlift._skeleton.replay import replay
@@ -139,7 +140,7 @@ def _remember(recorder: Recorder, group: Group) -> None:
     if is_lazy(tensor):
         # It has no storage to save, and its first input decides where it goes.
         kind: Any = type(tensor)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             exchange(tensor, kind(tensor.requires_grad, device="cpu", dtype=tensor.dtype))
         return
     ref = recorder.ref(tensor)

@@ -8,12 +8,12 @@ from functools import lru_cache
 # Mapping a file there turns every page fault into a round trip: 30-50x slower than reading
 # (huggingface/safetensors#562, sgl-project/sglang#37806).
 # fmt: off
-_NETWORK = frozenset({
-    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gfs", "gfs2", "glusterfs", "gpfs",
-    "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "smb2", "smb3", "smbfs",
-    "virtiofs", "wekafs",
-})
-# fmt: on
+_NETWORK = frozenset(
+    (
+        "9p afs beegfs ceph cifs coda davfs gfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 "
+        "orangefs panfs smb2 smb3 smbfs virtiofs wekafs"
+    ).split()
+)
 _MOUNTS = "/proc/self/mountinfo"
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.slots import collect, is_lazy, walk
+from torchlift._model.torch_private import storage_key
 from torchlift._plan.match import Rename, renamed
 from torchlift._plan.rules import DtypeRule, entry_like, target_dtype
 from torchlift._system import count_of, human, parse_size
@@ -312,7 +313,7 @@ def _extent(tensor: torch.Tensor) -> tuple[object, int, int]:
     start = tensor.storage_offset()
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     stop = start + reach + 1 if tensor.numel() else start
-    return tensor.untyped_storage()._cdata, int(start) * size, int(stop) * size
+    return storage_key(tensor), int(start) * size, int(stop) * size
 
 
 def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) -> Inventory:
