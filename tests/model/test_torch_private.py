@@ -30,6 +30,7 @@ def test_storage_key_and_uses_tell_who_shares_memory() -> None:
     key = private.storage_key(tensor)
     before = private.storage_uses(key)
     other = tensor.detach()
+    assert private.key_of(tensor.untyped_storage()) == key
     assert private.storage_key(other) == key != private.storage_key(torch.zeros(2))
     assert private.storage_uses(key) == before + 1
 

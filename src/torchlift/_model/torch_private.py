@@ -5,7 +5,9 @@ Where torch could move one without an error, the code that uses it notices; see 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +36,10 @@ FLAT_REFERENCES, FLAT_WEIGHTS = "_flat_weight_refs", "_flat_weights"
 COMPILED, CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 
 
+#: What tells a storage from others. In C: a recorder asks for every call that it sees.
+key_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+
 def use_count(tensor: torch.Tensor) -> int:
     """Return how many hold the tensor's content, in C++."""
     return int(tensor._use_count())  # type: ignore[attr-defined]
@@ -45,12 +51,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     Raises:
         NotImplementedError, RuntimeError, ValueError: it has none: sparse, lazy, a wrapper.
     """
-    return int(tensor.untyped_storage()._cdata)
-
-
-def key_of(storage: torch.UntypedStorage) -> int:
-    """Return what tells a storage from others."""
-    return int(storage._cdata)
+    return key_of(tensor.untyped_storage())
 
 
 def without_subclasses() -> AbstractContextManager[None]:

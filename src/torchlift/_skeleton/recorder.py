@@ -34,7 +34,6 @@ from torchlift._model.torch_private import (
     device_constructors,
     function_modes,
     key_of,
-    storage_key,
 )
 from torchlift._skeleton.recording import (
     META,
@@ -502,7 +501,7 @@ _SPECIAL: dict[Func, Callable[[Recorder, Func, Args, Kwargs], Any]] = {
 def _key_of(tensor: torch.Tensor) -> Key:
     """Return what tells a tensor's storage from others; 0 for tensors without one storage."""
     try:
-        return storage_key(tensor)
+        return key_of(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return 0  # sparse tensors and wrapper subclasses
 

@@ -8,11 +8,9 @@ from functools import lru_cache
 # Mapping a file there turns every page fault into a round trip: 30-50x slower than reading
 # (huggingface/safetensors#562, sgl-project/sglang#37806).
 # fmt: off
-_NETWORK = frozenset(
-    (
-        "9p afs beegfs ceph cifs coda davfs gfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 "
-        "orangefs panfs smb2 smb3 smbfs virtiofs wekafs"
-    ).split()
+_NETWORK = (
+    "9p afs beegfs ceph cifs coda davfs gfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 "
+    "orangefs panfs smb2 smb3 smbfs virtiofs wekafs"
 )
 _MOUNTS = "/proc/self/mountinfo"
 
@@ -32,7 +30,7 @@ def is_network(path: str | os.PathLike[str]) -> bool:
         kind = _kinds().get((os.major(device), os.minor(device)), "")
     except (OSError, AttributeError):  # Windows has neither device numbers nor ``/proc``
         return False
-    return kind in _NETWORK or kind == "fuse" or kind.startswith("fuse.")
+    return kind in _NETWORK.split() or kind == "fuse" or kind.startswith("fuse.")
 
 
 @lru_cache(maxsize=1)
