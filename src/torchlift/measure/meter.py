@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from torchlift.measure import sampling
@@ -123,12 +122,7 @@ class MemoryUse:
         self.baseline = self._take(first)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._sampler is not None
         try:
             self._final = self._sampler.stop()
