@@ -6,11 +6,10 @@ import gc
 import hashlib
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from io import FileIO
-from itertools import repeat
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -206,14 +205,9 @@ def limit_read(job: Job) -> None:
     """Read the files with one thread per CPU into small buffers whose pages exist already."""
     for name in job.files:
         with open(name, "rb", buffering=0) as file, ThreadPoolExecutor(len(job.buffers)) as pool:
-            offsets = iter(range(0, os.path.getsize(name), _READ))
-            list(pool.map(_read_all, repeat(file), repeat(offsets), job.buffers))
-
-
-def _read_all(file: FileIO, offsets: Iterator[int], buffer: bytearray) -> None:
-    """Read at every offset that no other thread has taken."""
-    for offset in offsets:
-        os.preadv(file.fileno(), [buffer], offset)
+            read = partial(os.preadv, file.fileno())
+            buffers = ([buffer] for buffer in cycle(job.buffers))
+            list(pool.map(read, buffers, range(0, os.path.getsize(name), _READ)))
 
 
 def limit_copy(job: Job) -> None:

@@ -58,13 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in _WAYS}
     with tempfile.TemporaryDirectory(prefix="torchlift-bench-") as folder:
-        paths = [os.path.join(folder, name) for name in ("small.pt", "full.pt")]
-        shapes = [make_checkpoint(paths[0], nbytes=1 << 20, tensors=4)]
-        shapes.append(make_checkpoint(paths[1], nbytes=args.size))
+        files = []
+        for name, nbytes, tensors in (("small.pt", 1 << 20, 4), ("full.pt", args.size, 64)):
+            path = os.path.join(folder, name)
+            files.append((path, make_checkpoint(path, nbytes=nbytes, tensors=tensors)))
         for _ in range(args.repeat):
             for name, way in _WAYS.items():
                 # Processes of its own: memory that one way has freed would help the next.
-                ranks = on_ranks(args.ranks, _rank, way, paths, shapes, timeout=_TIMEOUT)
+                ranks = on_ranks(args.ranks, _rank, way, files, timeout=_TIMEOUT)
                 rounds[name].append((max(s for s, _ in ranks), max(added for _, added in ranks)))
     print(table(rounds))
     return 0
@@ -91,11 +92,9 @@ def table(results: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     return "\n".join(lines)
 
 
-def _rank(
-    way: _Way, paths: Sequence[str], shapes: Sequence[tuple[int, int, int]]
-) -> tuple[float, float]:
+def _rank(way: _Way, files: Sequence[tuple[str, Sequence[int]]]) -> tuple[float, float]:
     """Load each file in one way; return the seconds and the anonymous bytes of the last load."""
-    for path, shape in zip(paths, shapes, strict=True):
+    for path, shape in files:
         with torch.device("meta"):
             model = Stack(*shape)
         fully_shard(model)

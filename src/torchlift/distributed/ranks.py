@@ -128,9 +128,9 @@ def _run(
     Each inherits a pipe as stdin, into which nothing is ever written. It is closed when this
     process is gone, in whatever way: a rank that reads from it then knows that it should leave.
     """
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -24,10 +24,7 @@ import time
 from typing import NamedTuple
 
 # In the kernel's order; a zombie has none of these lines.
-_PATTERN = re.compile(
-    rb"\nVmHWM:\s+(\d+) kB.*\nRssAnon:\s+(\d+) kB\nRssFile:\s+(\d+) kB\nRssShmem:\s+(\d+) kB",
-    re.DOTALL,
-)
+_PATTERN = re.compile(rb"(?s)\nVmHWM:\s+(\d+)" + rb".*?\nRss\w+:\s+(\d+)" * 3)
 
 
 class Sample(NamedTuple):
