@@ -28,7 +28,7 @@ from torchlift.formats.boxes import cut, row_major, runs
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.layout import Stored
 
-_BLOCK = 16 << 20  # bytes that are moved from an accelerator, or made dense, at a time
+_BLOCK = 16 << 20  # bytes that are copied from an accelerator, or made dense, at a time
 
 
 def save_consolidated(
@@ -262,7 +262,7 @@ class _Saver:
                 hint="Put the tensors on a mesh that all ranks are in.",
             )
         sums = zip(tensors, *(of_rank.sums for of_rank in written), strict=True)
-        whole = [whole_crc(tensor.nbytes, parts) for tensor, *parts in sums]
+        whole = [whole_crc(tensor.nbytes, of_ranks) for tensor, *of_ranks in sums]
         for offset, data in self.layout.frame(whole if self.layout.checked else []):
             write_at(self.file.descriptor, data, offset)
         self.file.commit()
