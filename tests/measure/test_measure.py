@@ -202,7 +202,7 @@ def test_a_timeline_stays_small_and_keeps_its_peaks() -> None:
     timeline = sampling.Timeline(limit=256)
     for i in range(100_000):
         timeline.add(sampling.Sample(i, 5_000 if i == 77_777 else i % 50, i % 7, 0))
-    kept = timeline.samples()
+    kept = timeline.samples
     assert len(kept) <= 256
     assert timeline.peaks[1] == 5_000
     assert max(sample.anonymous for sample in kept) == 5_000
@@ -214,7 +214,7 @@ def test_a_flat_line_is_two_samples() -> None:
     timeline = sampling.Timeline()
     for i in range(1_000):
         timeline.add(sampling.Sample(i, 10, 20, 30))
-    assert [s.seconds for s in timeline.samples()] == [0, 999]
+    assert [s.seconds for s in timeline.samples] == [0, 999]
 
 
 @pytest.mark.parametrize("sampler", ["thread", "process"])

@@ -199,7 +199,7 @@ def compare(
     timeout: float = 600.0,
     on_run: Callable[[Result, int], object] | None = None,
 ) -> Comparison:
-    """Load a checkpoint in every way that fits it, each time in a fresh process.
+    """Load a checkpoint in every way that fits it, each time in a new process.
 
     The ways take turns, round after round, so that a machine that slows down slows all of them.
     Imports are not part of the time, and neither is the check that all ways loaded equal values.

@@ -6,10 +6,10 @@ import gc
 import hashlib
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from io import FileIO
-from itertools import repeat
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 import torchlift
 from torchlift import load, skeleton
+from torchlift._system import leaves
 from torchlift.formats import TensorEntry
 
 State = nn.Module | Mapping[str, torch.Tensor]
@@ -83,18 +84,12 @@ class Job:
     def select(self, loaded: Any) -> dict[str, torch.Tensor]:
         """Return the tensors under the root of what `torch.load` returned, containers flattened."""
         start = "" if self.root is None else f"{self.root}."
-        flat = _flatten(loaded, "")
-        return {key[len(start) :]: tensor for key, tensor in flat if key.startswith(start)}
-
-
-def _flatten(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers with their keys, joined with dots."""
-    if isinstance(value, torch.Tensor):
-        yield key, value
-    elif isinstance(value, (Mapping, list, tuple)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for name, item in items:
-            yield from _flatten(item, f"{key}.{name}" if key else str(name))
+        flat = {".".join(map(str, path)): leaf for path, leaf in leaves(loaded).items()}
+        return {
+            key.removeprefix(start): leaf
+            for key, leaf in flat.items()
+            if key.startswith(start) and isinstance(leaf, torch.Tensor)
+        }
 
 
 def prepare(path: str, root: str | None, function: str, package: str, cold: bool) -> Job:
@@ -110,8 +105,8 @@ def prepare(path: str, root: str | None, function: str, package: str, cold: bool
     Returns:
         the job for the way's function.
     """
-    if package == "safetensors":
-        importlib.import_module("safetensors.torch")
+    if package:
+        importlib.import_module(f"{package}.torch")
     job = Job(path, root)
     # The limits use memory whose pages exist already.
     if function == "limit_copy":
@@ -164,9 +159,8 @@ def torch_assign(job: Job, mmap: bool = False) -> State:
     return model
 
 
-def torch_mmap(job: Job) -> State:
-    """Make views of the mapped file the tensors of the model: nothing is read or copied."""
-    return torch_assign(job, mmap=True)
+#: Makes views of the mapped file the tensors of the model: nothing is read or copied.
+torch_mmap = partial(torch_assign, mmap=True)
 
 
 def safetensors_clone(job: Job) -> State:
@@ -190,22 +184,8 @@ def safetensors_model(job: Job) -> State:
     return model
 
 
-def torchlift_mmap(job: Job) -> State:
-    """Load a skeleton; its tensors are views of the mapped file."""
-    return _torchlift(job, source="mmap")
-
-
-def torchlift_read(job: Job) -> State:
-    """Load a skeleton; every byte is read into memory that the process owns."""
-    return _torchlift(job, source="read")
-
-
-def torchlift_bf16(job: Job) -> State:
-    """Load a skeleton; every tensor is cast on the way."""
-    return _torchlift(job, dtype=torch.bfloat16)
-
-
 def _torchlift(job: Job, **options: Any) -> State:
+    """Load a skeleton."""
     model = skeleton(job.build)
     # What is no tensor (a step, a learning rate) has no place in the model made up from the file.
     strict = not job.has_objects
@@ -213,18 +193,21 @@ def _torchlift(job: Job, **options: Any) -> State:
     return model
 
 
+#: The skeleton's tensors are views of the mapped file.
+torchlift_mmap = partial(_torchlift, source="mmap")
+#: Every byte is read into memory that the process owns.
+torchlift_read = partial(_torchlift, source="read")
+#: Every tensor is cast on the way.
+torchlift_bf16 = partial(_torchlift, dtype=torch.bfloat16)
+
+
 def limit_read(job: Job) -> None:
     """Read the files with one thread per CPU into small buffers whose pages exist already."""
     for name in job.files:
         with open(name, "rb", buffering=0) as file, ThreadPoolExecutor(len(job.buffers)) as pool:
-            offsets = iter(range(0, os.path.getsize(name), _READ))
-            list(pool.map(_read_all, repeat(file), repeat(offsets), job.buffers))
-
-
-def _read_all(file: FileIO, offsets: Iterator[int], buffer: bytearray) -> None:
-    """Read at every offset that no other thread has taken."""
-    for offset in offsets:
-        os.preadv(file.fileno(), [buffer], offset)
+            read = partial(os.preadv, file.fileno())
+            buffers = ([buffer] for buffer in cycle(job.buffers))
+            list(pool.map(read, buffers, range(0, os.path.getsize(name), _READ)))
 
 
 def limit_copy(job: Job) -> None:

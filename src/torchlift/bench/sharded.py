@@ -58,12 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in _WAYS}
     with tempfile.TemporaryDirectory(prefix="torchlift-bench-") as folder:
-        path = os.path.join(folder, "full.pt")
-        shape = make_checkpoint(path, nbytes=args.size)
+        files = []
+        for name, nbytes, tensors in (("small.pt", 1 << 20, 4), ("full.pt", args.size, 64)):
+            path = os.path.join(folder, name)
+            files.append((path, make_checkpoint(path, nbytes=nbytes, tensors=tensors)))
         for _ in range(args.repeat):
             for name, way in _WAYS.items():
                 # Processes of its own: memory that one way has freed would help the next.
-                ranks = on_ranks(args.ranks, _rank, way, path, shape, timeout=_TIMEOUT)
+                ranks = on_ranks(args.ranks, _rank, way, files, timeout=_TIMEOUT)
                 rounds[name].append((max(s for s, _ in ranks), max(added for _, added in ranks)))
     print(table(rounds))
     return 0
@@ -90,25 +92,18 @@ def table(results: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     return "\n".join(lines)
 
 
-def _rank(way: _Way, path: str, shape: Sequence[int]) -> tuple[float, float]:
-    """Load in one way on this rank, after a small load that is not counted."""
-    with tempfile.TemporaryDirectory() as folder:
-        small = os.path.join(folder, "small.pt")
-        _measured(way, small, make_checkpoint(small, nbytes=1 << 20, tensors=4))
-    return _measured(way, path, shape)
-
-
-def _measured(way: _Way, path: str, shape: Sequence[int]) -> tuple[float, float]:
-    """Return the seconds and the anonymous bytes that a load adds on this rank."""
-    with torch.device("meta"):
-        model = Stack(*shape)
-    fully_shard(model)
-    dist.barrier()
-    # A sample takes 8 us of the interpreter: a hundred in a second do not slow a load down.
-    with memory(interval=0.01) as use:
-        start = time.perf_counter()
-        way(model, path)
-        seconds = time.perf_counter() - start
+def _rank(way: _Way, files: Sequence[tuple[str, Sequence[int]]]) -> tuple[float, float]:
+    """Load each file in one way; return the seconds and the anonymous bytes of the last load."""
+    for path, shape in files:
+        with torch.device("meta"):
+            model = Stack(*shape)
+        fully_shard(model)
+        dist.barrier()
+        # A sample takes 17 us of the interpreter: a hundred in a second do not slow a load down.
+        with memory(interval=0.01) as use:
+            start = time.perf_counter()
+            way(model, path)
+            seconds = time.perf_counter() - start
     return seconds, use.added_anonymous
 
 

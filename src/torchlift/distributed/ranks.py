@@ -1,24 +1,17 @@
 """Run a function on several processes of this machine, from where no other process can import it.
 
 A function that is defined in a cell of a notebook is such a function: it travels by value, with all
-that it refers to. The same module is what torch's launcher runs, in a process of its own, and what
-runs on every rank:
+that it refers to. This module is also what runs on every rank:
 
-    python -m torchlift.distributed.ranks launch FOLDER SECONDS COUNT
-    python -m torchlift.distributed.ranks rank FOLDER SECONDS
+    python -m torchlift.distributed.ranks FOLDER SECONDS
 
-The launcher does not run in the caller's process, nor does it start the ranks from a function: it
-would replace the caller's signal handlers, could not be ended after a timeout, and each rank would
-run the caller's script once more, as ``multiprocessing`` does.
-
-All meet in a folder. The caller leaves the file ``call`` there; each rank leaves ``RANK.result``,
-what it raised or returned; the launcher leaves what they printed, and the exit codes of ranks that
-failed in ``failed``.
+All meet in a folder. The caller leaves the file ``call`` there; each rank leaves what it printed,
+and its value in ``RANK.value`` or its traceback in ``RANK.error``. Then it waits to be ended, since
+another rank may still talk to it, and would fail for no reason of its own.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -28,8 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -38,13 +30,8 @@ T = TypeVar("T")
 
 # Seconds that a rank which failed waits for the others, so that an error of all is told by all.
 _GRACE = 1.0
-# Seconds for the launcher to end its ranks: it needs a fraction of one, unless they refuse.
-_PATIENCE = 10.0
 # Seconds that every clock here can count to, in milliseconds of 32 bits: eleven days.
 _LONGEST = 1e6
-_MODULE = "torchlift.distributed.ranks"  # when it is run, its __name__ is another
-# The file that says that a rank is about to leave after an error.
-_OVER = "over"
 
 
 def on_ranks(
@@ -98,15 +85,22 @@ def on_ranks(
         folder = Path(place)
         folder.joinpath("call").write_bytes(call)
         try:
-            _run(folder, timeout, count, environment or {})
-        except subprocess.TimeoutExpired:
-            late = _ranks(sorted({*range(count)} - {*_results(folder)}), count)
-            raise TimeoutError(f"{late} not done after {timeout:g} s") from None
+            codes = _run(folder, timeout, count, environment or {})
         finally:
             for rank in range(count):
-                print(_printed(folder, rank, "stdout"), end="")
-        _raise_failures(folder, count)
-        return [pickle.loads(value) for _, (_, value) in sorted(_results(folder).items())]
+                print(_text(folder / f"{rank}.stdout"), end="")
+        results = _results(folder)
+        for rank, code in codes.items():  # it died, and the others failed because of that
+            printed = _text(folder / f"{rank}.stderr")
+            raise RuntimeError(f"{_ranks([rank], count)} {_death(code)}\n{printed}".rstrip())
+        failed = [rank for rank, path in sorted(results.items()) if path.suffix == ".error"]
+        if failed:
+            texts = [f"\n[rank {rank}] {_text(results[rank])}".rstrip() for rank in failed]
+            raise RuntimeError(f"{_ranks(failed, count)} failed{''.join(texts)}")
+        if len(results) < count:
+            late = _ranks({*range(count)} - {*results}, count)
+            raise TimeoutError(f"{late} not done after {timeout:g} s")
+        return [pickle.loads(results[rank].read_bytes()) for rank in range(count)]
 
 
 # ---- the caller
@@ -126,12 +120,17 @@ def _check(
             raise TypeError(f"a variable of the environment is text, and {name} is {value!r}")
 
 
-def _run(folder: Path, timeout: float, count: int, environment: Mapping[str, str]) -> None:
-    """Run the launcher, and end it and its ranks after `timeout` seconds.
+def _run(
+    folder: Path, timeout: float, count: int, environment: Mapping[str, str]
+) -> dict[int, int]:
+    """Run all ranks and end them; return the exit codes of those that died without a result.
 
-    The ranks inherit a pipe as stdin, into which nothing is ever written. It is closed when this
+    Each inherits a pipe as stdin, into which nothing is ever written. It is closed when this
     process is gone, in whatever way: a rank that reads from it then knows that it should leave.
     """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -141,69 +140,71 @@ def _run(folder: Path, timeout: float, count: int, environment: Mapping[str, str
         "PYTHONUNBUFFERED": "1",
         "PYTHONIOENCODING": "utf-8:backslashreplace",
         **environment,
+        # What torchrun tells its ranks.
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # else rank 0 would listen on that port
+        "WORLD_SIZE": str(count),
     }
-    command = [sys.executable, "-m", _MODULE, "launch", str(folder), str(timeout), str(count)]
-    with (
-        open(folder / "log", "wb") as log,
-        subprocess.Popen(
-            command,
-            env=variables,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            # An interrupt of a terminal or a notebook is for the caller, which then ends the rest.
-            start_new_session=True,
-        ) as launcher,
-    ):
-        assert launcher.stdin is not None
-        try:
-            launcher.wait(timeout)
-        finally:
-            # To kill its process group would not do: it starts each rank in a session of its own.
-            launcher.stdin.close()
-            launcher.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                launcher.wait(_PATIENCE)
-            launcher.kill()
+    command = [sys.executable, "-m", "torchlift.distributed.ranks", str(folder), str(timeout)]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(count):
+            with (
+                open(folder / f"{rank}.stdout", "wb") as stdout,
+                open(folder / f"{rank}.stderr", "wb") as stderr,
+            ):
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdin=subprocess.PIPE,
+                        stdout=stdout,
+                        stderr=stderr,
+                        # An interrupt of a terminal is for the caller, which then ends the rest.
+                        start_new_session=True,
+                    )
+                )
+        return _wait(folder, timeout, ranks)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started is ended with it
+            process.communicate()
 
 
-def _results(folder: Path) -> dict[int, tuple[str, bytes]]:
-    """Return rank -> (traceback or an empty text, pickled value) of the ranks that are done."""
-    return {int(path.stem): pickle.loads(path.read_bytes()) for path in folder.glob("*.result")}
+def _wait(folder: Path, timeout: float, ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Return when all ranks have left a result, one has died, or the time is up."""
+    end, in_grace = time.monotonic() + timeout, False
+    while True:
+        results = _results(folder)
+        codes = {rank: process.poll() for rank, process in enumerate(ranks) if rank not in results}
+        died = {rank: code for rank, code in codes.items() if code is not None}
+        if died or not codes or time.monotonic() >= end:
+            return died
+        if not in_grace and any(path.suffix == ".error" for path in results.values()):
+            end, in_grace = min(end, time.monotonic() + _GRACE), True
+        time.sleep(0.02)
 
 
-def _raise_failures(folder: Path, count: int) -> None:
-    """Raise one error for all that raised, died, or left no result."""
-    results, codes = _results(folder), folder / "failed"
-    exits = json.loads(codes.read_bytes()) if codes.exists() else []
-    failed = {rank: text for rank, (text, _) in sorted(results.items()) if text}
-    for rank, code in sorted(exits):
-        if rank not in failed:  # it died, and then the others fail for no reason of their own
-            printed = _printed(folder, rank, "stderr")
-            raise RuntimeError(f"{_ranks([rank], count)} {_death(code)}\n{printed}".rstrip())
-    if failed:
-        texts = "".join(f"\n[rank {rank}] {text}".rstrip() for rank, text in failed.items())
-        raise RuntimeError(f"{_ranks([*failed], count)} failed{texts}")
-    missing = [rank for rank in range(count) if rank not in results]
-    if missing:
-        log = folder.joinpath("log").read_text(encoding="utf-8", errors="replace")
-        raise RuntimeError(f"{_ranks(missing, count)} left no result\n{log}".rstrip())
+def _results(folder: Path) -> dict[int, Path]:
+    """Return rank -> the file with the value or the traceback of each rank that is done."""
+    done = [path for path in folder.iterdir() if path.suffix in (".value", ".error")]
+    return {int(path.stem): path for path in done}
 
 
-def _printed(folder: Path, rank: int, stream: str) -> str:
-    """Return what a rank printed, from where torch's launcher has put it."""
-    return "".join(
-        path.read_text(encoding="utf-8", errors="replace")
-        for path in folder.glob(f"*/attempt_0/{rank}/{stream}.log")
-    )
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-def _ranks(which: Sequence[int], count: int) -> str:
-    return f"rank{'s' if len(which) > 1 else ''} {', '.join(map(str, which))} of {count}"
+def _ranks(which: Collection[int], count: int) -> str:
+    return f"rank{'s' if len(which) > 1 else ''} {', '.join(map(str, sorted(which)))} of {count}"
 
 
 def _death(exit_code: int) -> str:
-    if exit_code >= 0:
+    if exit_code == 0:
+        return "left no result"
+    if exit_code > 0:
         return f"died with exit code {exit_code}"
     return f"was ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
 
@@ -229,59 +230,27 @@ def _packed(content: object, what: str) -> bytes:
     return packed
 
 
-# ---- the launcher
-
-
-def _launch(name: str, timeout: str, count: str) -> None:
-    """Start the ranks and wait for them."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logs = DefaultLogsSpecs(name, redirects=Std.ALL)
-    config = LaunchConfig(1, 1, int(count), logs, run_id="ranks", max_restarts=0)
-    config.rdzv_backend, config.rdzv_endpoint = "c10d", "localhost:0"  # on a free port
-    try:
-        elastic_launch(config, sys.executable)("-m", _MODULE, "rank", name, timeout)
-    except ChildFailedError as error:
-        codes = [(rank, failure.exitcode) for rank, failure in error.failures.items()]
-        Path(name, "failed").write_text(json.dumps(codes), encoding="utf-8")
-
-
 # ---- a rank
 
 
-def _live(name: str, timeout: str) -> None:
-    """Call the function on this rank, and leave its result; it does not return."""
-    folder = Path(name)
-    _leave_with_the_caller()
-    error, value = "", b""
+def _serve(folder: Path, timeout: float) -> None:
+    """Call the function on this rank, leave its result, and wait to be ended."""
+    lifeline = threading.Thread(target=_leave_with_the_caller, args=[os.dup(0)], daemon=True)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the function is to see nothing of the pipe
+    lifeline.start()
     try:
-        value = _call(folder, timedelta(seconds=float(timeout)))
+        suffix, result = ".value", _call(folder, timedelta(seconds=timeout))
     except BaseException as failure:
-        error = _traceback(failure)
-    if folder.joinpath(_OVER).exists():
-        os._exit(0)  # another rank has failed and left: this one is not to blame for losing it
+        suffix, result = ".error", _traceback(failure).encode(errors="backslashreplace")
     part = folder / f"{os.environ['RANK']}.part"
-    part.write_bytes(pickle.dumps((error, value)))
-    part.replace(part.with_suffix(".result"))
-    _wait_for_all(folder, _GRACE if error else float(timeout))
-    if error:
-        folder.joinpath(_OVER).touch()
-    # The group's threads may still run when the interpreter is torn down, and then abort.
-    os._exit(bool(error))
+    part.write_bytes(result)
+    part.replace(part.with_suffix(suffix))
+    lifeline.join()
 
 
-def _leave_with_the_caller() -> None:
-    """Watch the pipe that is this rank's stdin, of which the function is to see nothing."""
-    lifeline = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-
-    def wait() -> None:
-        os.read(lifeline, 1)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
+def _leave_with_the_caller(pipe: int) -> None:
+    os.read(pipe, 1)
+    os._exit(1)
 
 
 def _call(folder: Path, timeout: timedelta) -> bytes:
@@ -302,20 +271,5 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
-def _wait_for_all(folder: Path, seconds: float) -> None:
-    """Stay while another rank may still talk to this one.
-
-    A barrier of the group would not do: the function may have destroyed the group.
-    """
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not folder.joinpath(_OVER).exists():
-        if len(list(folder.glob("*.result"))) == int(os.environ["WORLD_SIZE"]):
-            return
-        time.sleep(0.02)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "launch":
-        _launch(*sys.argv[2:])
-    else:
-        _live(*sys.argv[2:])
+    _serve(Path(sys.argv[1]), float(sys.argv[2]))

@@ -28,7 +28,7 @@ from torchlift.formats.boxes import cut, row_major, runs
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.layout import Stored
 
-_BLOCK = 16 << 20  # bytes that are moved from an accelerator, or made dense, at a time
+_BLOCK = 16 << 20  # bytes that are copied from an accelerator, or made dense, at a time
 
 
 def save_consolidated(
@@ -241,8 +241,7 @@ class _Saver:
                     nbytes += len(data)
                     if self.layout.checked:
                         total.add(offset, data)
-                if self.layout.checked:
-                    sums.append(total.value())
+                sums.append(total.value())
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -262,9 +261,9 @@ class _Saver:
                 found=f"{found} bytes",
                 hint="Put the tensors on a mesh that all ranks are in.",
             )
-        sums = zip(tensors, *(of_rank.sums for of_rank in written), strict=self.layout.checked)
-        whole = [whole_crc(tensor.nbytes, parts) for tensor, *parts in sums]
-        for offset, data in self.layout.frame(whole):
+        sums = zip(tensors, *(of_rank.sums for of_rank in written), strict=True)
+        whole = [whole_crc(tensor.nbytes, of_ranks) for tensor, *of_ranks in sums]
+        for offset, data in self.layout.frame(whole if self.layout.checked else []):
             write_at(self.file.descriptor, data, offset)
         self.file.commit()
 
@@ -308,10 +307,9 @@ def _owners(contents: Contents, summaries: Sequence[_RankSummary]) -> dict[str, 
                 hint="Give every rank the state dict of the whole model, with DTensors for its "
                 "shards.",
             )
-    concerned = {key for summary in summaries for pair in summary.same_as.items() for key in pair}
     first: dict[tuple[str | None, ...], str] = {}
     owners = {}
-    for key in filter(concerned.__contains__, contents.tensors):
+    for key in contents.tensors:
         seen = tuple(summary.same_as.get(key, key) for summary in summaries)
         if any(name is not None for name in seen) and first.setdefault(seen, key) != key:
             owners[key] = first[seen]

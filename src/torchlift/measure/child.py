@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import json, sys
 request = json.load(sys.stdin)
 sys.path[:] = request["path"]
 from torchlift.measure.child import _serve
-_serve(request, sys.argv[1])
+_serve(request)
 """
 
 
@@ -106,25 +105,26 @@ def in_child(
         >>> child.value, 16 <= child.memory.added_anonymous / 2**20 < 24
         (16777216, True)
     """
-    request = {
-        "code": code, "setup": setup, "finish": finish, "args": args,
-        "interval": interval, "path": sys.path,
-    }  # fmt: skip
+    if _FUNCTION.fullmatch(code):
+        setup = f"import pkgutil\ncall = pkgutil.resolve_name({code!r})\n{setup}"
+        code = "result = call(*args)"
     with tempfile.TemporaryDirectory(prefix="torchlift-") as folder:
         answer_file = Path(folder, "answer.json")
-        child = _run([str(answer_file)], json.dumps(request), timeout, env or {})
+        request = {
+            "code": code, "setup": setup, "finish": finish, "args": args,
+            "interval": interval, "path": sys.path, "answer": str(answer_file),
+        }  # fmt: skip
+        child = _run(json.dumps(request), timeout, env or {})
         answer = json.loads(answer_file.read_text(encoding="utf-8"))
     use = MemoryUse.from_dict(answer["memory"])
     return ChildResult(answer["value"], answer["seconds"], use, child.stdout, child.stderr)
 
 
-def _run(
-    args: list[str], request: str, timeout: float, env: Mapping[str, str]
-) -> subprocess.CompletedProcess[str]:
+def _run(request: str, timeout: float, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a child to its end, or raise `ChildError`; an interrupted call leaves none running."""
     try:
         child = subprocess.run(
-            [sys.executable, "-c", _BOOTSTRAP, *args],
+            [sys.executable, "-c", _BOOTSTRAP],
             input=request,
             capture_output=True,
             timeout=timeout,
@@ -134,11 +134,12 @@ def _run(
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        reason = f"the child process was still running after {timeout:g} s"
         # These are bytes, or None, even where an encoding is given.
-        printed = (error.stdout or b"", error.stderr or b"")
-        stdout, stderr = (text.decode("utf-8", "replace") for text in printed)
-        raise ChildError(reason, None, stdout, stderr) from None
+        printed = [
+            (text or b"").decode("utf-8", "replace") for text in (error.stdout, error.stderr)
+        ]
+        reason = f"the child process was still running after {timeout:g} s"
+        raise ChildError(reason, None, *printed) from None
     status = child.returncode
     if status:
         how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
@@ -146,33 +147,19 @@ def _run(
     return child
 
 
-def _serve(request: dict[str, Any], answer: str) -> None:
+def _serve(request: dict[str, Any]) -> None:
     """Run the request in the child and write the answer."""
-    namespace: dict[str, Any] = {"__name__": "__torchlift_child__", "args": request["args"]}
-    exec(compile(request["setup"], "<setup>", "exec"), namespace)
-    call = _callable(request["code"], namespace)
-    use = memory(interval=request["interval"], sampler="process")
-    with use:
-        namespace["use"] = use
+    setup, code, finish = (
+        compile(request[name], f"<{name}>", "exec") for name in ("setup", "code", "finish")
+    )
+    names: dict[str, Any] = {"__name__": "__torchlift_child__", "args": request["args"]}
+    exec(setup, names)
+    with memory(interval=request["interval"], sampler="process") as names["use"]:
         start = time.perf_counter()
-        value = call(*request["args"])
+        exec(code, names)
         seconds = time.perf_counter() - start
-    if request["finish"]:
-        namespace["result"] = value
-        exec(compile(request["finish"], "<finish>", "exec"), namespace)
-        value = namespace["result"]
-    with open(answer, "w", encoding="utf-8") as file:
-        json.dump({"value": value, "seconds": seconds, "memory": use.to_dict()}, file)
-
-
-def _callable(code: str, namespace: dict[str, Any]) -> Callable[..., Any]:
-    if _FUNCTION.fullmatch(code):
-        found: Callable[..., Any] = pkgutil.resolve_name(code)
-        return found
-    compiled = compile(code, "<code>", "exec")
-
-    def run(*_: object) -> Any:
-        exec(compiled, namespace)
-        return namespace.get("result")
-
-    return run
+    use = names["use"]
+    names.setdefault("result", None)
+    exec(finish, names)
+    answer = {"value": names["result"], "seconds": seconds, "memory": use.to_dict()}
+    Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import closing
-from types import TracebackType
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torchlift.measure import sampling
-from torchlift.measure.sampling import Reader, Sample, Timeline
+from torchlift.measure.sampling import Sample, Timeline
 
 
 class Mark(NamedTuple):
@@ -40,13 +40,10 @@ class _ThreadSampler:
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        self._reader = Reader()
         self._timeline = Timeline()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchlift-memory", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def _run(self) -> None:
@@ -55,50 +52,45 @@ class _ThreadSampler:
 
     def collect(self) -> Timeline:
         with self._lock:
-            self._timeline.add(*self._reader.read())
+            self._timeline.add(*sampling.read())
         return self._timeline
 
     def stop(self) -> Timeline:
         self._ended.set()
         self._thread.join()
-        timeline = self.collect()
-        self._reader.close()
-        return timeline
+        return self.collect()
 
 
 class _ProcessSampler:
     """A helper process that reads this process's counters, whatever holds the interpreter lock."""
 
     def __init__(self, interval: float) -> None:
-        self._interval = interval
-        self._lock = threading.Lock()
-
-    def start(self) -> None:
         # -I -S: neither the user's environment nor site-packages may change or slow down the
         # helper; it starts in 15 ms.
         self._helper = subprocess.Popen(
-            [sys.executable, "-I", "-S", sampling.__file__, str(os.getpid()), str(self._interval)],
+            [sys.executable, "-I", "-S", sampling.__file__, str(os.getpid()), str(interval)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        self._lock = threading.Lock()
         self.collect()
 
     def collect(self) -> Timeline:
         requests, answers = self._helper.stdin, self._helper.stdout
         assert requests is not None
         assert answers is not None
+        timeline = Timeline()
         with self._lock:
             os.write(requests.fileno(), b"?")
-            return Timeline.read(answers)
+            timeline.peaks, timeline.high, rows = marshal.load(answers)
+        timeline.samples = [Sample(*row) for row in rows]
+        return timeline
 
     def stop(self) -> Timeline:
         try:
             return self.collect()
         finally:
             self._helper.communicate()
-
-
-_Sampler = _ThreadSampler | _ProcessSampler
 
 
 class MemoryUse:
@@ -112,29 +104,25 @@ class MemoryUse:
         marks: what `mark` recorded, in order.
     """
 
-    def __init__(self, sampler: _Sampler) -> None:
+    def __init__(self, sampler: Callable[[], _ThreadSampler | _ProcessSampler]) -> None:
         self.baseline = Sample(0.0, 0, 0, 0)
         self.marks: list[Mark] = []
-        self._sampler: _Sampler | None = sampler
+        self._start_sampler = sampler
+        self._sampler: _ThreadSampler | _ProcessSampler | None = None  # while the block runs
         self._taken: list[Sample] = []  # baseline, marks, end: what the block itself sampled
         self._start = 0.0
         self._final = Timeline()
 
     def __enter__(self) -> MemoryUse:
-        if self._taken or self._sampler is None:
+        if self._taken:
             raise RuntimeError("a memory() block can be entered once; make a new one")
-        self._sampler.start()
+        self._sampler = self._start_sampler()
         first = snapshot()
         self._start = first.seconds
         self.baseline = self._take(first)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._sampler is not None
         try:
             self._final = self._sampler.stop()
@@ -178,7 +166,7 @@ class MemoryUse:
     def timeline(self) -> list[Sample]:
         """Samples in order of time from the baseline on, marks included; about 4000 at most."""
         start, taken = self._start, self._taken
-        seen = [s._replace(seconds=s.seconds - start) for s in self._timeline().samples()]
+        seen = [s._replace(seconds=s.seconds - start) for s in self._timeline().samples]
         return sorted({*taken, *(s for s in seen if s.seconds > 0)})
 
     def _peak(self, field: int) -> float:
@@ -235,14 +223,11 @@ class MemoryUse:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MemoryUse:
         """Return the finished measurement that `to_dict` wrote."""
-        use = cls.__new__(cls)
-        use._sampler, use._start = None, 0.0
+        use = cls(lambda: _ThreadSampler(1.0))  # which nobody starts
         use._taken = [Sample(*row) for row in data["taken"]]
         use.baseline = use._taken[0]
         use.marks = [Mark(*row) for row in data["marks"]]
-        use._final = Timeline()
-        for row in data["timeline"]:
-            use._final.add(Sample(*row))
+        use._final.samples = [Sample(*row) for row in data["timeline"]]
         use._final.peaks, use._final.high = list(data["peaks"]), data["high"]
         return use
 
@@ -291,7 +276,7 @@ def memory(
         raise ValueError(f'sampler must be "thread" or "process", not {sampler!r}')
     # Where all numbers are nan a helper has nothing to see, and Windows cannot select() on a pipe.
     outside = sampler == "process" and os.path.exists("/proc/self/status")
-    return MemoryUse(_ProcessSampler(interval) if outside else _ThreadSampler(interval))
+    return MemoryUse(partial(_ProcessSampler if outside else _ThreadSampler, interval))
 
 
 def snapshot() -> Sample:
@@ -308,5 +293,4 @@ def snapshot() -> Sample:
         >>> now.resident == now.anonymous + now.file_backed + now.shared
         True
     """
-    with closing(Reader()) as reader:
-        return reader.read()[0]
+    return sampling.read()[0]
