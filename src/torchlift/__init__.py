@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from torchlift import bench, distributed, errors, measure, remap, swap
     from torchlift._checkpoint import Checkpoint, TensorEntry, open
     from torchlift._load import load
-    from torchlift._plan.plan import LoadPlan, plan
-    from torchlift._plan.report import LoadReport
+    from torchlift._plan import LoadPlan, LoadReport, plan
     from torchlift._skeleton.skeleton import materialize, skeleton
     from torchlift.errors import (
         CheckpointError,
@@ -55,8 +54,8 @@ _MODULES = {
     "CheckpointError": "errors",
     "FormatError": "errors",
     "IntegrityError": "errors",
-    "LoadPlan": "_plan.plan",
-    "LoadReport": "_plan.report",
+    "LoadPlan": "_plan",
+    "LoadReport": "_plan",
     "MismatchError": "errors",
     "PlacementError": "errors",
     "TensorEntry": "formats",
@@ -65,7 +64,7 @@ _MODULES = {
     "load": "_load",
     "materialize": "_skeleton.skeleton",
     "open": "_checkpoint",
-    "plan": "_plan.plan",
+    "plan": "_plan",
     "skeleton": "_skeleton.skeleton",
     "verify": "formats.verify",
 }

@@ -17,8 +17,6 @@ __all__ = ["IncompatibleKeys", "NormBase"]
 
 LAZY: type = UninitializedTensorMixin
 LAZY_HOOK: Any = LazyModuleMixin._lazy_load_hook
-#: What `torch.utils.swap_tensors` comes to for plain tensors; None where torch has it no more.
-swap_content: Any = getattr(torch._C, "_swap_tensor_impl", None)
 #: A recurrent layer's weak references to its own weights: their list, and the weights.
 FLAT_REFERENCES, FLAT_WEIGHTS = "_flat_weight_refs", "_flat_weights"
 #: Children in which torch.compile and activation checkpointing hold the module that they wrap.

@@ -12,10 +12,7 @@ import torch
 from torchlift._checkpoint import Checkpoint
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.slots import collect
-from torchlift._plan.match import Rename
-from torchlift._plan.plan import LoadPlan, plan, resolve
-from torchlift._plan.report import names_of, summarise
-from torchlift._plan.rules import DtypeRule, Options
+from torchlift._plan import DtypeRule, LoadPlan, Options, Rename, names_of, plan, resolve, summarise
 from torchlift._system import human
 from torchlift.distributed.cuts import Cuts, ShardDims, cuts_of, places_of
 from torchlift.distributed.meshes import checked, extents

@@ -10,9 +10,15 @@ from torch import nn
 
 from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._model.slots import Group, collect, is_lazy
-from torchlift._plan.match import Rename, renamed
-from torchlift._plan.plan import LoadPlan
-from torchlift._plan.rules import DtypeRule, check_rule, entry_like, target_dtype
+from torchlift._plan import (
+    DtypeRule,
+    LoadPlan,
+    Rename,
+    check_rule,
+    entry_like,
+    renamed,
+    target_dtype,
+)
 from torchlift.distributed.shares import Want
 from torchlift.formats import Chunk, TensorEntry
 from torchlift.formats.boxes import row_major
