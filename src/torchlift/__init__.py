@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torchlift._checkpoint import Checkpoint as Checkpoint
     from torchlift._checkpoint import open as open
     from torchlift._load import load as load
-    from torchlift._plan.plan import LoadPlan as LoadPlan
-    from torchlift._plan.plan import plan as plan
-    from torchlift._plan.report import LoadReport as LoadReport
+    from torchlift._plan import LoadPlan as LoadPlan
+    from torchlift._plan import LoadReport as LoadReport
+    from torchlift._plan import plan as plan
     from torchlift._skeleton.skeleton import materialize as materialize
     from torchlift._skeleton.skeleton import skeleton as skeleton
     from torchlift.errors import CheckpointError as CheckpointError
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "_checkpoint": "Checkpoint open",
     "_load": "load",
-    "_plan.plan": "LoadPlan plan",
-    "_plan.report": "LoadReport",
+    "_plan": "LoadPlan LoadReport plan",
     "_skeleton.skeleton": "materialize skeleton",
     "errors": "CheckpointError FormatError IntegrityError MismatchError PlacementError UnsafeError",
     "formats": "TensorEntry",

@@ -7,27 +7,40 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint
 from torchlift._model.commit import Commit
-from torchlift._model.devices import ordinary_tensors
 from torchlift._model.dtensor import everything, held, is_sharded
 from torchlift._model.fsdp import refresh_shards, reshard
 from torchlift._model.handlers import is_plain
 from torchlift._model.ranks import Agree, together
-from torchlift._model.slots import Group, ModuleTree, is_lazy
-from torchlift._plan.fetch import Fetched, fetch
-from torchlift._plan.hooks import run_post_hooks
-from torchlift._plan.plan import LoadPlan, make_plan, resolve
-from torchlift._plan.report import LoadReport
-from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options
-from torchlift._plan.sources import FileSource, Origin
-from torchlift._plan.steps import Advance, Copy, Making, Rename, Transform
-from torchlift._skeleton.skeleton import forget, make
+from torchlift._model.slots import ModuleTree, is_lazy
+from torchlift._plan import (
+    Advance,
+    AnyMode,
+    AnySource,
+    Copy,
+    DeviceRule,
+    DtypeRule,
+    Fetched,
+    FileSource,
+    LoadPlan,
+    LoadReport,
+    Options,
+    Origin,
+    Prepared,
+    Rename,
+    Transform,
+    fetch_all,
+    make_plan,
+    resolve,
+    run_post_hooks,
+)
+from torchlift._skeleton.skeleton import forget
 from torchlift._system import collection_paused, uninterrupted
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.formats.verify import verify_index
@@ -142,7 +155,9 @@ def load(
                 opened.close()
         forget(tree)
     seconds = time.perf_counter() - start
-    return finished(plan, missing_keys=missing, unexpected_keys=unexpected, seconds=seconds)
+    shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
+    changed = {"missing_keys": missing, "unexpected_keys": unexpected, "seconds": seconds}
+    return LoadReport(**{**shared, **changed, "bytes_read": plan.bytes_to_read})
 
 
 class Agreed(NamedTuple):
@@ -159,26 +174,10 @@ class Agreed(NamedTuple):
     again: bool = False
 
 
-class Everything(NamedTuple):
-    """All that is to be placed: what was fetched for each step, and what no source has."""
-
-    steps: list[Fetched]
-    made: list[tuple[Group, torch.Tensor]]
-
-
-def fetch_all(
-    plan: LoadPlan, origin: Origin, transform: Transform | None, advance: Advance
-) -> Everything:
-    """Prepare every tensor of a plan; the model is as it was."""
-    with ordinary_tensors():
-        steps = fetch(plan.work.steps, origin, transform, advance)
-        return Everything(steps, _make(plan.work.makings))
-
-
 def place(
     tree: ModuleTree,
     plan: LoadPlan,
-    fetched: Everything,
+    fetched: Fetched,
     origin: Origin,
     commit: Commit,
     agreed: Agreed,
@@ -227,7 +226,11 @@ def place(
 
 
 def _copy_in_place(
-    steps: Sequence[Fetched], origin: Origin, commit: Commit, backup: bool, advance: Advance
+    steps: Sequence[Prepared],
+    origin: Origin,
+    commit: Commit,
+    backup: bool,
+    advance: Advance,
 ) -> None:
     """Write over live values; subclasses first, which run code of their own and are backed up."""
     copies = []
@@ -268,19 +271,6 @@ def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 
-def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
-    """Replay what is on meta; move what is live and belongs elsewhere."""
-    replayed = [item for item in makings if item.group.tensor.is_meta]
-    tensors = make([item.group for item in replayed], [item.device for item in replayed])
-    result = [
-        (item.group, tensor.to(item.dtype)) for item, tensor in zip(replayed, tensors, strict=True)
-    ]
-    moved = [item for item in makings if not item.group.tensor.is_meta]
-    return result + [
-        (item.group, item.group.tensor.detach().to(item.device, item.dtype)) for item in moved
-    ]
-
-
 def _verify(ckpt: Checkpoint) -> None:
     report = verify_index(ckpt.index)
     if not report.ok:
@@ -314,9 +304,3 @@ def _bar(wanted: bool, total: int) -> Iterator[Callable[[int], object]]:
     finally:
         with suppress(OSError, ValueError):
             bar.close()
-
-
-def finished(plan: LoadPlan, **changed: Any) -> LoadReport:
-    """Return what was done, where all went as planned but for what changed."""
-    shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
-    return LoadReport(**{**shared, "bytes_read": plan.bytes_to_read, **changed})

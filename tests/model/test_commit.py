@@ -94,17 +94,6 @@ def test_swap_keeps_a_gradient_that_fits_and_drops_one_that_does_not():
     assert model.b.dtype == torch.bfloat16
 
 
-def test_copy_keeps_object_and_memory():
-    """Only the values change, and they are cast to the dtype that is there."""
-    model = Two()
-    held, place = model.a, model.a.data_ptr()
-    with Commit() as commit:
-        commit.copy(group_of(model, "a"), torch.full((2, 3), 7, dtype=torch.float64))
-    assert model.a is held
-    assert (model.a.data_ptr(), model.a.dtype) == (place, torch.float32)
-    assert model.a.eq(7).all()
-
-
 @pytest.mark.parametrize("error", [Sentinel, KeyboardInterrupt, SystemExit])
 def test_leaving_by_an_error_takes_everything_back(error):
     """Objects, memory, values, gradients and requires_grad are as they were."""

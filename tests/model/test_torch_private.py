@@ -50,14 +50,6 @@ def test_make_subclass_keeps_the_memory() -> None:
     assert made.data_ptr() == tensor.data_ptr()
 
 
-def test_swap_content_exchanges_two_objects() -> None:
-    """Where torch has it no more, `torch.utils.swap_tensors` serves, more slowly."""
-    assert private.swap_content is not None
-    one, two = torch.zeros(1), torch.ones(2)
-    private.swap_content(one, two)
-    assert (one.shape, two.shape) == ((2,), (1,))
-
-
 def test_flat_references_are_a_recurrent_layer_s_own() -> None:
     """One weak reference for each weight, in the same order."""
     layer = nn.LSTM(2, 3)

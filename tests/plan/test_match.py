@@ -8,7 +8,7 @@ from small_models import Mixed, Scalar, Tied, Two, entry
 from torch import nn
 
 from torchlift._model.slots import collect
-from torchlift._plan.match import Candidate, match, renamed, suggestion
+from torchlift._plan import Candidate, match, renamed, suggestion
 from torchlift.errors import MismatchError
 
 

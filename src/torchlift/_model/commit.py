@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,13 +20,8 @@ from torchlift._model.dtensor import dressed, held, is_sharded
 from torchlift._model.handlers import is_plain, is_wrapper
 from torchlift._model.holders import flat_references
 from torchlift._model.slots import Group, is_lazy
-from torchlift._model.torch_private import (
-    fits_data,
-    make_subclass,
-    swap_content,
-    use_count,
-)
-from torchlift._system import leaves, map_leaves
+from torchlift._model.torch_private import fits_data, make_subclass
+from torchlift._system import leaves
 from torchlift.errors import PlacementError
 
 #: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
@@ -34,7 +29,7 @@ RECIPE = "_torchlift_recipe"
 
 
 def content_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's values, which a wrapper holds in tensors of its own."""
+    """Return the bytes of a tensor's values, which a wrapper has in tensors of its own."""
     if not is_wrapper(tensor):
         return tensor.numel() * tensor.itemsize
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -43,29 +38,28 @@ def content_bytes(tensor: torch.Tensor) -> int:
 
 
 def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`new` dressed as `old`: its class, its ``requires_grad`` and its Python attributes.
+    """Return `new` with the class, the ``requires_grad`` and the Python attributes of `old`.
 
     A `new` of a subclass, which only a loading handler makes, keeps its own class.
     """
     floating = new.is_floating_point() or new.is_complex()
     grad = old.requires_grad and floating and old.is_leaf
-    if not is_plain(new):
-        made: torch.Tensor
-        if isinstance(new, nn.Parameter):
-            made = new.requires_grad_(grad) if isinstance(old, nn.Parameter) else new
-        elif is_sharded(new):
-            made = dressed(new, held(new), grad, isinstance(old, nn.Parameter))
-        else:
-            made = nn.Parameter(new, grad) if isinstance(old, nn.Parameter) else new.detach()
+    parameter = isinstance(old, nn.Parameter)
+    made: torch.Tensor
+    if isinstance(new, nn.Parameter) and not is_plain(new):
+        made = new.requires_grad_(grad) if parameter else new
+    elif is_sharded(new):
+        made = dressed(new, held(new), grad, parameter)
+    elif not is_plain(new):
+        made = nn.Parameter(new, grad) if parameter else new.detach()
     elif is_lazy(old):
         kind: Any = type(old)
-        made = kind.cls_to_become(new.detach(), *([grad] if isinstance(old, nn.Parameter) else ()))
-    elif not isinstance(old, nn.Parameter):
-        made = new.detach().requires_grad_(grad)
-    else:
+        made = kind.cls_to_become(new.detach(), *([grad] if parameter else ()))
+    elif parameter:
         # What `nn.Parameter` does with a plain tensor, after asking what it is.
-        kind = nn.Parameter if is_wrapper(old) else type(old)
-        made = make_subclass(kind, new, grad)
+        made = make_subclass(nn.Parameter if is_wrapper(old) else type(old), new, grad)
+    else:
+        made = new.detach().requires_grad_(grad)
     for key, value in old.__dict__.items():
         # A wrapper's own tensors are its old values.
         if key != RECIPE and not (is_wrapper(old) and isinstance(value, torch.Tensor)):
@@ -73,46 +67,42 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def exchange(one: torch.Tensor, two: torch.Tensor) -> None:
+    """Exchange the content of two tensor objects: class, attributes, storage."""
+    torch.utils.swap_tensors(one, two)  # type: ignore[no-untyped-call]
+
+
+_NO_HOOKS = (None, None)
+
+
 def exchange_content(group: Group, other: torch.Tensor) -> Callable[[], None]:
     """Exchange, keeping what belongs to the object; return what takes it back."""
     old = group.tensor
     grad = old.grad if old.is_leaf else None
-    hooks: tuple[Any, Any] = old._backward_hooks, old._post_accumulate_grad_hooks
-    if grad is None and hooks == (None, None):
-        _exchange_unreferenced(group, other)
-        return lambda: _exchange_unreferenced(group, other)
+    hooks = old._backward_hooks, old._post_accumulate_grad_hooks
 
     def undo() -> None:
-        _release(old)
+        _equip(old, _NO_HOOKS, None)
         _exchange_unreferenced(group, other)
         _equip(old, hooks, grad)
 
     # Hooks and gradient belong to what torch exchanges, and holders to the object that stays:
     # with torch.utils.swap_tensors alone the hooks are never called again.
-    _release(old)
+    _equip(old, _NO_HOOKS, None)
     try:
         _exchange_unreferenced(group, other)
     except BaseException:
         _equip(old, hooks, grad)
         raise
     fits = grad is not None and old.requires_grad and _fits(grad, old)
-    _equip(old, hooks if old.requires_grad else (None, None), grad if fits else None)
+    _equip(old, hooks if old.requires_grad else _NO_HOOKS, grad if fits else None)
     return undo
 
 
-def _release(tensor: torch.Tensor) -> None:
-    if tensor.is_leaf and tensor.grad is not None:
-        tensor.grad = None
-    _set_hooks(tensor, (None, None))
-
-
-def _equip(tensor: torch.Tensor, hooks: tuple[Any, Any], grad: torch.Tensor | None) -> None:
-    _set_hooks(tensor, hooks)
-    if grad is not None:
+def _equip(tensor: Any, hooks: tuple[Any, Any], grad: torch.Tensor | None) -> None:
+    """Give a tensor these hooks and this gradient, where it has others."""
+    if tensor.is_leaf and tensor.grad is not grad:
         tensor.grad = grad
-
-
-def _set_hooks(tensor: Any, hooks: tuple[Any, Any]) -> None:
     if tensor._backward_hooks is not hooks[0]:
         tensor._backward_hooks = hooks[0]
     if tensor._post_accumulate_grad_hooks is not hooks[1]:
@@ -130,38 +120,13 @@ def _exchange_unreferenced(group: Group, other: torch.Tensor) -> None:
             references[position] = weakref.ref(group.tensor)
 
 
-def exchange(one: torch.Tensor, two: torch.Tensor) -> None:
-    """Exchange the content of two tensor objects: class, attributes, storage."""
-    if type(one) is type(two) and is_plain(one) and _is_lone(one) and _is_lone(two):
-        # What torch.utils.swap_tensors comes to where neither a subclass nor a holder is asked.
-        swap_content(one, two)
-        one.__dict__, two.__dict__ = two.__dict__, one.__dict__
-        return
-    torch.utils.swap_tensors(one, two)  # type: ignore[no-untyped-call]
-
-
-def _is_lone(tensor: torch.Tensor) -> bool:
-    """Whether nothing but Python's ordinary references holds the object and its content."""
-    return (
-        swap_content is not None and not weakref.getweakrefcount(tensor) and use_count(tensor) == 1
-    )
-
-
-def can_set_data(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether assigning ``old.data`` is possible: same kind of tensor, and both are real."""
-    if old.is_meta or is_lazy(old) or is_wrapper(old) or not is_plain(new):
-        return False
-    return fits_data(old, new)
-
-
-def set_data(old: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Give a live tensor other data; its gradient stays where it fits, and goes where not."""
-    fits = grad is None or _fits(grad, data)
-    if not fits:
-        # A gradient of another dtype or device cannot stay: autograd would refuse the next one.
+def _set_data(old: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Give a live tensor other data, and this gradient where it fits."""
+    if grad is not None:
+        # One of another dtype or device cannot stay: autograd would refuse the next one.
         old.grad = None
     old.data = data
-    if fits and grad is not None and old.grad is not grad:
+    if grad is not None and _fits(grad, data):
         old.grad = grad
     # Otherwise a graph recorded before would go backward with the new values, and be wrong.
     torch.autograd.graph.increment_version(old)
@@ -174,8 +139,7 @@ def _fits(grad: torch.Tensor, data: torch.Tensor) -> bool:
 class Commit:
     """Changes to a model that take effect together: leaving the block by an error undoes them.
 
-    The one undo of the house: what is about to change is noted first, and taken back in the
-    opposite order.
+    What is about to change is noted first, and taken back in the opposite order.
     """
 
     def __init__(self) -> None:
@@ -213,9 +177,8 @@ class Commit:
         that what comes next fits; some count their calls.
         """
         for module in modules:
-            attributes = dict(vars(module))
-            registries = [(attributes[name], attributes[name].copy()) for name in _REGISTRIES]
-            self._undo.append(partial(_restore, module, attributes, registries))
+            attributes = vars(module)
+            self._undo += [_restore(attributes), *(_restore(attributes[n]) for n in _REGISTRIES)]
 
     def keep_values(self, tensor: torch.Tensor) -> None:
         """Note a tensor's values, in a second copy of them, and whether it asks for a gradient."""
@@ -233,28 +196,8 @@ class Commit:
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer's attributes, groups and state, in a second copy of its values."""
-        attributes, groups = dict(vars(optimizer)), list(optimizer.param_groups)
-        contents = [({**group}, list(group["params"])) for group in groups]
-        state = optimizer.state
-        inner = {key: (part, map_leaves(part, lambda leaf, _: leaf)) for key, part in state.items()}
-
-        def undo() -> None:
-            vars(optimizer).clear()
-            vars(optimizer).update(attributes)
-            optimizer.param_groups[:] = groups
-            for group, (content, params) in zip(groups, contents, strict=True):
-                content["params"][:] = params
-                group.clear()
-                group.update(content)
-            state.clear()
-            for key, (part, content) in inner.items():
-                if isinstance(part, dict):
-                    part.clear()
-                    part.update(content)
-                state[key] = part
-
-        self._undo.append(undo)
-        for leaf in leaves(list(state.values())).values():
+        self._undo += map(_restore, _containers(vars(optimizer)))
+        for leaf in leaves(list(optimizer.state.values())).values():
             if isinstance(leaf, torch.Tensor):
                 self.keep_values(leaf)
 
@@ -284,10 +227,10 @@ class Commit:
         if is_lazy(old):
             self._fill_lazy(old, new)
             return
-        if can_set_data(old, new):
+        if not (old.is_meta or is_wrapper(old)) and is_plain(new) and fits_data(old, new):
             previous, grad = old.data, old.grad if old.is_leaf else None
-            self._undo.append(lambda: set_data(old, previous, grad))
-            set_data(old, new, grad)
+            self._undo.append(lambda: _set_data(old, previous, grad))
+            _set_data(old, new, grad)
             return
         try:
             self._undo.append(exchange_content(group, successor_of(old, new)))
@@ -299,34 +242,22 @@ class Commit:
             ) from error
 
     def _fill_lazy(self, old: Any, new: torch.Tensor) -> None:
-        kind, empty, grad = type(old), old.data, old.requires_grad
+        kind, empty, made = type(old), old.data, new.detach()
+        if old.is_meta:
+            # Another device cannot be taken through .data; the class changes with the content.
+            if kind.cls_to_become is not None and issubclass(kind.cls_to_become, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=old.requires_grad)
+            exchange(old, made)
+            self._undo.append(lambda: exchange(old, made))
+            return
 
         def undo() -> None:
             old.data = empty
             old.__class__ = kind
 
         self._undo.append(undo)
-        if old.is_meta:
-            # Another device cannot be taken through .data; the class changes with the content.
-            made = new.detach()
-            if kind.cls_to_become is not None and issubclass(kind.cls_to_become, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=grad)
-            exchange(old, made)
-            self._undo[-1] = lambda: exchange(old, made)
-            return
-        old.data = new.detach()
+        old.data = made
         old.__class__ = kind.cls_to_become
-
-    def copy(self, group: Group, source: torch.Tensor, *, backup: bool = False) -> None:
-        """Overwrite the values in place, casting and moving as `Tensor.copy_` does.
-
-        Only with a backup, which takes a second copy in memory, can this be undone.
-        """
-        local = held(group.tensor)
-        if backup or not is_plain(local):  # a subclass may fail half-way in code of its own
-            self.keep_values(group.tensor)
-        with torch.no_grad():
-            local.copy_(source)
 
     def extra_state(self, module: nn.Module, state: object) -> None:
         """Call the module's `set_extra_state`; give it back what it has now on failure."""
@@ -344,15 +275,24 @@ class Commit:
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-def _restore(
-    module: nn.Module, attributes: dict[str, Any], registries: list[tuple[Any, Any]]
-) -> None:
-    for name in vars(module).keys() - attributes.keys():
-        del vars(module)[name]
-    vars(module).update(attributes)
-    for registry, content in registries:
-        registry.clear()
-        registry.update(content)
+def _restore(container: Any) -> Callable[[], None]:
+    """Return what gives a dict, list or set the content back that it has now."""
+    content = container.copy()
+
+    def undo() -> None:
+        container.clear()
+        (container.extend if isinstance(container, list) else container.update)(content)
+
+    return undo
+
+
+def _containers(value: object) -> Iterator[object]:
+    """Yield the dicts and lists inside of a value, with itself."""
+    if isinstance(value, (dict, list)):
+        yield value
+    if isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _containers(item)
 
 
 def _once(memory: torch.Tensor) -> torch.Tensor:
@@ -396,22 +336,17 @@ def check_mode(group: Group) -> None:
 
 
 def repeats(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements of such a view can share one place in memory, as expanding makes them.
+    """Return whether elements of such a view may share one place in memory, as expanded ones do.
 
     Example:
         >>> repeats((2, 3), (3, 1)), repeats((2, 3), (0, 1)), repeats((3, 2), (1, 1))
         (False, True, True)
     """
-    reach = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if step != reach or not size:
-            break
-        reach *= size
-    else:
-        return False  # row by row, as nearly all are
+    if 0 in shape:
+        return False
     reach = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
-        if size > 1 and 0 not in shape:
+        if size > 1:
             if step < reach:
                 return True
             reach += (size - 1) * step

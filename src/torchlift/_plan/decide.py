@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -15,7 +15,6 @@ from torchlift._model.devices import DISK
 from torchlift._model.dtensor import (
     Spans,
     held,
-    home,
     is_sharded,
     layout_of,
     shard_of_entry,
@@ -25,16 +24,8 @@ from torchlift._model.handlers import handles, is_handled, is_plain, is_wrapper
 from torchlift._model.holders import Blocker, Hold, blocked_by, refusal
 from torchlift._model.slots import Group, is_blank, is_lazy
 from torchlift._model.torch_private import storage_key
+from torchlift._plan import rules
 from torchlift._plan.report import Mode, Route, Source
-from torchlift._plan.rules import (
-    AnyMode,
-    Options,
-    asked_device,
-    entry_like,
-    kept_on_disk,
-    target_device,
-    target_dtype,
-)
 from torchlift._plan.steps import Base, Candidate, Making, Match, Step
 from torchlift._skeleton.skeleton import construction_of, constructions_of
 from torchlift._transfer import is_network, is_readable
@@ -48,25 +39,17 @@ _RELEASE = (
 )
 
 
-def steps_for(matched: Match, path: str, options: Options) -> list[Step]:
+def steps_for(matched: Match, path: str, options: rules.Options) -> list[Step]:
     """Decide every pair of a match.
 
     Raises:
         PlacementError: a tensor cannot go where it was asked to go, or not in the mode asked for.
     """
-    network: dict[str, bool] = {}
-    steps = []
-    for group, key, candidates in matched.pairs:
-        entry = candidates[0].entry
-        file = entry.chunks[0].file if entry and entry.chunks else path
-        if file not in network:
-            # Not its folder: it may be a link to elsewhere.
-            network[file] = options.source == "auto" and is_network(file)
-        steps.append(_decide(group, key, candidates, options, path, network[file]))
-    return _settle_modes(_unshare(_share(steps)), options.mode)
+    steps = [_decide(*pair, options, path) for pair in matched.pairs]
+    return _final_modes(_unshare(_share(steps)), options.mode)
 
 
-def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
+def makings_for(groups: Iterable[Group], options: rules.Options) -> Iterator[Making]:
     """Decide what happens to the tensors that no source has.
 
     Raises:
@@ -80,41 +63,35 @@ def makings_for(groups: Iterable[Group], options: Options) -> Iterator[Making]:
     constructions_of(group for group in groups if group.tensor.is_meta)
     for group in groups:
         tensor = group.tensor
-        seen = entry_like(group.fqn, group)
-        device = target_device(options.device, seen, tensor, present=options.present)
-        if is_sharded(tensor) and options.device is None:
-            device = home(tensor)
+        seen = rules.entry_like(group.fqn, group)
+        asked, _ = rules.asked_device(options.device, seen, group)
+        device = rules.target_device(asked, seen.key, tensor, present=options.present)
         dtype = tensor.dtype
         if tensor.is_meta and group.persistent:
-            dtype = target_dtype(options.dtype, seen, tensor, tensor.dtype)
+            dtype = rules.target_dtype(options.dtype, seen, tensor, tensor.dtype)
         if (device, dtype) != (tensor.device, tensor.dtype):
             yield Making(group, device, dtype)
 
 
 def _decide(
-    group: Group,
-    key: str,
-    candidates: list[Candidate],
-    options: Options,
-    path: str,
-    network: bool,
+    group: Group, key: str, candidates: list[Candidate], options: rules.Options, path: str
 ) -> Step:
     candidate, tensor = candidates[0], group.tensor
-    seen, file_dtype = _as_entry(group, key, candidate), candidate_dtype(candidate, path)
-    asked, note = asked_device(options.device, seen, group)
+    entry, file_dtype = candidate.entry, candidate_dtype(candidate, path)
+    seen = replace(entry, key=key) if entry else rules.entry_like(key, group)
+    asked, note = rules.asked_device(options.device, seen, group)
     if asked == DISK:
-        options, dtype = kept_on_disk(options, group, seen, file_dtype), file_dtype
+        options, dtype = rules.kept_on_disk(options, group, seen, file_dtype), file_dtype
     else:
-        dtype = target_dtype(options.dtype, seen, tensor, file_dtype)
-    device = target_device(asked, seen, tensor, present=options.present)
-    part: Spans | None = None
-    if is_sharded(candidate.value) and not is_sharded(tensor):
-        _require_layout(group, candidate.value)
+        dtype = rules.target_dtype(options.dtype, seen, tensor, file_dtype)
+    device = rules.target_device(asked, seen.key, tensor, present=options.present)
+    spans: Spans | None = None
     if is_sharded(tensor):
         # Rules have seen the whole tensor; from here on there is only this rank's slice of it.
-        device = home(tensor) if asked is None else device
-        candidates, part = _shard(group, candidates)
-        candidate = candidates[0]
+        candidates, spans = _shard(group, candidates)
+        candidate, entry = candidates[0], candidates[0].entry
+    else:
+        _require_layout(group, candidate.value)
     mode = _mode(options.mode, tensor, device, dtype)
     in_place = mode == "copy" and not is_blank(tensor)
     handled = not in_place and is_handled(tensor)
@@ -122,16 +99,19 @@ def _decide(
         check_mode(group)
     if in_place:
         _check_in_place(group, device, dtype)
-    pieced = candidate.entry is not None and is_pieced(candidate.entry)
-    changes = device.type != "cpu" or dtype != file_dtype or part is not None or pieced
-    fills = mode == "copy" and is_blank(tensor)
-    source, bad_layout = _source(candidate, options, network, changes, in_place, handled)
-    wants_memory = source == "read" or (not in_place and (changes or fills or handled))
+    changes = device.type != "cpu" or dtype != file_dtype or spans is not None
+    changes = changes or (entry is not None and is_pieced(entry))
+    source: Source = "memory"
+    if entry is not None:
+        filled = changes and not in_place and not handled
+        source = _source(options.source, entry, path, filled=filled)
+        if source == "mmap" and not _fits_map(entry, copied=in_place or changes):
+            source, note = "read", "its layout in the file cannot be used in place"
     step = Step(
         group,
         key,
         candidate,
-        part,
+        spans,
         tuple(candidates[1:]),
         mode,
         source,
@@ -140,9 +120,31 @@ def _decide(
         dtype,
         dtype_is_fixed=options.dtype is not None or not tensor.is_meta,
         handled=handled,
-        note="its layout in the file cannot be used in place" if bad_layout else note,
+        note=note,
     )
-    return replace(step, route=_route(step, owned=wants_memory))
+    copied = not in_place and (changes or handled or mode == "copy")
+    return _routed(step, owned=copied or source == "read")
+
+
+def _source(asked: rules.AnySource, entry: TensorEntry, path: str, *, filled: bool) -> Source:
+    """Decide where bytes come from; `filled` says that new memory is, whatever the source."""
+    if asked != "auto":
+        return asked
+    # Of the file, not of its folder: it may be a link to elsewhere.
+    file = entry.chunks[0].file if entry.chunks else path
+    return "read" if filled or is_network(file) else "mmap"
+
+
+def _fits_map(entry: TensorEntry, *, copied: bool) -> bool:
+    """Return whether the file's map can serve as the tensor, or as what it is copied from."""
+    if is_pieced(entry):
+        return True
+    # The map of a misaligned storage is a copy of it: reading does without that copy.
+    return _is_aligned(entry) and (copied or not repeats(entry.shape, entry.stride))
+
+
+def _routed(step: Step, *, owned: bool) -> Step:
+    return replace(step, route=_route(step, owned=owned))
 
 
 def _route(step: Step, *, owned: bool) -> Route:
@@ -155,15 +157,13 @@ def _route(step: Step, *, owned: bool) -> Route:
         return "view" if mapped or step.in_place else "compute"
     assert entry is not None
     pieced = is_pieced(entry)
-    dense, aligned = layout(entry)
     # Several chunks are no view of the map: they are put together in memory, or not at all.
-    if not owned and not (pieced and (not aligned or len(entry.chunks) > 1)):
+    if not owned and not (pieced and (len(entry.chunks) > 1 or not _is_aligned(entry))):
         return "view"
-    if step.base is not None or (step.source == "read" and dense and entry.chunks):
+    readable = is_readable(entry) if pieced else is_dense(entry)
+    if step.base is not None or (step.source == "read" and entry.chunks and readable):
         return "read"
-    if pieced:
-        return "read" if step.source == "read" and is_readable(entry) else "fill"
-    return "copy"
+    return "fill" if pieced else "copy"
 
 
 def untransformed(step: Step, path: str, *, own: bool) -> Step:
@@ -182,31 +182,7 @@ def untransformed(step: Step, path: str, *, own: bool) -> Step:
         as_it_is = isinstance(value, torch.Tensor) and step.spans is None and not own
         return replace(raw, route="view" if as_it_is else "compute")
     owned = own or step.source == "read" or (entry is not None and is_pieced(entry))
-    return replace(raw, route=_route(raw, owned=owned))
-
-
-def _source(
-    candidate: Candidate,
-    options: Options,
-    network: bool,
-    changes: bool,
-    in_place: bool,
-    handled: bool,
-) -> tuple[Source, bool]:
-    """Decide where the bytes come from, and say whether it is their layout that decided."""
-    entry = candidate.entry
-    if entry is None:
-        return "memory", False
-    pieced = is_pieced(entry)
-    _, aligned = layout(entry)
-    if options.source != "auto":
-        source = options.source
-    else:
-        source = "read" if network or (changes and not in_place and not handled) else "mmap"
-    # The map of a misaligned storage is a copy of it: reading does without that copy.
-    repeated = repeats(entry.shape, entry.stride) and not pieced
-    unusable = not (aligned or pieced) or (repeated and not in_place and not changes)
-    return ("read", True) if source == "mmap" and unusable else (source, False)
+    return _routed(raw, owned=owned)
 
 
 def _shard(group: Group, candidates: list[Candidate]) -> tuple[list[Candidate], Spans | None]:
@@ -221,16 +197,15 @@ def _shard(group: Group, candidates: list[Candidate]) -> tuple[list[Candidate], 
     """
     tensor = group.tensor
     found: list[Candidate] = []
-    part: Spans | None = None
+    spans: Spans | None = None
     for candidate in candidates:
         entry, value = candidate.entry, candidate.value
         if value is not None:
-            if is_sharded(value):
-                _require_layout(group, value)
-                value = held(value)
-            elif len(value.shape) == tensor.dim() and not found:
-                part = spans_of(tensor, group.fqn)
-            found.append(Candidate(candidate.key, None, value))
+            _require_layout(group, value)
+            if not is_sharded(value) and len(value.shape) == tensor.dim() and not found:
+                spans = spans_of(tensor, group.fqn)
+            local = held(value) if isinstance(value, torch.Tensor) else value
+            found.append(Candidate(candidate.key, None, local))
             continue
         assert entry is not None
         if repeats(entry.shape, entry.stride):
@@ -242,12 +217,12 @@ def _shard(group: Group, candidates: list[Candidate]) -> tuple[list[Candidate], 
                 hint="Save a contiguous() tensor.",
             )
         found.append(Candidate(candidate.key, shard_of_entry(entry, tensor, group.fqn)))
-    return found, part
+    return found, spans
 
 
-def _require_layout(group: Group, value: torch.Tensor) -> None:
+def _require_layout(group: Group, value: object) -> None:
     """Refuse a DTensor that is not laid out as the model's tensor."""
-    if layout_of(value) != layout_of(group.tensor):
+    if is_sharded(value) and layout_of(value) != layout_of(group.tensor):
         raise PlacementError(
             "the state dict has another layout than the model",
             entry=group.fqn,
@@ -270,20 +245,15 @@ def _check_in_place(group: Group, device: torch.device, dtype: torch.dtype) -> N
         )
 
 
-def _mode(asked: AnyMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> Mode:
+def _mode(
+    asked: rules.AnyMode, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype
+) -> Mode:
     if asked != "auto":
         return asked
     stays = not is_blank(tensor) and (device, dtype) == (tensor.device, tensor.dtype)
     if stays and not handles(type(tensor), torch.Tensor):
         return "copy"
     return "swap"  # unless somebody is in the way
-
-
-def _as_entry(group: Group, key: str, candidate: Candidate) -> TensorEntry:
-    """Return what a device or dtype rule gets to see: the entry, under the model's name."""
-    if candidate.entry is not None:
-        return replace(candidate.entry, key=key) if candidate.entry.key != key else candidate.entry
-    return entry_like(key, group)
 
 
 def candidate_dtype(candidate: Candidate, path: str) -> torch.dtype:
@@ -294,17 +264,15 @@ def candidate_dtype(candidate: Candidate, path: str) -> torch.dtype:
     return dtype_of(candidate.entry, path)
 
 
-def layout(entry: TensorEntry) -> tuple[bool, bool]:
-    """Say how an entry lies in its file: (dense, aligned).
-
-    Dense is one run without gaps or repetitions; aligned, offsets that are multiples of the item
-    size.
-    """
-    aligned = all(chunk.offset % entry.itemsize == 0 for chunk in entry.chunks)
+def is_dense(entry: TensorEntry) -> bool:
+    """Return whether it is one run of the file, without gaps or repetitions."""
     if not entry.chunks or is_pieced(entry):
-        return not entry.chunks, aligned
-    span = sum(chunk.nbytes for chunk in entry.chunks)
-    return span == entry.nbytes and not repeats(entry.shape, entry.stride), aligned
+        return not entry.chunks
+    return entry.chunks[0].nbytes == entry.nbytes and not repeats(entry.shape, entry.stride)
+
+
+def _is_aligned(entry: TensorEntry) -> bool:
+    return all(chunk.offset % entry.itemsize == 0 for chunk in entry.chunks)
 
 
 # ---- tensors that share memory
@@ -317,16 +285,28 @@ def _share(steps: Sequence[Step]) -> list[Step]:
     apart, and over one memory they would train each other. Those that a rule sends to another
     device or dtype than the first are copies; a note says so.
     """
-    aliased = Counter(step.entry.storage for step in steps if step.entry and step.entry.chunks)
-    sets: dict[object, list[Step]] = {}
+    found = {step.key: step for step in steps}
+    sharing: dict[object, list[Step]] = defaultdict(list)
     for step in steps:
-        if step.entry and aliased[step.entry.storage] > 1:
-            sets.setdefault(_memory(step) or id(step), []).append(step)
-    changed: dict[int, Step] = {}
-    for together in sets.values():
-        if len(together) > 1:
-            changed.update(_together(together))
-    return [changed.get(id(step), step) for step in steps]
+        sharing[_memory(step) or step.key].append(step)
+    for together in sharing.values():
+        if len(together) == 1:
+            continue
+        first = together[0]
+        alike: dict[object, list[Step]] = defaultdict(list)
+        for step in together:
+            alike[step.device, step.dtype].append(step)
+        for members in alike.values():
+            run, owned = _run(members), any(step.owned for step in members)
+            for step in members:
+                note = step.note
+                if step.device != first.device:
+                    note = f"a copy: {first.key!r}, whose memory it shared, goes to {first.device}"
+                elif step.dtype != first.dtype:
+                    note = f"a copy: {first.key!r}, whose memory it shared, becomes {first.dtype}"
+                base = Base(run, step is members[0]) if len(members) > 1 else None
+                found[step.key] = _routed(replace(step, base=base, note=note), owned=owned)
+    return list(found.values())
 
 
 def _memory(step: Step) -> object:
@@ -346,26 +326,8 @@ def _memory(step: Step) -> object:
     return memory, entry.storage, chunk.file, entry.dtype, tensor.dtype, distance
 
 
-def _together(steps: Sequence[Step]) -> Iterator[tuple[int, Step]]:
-    alike: dict[object, list[Step]] = {}
-    for step in steps:
-        alike.setdefault((step.device, step.dtype), []).append(step)
-    first = steps[0]
-    for members in alike.values():
-        entry = _span(members)
-        owned = any(step.owned for step in members)
-        for step in members:
-            note = step.note
-            if step.device != first.device:
-                note = f"a copy: {first.key!r}, whose memory it shared, goes to {first.device}"
-            elif step.dtype != first.dtype:
-                note = f"a copy: {first.key!r}, whose memory it shared, becomes {first.dtype}"
-            base = Base(entry, step is members[0]) if len(members) > 1 else None
-            changed = replace(step, base=base, note=note)
-            yield id(step), replace(changed, route=_route(changed, owned=owned))
-
-
-def _span(steps: Sequence[Step]) -> TensorEntry:
+def _run(steps: Sequence[Step]) -> TensorEntry:
+    """Return the bytes from the first of these tensors to the last, as one vector."""
     entries = [step.entry for step in steps if step.entry is not None]
     chunks = [entry.chunks[0] for entry in entries]
     start = min(chunk.offset for chunk in chunks)
@@ -378,50 +340,52 @@ def _span(steps: Sequence[Step]) -> TensorEntry:
 def _unshare(steps: Sequence[Step]) -> list[Step]:
     """Give mapped tensors that overlap in the file memory of their own, all but the first.
 
-    Not those that share memory in the model too.
+    Those that share memory in the model too keep sharing it.
     """
-    end: dict[str, int] = {}
-    changed: dict[int, Step] = {}
-    mapped = [
-        (step.candidate.entry.chunks[0], step)
-        for step in steps
-        if step.candidate.entry
-        and step.candidate.entry.chunks
-        and not step.owned
-        and not step.in_place
-        and (step.base is None or step.base.first)
-    ]
-    for chunk, step in sorted(mapped, key=lambda item: (item[0].file, item[0].offset)):
-        if chunk.offset < end.get(chunk.file, 0) and step.base is None:
+    found = {step.key: step for step in steps}
+    mapped = []
+    for step in steps:
+        entry = step.base.entry if step.base else step.candidate.entry
+        if entry and entry.chunks and not step.owned and not step.in_place:
+            mapped.append((entry.chunks[0], step))
+    for first, second in overlapping(mapped):
+        step = first if second.base else second
+        if step.base is None:
             note = "shares bytes with another key of the file, which the model does not tie"
-            own = replace(step, source="read", note=note)
-            changed[id(step)] = replace(own, route=_route(own, owned=True))
-        else:
-            reach = step.base.entry.chunks[0] if step.base else chunk
-            end[chunk.file] = max(end.get(chunk.file, 0), reach.offset + reach.nbytes)
-    return [changed.get(id(step), step) for step in steps]
+            found[step.key] = _routed(replace(step, source="read", note=note), owned=True)
+    return list(found.values())
+
+
+def overlapping(runs: Iterable[tuple[Chunk, Step]]) -> Iterator[tuple[Step, Step]]:
+    """Yield pairs of tensors whose bytes in the file overlap: each one with one before it."""
+    file, end, last = "", 0, None
+    for chunk, step in sorted(runs, key=lambda item: (item[0].file, item[0].offset)):
+        stop = chunk.offset + chunk.nbytes
+        if last is not None and chunk.file == file and chunk.offset < end:
+            yield last, step
+        if chunk.file != file or stop > end:
+            file, end, last = chunk.file, stop, step
 
 
 # ---- where the plan meets live modules: who is in the way, and what a class has to say
 
 
-def _settle_modes(steps: list[Step], asked: AnyMode) -> list[Step]:
+def _final_modes(steps: list[Step], asked: rules.AnyMode) -> list[Step]:
     """Check everything that is to be swapped; refuse, or find another mode for each tensor.
 
     Raises:
         PlacementError: with ``mode="swap"``, a tensor that cannot be swapped; in any mode, one
             for which no way keeps what holds it.
     """
-    swapped = [step for step in steps if step.mode == "swap"]
     for step in steps:
-        if step.mode == "swap" or (step.mode == "copy" and not step.in_place):
+        if not step.in_place and step.mode != "assign":
             _require_handler(step)
-    found = blocked_by([step.group for step in swapped])
+    found = blocked_by([step.group for step in steps if step.mode == "swap"])
     if found and asked == "swap":
         raise refusal(found, hint=_RELEASE)
-    blocked = {item.key: item for item in found}
+    blockers = {item.key: item for item in found}
     return [
-        _fallback(step, blocked.get(step.group.fqn)) if step.mode == "swap" else step
+        _fallback(step, blockers.get(step.group.fqn)) if step.mode == "swap" else step
         for step in steps
     ]
 
@@ -459,12 +423,10 @@ def _fallback(step: Step, blocker: Blocker | None) -> Step:
     stays = (step.device, step.dtype) == (tensor.device, tensor.dtype)
     notes = [] if step.note is None else [step.note]
     if blocker is not None:
-        holders = f" (held by {'; '.join(blocker.holders)})" if blocker.holders else ""
-        why = f"{blocker.reason}{holders}"
         if tensor.is_meta or (step.handled and not stays):
-            step, way = replace(step, mode="assign"), f"assigned, not swapped: {why}"
+            step, what = replace(step, mode="assign"), "assigned, not swapped"
         elif step.handled or stays:
-            step, way = replace(step, mode="copy"), f"copied in place, not swapped: {why}"
+            step, what = replace(step, mode="copy"), "copied in place, not swapped"
         elif Hold.REDUCER in blocker.kinds:
             raise PlacementError(
                 "cannot change its dtype or device inside DistributedDataParallel, whose hooks "
@@ -475,10 +437,11 @@ def _fallback(step: Step, blocker: Blocker | None) -> Step:
                 hint="Load before wrapping the module, or keep its dtype and device.",
             )
         else:
-            way = f"content set through .data, not exchanged: {why}"
-            if blocker.kinds & {Hold.VIEW, Hold.MEMORY}:
-                way += "; what shares its memory keeps the old values"
-        notes.append(way)
+            what = "content set through .data, not exchanged"
+        holders = f" (held by {'; '.join(blocker.holders)})" if blocker.holders else ""
+        lost = step.mode == "swap" and blocker.kinds & {Hold.VIEW, Hold.MEMORY}
+        tail = "; what shares its memory keeps the old values" if lost else ""
+        notes.append(f"{what}: {blocker.reason}{holders}{tail}")
     if step.mode == "swap" and not step.handled and not stays and not tensor.is_meta:
         grad = tensor.grad if tensor.is_leaf else None
         if grad is not None and (grad.dtype, grad.device) != (step.dtype, step.device):

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
+from torchlift._model.devices import ordinary_tensors
 from torchlift._model.dtensor import dressed as wrap
 from torchlift._model.dtensor import everything, is_sharded, local_shape
 from torchlift._model.dtensor import undressed as unwrap
 from torchlift._model.handlers import apply, handles, is_plain
-from torchlift._model.slots import is_lazy
-from torchlift._plan.decide import candidate_dtype, layout, swapped, untransformed
-from torchlift._plan.hooks import same_bits
-from torchlift._plan.sources import Origin, whole_copy
-from torchlift._plan.steps import Advance, Candidate, Copy, Sent, Step, Transform
+from torchlift._model.slots import Group, is_lazy
+from torchlift._plan.decide import candidate_dtype, is_dense, overlapping, swapped, untransformed
+from torchlift._plan.plan import LoadPlan
+from torchlift._plan.sources import Origin
+from torchlift._plan.steps import Advance, Candidate, Copy, Making, Sent, Step, Transform
+from torchlift._skeleton.skeleton import make
 from torchlift._system import trim
 from torchlift._transfer import BUDGET, Request, allocate, read, requests_for
 from torchlift.errors import MismatchError, PlacementError
@@ -27,13 +30,25 @@ from torchlift.formats.boxes import is_pieced
 _BATCH = BUDGET // 4
 
 #: A step and the tensor that is to be placed for it; what rank 0 sends may be copied in place.
-Fetched = tuple[Step, torch.Tensor | Sent]
+Prepared = tuple[Step, torch.Tensor | Sent]
 
 
-def fetch(
-    steps: Sequence[Step], origin: Origin, transform: Transform | None, advance: Advance
-) -> list[Fetched]:
-    """Return each step with the tensor that will be placed; read in as few rounds as possible.
+class Fetched(NamedTuple):
+    """All that is to be placed.
+
+    Attributes:
+        steps: each step of the plan with its tensor.
+        made: what no source has.
+    """
+
+    steps: list[Prepared]
+    made: list[tuple[Group, torch.Tensor]]
+
+
+def fetch_all(
+    plan: LoadPlan, origin: Origin, transform: Transform | None, advance: Advance
+) -> Fetched:
+    """Prepare every tensor of a plan; read in as few rounds as possible; leave the model as it was.
 
     Raises:
         MismatchError: two tied names have different values, or a transform made another shape.
@@ -41,24 +56,47 @@ def fetch(
             placed.
         IntegrityError: a file changed or could not be read.
     """
+    with ordinary_tensors():
+        steps = _fetch_steps(plan.work.steps, origin, transform, advance)
+        return Fetched(steps, _make(plan.work.makings))
+
+
+def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
+    """Replay what is on meta; move what is live and belongs elsewhere."""
+    on_meta = [item for item in makings if item.group.tensor.is_meta]
+    live = [item for item in makings if not item.group.tensor.is_meta]
+    replayed = make([item.group for item in on_meta], [item.device for item in on_meta])
+    tensors = [*replayed, *(item.group.tensor.detach() for item in live)]
+    return [
+        (item.group, tensor.to(item.device, item.dtype))
+        for item, tensor in zip([*on_meta, *live], tensors, strict=True)
+    ]
+
+
+def _fetch_steps(
+    steps: Sequence[Step], origin: Origin, transform: Transform | None, advance: Advance
+) -> list[Prepared]:
     path = origin.path
     for step in steps:
         _check_ties(step, origin)
         if transform is None:
             _check_cast(step, candidate_dtype(step.candidate, path), path)
-    plain = [step for step in steps if transform is None and not step.handled]
-    found: list[Fetched] = []
-    for step, value in zip(plain, _fetch(plain, origin, advance), strict=True):
+    as_they_are = [step for step in steps if transform is None and not step.handled]
+    found: list[Prepared] = []
+    for step, value in zip(as_they_are, _by_route(as_they_are, origin, advance), strict=True):
         if isinstance(value, torch.Tensor):
             value = _wrapped(step, _without_old_scalar(step, value))
         found.append((step, value))
     rest = [step for step in steps if transform is not None or step.handled]
-    own = _overlapping(rest)
+    # A transform may write to what it gets: of two views of the same bytes, each would see what
+    # became of the other, depending on the order.
+    runs = [(step.entry.chunks[0], step) for step in rest if step.entry and step.entry.chunks]
+    shared = {step.key for pair in overlapping(runs) for step in pair}
     # All ranks fill together: how many tensors one of them has must not count.
     for batch in [rest] if origin.collective else _batches(rest):
-        raw_steps = [untransformed(step, path, own=step.key in own) for step in batch]
+        raw_steps = [untransformed(step, path, own=step.key in shared) for step in batch]
         # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
-        raw = _fetch(raw_steps, origin, lambda _: None)
+        raw = _by_route(raw_steps, origin, lambda _: None)
         for step in batch:
             tensor = raw.pop(0)
             assert isinstance(tensor, torch.Tensor)
@@ -68,50 +106,29 @@ def fetch(
     return found
 
 
-def _fetch(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[torch.Tensor | Sent]:
-    """Return the tensors of the steps, each by its route."""
+def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[torch.Tensor | Sent]:
+    """Return the tensors of the steps; read and copied all together where the route says so."""
     tensors: list[torch.Tensor | Sent] = []
     requests: list[Request] = []
     copies: list[Copy] = []
-    bases: dict[object, torch.Tensor] = {}
+    vectors: dict[object, torch.Tensor] = {}
     for step in steps:
-        entry, value = step.candidate.entry, step.candidate.value
-        if step.route == "compute":
-            assert value is not None
-            copies.append(_copy(step, value))
-            tensors.append(copies[-1].target)
-            continue
-        if step.route == "view":
-            kept = value.detach() if isinstance(value, torch.Tensor) else value
-            tensors.append(origin.tensor(step.candidate) if kept is None else kept)
-            continue
-        assert entry is not None
-        dtype = candidate_dtype(step.candidate, origin.path)
-        if step.route == "read" and step.base is not None:
-            key = (step.base.entry.storage, step.base.entry.chunks, step.dtype, step.device)
-            if key not in bases:
-                bases[key], request = _request(step, step.base.entry, dtype)
-                requests.append(request)
-            tensors.append(step.base.view(bases[key], entry))
-        elif step.route == "read" and not is_pieced(entry):
-            tensor, request = _request(step, entry, dtype)
-            tensors.append(tensor)
-            requests.append(request)
-        elif step.route == "read":
-            flat = allocate(entry.numel, step.dtype, step.memory)
-            tensors.append(flat.view(entry.shape))
-            requests += requests_for(entry, flat, dtype, fresh=True)
-        elif step.route == "fill":
-            target = allocate(entry.numel, step.dtype, step.memory).view(entry.shape)
-            tensors.append(origin.views.fill(target, entry))
-            advance(step.span)
-        else:
-            view = origin.tensor(step.candidate)
-            flat = allocate(view.numel(), step.dtype, step.memory)
-            dense, _ = layout(entry)
-            shaped = flat.as_strided(view.shape, view.stride()) if dense else flat.view_as(view)
-            tensors.append(shaped.copy_(view))
-            advance(step.span)
+        match step.route:
+            case "view":
+                tensors.append(_view(step.candidate, origin))
+            case "compute":
+                copies.append(_copy(step))
+                tensors.append(copies[-1].target)
+            case "read":
+                tensors.append(_read(step, origin.path, requests, vectors))
+            case "fill":
+                entry = _entry(step)
+                target = allocate(entry.numel, step.dtype, step.memory).view(entry.shape)
+                tensors.append(origin.views.fill(target, entry))
+                advance(step.span)
+            case "copy":
+                tensors.append(_copy_of(origin.tensor(step.candidate), step))
+                advance(step.span)
     if requests:
         read(requests, origin.views.files, advance=advance)
     if copies or origin.collective:
@@ -119,22 +136,57 @@ def _fetch(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[torc
     return tensors
 
 
-def _copy(step: Step, value: torch.Tensor | Sent) -> Copy:
+def _view(candidate: Candidate, origin: Origin) -> torch.Tensor | Sent:
+    value = candidate.value
+    if value is None:
+        return origin.tensor(candidate)
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _read(
+    step: Step, path: str, requests: list[Request], vectors: dict[object, torch.Tensor]
+) -> torch.Tensor:
+    """Return the tensor that the requests, of which it adds some, will fill."""
+    entry, dtype = _entry(step), candidate_dtype(step.candidate, path)
+    run, owner = (step.base.entry, id(step.base.entry)) if step.base else (entry, step.key)
+    if owner not in vectors:
+        flat = vectors[owner] = allocate(run.numel, step.dtype, step.memory)
+        if is_pieced(run):
+            requests += requests_for(run, flat, dtype, fresh=True)
+        else:
+            (chunk,) = run.chunks
+            file, offset, nbytes = chunk.file, chunk.offset, chunk.nbytes
+            requests.append(Request(file, offset, nbytes, flat, dtype, fresh=True))
+    if step.base is not None:
+        return step.base.view(vectors[owner], entry)
+    if is_pieced(entry):
+        return vectors[owner].view(entry.shape)
+    # Dense, so the file's own order of the dimensions fits the same number of elements.
+    return vectors[owner].as_strided(entry.shape, entry.stride)
+
+
+def _copy_of(view: torch.Tensor, step: Step) -> torch.Tensor:
+    flat = allocate(view.numel(), step.dtype, step.memory)
+    dense = is_dense(_entry(step))
+    new = flat.as_strided(view.shape, view.stride()) if dense else flat.view_as(view)
+    return new.copy_(view)
+
+
+def _copy(step: Step) -> Copy:
     """Return a copy of a value in memory, or of this rank's slice of it, into new memory."""
+    value = step.candidate.value
+    assert value is not None
+    spans = everything(value.shape) if step.spans is None else step.spans
     if step.spans is None and isinstance(value, torch.Tensor):  # its strides are kept
         made = torch.empty_like(value, dtype=step.dtype, device=step.memory, requires_grad=False)
-        return whole_copy(value, made)
-    spans = everything(value.shape) if step.spans is None else step.spans
-    made = torch.empty(local_shape(spans), dtype=step.dtype, device=step.memory)
+    else:
+        made = torch.empty(local_shape(spans), dtype=step.dtype, device=step.memory)
     return Copy(value, made, spans)
 
 
-def _request(step: Step, entry: TensorEntry, dtype: torch.dtype) -> tuple[torch.Tensor, Request]:
-    (chunk,) = entry.chunks
-    flat = allocate(entry.numel, step.dtype, step.memory)
-    request = Request(chunk.file, chunk.offset, chunk.nbytes, flat, dtype, fresh=True)
-    # Dense, so the file's own order of the dimensions fits the same number of elements.
-    return flat.as_strided(entry.shape, entry.stride), request
+def _entry(step: Step) -> TensorEntry:
+    assert step.candidate.entry is not None
+    return step.candidate.entry
 
 
 def _wrapped(step: Step, tensor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +208,7 @@ def _batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
         yield batch
 
 
-def _made(step: Step, transform: Transform | None, raw: torch.Tensor, path: str) -> Fetched:
+def _made(step: Step, transform: Transform | None, raw: torch.Tensor, path: str) -> Prepared:
     """Return what a transform and the class of the model's tensor make of one tensor."""
     like = step.group.tensor
     if is_sharded(like) and not step.handled:
@@ -188,22 +240,22 @@ def _handled(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.T
     if step.in_place and not is_plain(made) and not step.handled:
         # Found out only now: a transform returned a subclass for a plain, live tensor.
         step = swapped(step)
-    slots = _slots(made), _slots(destination)
-    if step.mode == "swap" and not is_plain(made) and slots[0] != slots[1]:
+    expected, found = _slots(destination), _slots(made)
+    if step.mode == "swap" and not is_plain(made) and found != expected:
         raise PlacementError(
             "a handler returned a class whose slots differ from those of the model's tensor, "
             "so that the two cannot be exchanged",
             file=path,
             entry=step.key,
-            expected=f"{type(destination).__name__} with slots {sorted(slots[1])}",
-            found=f"{type(made).__name__} with slots {sorted(slots[0])}",
+            expected=f"{type(destination).__name__} with slots {expected}",
+            found=f"{type(made).__name__} with slots {found}",
             hint='Load with mode="assign".',
         )
     return step, made
 
 
-def _slots(tensor: torch.Tensor) -> set[str]:
-    return set(copyreg._slotnames(type(tensor)))  # type: ignore[attr-defined]
+def _slots(tensor: torch.Tensor) -> list[str]:
+    return sorted(set(copyreg._slotnames(type(tensor))))  # type: ignore[attr-defined]
 
 
 def _cast(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
@@ -249,23 +301,16 @@ def _without_old_scalar(step: Step, tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_cast(step: Step, dtype: torch.dtype, path: str) -> None:
     if dtype.is_complex and not step.dtype.is_complex:
-        raise PlacementError(
-            "complex values cannot become real without losing their imaginary part",
-            file=path,
-            entry=step.key,
-            expected=step.dtype,
-            found=dtype,
-            hint="Pass transform= to say what to keep, such as tensor.real or tensor.abs().",
-        )
-    if dtype != step.dtype and not _can_cast(dtype, step.dtype):
-        raise PlacementError(
-            "torch cannot cast between these dtypes",
-            file=path,
-            entry=step.key,
-            expected=step.dtype,
-            found=dtype,
-            hint='Load without dtype=, and with mode="assign" if the model is live.',
-        )
+        reason = "complex values cannot become real without losing their imaginary part"
+        hint = "Pass transform= to say what to keep, such as tensor.real or tensor.abs()."
+    elif dtype != step.dtype and not _can_cast(dtype, step.dtype):
+        reason = "torch cannot cast between these dtypes"
+        hint = 'Load without dtype=, and with mode="assign" if the model is live.'
+    else:
+        return
+    raise PlacementError(
+        reason, file=path, entry=step.key, expected=step.dtype, found=dtype, hint=hint
+    )
 
 
 @cache
@@ -277,23 +322,6 @@ def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
     except (NotImplementedError, RuntimeError):
         return False
     return True
-
-
-def _overlapping(steps: Sequence[Step]) -> set[str]:
-    """Return the keys whose bytes in the file are partly those of another key.
-
-    A transform may write to what it gets. Two views of one map would each see what became of the
-    other, depending on the order.
-    """
-    found: set[str] = set()
-    file, end, holder = "", 0, ""
-    ranges = [(step.entry.chunks[0], step) for step in steps if step.entry and step.entry.chunks]
-    for chunk, step in sorted(ranges, key=lambda item: (item[0].file, item[0].offset)):
-        if chunk.file == file and chunk.offset < end:
-            found |= {holder, step.key}
-        if chunk.file != file or chunk.offset + chunk.nbytes > end:
-            file, end, holder = chunk.file, chunk.offset + chunk.nbytes, step.key
-    return found
 
 
 def _check_ties(step: Step, origin: Origin) -> None:
@@ -312,17 +340,22 @@ def _check_ties(step: Step, origin: Origin) -> None:
 
 def _same_values(one: Candidate, two: Candidate, origin: Origin) -> bool:
     a, b = one.entry, two.entry
-    if a is not None and b is not None:
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            return False
-        if a.chunks == b.chunks and a.stride == b.stride:
-            return True
+    if a and b and (a.dtype, a.shape, a.stride, a.chunks) == (b.dtype, b.shape, b.stride, b.chunks):
+        return True
     if one.value is not None and (one.value is two.value or origin.collective):
         return True
     left, right = origin.tensor(one), origin.tensor(two)
     if left.data_ptr() == right.data_ptr() and left.stride() == right.stride():
         return True
-    return (left.dtype, left.shape) == (right.dtype, right.shape) and same_bits(left, right)
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    return torch.equal(_bytes_of(left), _bytes_of(right))  # bits, so that a NaN equals itself
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    # Not flatten(): a single element may keep a stride that a view as bytes refuses.
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def _summary(candidate: Candidate, origin: Origin) -> str:

@@ -9,9 +9,9 @@ stand-in of the module, so that what it decides becomes part of the plan.
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,8 @@ from torchlift._model.torch_private import LAZY_HOOK, IncompatibleKeys, NormBase
 from torchlift._plan.sources import Origin
 from torchlift._plan.steps import Candidate
 from torchlift._skeleton.recording import version_of
+from torchlift._system import leaves, map_leaves
 from torchlift.errors import MismatchError, PlacementError
-from torchlift.formats.index import Leaf
 
 _EXTRA = "_extra_state"
 
@@ -80,10 +80,9 @@ def run_hooks(
         like: name -> tensor of the model.
         strict: passed on to the code.
     """
-    run = _Run(origin, names, objects, strict)
     prefixes = tuple(prefix for prefix, _ in modules)
     with ordinary_tensors():
-        run.look_at(prefixes, names, objects, like)
+        run = _Run(prefixes, origin, names, objects, like, strict)
         for prefix, module in modules:
             run.visit(prefix, module)
         return run.finish()
@@ -111,42 +110,46 @@ def _is_lazy_hook(hook: Any) -> bool:
 
 
 class _Run:
-    """A state dict on its way through the modules."""
+    """A state dict on its way through the modules that have loading code of their own.
+
+    Attributes:
+        state: what their code sees, by its name in the model.
+        order: the names in it, sorted: those under one prefix follow each other.
+        known: identity of a tensor in it -> what it was made from, and its version then.
+        versions: path of a module of the model -> what its state dict says of it.
+    """
 
     def __init__(
-        self, origin: Origin, names: Mapping[str, str], objects: Mapping[str, str], strict: bool
+        self,
+        prefixes: tuple[str, ...],
+        origin: Origin,
+        names: Mapping[str, str],
+        objects: Mapping[str, str],
+        like: Mapping[str, torch.Tensor],
+        strict: bool,
     ) -> None:
         self.origin = origin
         self.strict = strict
         self.templates = _templates_by_name(origin.templates, {**names, **objects})
         self.outcome = Outcome()
         self.state: dict[str, Any] = {}
+        # With the tensor itself: while it lives, no other one has its identity.
         self.known: dict[tuple[object, ...], tuple[Candidate, torch.Tensor, int]] = {}
         self.versions: dict[str, Mapping[str, object]] = {}
-        self.order: list[str] = []
-
-    def look_at(
-        self,
-        prefixes: tuple[str, ...],
-        names: Mapping[str, str],
-        objects: Mapping[str, str],
-        like: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Take in what lies under the prefixes; the rest goes straight into the outcome."""
         for key, name in names.items():
-            candidate = self.origin.candidates[key]
+            candidate = origin.candidates[key]
             if name.startswith(prefixes):
-                value = self.origin.tensor(candidate, like.get(name))
+                value = origin.tensor(candidate, like.get(name))
                 self.state[name] = value
                 self.known[_identity(value)] = candidate, value, version_of(value)
             else:
                 self.outcome.candidates[name] = candidate
-            old, new = key.rpartition(".")[0], name.rpartition(".")[0]
-            if old in self.origin.versions:
-                self.versions[new] = self.origin.versions[old]
+            old = key.rpartition(".")[0]
+            if old in origin.versions:
+                self.versions[name.rpartition(".")[0]] = origin.versions[old]
         for key, name in objects.items():
             if name.startswith(prefixes):
-                self.state[name] = self.origin.objects[key]
+                self.state[name] = origin.objects[key]
             else:
                 self.outcome.unexpected.append(name)
         self.order = sorted(self.state)
@@ -154,46 +157,53 @@ class _Run:
     def visit(self, prefix: str, module: nn.Module) -> None:
         """Run one module's code on its part of the state dict."""
         local = OrderedDict((name, self.state[name]) for name in self._under(prefix))
-        metadata = dict(self.versions.get(prefix[:-1], {}))
-        metadata["assign_to_params_buffers"] = True
+        metadata = {**self.versions.get(prefix[:-1], {}), "assign_to_params_buffers": True}
         if _takes_extra(module):
             gather(local, prefix + _EXTRA, self.templates)
         if _overrides_load(module):
             self._override(prefix, module, local, metadata)
         else:
-            errors: list[str] = []
-            for hook in module._load_state_dict_pre_hooks.values():
-                if not _is_lazy_hook(hook) and not is_fsdp(hook):
-                    found = (self.outcome.missing, self.outcome.unexpected, errors)
-                    hook(local, prefix, metadata, self.strict, *found)
-            self._raise(errors, prefix)
-            self._take_extra(prefix, module, local)
+            self._pre_hooks(prefix, module, local, metadata)
         self._replace(prefix, local)
+
+    def _pre_hooks(
+        self, prefix: str, module: nn.Module, local: OrderedDict[str, Any], metadata: dict[str, Any]
+    ) -> None:
+        missing, unexpected, errors = self.outcome.missing, self.outcome.unexpected, list[str]()
+        for hook in module._load_state_dict_pre_hooks.values():
+            if not _is_lazy_hook(hook) and not is_fsdp(hook):
+                hook(local, prefix, metadata, self.strict, missing, unexpected, errors)
+        self._refuse(errors, prefix)
+        if not _takes_extra(module):
+            return
+        if prefix + _EXTRA in local:
+            self.outcome.extra.append((module, local.pop(prefix + _EXTRA)))
+        else:
+            missing.append(prefix + _EXTRA)
 
     def _override(
         self, prefix: str, module: nn.Module, local: OrderedDict[str, Any], metadata: dict[str, Any]
     ) -> None:
         stand_in, before = _stand_in_for(module)
-        missing: list[str] = []
-        unexpected: list[str] = []
-        errors: list[str] = []
+        missing, unexpected, errors = list[str](), list[str](), list[str]()
         extras: list[object] = []
         if _takes_extra(module):
             object.__setattr__(stand_in, "set_extra_state", extras.append)
         # Strict in any case: torch's own code lists no missing name otherwise, and a name that is
         # not listed counts as accepted. What becomes of the lists is for the plan to say.
-        with DataTaken() as taken:
+        with _DataTaken() as taken:
             stand_in._load_from_state_dict(
                 local, prefix, metadata, True, missing, unexpected, errors
             )
         # torch's own words for a shape that differs; the plan has its own, with all of them.
-        self._raise([text for text in errors if "size mismatch" not in text], prefix)
+        self._refuse([text for text in errors if "size mismatch" not in text], prefix)
         self.outcome.extra += [(module, state) for state in extras]
         for name, tensor in _tensors_of(stand_in):
             full, given = prefix + name, local.get(prefix + name)
             old, version = before.get(name, (None, -1))
             changed = tensor is not old or _version_of(tensor) != version
-            if tensor is old and tensor.is_meta and (changed or taken.holds(tensor)):
+            untold = any(item is tensor for item in taken.tensors)
+            if tensor is old and tensor.is_meta and (changed or untold):
                 raise PlacementError(
                     "its module's own loading code writes into it, and on meta nothing can be "
                     "written",
@@ -210,42 +220,28 @@ class _Run:
                 self.outcome.excused.add(full)
         self.outcome.missing += [name for name in missing if name[len(prefix) :] not in before]
         self.outcome.unexpected += unexpected
-        self._keep_attributes(module, stand_in)
+        self.outcome.attributes += [
+            (module, name, value)
+            for name, value in vars(stand_in).items()
+            if name not in ("_parameters", "_buffers", "_modules", "set_extra_state")
+            and (name not in vars(module) or vars(module)[name] is not value)
+        ]
         children = tuple(prefix + name + "." for name in module._modules)
         for name in [name for name in local if not name.startswith(children)]:
             del local[name]  # its own level is done; the rest is its children's
 
-    def _keep_attributes(self, module: nn.Module, stand_in: nn.Module) -> None:
-        for name, value in vars(stand_in).items():
-            if name in ("_parameters", "_buffers", "_modules", "set_extra_state"):
-                continue
-            if name not in vars(module) or vars(module)[name] is not value:
-                self.outcome.attributes.append((module, name, value))
-
-    def _take_extra(self, prefix: str, module: nn.Module, local: OrderedDict[str, Any]) -> None:
-        if not _takes_extra(module):
-            return
-        name = prefix + _EXTRA
-        if name in local:
-            self.outcome.extra.append((module, local.pop(name)))
-        else:
-            self.outcome.missing.append(name)
-
     def _under(self, prefix: str) -> list[str]:
         if not prefix:
             return list(self.order)
-        start = bisect.bisect_left(self.order, prefix)
-        stop = start
-        while stop < len(self.order) and self.order[stop].startswith(prefix):
-            stop += 1
+        # It ends in a dot, and a slash is the character after that.
+        start, stop = (bisect_left(self.order, end) for end in (prefix, prefix[:-1] + "/"))
         return self.order[start:stop]
 
     def _replace(self, prefix: str, local: Mapping[str, Any]) -> None:
         """Put what the code left of its part of the dict back into the whole."""
         old = self._under(prefix)
-        for name in old:
-            if name not in local:
-                del self.state[name]
+        for name in set(old) - local.keys():
+            del self.state[name]
         # Names outside the prefix are nobody's: torch gives each child a filtered copy.
         kept = {name: value for name, value in local.items() if name.startswith(prefix)}
         self.state.update(kept)
@@ -260,17 +256,16 @@ class _Run:
         entry = candidate.entry if version_of(value) == version else None
         return Candidate(candidate.key, entry, value)
 
-    def _raise(self, errors: Iterable[str], prefix: str) -> None:
-        texts = list(errors)
-        if texts:
+    def _refuse(self, errors: Sequence[str], prefix: str) -> None:
+        if errors:
             raise MismatchError(
-                f"a module's own loading code refused: {'; '.join(texts)}",
+                f"a module's own loading code refused: {'; '.join(errors)}",
                 file=self.origin.path,
                 entry=prefix[:-1] or None,
             )
 
     def finish(self) -> Outcome:
-        """The outcome, with everything that no override took."""
+        """Return the outcome, with everything that no override took."""
         for name, value in self.state.items():
             if isinstance(value, torch.Tensor):
                 self.outcome.candidates.setdefault(name, self._candidate(name, value))
@@ -320,58 +315,35 @@ def has_post_hooks(tree: ModuleTree) -> bool:
 
 def _templates_by_name(
     templates: Mapping[str, object], names: Mapping[str, str]
-) -> dict[str, object]:
-    """Return name of an extra state in the model -> its containers as they were saved."""
-    found: dict[str, object] = {}
+) -> dict[str, tuple[str, object]]:
+    """Return name of an extra state in the model -> its key, and its containers as saved."""
+    found: dict[str, tuple[str, object]] = {}
     for key, tree in templates.items():
-        for leaf in _leaves(tree):
-            name, rest = names.get(leaf), leaf[len(key) :]
+        for leaf in leaves(tree).values():
+            name, rest = names.get(leaf.key), leaf.key[len(key) :]
             if name is not None and name.endswith(rest):
-                found[name[: len(name) - len(rest)]] = _moved(tree, key, name[: -len(rest) or None])
+                found[name.removesuffix(rest)] = key, tree
                 break
     return found
 
 
-def gather(local: MutableMapping[str, Any], name: str, templates: Mapping[str, object]) -> None:
-    """Put the parts of the extra state called `name` together again, under its name."""
+def gather(
+    local: MutableMapping[str, Any], name: str, templates: Mapping[str, tuple[str, object]]
+) -> None:
+    """Put the values of the extra state called `name` together again, under its name."""
     inside = [key for key in local if key.startswith(name + ".")]
     if name in local or not inside:
         return
-    tree = templates.get(name)
-    if tree is not None and all(leaf in local for leaf in _leaves(tree)):
-        local[name] = _filled(tree, local)
+    key, tree = templates.get(name, ("", None))
+    renamed = {leaf.key: name + leaf.key[len(key) :] for leaf in leaves(tree).values() if leaf}
+    if renamed and all(here in local for here in renamed.values()):
+        local[name] = map_leaves(tree, lambda leaf, _: local.pop(renamed[leaf.key]))
     else:
         local[name] = _nested(local, inside, name + ".")
 
 
-def _leaves(tree: object) -> list[str]:
-    if isinstance(tree, Leaf):
-        return [tree.key]
-    parts = tree.values() if isinstance(tree, dict) else tree
-    assert not isinstance(parts, (str, Leaf))
-    return [leaf for part in parts for leaf in _leaves(part)]  # type: ignore[attr-defined]
-
-
-def _moved(tree: object, old: str, new: str) -> object:
-    if isinstance(tree, Leaf):
-        return Leaf(new + tree.key[len(old) :])
-    if isinstance(tree, dict):
-        return {key: _moved(part, old, new) for key, part in tree.items()}
-    assert isinstance(tree, (list, tuple))
-    return type(tree)([_moved(part, old, new) for part in tree])
-
-
-def _filled(tree: object, local: MutableMapping[str, Any]) -> object:
-    if isinstance(tree, Leaf):
-        return local.pop(tree.key)
-    if isinstance(tree, dict):
-        return {key: _filled(part, local) for key, part in tree.items()}
-    assert isinstance(tree, (list, tuple))
-    return type(tree)([_filled(part, local) for part in tree])
-
-
 def _nested(local: MutableMapping[str, Any], keys: list[str], prefix: str) -> dict[str, object]:
-    """What the dotted keys tell: for formats without containers, and for changed state dicts."""
+    """Return the dicts that dotted keys tell of: for what was saved or made without containers."""
     state: dict[str, Any] = {}
     for key in keys:
         *path, last = key[len(prefix) :].split(".")
@@ -382,27 +354,17 @@ def _nested(local: MutableMapping[str, Any], keys: list[str], prefix: str) -> di
     return state
 
 
-class DataTaken(TorchFunctionMode):
+class _DataTaken(TorchFunctionMode):
     """Notes whose ``.data`` is taken: on meta, what is written there leaves no trace."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA:
-            self._tensors.append(args[0])
+            self.tensors.append(args[0])
         return func(*args, **(kwargs or {}))
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Say whether this tensor's ``.data`` was taken."""
-        return any(item is tensor for item in self._tensors)
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -416,11 +378,10 @@ def _stand_in_for(module: nn.Module) -> tuple[nn.Module, dict[str, tuple[torch.T
     made = object.__new__(type(module))
     made.__dict__.update(vars(module))
     for registry in ("_parameters", "_buffers"):
-        copies: dict[str, Any] = {
+        made.__dict__[registry] = {
             name: None if tensor is None else _copy_of(tensor)
             for name, tensor in getattr(module, registry).items()
         }
-        made.__dict__[registry] = copies
     return made, {name: (tensor, _version_of(tensor)) for name, tensor in _tensors_of(made)}
 
 
@@ -442,19 +403,3 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and name not in module._non_persistent_buffers_set:
             yield name, tensor
-
-
-def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal, a NaN to itself too.
-
-    Example:
-        >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
-        False
-    """
-    return torch.equal(_bytes_of(one), _bytes_of(two))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    # Not flatten(): a single element may keep a stride that a view as bytes refuses.
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

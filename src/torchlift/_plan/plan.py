@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint
@@ -16,21 +18,19 @@ from torchlift._model.commit import Commit, content_bytes
 from torchlift._model.dtensor import held, local_shape
 from torchlift._model.fsdp import reshard
 from torchlift._model.handlers import is_plain
-from torchlift._model.slots import Group, ModuleTree
+from torchlift._model.slots import Group, ModuleTree, is_lazy
 from torchlift._plan.decide import makings_for, steps_for
 from torchlift._plan.hooks import (
-    Outcome,
     has_post_hooks,
     hooked_modules,
     run_hooks,
     run_post_hooks,
 )
-from torchlift._plan.match import match, renamed, suggestion
-from torchlift._plan.report import KeyReport, LoadReport, printable_lines, summarise
-from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rules
+from torchlift._plan.report import KeyReport, LoadReport, Mismatch
+from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rule
 from torchlift._plan.sources import FileSource, Origin
-from torchlift._plan.steps import Match, Rename, Step, Work
-from torchlift._system import count_of, human
+from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
+from torchlift._system import human
 from torchlift._transfer import stage_bytes
 from torchlift.errors import MismatchError
 
@@ -49,16 +49,12 @@ class LoadPlan(LoadReport):
     bytes_to_read: int = 0
     work: Work = field(default_factory=Work, repr=False)
 
-    def __str__(self) -> str:
-        return printable_lines(
-            [
-                f"plan: {count_of(len(self.loaded), 'tensor')}, {human(self.nbytes)}, "
-                f"from {self.path}",
-                f"  to read {human(self.bytes_to_read)}, "
-                f"anonymous memory at the peak {human(self.peak_bytes)}",
-                *summarise(self),
-            ]
-        )
+    def _headline(self) -> list[str]:
+        peak = human(self.peak_bytes)
+        return [
+            f"plan: {self._size}",
+            f"  to read {human(self.bytes_to_read)}, anonymous memory at the peak {peak}",
+        ]
 
 
 def plan(
@@ -128,7 +124,7 @@ def plan_only(model: nn.Module, ckpt: Checkpoint, options: Options) -> LoadPlan:
 
 
 def resolve(ckpt: Checkpoint | str | os.PathLike[str], root: str | None) -> tuple[Checkpoint, bool]:
-    """The checkpoint that the argument means, and whether it was opened for this call."""
+    """Return the checkpoint that the argument means, and whether it was opened for this call."""
     if not isinstance(ckpt, Checkpoint):
         return open_checkpoint(ckpt, root=root), True
     if root is None:
@@ -155,7 +151,8 @@ def make_plan(
         check_shapes: False where a transform may still change shapes.
         check: raises for what does not fit, in place of `_check`.
     """
-    check_rules(options, [name for group in tree.groups for name in group.names])
+    for rule in (options.device, options.dtype):
+        check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
     names = renamed([*origin.candidates, *origin.blocked], options.rename, origin.path)
     for key in origin.blocked:
         if key in names:
@@ -167,13 +164,10 @@ def make_plan(
         commit.keep_attributes(tree.modules)
     prefixes = tuple(prefix for prefix, _ in modules)
     origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
+    like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
+    outcome = run_hooks(modules, origin, names, objects, like, options.strict)
     if modules:
-        like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
-        outcome = run_hooks(modules, origin, names, objects, like, options.strict)
         tree.walk()  # again: a hook may have put other tensors in their slots
-    else:
-        candidates = {name: origin.candidates[key] for key, name in names.items()}
-        outcome = Outcome(candidates, unexpected=list(objects.values()))
     matched = match(tree.groups, outcome.candidates, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing += [name for name in outcome.missing if name not in matched.missing]
@@ -200,10 +194,9 @@ def _assemble(
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
         loaded.update(dict.fromkeys(step.group.names, _describe(step)))
-    order = {slot.fqn: at for at, slot in enumerate(s for g in groups for s in g.slots)}
     return LoadPlan(
         path=path,
-        loaded=dict(sorted(loaded.items(), key=lambda item: order[item[0]])),
+        loaded=loaded,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
         mismatched=matched.mismatched,
@@ -218,17 +211,17 @@ def _assemble(
 
 
 def _describe(step: Step) -> KeyReport:
-    dtype = str(step.dtype).removeprefix("torch.")
+    candidate, dtype = step.candidate, str(step.dtype).removeprefix("torch.")
     return KeyReport(
         key=step.key,
-        entry=step.candidate.key,
-        nbytes=step.candidate.nbytes,
+        entry=candidate.key,
+        nbytes=candidate.nbytes,
         mode=step.mode,
         source=step.source,
         route=step.route,
         device=str(step.device),
         dtype=dtype,
-        cast_from=step.candidate.dtype if step.candidate.dtype != dtype else None,
+        cast_from=candidate.dtype if candidate.dtype != dtype else None,
         note=step.note,
     )
 
@@ -271,34 +264,137 @@ def _new_bytes(step: Step) -> int:
 
 
 def _check(matched: Match, path: str, options: Options) -> None:
-    missing, unexpected = matched.missing, matched.unexpected
+    """Refuse what does not fit, in one error that lists all of it."""
+    missing = matched.missing if options.strict else []
+    unexpected = matched.unexpected if options.strict else []
     wrong = {} if options.ignore_mismatched else matched.mismatched
-    bad_names = options.strict and (missing or unexpected)
-    if wrong or bad_names:
-        parts = []
-        if missing and options.strict:
-            parts.append(f"missing ({len(missing)}): {', '.join(missing)}")
-        if unexpected and options.strict:
-            parts.append(f"unexpected ({len(unexpected)}): {', '.join(unexpected)}")
-        if wrong:
-            parts.append(f"mismatched ({len(wrong)}): " + "; ".join(map(str, wrong.values())))
-        ways = options.strict and bool(missing), options.strict and bool(unexpected), bool(wrong)
-        raise MismatchError(
-            "the checkpoint does not fit the model: " + "; ".join(parts),
-            file=path,
-            hint=suggestion(missing, unexpected) or _way_out(*ways),
-            missing_keys=missing,
-            unexpected_keys=unexpected,
-            mismatched={key: (item.expected, item.found) for key, item in wrong.items()},
-        )
-
-
-def _way_out(missing: bool, unexpected: bool, shapes: bool) -> str:
-    ways = []
-    if unexpected and not missing:
-        ways.append("rename= to drop these (return None), or strict=False to load what fits")
-    elif missing:
+    if not (missing or unexpected or wrong):
+        return
+    lists, ways = [], []
+    if missing:
+        lists.append(f"missing ({len(missing)}): {', '.join(missing)}")
         ways.append("strict=False to load what fits")
-    if shapes:
+    if unexpected:
+        lists.append(f"unexpected ({len(unexpected)}): {', '.join(unexpected)}")
+        if not missing:
+            ways.append("rename= to drop these (return None), or strict=False to load what fits")
+    if wrong:
+        lists.append(f"mismatched ({len(wrong)}): {'; '.join(map(str, wrong.values()))}")
         ways.append("ignore_mismatched=True to skip what has another shape")
-    return f"Pass {' and '.join(ways)}."
+    hint = suggestion(matched.missing, matched.unexpected) or f"Pass {' and '.join(ways)}."
+    raise MismatchError(
+        "the checkpoint does not fit the model: " + "; ".join(lists),
+        file=path,
+        hint=hint,
+        missing_keys=matched.missing,
+        unexpected_keys=matched.unexpected,
+        mismatched={key: (item.expected, item.found) for key, item in wrong.items()},
+    )
+
+
+# ---- names
+
+
+def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, str]:
+    """Return name in the checkpoint -> name in the model, without those that `rename` drops.
+
+    Raises:
+        MismatchError: two keys get the same name.
+    """
+    if rename is None:
+        return {key: key for key in keys}
+    names: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for key in keys:
+        name = rename(key)
+        if name is None:
+            continue
+        if not isinstance(name, str):
+            raise TypeError(f"rename({key!r}) returned {name!r}, which is neither str nor None")
+        if name in taken:
+            raise MismatchError(
+                f"rename gives two keys one name, {name!r}",
+                file=path,
+                entry=taken[name],
+                found=key,
+                hint="Return None for the one that is to be dropped.",
+            )
+        names[key] = name
+        taken[name] = key
+    return names
+
+
+def match(
+    groups: Iterable[Group], candidates: Mapping[str, Candidate], *, check_shapes: bool
+) -> Match:
+    """Pair groups with candidates by name; any name of a tied group will do.
+
+    Args:
+        groups: the model's tensors.
+        candidates: name in the model -> what the source has for it.
+        check_shapes: False where a transform may still change shapes.
+    """
+    result = Match()
+    known: set[str] = set()
+    for group in groups:
+        names = [slot.fqn for slot in group.slots if slot.persistent]
+        known.update(names)
+        found = [(name, candidates[name]) for name in names if name in candidates]
+        wrong = [
+            Mismatch(name, tuple(group.tensor.shape), candidate.shape)
+            for name, candidate in found
+            if check_shapes and not _fits(group.tensor, candidate.shape)
+        ]
+        if wrong:
+            result.mismatched.update({item.key: item for item in wrong})
+        elif found:
+            result.pairs.append((group, found[0][0], [candidate for _, candidate in found]))
+            continue
+        else:
+            result.missing += names
+        result.unmatched.append(group)
+    result.unexpected = [name for name in candidates if name not in known]
+    return result
+
+
+def _fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    if is_lazy(tensor):
+        return True
+    # A scalar saved with shape [1] by torch < 0.4, which load_state_dict accepts to this day.
+    return tuple(tensor.shape) == shape or (tensor.dim() == 0 and shape == (1,))
+
+
+def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
+    """Return the one rename or root that would bring the two lists together, or None.
+
+    Example:
+        >>> suggestion(["fc.weight"], ["module.fc.weight"])
+        "The checkpoint's names start with 'module.': pass rename=remap.strip('module.')."
+    """
+    lacking, extra = list(missing), list(unexpected)
+    drop, dropped = _prefix(lacking, extra)
+    add, added = _prefix(extra, lacking)
+    if drop and dropped >= added:
+        others = any(not name.startswith(drop) for name in extra)
+        root = f", or root={drop[:-1]!r} to leave the rest of the file out" if others else ""
+        return (
+            f"The checkpoint's names start with {drop!r}: pass rename=remap.strip({drop!r}){root}."
+        )
+    if add:
+        return (
+            f"The model's names start with {add!r} and the checkpoint's do not: "
+            f"pass rename=lambda key: {add!r} + key."
+        )
+    return None
+
+
+def _prefix(short: list[str], long: list[str]) -> tuple[str, int]:
+    """Return the prefix that turns most of `short` into names of `long`, and how many."""
+    names = set(short)
+    votes: Counter[str] = Counter()
+    for other in long:
+        dots = [at for at, char in enumerate(other, 1) if char == "."]
+        votes.update(other[:at] for at in dots if other[at:] in names)
+    best, count = max(votes.items(), key=lambda vote: vote[1], default=("", 0))
+    # A prefix that helps a minority is a coincidence (two heads of one name), not a mistake.
+    return (best, count) if 2 * count > min(len(short), len(long)) else ("", 0)

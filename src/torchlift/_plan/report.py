@@ -94,8 +94,7 @@ class LoadReport:
     @property
     def nbytes(self) -> int:
         """Bytes of all loaded tensors in the checkpoint, ties counted once."""
-        seen = {id(item): item.nbytes for item in self.loaded.values()}
-        return sum(seen.values())
+        return sum({id(item): item.nbytes for item in self.loaded.values()}.values())
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -112,19 +111,21 @@ class LoadReport:
         """Name -> ``"mmap"``, ``"read"`` or ``"memory"``."""
         return {key: item.source for key, item in self.loaded.items()}
 
+    @property
+    def _size(self) -> str:
+        return f"{count_of(len(self.loaded), 'tensor')}, {human(self.nbytes)}, from {self.path}"
+
+    def _headline(self) -> list[str]:
+        read = f"  in {self.seconds:.3f} s, {human(self.bytes_read)} read"
+        return [f"loaded {self._size}", read]
+
     def __str__(self) -> str:
-        return printable_lines(
-            [
-                f"loaded {count_of(len(self.loaded), 'tensor')}, {human(self.nbytes)}, "
-                f"from {self.path}",
-                f"  in {self.seconds:.3f} s, {human(self.bytes_read)} read",
-                *summarise(self),
-            ]
-        )
+        # A file's names may hold what a terminal would obey.
+        return "\n".join(map(printable, [*self._headline(), *summarise(self)]))
 
 
 def summarise(report: LoadReport) -> list[str]:
-    """The lines that a plan and a report have in common."""
+    """Return the lines that a plan and a report have in common."""
     lines = []
     ways = Counter((item.mode, item.source) for item in report.loaded.values())
     lines += [f"  {mode} from {source}: {n}" for (mode, source), n in sorted(ways.items())]
@@ -146,7 +147,7 @@ def summarise(report: LoadReport) -> list[str]:
 
 
 def names_of(report: LoadReport) -> dict[str, object]:
-    """Names as plain data, as ``torchlift plan --json`` prints them."""
+    """Return names as plain data, as ``torchlift plan --json`` prints them."""
     return {
         "loaded": len(report.loaded),
         "missing_keys": report.missing_keys,
@@ -166,8 +167,3 @@ def _listed(title: str, items: list[str], limit: int = 5) -> list[str]:
         return []
     more = f", and {len(items) - limit} more" if len(items) > limit else ""
     return [f"  {title} ({len(items)}): {', '.join(items[:limit])}{more}"]
-
-
-def printable_lines(lines: list[str]) -> str:
-    """Join lines in which a file's names may hold what a terminal would obey."""
-    return "\n".join(map(printable, lines))

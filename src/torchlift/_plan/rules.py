@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from torchlift._model.devices import usable_device
+from torchlift._model.dtensor import home, is_sharded
 from torchlift._model.slots import Group
 from torchlift._plan.steps import Rename
 from torchlift.errors import PlacementError
@@ -43,10 +44,8 @@ class Options:
     may_stay: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("mode", self.mode, ("auto", "assign", "copy", "swap")),
-            ("source", self.source, ("auto", "mmap", "read")),
-        ):
+        for name, kind in (("mode", AnyMode), ("source", AnySource)):
+            value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
         dtype: object = self.dtype
@@ -60,7 +59,7 @@ class Options:
 def target_dtype(
     rule: DtypeRule, entry: TensorEntry, tensor: torch.Tensor, file_dtype: torch.dtype
 ) -> torch.dtype:
-    """The dtype that `rule` gives a tensor; only floating-point ones are ever cast.
+    """Return the dtype that `rule` gives a tensor; only floating-point ones are ever cast.
 
     Raises:
         PlacementError: the rule gives something else than a floating-point dtype.
@@ -79,26 +78,10 @@ def target_dtype(
     return asked
 
 
-def target_device(
-    rule: DeviceRule, entry: TensorEntry, tensor: torch.Tensor, *, present: bool = True
-) -> torch.device:
-    """The device that `rule` gives a tensor; the default where it gives None.
-
-    Raises:
-        PlacementError: it is no device, or not one of this machine.
-    """
-    asked = rule(entry) if callable(rule) else rule
-    if asked is None:
-        return torch.device("cpu") if tensor.is_meta else tensor.device
-    if isinstance(asked, torch.device) and asked == tensor.device and not tensor.is_meta:
-        return asked
-    return usable_device(asked, entry.key, present=present)
-
-
 def asked_device(
     rule: DeviceRule, seen: TensorEntry, group: Group
 ) -> tuple[torch.device | str | int | None, str | None]:
-    """What the rule says, and a note where it says several things about one tied tensor."""
+    """Return what the rule says, and a note where it says several things about one tied tensor."""
     if not callable(rule):
         return rule, None
     if len(group.slots) == 1:
@@ -106,18 +89,30 @@ def asked_device(
     names = dict.fromkeys([seen.key, *group.names])
     answers = {name: rule(replace(seen, key=name)) for name in names}
     given = [(name, answer) for name, answer in answers.items() if answer is not None]
-    if not given:
-        return None, None
-    (_, first), *others = given
-    other = [f"{name!r} to {answer}" for name, answer in others if str(answer) != str(first)]
-    note = f"tied, one tensor: the rule would send {', '.join(other)}" if other else None
-    return first, note
+    first = given[0][1] if given else None
+    other = [f"{name!r} to {answer}" for name, answer in given if str(answer) != str(first)]
+    return first, f"tied, one tensor: the rule would send {', '.join(other)}" if other else None
+
+
+def target_device(
+    asked: torch.device | str | int | None, key: str, tensor: torch.Tensor, *, present: bool
+) -> torch.device:
+    """Return the device that a tensor goes to; the default where nothing was asked for.
+
+    Raises:
+        PlacementError: it is no device, or not one of this machine.
+    """
+    if asked is not None:
+        return usable_device(asked, key, present=present)
+    if is_sharded(tensor):
+        return home(tensor)
+    return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
 def kept_on_disk(
     options: Options, group: Group, seen: TensorEntry, file_dtype: torch.dtype
 ) -> Options:
-    """The options for a tensor that a rule leaves on disk: mapped as it is, on any file system.
+    """Return the options for a tensor that stays on disk: mapped as it is, on any file system.
 
     Raises:
         PlacementError: what else was asked for takes memory for it.
@@ -138,31 +133,23 @@ def kept_on_disk(
             entry=group.fqn,
             hint='Load with mode="auto", "assign" or "swap".',
         )
-    mode = options.mode
-    if mode == "auto":
-        mode = "swap"
+    mode: AnyMode = "swap" if options.mode == "auto" else options.mode
     return replace(options, mode=mode, source="mmap")
 
 
-def check_rules(options: Options, names: Collection[str]) -> None:
-    """Let the rules that can check themselves do so once, before a tensor is looked at.
+def check_rule(rule: object, names: Collection[str], *, present: bool) -> None:
+    """Let a rule of `remap` check itself once, before a tensor is looked at.
 
     Raises:
-        PlacementError: a rule names what is not there.
+        PlacementError: it names what is not there.
     """
-    for rule in (options.device, options.dtype):
-        check_rule(rule, names, present=options.present)
-
-
-def check_rule(rule: object, names: Collection[str], *, present: bool) -> None:
-    """Call ``rule.check(names, present=...)`` where the rule has it; see `remap`."""
     check = getattr(rule, "check", None)
     if callable(check):
         check(names, present=present)
 
 
 def entry_like(key: str, group: Group) -> TensorEntry:
-    """A description, for a device rule, of a tensor that no file holds."""
+    """Return a description, for a device rule, of a tensor that no file holds."""
     tensor = group.tensor
     return TensorEntry(
         key=key,

@@ -15,10 +15,7 @@ from torch import nn
 
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._plan.match import Rename
-from torchlift._plan.plan import plan_only
-from torchlift._plan.report import names_of
-from torchlift._plan.rules import DtypeRule, Options
+from torchlift._plan import DtypeRule, Options, Rename, names_of, plan_only
 from torchlift._system import human, printable
 from torchlift.cli import UsageError
 from torchlift.cli.factory import make_model, make_parallelize

@@ -9,8 +9,16 @@ from typing import Any
 import torch
 
 from torchlift._model.dtensor import Span, blocks
-from torchlift._plan.sources import StateSource, apart, copy_values, place, whole_copy
-from torchlift._plan.steps import Candidate, Copy, Sent
+from torchlift._plan import (
+    Candidate,
+    Copy,
+    Sent,
+    StateSource,
+    apart,
+    copy_values,
+    place,
+    whole_copy,
+)
 from torchlift.errors import PlacementError
 
 #: Bytes in flight at once, in two buffers of half the size: one is filled while the other travels.

@@ -15,18 +15,23 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from torchlift._load import Agreed, fetch_all, place
+from torchlift._load import Agreed, place
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.fsdp import reshard
 from torchlift._model.names import Names
 from torchlift._model.ranks import Circle, portable, rank
 from torchlift._model.slots import ModuleTree
-from torchlift._plan.plan import LoadPlan, make_plan
-from torchlift._plan.report import Mismatch
-from torchlift._plan.rules import Options
-from torchlift._plan.sources import StateSource
-from torchlift._plan.steps import Match, Sent
+from torchlift._plan import (
+    LoadPlan,
+    Match,
+    Mismatch,
+    Options,
+    Sent,
+    StateSource,
+    fetch_all,
+    make_plan,
+)
 from torchlift._system import uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import map_tensors

@@ -12,8 +12,7 @@ import torch
 
 from torchlift._model.dtensor import dressed, held, is_dtensor, local_shape, spans_of
 from torchlift._model.names import Names
-from torchlift._plan.sources import whole_copy
-from torchlift._plan.steps import Copy, Sent
+from torchlift._plan import Copy, Sent, whole_copy
 from torchlift._system import leaves, map_leaves
 from torchlift.distributed.model_state import own
 from torchlift.distributed.optimizer_state import Saved, first_name, initial_state

@@ -27,10 +27,19 @@ from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._model.dtensor import Spans, is_dtensor, local_shape, shard_spans
 from torchlift._model.names import Names
 from torchlift._model.slots import Group, collect
-from torchlift._plan.match import Rename, renamed
-from torchlift._plan.plan import LoadPlan, plan, resolve
-from torchlift._plan.report import names_of, summarise
-from torchlift._plan.rules import DtypeRule, check_rule, entry_like, target_dtype
+from torchlift._plan import (
+    DtypeRule,
+    LoadPlan,
+    Rename,
+    check_rule,
+    entry_like,
+    names_of,
+    plan,
+    renamed,
+    resolve,
+    summarise,
+    target_dtype,
+)
 from torchlift._system import count_of, human
 from torchlift.formats import Chunk, TensorEntry
 from torchlift.formats.boxes import cut, is_pieced, row_major, run_count, steps_in_file

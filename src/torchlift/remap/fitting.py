@@ -19,8 +19,7 @@ from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.slots import collect, is_lazy, walk
 from torchlift._model.torch_private import storage_key
-from torchlift._plan.match import Rename, renamed
-from torchlift._plan.rules import DtypeRule, entry_like, target_dtype
+from torchlift._plan import DtypeRule, Rename, entry_like, renamed, target_dtype
 from torchlift._system import count_of, human, parse_size
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.remap.maps import (

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from torchlift._model.devices import DISK, usable_device
-from torchlift._plan.rules import check_rule
+from torchlift._plan import check_rule
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats import TensorEntry
 from torchlift.remap.names import compiled

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torchlift._plan.match import Rename
+from torchlift._plan import Rename
 
 Replacement = str | Callable[["re.Match[str]"], str] | None
 
