@@ -147,6 +147,8 @@ def load(
                         )
                         if more:
                             agree(False)
+                        # An interrupt that waited comes now, and half of the values has no backup.
+                        commit.finish()
         forget(tree)
     seconds = time.perf_counter() - start
     shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}

@@ -151,7 +151,7 @@ class Commit:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.undo()
-        self._undo.clear()
+        self.finish()
 
     def undo(self) -> None:
         """Take everything back that was done since the block began."""
@@ -161,6 +161,10 @@ class Commit:
                 # the rest from being undone nor hide the error that brought us here.
                 with suppress(Exception):
                     self._undo.pop()()
+
+    def finish(self) -> None:
+        """Leave everything as it is now, whatever happens in the rest of the block."""
+        self._undo.clear()
 
     def when_undone(self, action: Callable[[], object]) -> None:
         """Call this after everything that comes later has been taken back."""
