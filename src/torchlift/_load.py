@@ -1,11 +1,11 @@
-"""`load`: plan, transfer, placement; all of it or nothing."""
+"""`load`: plan, fetch, commit; all of it or nothing."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -133,8 +133,7 @@ def load(
     pause = collection_paused() if transform is None else nullcontext()
     with together([group.tensor for group in tree.groups], collective) as agree, pause:
         opened, owned = resolve(ckpt, root)
-        origin = FileSource(opened)
-        try:
+        with closing(opened) if owned else nullcontext(), closing(FileSource(opened)) as origin:
             if verify:
                 _verify(opened)
             with Commit() as commit:
@@ -148,11 +147,8 @@ def load(
                         )
                         if more:
                             agree(False)
+                        # An interrupt that waited comes now, and half of the values has no backup.
                         commit.finish()
-        finally:
-            origin.close()
-            if owned:
-                opened.close()
         forget(tree)
     seconds = time.perf_counter() - start
     shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
@@ -194,7 +190,7 @@ def place(
         MismatchError: with `strict`, a post-hook of the model reports keys.
     """
     work, agree = plan.work, agreed.agree
-    # Told apart while what is on meta still is: it is live as soon as it has its content.
+    # Before anything is placed: what is on meta is live as soon as it has its content.
     in_place = [item for item in fetched.steps if item[0].in_place]
     new = [item for item in fetched.steps if not item[0].in_place]
     # Code of the model's own may still refuse, on one rank of many: ask again after each.
@@ -233,16 +229,16 @@ def _copy_in_place(
     advance: Advance,
 ) -> None:
     """Write over live values; subclasses first, which run code of their own and are backed up."""
-    copies = []
+    plain: list[Copy] = []
+    subclasses: list[Copy] = []
     for step, value in steps:
         local = held(step.group.tensor)
         if backup or not is_plain(local):
             commit.keep_values(step.group.tensor)
         spans = everything(local.shape) if step.spans is None else step.spans
-        copies.append(Copy(value, local, spans))
-    plain = [is_plain(copy.target) for copy in copies]
-    for chosen in (False, True):
-        origin.fill([copy for copy, is_it in zip(copies, plain, strict=True) if is_it is chosen])
+        (plain if is_plain(local) else subclasses).append(Copy(value, local, spans))
+    origin.fill(subclasses)
+    origin.fill(plain)
     for step, _ in steps:
         advance(0 if step.owned else step.span)
 
@@ -286,8 +282,8 @@ def _verify(ckpt: Checkpoint) -> None:
 
 
 @contextmanager
-def _bar(wanted: bool, total: int) -> Iterator[Callable[[int], object]]:
-    if not wanted:
+def _bar(shown: bool, total: int) -> Iterator[Callable[[int], object]]:
+    if not shown:
         yield lambda _: None
         return
     from tqdm import tqdm

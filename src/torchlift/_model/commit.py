@@ -151,7 +151,7 @@ class Commit:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.undo()
-        self._undo.clear()
+        self.finish()
 
     def undo(self) -> None:
         """Take everything back that was done since the block began."""

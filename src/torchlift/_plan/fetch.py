@@ -1,4 +1,4 @@
-"""Turns the steps of a plan into tensors, by their routes; places nothing."""
+"""Turn the steps of a plan into tensors, each by its route; place nothing."""
 
 from __future__ import annotations
 

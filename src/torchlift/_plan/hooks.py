@@ -164,7 +164,7 @@ class _Run:
             self._override(prefix, module, local, metadata)
         else:
             self._pre_hooks(prefix, module, local, metadata)
-        self._replace(prefix, local)
+        self._put_back(prefix, local)
 
     def _pre_hooks(
         self, prefix: str, module: nn.Module, local: OrderedDict[str, Any], metadata: dict[str, Any]
@@ -237,7 +237,7 @@ class _Run:
         start, stop = (bisect_left(self.order, end) for end in (prefix, prefix[:-1] + "/"))
         return self.order[start:stop]
 
-    def _replace(self, prefix: str, local: Mapping[str, Any]) -> None:
+    def _put_back(self, prefix: str, local: Mapping[str, Any]) -> None:
         """Put what the code left of its part of the dict back into the whole."""
         old = self._under(prefix)
         for name in set(old) - local.keys():

@@ -303,25 +303,23 @@ def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, 
     """
     if rename is None:
         return {key: key for key in keys}
-    names: dict[str, str] = {}
-    taken: dict[str, str] = {}
+    keys_of: dict[str, str] = {}
     for key in keys:
         name = rename(key)
         if name is None:
             continue
         if not isinstance(name, str):
             raise TypeError(f"rename({key!r}) returned {name!r}, which is neither str nor None")
-        if name in taken:
+        if name in keys_of:
             raise MismatchError(
                 f"rename gives two keys one name, {name!r}",
                 file=path,
-                entry=taken[name],
+                entry=keys_of[name],
                 found=key,
                 hint="Return None for the one that is to be dropped.",
             )
-        names[key] = name
-        taken[name] = key
-    return names
+        keys_of[name] = key
+    return {key: name for name, key in keys_of.items()}
 
 
 def match(

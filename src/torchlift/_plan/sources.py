@@ -169,7 +169,7 @@ def apart(copies: Iterable[Copy]) -> list[Copy]:
     found = []
     for item in needed:
         if isinstance(item.source, torch.Tensor) and _memory(item.source) in written:
-            item = item._replace(source=item.source.clone())
+            item = Copy(item.source.clone(), item.target, item.spans)
         found.append(item)
     return found
 
