@@ -69,7 +69,7 @@ class OptimizerPlan:
         state: what replaces the state of a parameter.
         other: state under keys that are no parameter.
         hyper: for each group the hyperparameters that change.
-        moves: saved tensors to copy into the new state.
+        copies: saved tensors to copy into the new state.
     """
 
     optimizer: torch.optim.Optimizer
@@ -77,7 +77,7 @@ class OptimizerPlan:
     state: dict[torch.Tensor, dict[Any, Any]] = field(default_factory=dict)
     other: dict[Any, Any] = field(default_factory=dict)
     hyper: list[dict[str, Any]] = field(default_factory=list)
-    moves: list[Copy] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
 
 
 def plan_optimizers(
@@ -127,7 +127,7 @@ def _plan(
                 stateless.append((group, param))
                 continue
             target = _Target(name, param, group, optimizer, options)
-            plan.state[param] = _new_state(target, saved.state[name], plan.moves)
+            plan.state[param] = _new_state(target, saved.state[name], plan.copies)
             plan.report.loaded.append(name)
     stepped = bool(plan.state)
     for group, param in stateless:
@@ -208,8 +208,8 @@ class _Target:
     options: StateDictOptions
 
 
-def _new_state(target: _Target, saved: Any, moves: list[Copy]) -> dict[Any, Any]:
-    """Return the new state of one parameter, and add the copies that will fill it to `moves`.
+def _new_state(target: _Target, saved: Any, copies: list[Copy]) -> dict[Any, Any]:
+    """Return the new state of one parameter, and add the copies that will fill it to `copies`.
 
     Where the optimizer already has a tensor like a new one, that is filled, so that whoever holds
     it (a captured graph, say) keeps seeing it. Nothing that can change is shared with `saved`.
@@ -231,7 +231,7 @@ def _new_state(target: _Target, saved: Any, moves: list[Copy]) -> dict[Any, Any]
         if live is None or _described(live) != needed:
             live = _empty(value, like, device, dtype)
         if live is not value:
-            moves.append(_copy(value, live))
+            copies.append(_copy(value, live))
         return live
 
     new: dict[Any, Any] = map_leaves(saved, place)
