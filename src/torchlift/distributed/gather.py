@@ -86,20 +86,20 @@ def run_alike(
 def _difference(known: dict[int, Sequence]) -> StateDictMismatch:
     """Return the error that names the first two ranks which differ, and in what."""
     first: dict[str, int] = {}
-    expected = found = ""
-    for who, mesh in ((who, mesh) for who, each in sorted(known.items()) for mesh in each):
-        other = first.setdefault(mesh, who)
-        pairs = itertools.zip_longest(known[other][mesh], known[who][mesh], fillvalue="nothing")
-        different = next(((a, b) for a, b in pairs if a != b), None)
-        if different:
-            expected, found = f"{different[0]} as on rank {other}", f"{different[1]} on rank {who}"
-            break
-    return StateDictMismatch(
-        "the ranks do not ask for the same tensors in the same order",
-        expected=expected,
-        found=found,
-        hint="Pass the same options, submodules and optimizers on every rank.",
-    )
+    for who, each in sorted(known.items()):
+        for mesh, steps in each.items():
+            other = first.setdefault(mesh, who)
+            for expected, found in itertools.zip_longest(
+                known[other][mesh], steps, fillvalue="nothing"
+            ):
+                if expected != found:
+                    return StateDictMismatch(
+                        "the ranks do not ask for the same tensors in the same order",
+                        expected=f"{expected} as on rank {other}",
+                        found=f"{found} on rank {who}",
+                        hint="Pass the same options, submodules and optimizers on every rank.",
+                    )
+    raise AssertionError("digests differ, and what they were made of does not")
 
 
 def _digest(text: str) -> str:

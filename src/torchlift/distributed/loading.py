@@ -7,7 +7,7 @@ what travels between ranks, and results as torch's functions have them.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, portable, rank
 from torchlift._model.slots import ModuleTree
 from torchlift._plan.plan import LoadPlan, make_plan
-from torchlift._plan.report import Mismatch
 from torchlift._plan.rules import Options
 from torchlift._plan.sources import StateSource
 from torchlift._plan.steps import Match, Sent
@@ -37,15 +36,15 @@ from torchlift.distributed.optimizer_load import (
     is_left_to_us,
     merged,
     plan_optimizers,
-    some,
 )
 from torchlift.distributed.optimizer_state import Saved, normalised
 from torchlift.distributed.options import (
     LoadCall,
     StateDictMismatch,
     StateDictOptions,
+    check_layout,
     checked,
-    checked_model,
+    misfit,
     several,
 )
 from torchlift.errors import CheckpointError
@@ -93,7 +92,7 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
     Raises:
         StateDictMismatch: something does not fit, on this rank or on another.
     """
-    tree = ModuleTree(checked_model(call.model))
+    tree = ModuleTree(call.model)
     reshard(tree.modules)
     tensors = [group.tensor for group in tree.groups]
     group = RankGroup.of_model(tensors, tree.modules, StateDictMismatch)
@@ -166,7 +165,7 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
             # Unexpected is what no rank takes: the stages of a pipeline share one state dict.
             unexpected = sorted(set.intersection(*(extra for *_, extra in told.values())))
             if unexpected and strict:
-                raise mismatch([], unexpected, {})
+                raise misfit("model", {"unexpected": unexpected}, unexpected_keys=unexpected)
         again = refuses or broadcasts
         with uninterrupted() as deliver, group.together() as agree:
             more = True
@@ -239,50 +238,23 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         left_out = {name for name in names.frozen if not names.tensors[name].is_meta}
         matched.missing = [n for n in matched.missing if names.canonical(n) not in left_out]
     for group, name, (candidate, *_) in matched.pairs:
-        whole = isinstance(candidate.value, torch.Tensor) and not is_dtensor(candidate.value)
-        if is_dtensor(group.tensor) and whole and not chosen.full_state_dict:
-            raise StateDictMismatch(
-                "the state dict has another layout than the model",
-                entry=names.canonical(name),
-                expected=f"{group.tensor.placements} on {group.tensor.device_mesh}",
-                found="a plain tensor",
-                hint="Pass full_state_dict=True: each rank takes its own slice.",
-            )
+        check_layout(names.canonical(name), group.tensor, candidate.value, chosen)
     missing = [names.canonical(name) for name in matched.missing] if chosen.strict else []
     alone = chosen.strict and not chosen.broadcast_from_rank0
     unexpected = [names.canonical(name) for name in matched.unexpected] if alone else []
-    if missing or unexpected or matched.mismatched:
-        shapes = {names.canonical(key): item for key, item in matched.mismatched.items()}
-        raise mismatch(missing, unexpected, shapes)
-
-
-def mismatch(
-    missing: list[str], unexpected: list[str], shapes: Mapping[str, Mismatch]
-) -> StateDictMismatch:
-    """Return the one error that lists everything that does not fit.
-
-    Example:
-        >>> print(mismatch(["a"], [], {}))
-        the state dict does not fit the model: missing 'a'. Pass strict=False to load what fits.
-    """
-    parts = []
-    if missing:
-        parts.append(f"missing {some(missing)}")
-    if unexpected:
-        parts.append(f"unexpected {some(unexpected)}")
-    if shapes:
-        listed = [
-            f"{key}: model {list(item.expected)}, state dict {list(item.found)}"
-            for key, item in shapes.items()
-        ]
-        parts.append(f"size mismatch for {some(listed)}")
-    return StateDictMismatch(
-        f"the state dict does not fit the model: {'; '.join(parts)}",
-        missing_keys=missing,
-        unexpected_keys=unexpected,
-        mismatched={key: (item.expected, item.found) for key, item in shapes.items()},
-        hint=None if shapes else "Pass strict=False to load what fits.",
-    )
+    shapes = {
+        names.canonical(key): (item.expected, item.found)
+        for key, item in matched.mismatched.items()
+    }
+    if missing or unexpected or shapes:
+        wrong = [f"{n}: model {list(a)}, state dict {list(b)}" for n, (a, b) in shapes.items()]
+        raise misfit(
+            "model",
+            {"missing": missing, "unexpected": unexpected, "size mismatch for": wrong},
+            missing_keys=missing,
+            unexpected_keys=unexpected,
+            mismatched=shapes,
+        )
 
 
 # ---- what the ranks do together

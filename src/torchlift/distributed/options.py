@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchlift._model.dtensor import is_dtensor, layout_of
 from torchlift.errors import MismatchError
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -115,17 +116,6 @@ def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimi
     return found
 
 
-def checked_model(model: Any) -> nn.Module:
-    """Return the model.
-
-    Raises:
-        TypeError: it is no module.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
-    return model
-
-
 @dataclass(frozen=True)
 class LoadCall:
     """The arguments of a load, as the caller passed them.
@@ -179,3 +169,43 @@ def _state_dict(state: Any, argument: str, strict: bool) -> Mapping[Any, Any]:
     if state is not None and not isinstance(state, Mapping):
         raise TypeError(f"{argument} must be a dict, not {type(state).__name__}")
     return {} if state is None else state
+
+
+def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> StateDictMismatch:
+    """Return the one error that lists everything that does not fit.
+
+    Args:
+        what: the model or the optimizer.
+        problems: what is wrong -> the names of which it is true, of which eight are shown.
+        fields: attributes of the error.
+
+    Example:
+        >>> print(misfit("model", {"missing": ["a"], "unexpected": []}, missing_keys=["a"]))
+        the state dict does not fit the model: missing 'a'. Pass strict=False to load what fits.
+    """
+    texts = []
+    for problem, names in problems.items():
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        if names:
+            texts.append(f"{problem} {', '.join(map(repr, names[:8]))}{more}")
+    return StateDictMismatch(
+        f"the state dict does not fit the {what}: {'; '.join(texts)}",
+        hint=None if fields.get("mismatched") else "Pass strict=False to load what fits.",
+        **fields,
+    )
+
+
+def check_layout(name: str, expected: object, value: object, options: StateDictOptions) -> None:
+    """Check that a whole value meets a sharded tensor only where the options say so.
+
+    Raises:
+        StateDictMismatch: they do not.
+    """
+    if is_dtensor(expected) and not is_dtensor(value) and not options.full_state_dict:
+        raise StateDictMismatch(
+            "the state dict has another layout than the model",
+            entry=name,
+            expected=layout_of(expected),
+            found="a plain tensor",
+            hint="Pass full_state_dict=True: each rank takes its own slice.",
+        )

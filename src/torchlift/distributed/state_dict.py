@@ -30,7 +30,6 @@ from torchlift.distributed.options import (
     StateDictMismatch,
     StateDictOptions,
     checked,
-    checked_model,
     several,
 )
 
@@ -330,7 +329,7 @@ def _read(
     do not gather do not talk: then every rank may ask for what it likes, or not ask at all.
     """
     chosen, found = checked(options), several(optimizers)
-    inside = set(submodules or ()) & set(checked_model(model).modules())
+    inside = set(submodules or ()) & set(model.modules())
 
     def check() -> None:
         several(found, part)
