@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import inspect
 import itertools
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -279,3 +281,14 @@ def test_wrong_options_are_named_before_what_else_is_missing() -> None:
     options = ours.StateDictOptions(broadcast_from_rank0=True, full_state_dict=True)
     with pytest.raises(RuntimeError, match="needs a process group"):
         ours.set_model_state_dict(model, {}, options=options)
+
+
+def test_a_patched_model_is_freed() -> None:
+    """Nothing but the model refers to what was put in place of its methods."""
+    model = nn.Linear(2, 2)
+    ours.patch_model_state_dict(model)
+    ours.patch_optimizer_state_dict(model, optimizers=torch.optim.SGD(model.parameters()))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

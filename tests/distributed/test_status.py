@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchlift._model.ranks import Circle, settle, tensors_of, together, world_of
+from torchlift._model.ranks import RankGroup, raise_first, tensors_of, together, world_of
 from torchlift.distributed.options import StateDictMismatch
 from torchlift.errors import CheckpointError, FormatError, MismatchError
 
@@ -22,9 +22,9 @@ def test_without_a_group_everybody_agrees() -> None:
         raise FormatError("bad")
 
 
-def test_all_well_is_silent() -> None:
+def test_without_an_error_nothing_is_raised() -> None:
     """Nobody met anything."""
-    settle({0: None, 1: None}, None)
+    raise_first({0: None, 1: None}, None)
 
 
 def test_the_first_rank_s_error_is_everybody_s() -> None:
@@ -33,7 +33,7 @@ def test_the_first_rank_s_error_is_everybody_s() -> None:
     other = FormatError("cut")
     for own in (None, met):
         with pytest.raises(MismatchError) as caught:
-            settle({0: None, 1: met, 2: other}, own)
+            raise_first({0: None, 1: met, 2: other}, own)
         assert str(caught.value) == "f.pt: on rank 1 (and 1 other): does not fit"
         assert caught.value.missing_keys == ["a"]
         assert caught.value.__cause__ is own
@@ -43,37 +43,37 @@ def test_the_first_rank_s_error_is_everybody_s() -> None:
 def test_what_all_met_is_left_to_each() -> None:
     """A wrong name of a file is the same everywhere, and needs no rank in its text."""
     met = FormatError("no such file")
-    settle({0: met, 1: met}, met)
+    raise_first({0: met, 1: met}, met)
 
 
 def test_a_mistake_of_the_program_stays_what_it_is() -> None:
     """On the rank that made it a TypeError is raised as such; others hear of it."""
-    settle({0: None, 1: CheckpointError("TypeError: x")}, TypeError("x"))
+    raise_first({0: None, 1: CheckpointError("TypeError: x")}, TypeError("x"))
     with pytest.raises(CheckpointError, match="on rank 1: TypeError: x"):
-        settle({0: None, 1: CheckpointError("TypeError: x")}, None)
+        raise_first({0: None, 1: CheckpointError("TypeError: x")}, None)
 
 
 def test_others_get_an_error_that_the_caller_s_except_knows() -> None:
     """The state dict functions raise what is a RuntimeError too, whatever another rank met."""
     met = FormatError("cut", file="f.pt", hint="Fetch it again.")
     with pytest.raises(StateDictMismatch) as caught:
-        settle({0: None, 3: met}, None, StateDictMismatch)
+        raise_first({0: None, 3: met}, None, StateDictMismatch)
     assert str(caught.value) == "f.pt: on rank 3: cut. Fetch it again."
     assert isinstance(caught.value, RuntimeError)
     assert caught.value.missing_keys == []
 
 
-def test_a_circle_of_one_raises_what_it_met() -> None:
+def test_a_group_of_one_raises_what_it_met() -> None:
     """There is nobody to tell, so nothing is wrapped."""
-    assert Circle.of_all().agree(None, 5) == {0: 5}
+    assert RankGroup.of_all().agree(None, 5) == {0: 5}
     with pytest.raises(KeyError):
-        Circle.of_model([], []).agree(KeyError("x"))
+        RankGroup.of_model([], []).agree(KeyError("x"))
 
 
 def test_what_went_wrong_first_is_raised_when_the_others_are_lost() -> None:
     """A time-out says nothing of why; the argument that was wrong does."""
 
-    class Lost(Circle):
+    class Lost(RankGroup):
         def exchange(self, *_: object) -> Any:
             raise TimeoutError("nobody answers")
 

@@ -1,8 +1,8 @@
-"""One small exchange of who is well, so that every rank goes on or none does.
+"""One small exchange between ranks, so that every one goes on or none does.
 
-A load prepares everything before it changes anything. Between the two, the ranks that hold parts of
-one model tell each other whether they are ready: a rank that lacks a file then stops all of them,
-with the same error, instead of leaving the others to train beside a model that was not loaded.
+A load prepares everything before it changes anything. Between the two, the ranks that share a
+model tell each other whether they are ready: a rank that lacks a file then stops all of them, with
+the same error, instead of leaving the others to train beside a model that was not loaded.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_fsdp1, wrapped_by
-from torchlift._model.torch_private import object_device
 from torchlift.errors import CheckpointError
 
-#: rank -> what it met, or None.
-Problems = dict[int, "CheckpointError | None"]
+T = TypeVar("T")
+
+#: Called with whether this process is to be asked again; says whether any is.
+Agree = Callable[[bool], bool]
 
 
 def has_group() -> bool:
-    """Whether a default process group exists.
+    """Say whether a default process group exists.
 
     Example:
         >>> has_group()
@@ -39,7 +40,7 @@ def has_group() -> bool:
 
 
 def world_of() -> tuple[int, int]:
-    """(this process's rank, number of processes); (0, 1) without a process group.
+    """Return (this process's rank, number of processes); (0, 1) without a process group.
 
     Example:
         >>> world_of()
@@ -51,7 +52,7 @@ def world_of() -> tuple[int, int]:
 
 
 def rank() -> int:
-    """This process's rank, 0 where there is no process group.
+    """Return this process's rank, 0 where there is no process group.
 
     Example:
         >>> rank()
@@ -60,8 +61,8 @@ def rank() -> int:
     return world_of()[0]
 
 
-class Circle:
-    """The processes that do something together, and all of it or nothing.
+class RankGroup:
+    """Let processes do something together, and all of it or nothing.
 
     A process group may hold processes that have nothing to do with a model, so a collective over
     all of it could wait for ever for one that never loads.
@@ -71,8 +72,8 @@ class Circle:
         kind: what is raised for another's error is one of these; here a caller's ``except`` says.
 
     Example:
-        >>> Circle([]).agree(None, "well")  # nobody else
-        {0: 'well'}
+        >>> RankGroup([]).agree(None, "ready")  # no other process
+        {0: 'ready'}
     """
 
     def __init__(self, groups: list[Any], kind: type[CheckpointError] = CheckpointError) -> None:
@@ -80,8 +81,8 @@ class Circle:
         self._kind = kind
 
     @classmethod
-    def of_all(cls, kind: type[CheckpointError] = CheckpointError) -> Circle:
-        """Every process of the default process group."""
+    def of_all(cls, kind: type[CheckpointError] = CheckpointError) -> RankGroup:
+        """Take every process of the default process group."""
         return cls([torch.distributed.group.WORLD] if has_group() else [], kind)
 
     @classmethod
@@ -90,97 +91,75 @@ class Circle:
         tensors: Iterable[torch.Tensor],
         modules: Iterable[nn.Module] = (),
         kind: type[CheckpointError] = CheckpointError,
-    ) -> Circle:
-        """The processes of the meshes of DTensors, and of DDP and FSDP1 among the modules."""
+    ) -> RankGroup:
+        """Take the processes of the meshes of DTensors, and of DDP and FSDP1 among the modules."""
         return cls(_groups(tensors, modules) if has_group() else [], kind)
 
-    @property
-    def is_everybody(self) -> bool:
-        """Whether all processes of the default process group are told directly."""
-        return has_group() and self.groups == [torch.distributed.group.WORLD]
-
-    def exchange(
-        self, error: BaseException | None, value: object = None
-    ) -> tuple[Problems, dict[int, Any]]:
-        """What every process met, and a small value of each."""
-        met = error if error is None or not self.groups else portable(error)
-        known: dict[int, Any] = {rank(): (met, value)}
+    def exchange(self, value: T) -> dict[int, T]:
+        """Return a small value of each process, by its rank."""
+        known = {rank(): value}
         for group in self.groups:
-            size = torch.distributed.get_world_size(group)
-            parts: list[Any] = [known] * size
-            if size > 1:
-                torch.distributed.all_gather_object(parts, known, group=group)
-            known = {who: found for part in parts for who, found in part.items()}
-        return {who: m for who, (m, _) in known.items()}, {who: v for who, (_, v) in known.items()}
+            found = [known] * torch.distributed.get_world_size(group)
+            if len(found) > 1:
+                torch.distributed.all_gather_object(found, known, group=group)
+            known = {who: told for each in found for who, told in each.items()}
+        return known
 
-    def agree(self, error: BaseException | None, value: object = None) -> dict[int, Any]:
+    def agree(self, error: BaseException | None, value: Any = None) -> dict[int, Any]:
         """Return the values of all when none met an error; else raise on every process.
 
         Raises:
-            CheckpointError: see `settle`. On a process that met an error itself it may be that one.
+            CheckpointError: see `raise_first`. A process that met an error itself may raise that.
         """
+        met = None if error is None else portable(error)
         try:
-            problems, values = self.exchange(error, value)
+            told = self.exchange((met, value))
         except BaseException as lost:
             if error is not None:
                 raise error from lost  # what went wrong first is what has to be mended
             raise
-        settle(problems, error, self._kind)
+        raise_first({who: problem for who, (problem, _) in told.items()}, error, self._kind)
         if error is not None:
             raise error
-        return values
+        return {who: each for who, (_, each) in told.items()}
 
-    def all_well(self, error: BaseException | None, again: bool = False) -> bool:
-        """What `agree` without values does; one number per process where none met an error.
-
-        Measured on 2 ranks with gloo: 0.15 ms, against 0.8 ms for exchanging objects.
+    def run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, dict[int, Any]]:
+        """Take a step on every process.
 
         Args:
-            error: what this process met.
-            again: whether this process wants to be asked once more.
+            step: returns what it made, and what the others are to know of it.
 
         Returns:
-            Whether any process wants that.
+            What it made here, and what the processes tell; where it raised on any, see `agree`.
         """
-        if len(self.groups) != 1:
-            # What one group tells may reach some processes of another and not yet all.
-            return any(self.agree(error, again).values())
-        state = _FAILED if error is not None else int(again)
-        (group,) = self.groups
-        device = object_device(group)
-        shared = torch.tensor([state], device=device)
-        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group)
-        state = int(shared.item())
-        if state == _FAILED:
-            self.agree(error)
-        return bool(state)
+        problem: BaseException | None = None
+        done: tuple[T, Any] | None = None
+        try:
+            done = step()
+        except BaseException as error:
+            problem = error
+        told = self.agree(problem, done and done[1])
+        assert done is not None
+        return done[0], told
 
     @contextmanager
     def together(self) -> Iterator[Agree]:
         """Let the processes go through a block together or not at all; see `together`."""
-        if not self.groups:
-            yield lambda again: again
-            return
-        expected = True
+        expected = bool(self.groups)
 
         def agree(again: bool) -> bool:
             nonlocal expected
             expected = False
-            expected = self.all_well(None, again)
-            return expected
+            again = any(self.agree(None, again).values())
+            expected = again and bool(self.groups)
+            return again
 
         try:
             yield agree
         except BaseException as error:
             if expected:
-                self.all_well(error)
+                self.agree(error)
             raise
-
-
-_FAILED = 2
-
-#: Called with whether this process wants to be asked again; says whether any does.
-Agree = Callable[[bool], bool]
 
 
 @contextmanager
@@ -202,27 +181,26 @@ def together(tensors: Iterable[torch.Tensor], collective: bool | None = None) ->
         ...     agree(False)
         False
     """
-    circle = Circle([]) if collective is False else Circle.of_model(tensors)
-    if collective and not circle.groups:
-        circle = Circle.of_all()
-    with circle.together() as agree:
+    group = RankGroup([]) if collective is False else RankGroup.of_model(tensors)
+    if collective and not group.groups:
+        group = RankGroup.of_all()
+    with group.together() as agree:
         yield agree
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Every parameter and buffer."""
+    """Yield every parameter and buffer."""
     yield from model.parameters()
     yield from model.buffers()
 
 
 def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> list[Any]:
-    """The process groups over which the ranks' states spread to all of them."""
+    """Return the process groups over which the ranks' states spread to all of them."""
     dist = torch.distributed
     meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t)))
     replicas = [group for module in modules for group in _groups_of(module)]
-    world = dist.get_world_size()
     sizes = [mesh.size() for mesh in meshes] + [dist.get_world_size(group) for group in replicas]
-    if world in sizes:
+    if dist.get_world_size() in sizes:
         return [dist.group.WORLD]
     inside = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
     groups = [mesh.get_group(axis) for mesh in inside for axis in range(mesh.ndim)] + replicas
@@ -233,7 +211,7 @@ def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> li
 
 
 def _groups_of(module: nn.Module) -> list[Any]:
-    """The process groups of a module that wraps another for all of its processes."""
+    """Return the process groups of a module that wraps another for all of its processes."""
     if wrapped_by(module)[0] == "module":
         return [module.process_group]
     if not is_fsdp1(module):
@@ -246,7 +224,7 @@ def _groups_of(module: nn.Module) -> list[Any]:
 def portable(
     error: BaseException, kind: type[CheckpointError] = CheckpointError
 ) -> CheckpointError:
-    """The error as another process can have it: a `kind`, if it is not one already.
+    """Return the error as another process can have it: a `kind`, if it is not one already.
 
     Example:
         >>> portable(KeyError("x"))
@@ -265,10 +243,17 @@ def portable(
     return made
 
 
-def settle(
-    problems: Problems, own: BaseException | None, kind: type[CheckpointError] = CheckpointError
+def raise_first(
+    problems: dict[int, CheckpointError | None],
+    own: BaseException | None,
+    kind: type[CheckpointError] = CheckpointError,
 ) -> None:
-    """Return when nobody met anything; else raise the error of the first rank that did.
+    """Raise the error of the first rank that met one, unless this rank's own is to be raised.
+
+    Args:
+        problems: rank -> what it met, or None.
+        own: what this rank met.
+        kind: what is raised is one of these.
 
     Raises:
         CheckpointError: that error, with the rank in front, as a `kind`. Where all met the same

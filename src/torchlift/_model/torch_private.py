@@ -28,8 +28,6 @@ DISABLED: Any = torch._C._disabled_torch_function_impl
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 #: In `torch.nn.init`, what `torch.nn.init.trunc_normal_` calls.
 TRUNC_NORMAL = "_no_grad_trunc_normal_"
-#: What `torch.utils.swap_tensors` comes to for plain tensors; None where torch has it no more.
-swap_content: Any = getattr(torch._C, "_swap_tensor_impl", None)
 #: A recurrent layer's weak references to its own weights: their list, and the weights.
 FLAT_REFERENCES, FLAT_WEIGHTS = "_flat_weight_refs", "_flat_weights"
 #: Children in which torch.compile and activation checkpointing hold the module that they wrap.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from torchlift._model.dtensor import Span, blocks
+from torchlift._model.ranks import rank
 from torchlift._plan import (
     Candidate,
     Copy,
@@ -71,121 +73,91 @@ class BroadcastSource(StateSource):
         return super().tensor(candidate, like)
 
     def fill(self, copies: Sequence[Copy]) -> None:
-        """Execute the copies; all ranks take part."""
-        here = [item for item in copies if isinstance(item.source, torch.Tensor)]
-        copy_values(apart(here))
-        sent = [item for item in copies if isinstance(item.source, Sent)]
-        broadcast(sent, self._tensors, self._kind)
+        """Execute the copies; all ranks take part, and each may take something else.
 
+        Small tensors share a bucket and large ones are sent in blocks, so that a rank never holds
+        more than `BUDGET` bytes beside its own slices, and the number of messages depends on the
+        bytes only. torch sends tensors one by one and each one whole (pytorch/pytorch#149640).
+        """
+        copy_values(apart([item for item in copies if isinstance(item.source, torch.Tensor)]))
+        taken: dict[int, list[Copy]] = {}
+        for item in copies:
+            if isinstance(item.source, Sent):
+                taken.setdefault(item.source.index, []).append(item)
+        device = wire(self._kind)
+        flags = torch.zeros(len(self._tensors), dtype=torch.uint8, device=device)
+        flags[list(taken)] = 1
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+        chosen = [index for index, flag in enumerate(flags.tolist()) if flag]
+        for bucket, stage in self._travel(chosen, device):
+            for block in bucket:
+                for item in taken.get(block.index, ()):
+                    place(block.view(stage), block.spans, item)
 
-def broadcast(
-    copies: Sequence[Copy],
-    tensors: Sequence[torch.Tensor | Sent],
-    kind: str = "cpu",
-) -> None:
-    """Fill every target with what rank 0 sends; all ranks of the process group take part.
-
-    Small tensors share a bucket and large ones are cut, so that a rank never holds more than
-    `BUDGET` bytes beside its own slices, and the number of messages depends on the bytes only.
-    torch sends tensors one by one and each one whole (pytorch/pytorch#149640).
-
-    Args:
-        copies: what this rank takes; other ranks may take something else.
-        tensors: what rank 0 sends: the tensors there, their descriptions elsewhere.
-        kind: device type of the model.
-    """
-    device = wire(kind)
-    taken = torch.zeros(len(tensors), dtype=torch.uint8, device=device)
-    by_index: dict[int, list[Copy]] = {}
-    for item in copies:
-        assert isinstance(item.source, Sent)
-        by_index.setdefault(item.source.index, []).append(item)
-    taken[list(by_index)] = 1
-    torch.distributed.all_reduce(taken, torch.distributed.ReduceOp.MAX)
-    chosen = [index for index, flag in enumerate(taken.tolist()) if flag]
-    _exchange(list(_buckets(chosen, tensors, BUDGET // 2)), tensors, by_index, device)
+    def _travel(
+        self, chosen: Sequence[int], device: torch.device
+    ) -> Iterator[tuple[list[_Block], torch.Tensor]]:
+        """Yield each bucket when it has arrived, with the next one on its way."""
+        buckets = list(_buckets(chosen, self._tensors, BUDGET // 2))
+        size = max((bucket[-1].stop for bucket in buckets), default=0)
+        stages = [torch.empty(size, dtype=torch.uint8, device=device) for _ in buckets[:2]]
+        before: tuple[Any, list[_Block], torch.Tensor] | None = None
+        for turn, bucket in enumerate([*buckets, None]):
+            now = None
+            if bucket is not None:
+                stage = stages[turn % 2]
+                for block in bucket if rank() == 0 else ():
+                    source = self._tensors[block.index]
+                    assert isinstance(source, torch.Tensor)
+                    block.view(stage).copy_(source[tuple(slice(*span) for span in block.spans)])
+                used = stage[: bucket[-1].stop]
+                now = torch.distributed.broadcast(used, src=0, async_op=True), bucket, stage
+            if before is not None:
+                work, arrived, stage = before
+                if work is not None:
+                    work.wait()
+                yield arrived, stage
+            before = now
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Block:
+    """One block of a tensor in a bucket, whose bytes are from `start` to `stop`."""
+
     index: int
-    block: tuple[Span, ...]
+    spans: tuple[Span, ...]
+    dtype: torch.dtype
     start: int
-    nbytes: int
+    stop: int
 
-
-def _exchange(
-    buckets: list[list[_Part]],
-    tensors: Sequence[torch.Tensor | Sent],
-    taken: dict[int, list[Copy]],
-    device: torch.device,
-) -> None:
-    size = max((bucket[-1].start + bucket[-1].nbytes for bucket in buckets), default=0)
-    stages = [torch.empty(size, dtype=torch.uint8, device=device) for _ in buckets[:2]]
-    pending: tuple[torch.distributed.Work | None, list[_Part], torch.Tensor] | None = None
-    for turn, bucket in enumerate(buckets):
-        stage = stages[turn % 2]
-        if torch.distributed.get_rank() == 0:
-            for part in bucket:
-                source = tensors[part.index]
-                assert isinstance(source, torch.Tensor)
-                _view(stage, part, source.dtype).copy_(source[_slices(part.block)])
-        used = stage[: bucket[-1].start + bucket[-1].nbytes]
-        work = torch.distributed.broadcast(used, src=0, async_op=True)
-        if pending:
-            _receive(*pending, tensors, taken)
-        pending = (work, bucket, stage)
-    if pending:
-        _receive(*pending, tensors, taken)
-
-
-def _receive(
-    work: torch.distributed.Work | None,
-    bucket: list[_Part],
-    stage: torch.Tensor,
-    tensors: Sequence[torch.Tensor | Sent],
-    taken: dict[int, list[Copy]],
-) -> None:
-    if work is not None:
-        work.wait()
-    for part in bucket:
-        for item in taken.get(part.index, ()):
-            place(_view(stage, part, tensors[part.index].dtype), part.block, item)
+    def view(self, stage: torch.Tensor) -> torch.Tensor:
+        """Return the block as a view of the memory of its bucket."""
+        flat = stage[self.start : self.stop].view(self.dtype)
+        return flat.view([stop - start for start, stop in self.spans])
 
 
 def _buckets(
     chosen: Sequence[int], tensors: Sequence[torch.Tensor | Sent], limit: int
-) -> Iterator[list[_Part]]:
-    """The same on every rank, because it follows from shapes and dtypes alone."""
-    bucket: list[_Part] = []
+) -> Iterator[list[_Block]]:
+    """Yield what travels together: the same on every rank, as shapes and dtypes are."""
+    bucket: list[_Block] = []
     used = 0
     for index in chosen:
-        item = tensors[index].dtype.itemsize
-        for block in blocks(tensors[index].shape, limit // item):
-            nbytes = item
-            for start, stop in block:
-                nbytes *= stop - start
+        dtype = tensors[index].dtype
+        for spans in blocks(tensors[index].shape, limit // dtype.itemsize):
+            nbytes = dtype.itemsize * math.prod(stop - start for start, stop in spans)
             used += -used % _ALIGNMENT
             if bucket and used + nbytes > limit:
                 yield bucket
                 bucket, used = [], 0
-            bucket.append(_Part(index, block, used, nbytes))
+            bucket.append(_Block(index, spans, dtype, used, used + nbytes))
             used += nbytes
     if bucket:
         yield bucket
 
 
-def _view(stage: torch.Tensor, part: _Part, dtype: torch.dtype) -> torch.Tensor:
-    flat = stage[part.start : part.start + part.nbytes].view(dtype)
-    return flat.view([stop - start for start, stop in part.block])
-
-
-def _slices(block: Sequence[Span]) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in block)
-
-
 def wire(kind: str) -> torch.device:
-    """The device on which the process group takes tensors of a model that lives on `kind`."""
+    """Return the device on which the process group takes tensors of a model on `kind`."""
     kinds = [part.partition(":")[0] for part in torch.distributed.get_backend_config().split(",")]
     if kind not in kinds:
         kind = kinds[0]

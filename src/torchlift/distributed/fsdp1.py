@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,20 +16,19 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as own
 
-from torchlift._model.ranks import Circle, rank
+from torchlift._model.ranks import RankGroup, rank
 from torchlift._system import leaves, map_leaves
-from torchlift.distributed.loading import is_nothing, state_dict
+from torchlift.distributed.gather import Sequence, run_alike
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import initial_state
 from torchlift.distributed.options import (
+    LoadCall,
     Part,
     StateDictMismatch,
     StateDictOptions,
     checked,
-    require,
     several,
 )
-from torchlift.distributed.sequence import Sequence, digests, require_same
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
@@ -40,14 +39,19 @@ def read(
     optimizers: Optimizers,
     submodules: set[nn.Module],
     options: StateDictOptions,
-    problem: BaseException | None,
+    check: Callable[[], None],
 ) -> list[dict[str, Any]]:
     """Return what torch's `get_model_state_dict` and `get_optimizer_state_dict` do.
 
     Raises:
-        StateDictMismatch: a rank has a problem with its arguments, or other ones.
+        StateDictMismatch: the check fails on a rank, or a rank has other arguments.
     """
-    _agree(model, problem, {"call": _call(optimizers, options)})
+
+    def begin() -> tuple[None, Sequence, None]:
+        check()
+        return None, {"call": _call(optimizers, options)}, None
+
+    run_alike(_group(model), begin)
     chosen = own.StateDictOptions(**vars(options))
     state: list[dict[str, Any]] = [{}, {}]
     if Part.MODEL in part:
@@ -58,49 +62,48 @@ def read(
     return state
 
 
-def write(
-    part: Part, model: nn.Module, optimizers: Any, model_state: Any, optim_state: Any, options: Any
-) -> tuple[tuple[list[str], list[str]], OptimizerReport]:
+def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
     """Call torch's `set_model_state_dict` and `set_optimizer_state_dict` on copies of the dicts.
 
     Returns:
         Missing and unexpected keys, and what was loaded into the optimizers.
     """
-    chosen, found = checked(options), several(optimizers)
+    chosen, found = checked(call.options), several(call.optimizers)
     receives = chosen.broadcast_from_rank0 and rank() != 0
     # Where torch looks at the optimizer state of rank 0 only.
     offloads = chosen.full_state_dict and chosen.cpu_offload
-    given: list[dict[Any, Any] | None] = [None, None]
-    mine, problem = {"call": _call(found, chosen)}, None
-    try:
-        if part is Part.OPTIMIZERS:
-            require(found)
-        if part is Part.MODEL or (part is Part.BOTH and not is_nothing(model_state)):
-            strict = chosen.strict and not receives
-            given[0] = _copied(state_dict(model_state, "model_state_dict", strict))
-        if found:
-            strict = chosen.strict and not receives and (rank() == 0 or not offloads)
-            given[1] = _copied(state_dict(optim_state, "optim_state_dict", strict))
+
+    def begin() -> tuple[tuple[Any, Any], Sequence, bool]:
+        several(found, call.part)
+        strict = chosen.strict and not receives
+        model = _copied(call.model_dict(strict))
+        strict = strict and (rank() == 0 or not offloads)
+        optim = _copied(call.optim_dict(strict)) if found else None
+        steps = {"call": _call(found, chosen)}
         if not chosen.broadcast_from_rank0:
-            mine["model_state_dict"] = _described(given[0])
-            mine["optim_state_dict"] = ["on rank 0"] if offloads else _described(given[1])
-    except BaseException as error:
-        problem = error
-    has_model = _agree(model, problem, mine, given[0] is not None)
+            steps["model_state_dict"] = _described(model)
+            steps["optim_state_dict"] = ["on rank 0"] if offloads else _described(optim)
+        return (model, optim), steps, model is not None
+
+    (model_state, optim_state), has_model = run_alike(_group(call.model), begin)
     if receives:
         # What else a dict here holds, torch would call unexpected on this rank only.
-        given[0] = {} if has_model.get(0, True) else None
+        model_state = {} if has_model.get(0, True) else None
     # One by one, in torch's order: its set_state_dict leaves the model alone on ranks that have
     # nothing, and those that rank 0 sends to need nothing.
     theirs = own.StateDictOptions(**vars(chosen))
     report = OptimizerReport()
-    if given[1] is not None:
-        report.loaded.extend(sorted(map(str, given[1].get("state", ()))))
+    if optim_state is not None:
+        report.loaded.extend(sorted(map(str, optim_state.get("state", ()))))
         with _without_step(found, keep=True):
-            own.set_optimizer_state_dict(model, found, given[1], options=theirs)
-    if given[0] is None:
-        return ([], []), report
-    return own.set_model_state_dict(model, given[0], options=theirs), report
+            own.set_optimizer_state_dict(call.model, found, optim_state, options=theirs)
+    if model_state is None:
+        return [], [], report
+    return *own.set_model_state_dict(call.model, model_state, options=theirs), report
+
+
+def _group(model: nn.Module) -> RankGroup:
+    return RankGroup.of_model((), model.modules(), StateDictMismatch)
 
 
 @contextmanager
@@ -136,16 +139,6 @@ def _call(optimizers: Optimizers, options: StateDictOptions) -> list[str]:
     return [f"{len(optimizers)} optimizers", *(f"{n}={getattr(options, n)}" for n in names)]
 
 
-def _agree(
-    model: nn.Module, problem: BaseException | None, mine: Sequence, value: object = None
-) -> dict[int, Any]:
-    """Return the values of all ranks, when none has a problem and all are to do the same."""
-    circle = Circle.of_model((), model.modules(), StateDictMismatch)
-    told = circle.agree(problem, (value, digests(mine)))
-    require_same(circle, mine, {rank: each for rank, (_, each) in told.items()})
-    return {rank: each for rank, (each, _) in told.items()}
-
-
 def _described(tree: Any) -> list[str]:
     """Describe keys, shapes and layouts of tensors: torch reads them one by one, on all ranks."""
     lines = []
@@ -155,8 +148,10 @@ def _described(tree: Any) -> list[str]:
     return sorted(lines)
 
 
-def _copied(state: Any) -> dict[Any, Any]:
+def _copied(state: Any) -> dict[Any, Any] | None:
     """Make new containers around the same tensors: torch pops keys from what it is given."""
+    if state is None:
+        return None
     copied: dict[Any, Any] = OrderedDict(map_leaves(dict(state), lambda leaf, _: leaf))
     if hasattr(state, "_metadata"):
         # Modules migrate what has no version, or an old one: the versions come along.

@@ -1,18 +1,109 @@
-"""State dicts without DTensors: gathered, or moved to the CPU, one tensor at a time."""
+"""What ranks do with their DTensors together: the same on all of them, and then they gather.
+
+A collective takes part in whatever the other ranks do at that time. A rank that asks for other
+tensors, or for the same ones in another order, waits for ever, or takes shards of two for one.
+State dicts without DTensors are made of them, or sent to the CPU, one tensor at a time.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from torchlift._model.dtensor import Index, Spans, blocks, is_dtensor, overlaps, spans_at
-from torchlift._model.ranks import has_group, rank
-from torchlift._system import map_leaves
+from torchlift._model.ranks import RankGroup, has_group, rank
+from torchlift._system import leaves, map_leaves
 from torchlift.distributed.broadcast import BUDGET, wire
-from torchlift.distributed.options import StateDictOptions
+from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+
+T = TypeVar("T")
+
+#: The ranks of a mesh -> what they do with the tensors on it, in order.
+Sequence = dict[str, list[str]]
+
+
+def sequence(tree: Any, shared: Iterable[torch.Tensor] = ()) -> Sequence:
+    """Return the DTensors of a state dict, described in order, for every mesh.
+
+    Args:
+        tree: nested dicts, lists and tuples.
+        shared: tensors of the model, whose meshes are there even when `tree` has nothing on them.
+
+    Example:
+        >>> sequence({"weight": torch.ones(2)})
+        {}
+    """
+    named = [(path, leaf) for path, leaf in leaves(tree).items() if is_dtensor(leaf)]
+    meshes = [tensor.device_mesh for tensor in shared if is_dtensor(tensor)]
+    meshes += [tensor.device_mesh for _, tensor in named]
+    ranks = {
+        mesh: _digest(str(sorted(mesh.mesh.flatten().tolist())))
+        for mesh in dict.fromkeys(meshes)
+        if mesh.get_coordinate() is not None  # this rank is in it
+    }
+    found: Sequence = {text: [] for text in ranks.values()}
+    for path, tensor in named:
+        if tensor.device_mesh in ranks:
+            what = f"{'.'.join(map(str, path))} {list(tensor.shape)} of {tensor.dtype}"
+            where = ", ".join(map(str, tensor.placements))
+            found[ranks[tensor.device_mesh]].append(f"{what} placed {where}")
+    return found
+
+
+def run_alike(
+    group: RankGroup, step: Callable[[], tuple[T, Sequence, Any]]
+) -> tuple[T, dict[int, Any]]:
+    """Take a step on every rank, and check that ranks of one mesh are about to do the same.
+
+    Args:
+        group: the processes; all of them call this.
+        step: returns what it made, what this rank is about to do, and a value for the others.
+
+    Returns:
+        What the step made here, and the values of all ranks.
+
+    Raises:
+        StateDictMismatch: on every rank, when two differ, or when the step raised on one.
+    """
+
+    def run() -> tuple[tuple[T, Sequence], Any]:
+        made, mine, value = step()
+        # A rank tells few bytes: names take room, and are exchanged only for the error.
+        return (made, mine), (value, {mesh: _digest("\n".join(mine[mesh])) for mesh in mine})
+
+    (made, mine), told = group.run(run)
+    first: dict[str, str] = {}
+    digests = [item for _, each in told.values() for item in each.items()]
+    if not all(first.setdefault(mesh, digest) == digest for mesh, digest in digests):
+        raise _difference(group.exchange(mine))
+    return made, {who: value for who, (value, _) in told.items()}
+
+
+def _difference(known: dict[int, Sequence]) -> StateDictMismatch:
+    """Return the error that names the first two ranks which differ, and in what."""
+    first: dict[str, int] = {}
+    for who, each in sorted(known.items()):
+        for mesh, steps in each.items():
+            other = first.setdefault(mesh, who)
+            for expected, found in itertools.zip_longest(
+                known[other][mesh], steps, fillvalue="nothing"
+            ):
+                if expected != found:
+                    return StateDictMismatch(
+                        "the ranks do not ask for the same tensors in the same order",
+                        expected=f"{expected} as on rank {other}",
+                        found=f"{found} on rank {who}",
+                        hint="Pass the same options, submodules and optimizers on every rank.",
+                    )
+    raise AssertionError("digests differ, and what they were made of does not")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def finish(

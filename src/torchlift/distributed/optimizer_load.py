@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import dressed, held, is_dtensor, local_shape, spans_of
+from torchlift._model.dtensor import dressed, everything, held, is_dtensor, local_shape, spans_of
 from torchlift._model.names import Names
-from torchlift._plan import Copy, Sent, whole_copy
+from torchlift._plan import Copy, Sent
 from torchlift._system import leaves, map_leaves
 from torchlift.distributed.model_state import own
 from torchlift.distributed.optimizer_state import Saved, first_name, initial_state
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_layout, misfit
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class OptimizerPlan:
         state: what replaces the state of a parameter.
         other: state under keys that are no parameter.
         hyper: for each group the hyperparameters that change.
-        moves: saved tensors to copy into the new state.
+        copies: saved tensors to copy into the new state.
     """
 
     optimizer: torch.optim.Optimizer
@@ -76,7 +76,7 @@ class OptimizerPlan:
     state: dict[torch.Tensor, dict[Any, Any]] = field(default_factory=dict)
     other: dict[Any, Any] = field(default_factory=dict)
     hyper: list[dict[str, Any]] = field(default_factory=list)
-    moves: list[Copy] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
 
 
 def plan_optimizers(
@@ -91,42 +91,34 @@ def plan_optimizers(
         StateDictMismatch: a shape does not fit; with ``strict`` also where a trainable parameter
             has no saved state, or the parameters of one group come from groups that differ.
     """
-    empty = iter(saved.empty)
-    plans = [_plan(names, each, saved, options, empty) for each in optimizers]
+    plans = [_plan(names, each, saved, options) for each in optimizers]
     for plan in plans:
         _dry_run(plan)
-    report, problems = merged(plans), []
-    if report.missing_keys:
-        problems.append(f"missing the optimizer state of {some(report.missing_keys)}")
-    if report.kept_hyperparameters:
-        problems.append(f"missing in param_groups: {some(report.kept_hyperparameters)}")
-    if options.strict and problems:
-        raise StateDictMismatch(
-            f"the state dict does not fit the optimizer: {'; '.join(problems)}",
-            missing_keys=list(dict.fromkeys(report.missing_keys + report.kept_hyperparameters)),
-            hint="Pass strict=False to load what fits.",
-        )
+    report = merged(plans)
+    problems = {
+        "missing the optimizer state of": report.missing_keys,
+        "missing in param_groups:": report.kept_hyperparameters,
+    }
+    missing = list(dict.fromkeys(report.missing_keys + report.kept_hyperparameters))
+    if options.strict and missing:
+        raise misfit("optimizer", problems, missing_keys=missing)
     return plans
 
 
 def _plan(
-    names: Names,
-    optimizer: torch.optim.Optimizer,
-    saved: Saved,
-    options: StateDictOptions,
-    empty: Iterator[dict[str, Any]],
+    names: Names, optimizer: torch.optim.Optimizer, saved: Saved, options: StateDictOptions
 ) -> OptimizerPlan:
     plan = OptimizerPlan(optimizer, other=copy.deepcopy(saved.other))
     stateless = []
     for group in optimizer.param_groups:
-        plan.hyper.append(_hyper(group, names, saved, plan.report, empty))
+        plan.hyper.append(_hyper(group, names, saved, plan.report))
         for param in group["params"]:
             name = _saved_name(param, names, saved.state)
             if name is None:
                 stateless.append((group, param))
                 continue
-            target = _Target(name, param, group, optimizer, options)
-            plan.state[param] = _new_state(target, saved.state[name], plan.moves)
+            target = _Target(name, param, group, plan, options)
+            plan.state[param] = _new_state(target, saved.state[name])
             plan.report.loaded.append(name)
     stepped = bool(plan.state)
     for group, param in stateless:
@@ -146,16 +138,11 @@ def _plan(
 
 
 def _saved_name(param: torch.Tensor, names: Names, saved: Mapping[str, Any]) -> str | None:
-    first_name(param, names)
     return next((name for name in names.fqns(param) if name in saved), None)
 
 
 def _hyper(
-    group: dict[str, Any],
-    names: Names,
-    saved: Saved,
-    report: OptimizerReport,
-    empty: Iterator[dict[str, Any]],
+    group: dict[str, Any], names: Names, saved: Saved, report: OptimizerReport
 ) -> dict[str, Any]:
     """Return the saved hyperparameters of a group, found by its parameters in whatever order.
 
@@ -172,7 +159,9 @@ def _hyper(
     for name, other in found.items():
         if other is not found[source]:
             _require_same(found[source], other, source, name)
-    chosen = found.get(source, {}) if group["params"] else next(empty, {})
+    chosen = found.get(source, {})
+    if saved.empty and not group["params"]:
+        chosen = saved.empty.pop(0)  # each belongs to one group
     hyper = {}
     for key, value in chosen.items():
         if key == "param_names":  # what this optimizer calls its own parameters
@@ -198,17 +187,17 @@ def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str)
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The parameter whose state is being loaded, by its name, in a group of an optimizer."""
+    """The parameter whose state is being loaded, by its name, in a group of a plan's optimizer."""
 
     name: str
     param: torch.Tensor
     group: dict[str, Any]
-    optimizer: torch.optim.Optimizer
+    plan: OptimizerPlan
     options: StateDictOptions
 
 
-def _new_state(target: _Target, saved: Any, moves: list[Copy]) -> dict[Any, Any]:
-    """Return the new state of one parameter, and add the copies that will fill it to `moves`.
+def _new_state(target: _Target, saved: Any) -> dict[Any, Any]:
+    """Return the new state of one parameter, and add the copies that will fill it to the plan.
 
     Where the optimizer already has a tensor like a new one, that is filled, so that whoever holds
     it (a captured graph, say) keeps seeing it. Nothing that can change is shared with `saved`.
@@ -217,7 +206,7 @@ def _new_state(target: _Target, saved: Any, moves: list[Copy]) -> dict[Any, Any]
         raise StateDictMismatch(
             "the state of a parameter is not a dict", entry=target.name, found=type(saved).__name__
         )
-    state = target.optimizer.state.get(target.param, {})
+    state = target.plan.optimizer.state.get(target.param, {})
     tensors = _tensors(state)
 
     def place(value: Any, path: tuple[Any, ...]) -> Any:
@@ -227,10 +216,16 @@ def _new_state(target: _Target, saved: Any, moves: list[Copy]) -> dict[Any, Any]
         like = _layout_for(target, value, live, path)
         device, dtype = _device(target, value, live, path)
         needed = (value.shape, device, dtype, torch.strided, _mesh(like))
-        if live is None or _described(live) != needed:
+        if live is None or needed != (
+            live.shape,
+            live.device,
+            live.dtype,
+            live.layout,
+            _mesh(live),
+        ):
             live = _empty(value, like, device, dtype)
         if live is not value:
-            moves.append(_copy(value, live))
+            target.plan.copies.append(_copy(value, live))
         return live
 
     new: dict[Any, Any] = map_leaves(saved, place)
@@ -256,7 +251,7 @@ def _layout_for(
         expected = target.param
     elif live is None:
         # Factored moments (Adafactor) have a shape of their own, so only the optimizer knows.
-        initial = initial_state(target.optimizer, target.group, target.param)
+        initial = initial_state(target.plan.optimizer, target.group, target.param)
         expected = _tensors(initial).get(path)
     where = ".".join(map(str, (target.name, *path)))
     if expected is not None and expected.shape != value.shape:
@@ -267,16 +262,8 @@ def _layout_for(
             found=list(value.shape),
             mismatched={where: (tuple(expected.shape), tuple(value.shape))},
         )
-    if is_dtensor(value):
-        return value
-    if is_dtensor(expected) and not target.options.full_state_dict:
-        raise StateDictMismatch(
-            "a whole tensor was saved, and the parameter is sharded",
-            entry=where,
-            found=f"a plain tensor of shape {list(value.shape)}",
-            hint="Pass full_state_dict=True: each rank takes its own slice.",
-        )
-    return expected
+    check_layout(where, expected, value, target.options)
+    return value if is_dtensor(value) else expected
 
 
 def _device(
@@ -289,10 +276,6 @@ def _device(
         return torch.device("cpu"), value.dtype
     near = live if live is not None and not value.shape else target.param
     return near.device, value.dtype
-
-
-def _described(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.device, tensor.dtype, tensor.layout, _mesh(tensor)
 
 
 def _mesh(tensor: object) -> object:
@@ -311,10 +294,8 @@ def _empty(
 
 def _copy(value: torch.Tensor | Sent, into: torch.Tensor) -> Copy:
     local = held(into).detach()
-    if isinstance(value, Sent):
-        return Copy(value, local, spans_of(into))
-    source = held(value).detach()
-    return whole_copy(source, local) if is_dtensor(value) else Copy(source, local, spans_of(into))
+    source = value if isinstance(value, Sent) else held(value).detach()
+    return Copy(source, local, everything(local.shape) if is_dtensor(value) else spans_of(into))
 
 
 def is_left_to_us(optimizer: torch.optim.Optimizer) -> bool:
@@ -402,14 +383,3 @@ def merged(plans: Sequence[OptimizerPlan]) -> OptimizerReport:
     counts = Counter(every["unexpected_keys"])
     every["unexpected_keys"] = [key for key, count in counts.items() if count == len(plans)]
     return OptimizerReport(**every)
-
-
-def some(items: list[str], limit: int = 8) -> str:
-    """Return the first of many names, in quotes.
-
-    Example:
-        >>> some(["a", "b", "c"], limit=2)
-        "'a', 'b' and 1 more"
-    """
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(map(repr, items[:limit])) + more

@@ -20,7 +20,7 @@ _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 def read_optimizers(
     names: Names, optimizers: Iterable[torch.optim.Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
-    """Return the state of `optimizers` by canonical name, neither gathered nor moved.
+    """Return the state of `optimizers` by canonical name, not gathered, on their devices.
 
     A trainable parameter without state gets its initial one, so that every rank and every moment
     gives the same keys. The optimizers are not changed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Flag, auto
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchlift._model.dtensor import is_dtensor, layout_of
 from torchlift.errors import MismatchError
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -94,11 +95,12 @@ class Part(Flag):
     BOTH = MODEL | OPTIMIZERS
 
 
-def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimizer, ...]:
     """Return one or several optimizers as a tuple.
 
     Raises:
         TypeError: something in there is no optimizer.
+        RuntimeError: there is none, and the call is about optimizers only; torch raises that too.
 
     Example:
         >>> len(several(torch.optim.SGD([torch.ones(1)])))
@@ -109,25 +111,101 @@ def several(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
         # Not by their class: wrappers of optimizers need not be optimizers.
         if not hasattr(each, "param_groups"):
             raise TypeError(f"optimizers must be an optimizer or an iterable of them, not {each!r}")
+    if part is Part.OPTIMIZERS and not found:
+        raise RuntimeError("the state dict of optimizers was asked for, and none was passed")
     return found
 
 
-def checked_model(model: Any) -> nn.Module:
-    """Return the model.
+@dataclass(frozen=True)
+class LoadCall:
+    """The arguments of a load, as the caller passed them.
+
+    Attributes:
+        part: what to load; with both there need be no optimizer.
+        model: the model, wrapped or not.
+        optimizers: its optimizers, perhaps none.
+        model_state: by canonical name or by module.
+        optim_state: in any form that `normalised` knows.
+        options: how to load.
+    """
+
+    part: Part
+    model: nn.Module
+    optimizers: Any
+    model_state: Any
+    optim_state: Any
+    options: Any
+
+    def model_dict(self, strict: bool) -> Mapping[Any, Any] | None:
+        """Return the model's state dict, None when the model is to be left alone."""
+        given = self.model_state
+        if self.part is Part.OPTIMIZERS:
+            return None
+        # With optimizers torch takes no model state, or an empty one, for a model to leave alone.
+        if self.part is Part.BOTH and (given is None or given == {}):
+            return None
+        return _state_dict(given, "model_state_dict", strict)
+
+    def optim_dict(self, strict: bool) -> Mapping[Any, Any]:
+        """Return the state dict of the optimizers."""
+        return _state_dict(self.optim_state, "optim_state_dict", strict)
+
+
+def _state_dict(state: Any, argument: str, strict: bool) -> Mapping[Any, Any]:
+    """Return a state dict as it was passed; none at all only where that is allowed.
+
+    torch takes None for an empty dict, which is an error for it too unless ``strict`` is False
+    (``_verify_state_dict`` in ``torch/distributed/checkpoint/state_dict.py``).
 
     Raises:
-        TypeError: it is no module.
+        TypeError: it is something else.
+        StateDictMismatch: it is None, and the load is strict.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
-    return model
+    if state is None and strict:
+        raise StateDictMismatch(
+            f"{argument} is None: there is nothing to load",
+            hint="Only ranks that rank 0 sends to (broadcast_from_rank0=True) need none.",
+        )
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(f"{argument} must be a dict, not {type(state).__name__}")
+    return {} if state is None else state
 
 
-def require(optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    """Check that there is an optimizer.
+def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> StateDictMismatch:
+    """Return the one error that lists everything that does not fit.
+
+    Args:
+        what: the model or the optimizer.
+        problems: what is wrong -> the names of which it is true, of which eight are shown.
+        fields: attributes of the error.
+
+    Example:
+        >>> print(misfit("model", {"missing": ["a"], "unexpected": []}, missing_keys=["a"]))
+        the state dict does not fit the model: missing 'a'. Pass strict=False to load what fits.
+    """
+    texts = []
+    for problem, names in problems.items():
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        if names:
+            texts.append(f"{problem} {', '.join(map(repr, names[:8]))}{more}")
+    return StateDictMismatch(
+        f"the state dict does not fit the {what}: {'; '.join(texts)}",
+        hint=None if fields.get("mismatched") else "Pass strict=False to load what fits.",
+        **fields,
+    )
+
+
+def check_layout(name: str, expected: object, value: object, options: StateDictOptions) -> None:
+    """Check that a whole value meets a sharded tensor only where the options say so.
 
     Raises:
-        RuntimeError: there is none; torch raises that too.
+        StateDictMismatch: they do not.
     """
-    if not optimizers:
-        raise RuntimeError("the state dict of optimizers was asked for, and none was passed")
+    if is_dtensor(expected) and not is_dtensor(value) and not options.full_state_dict:
+        raise StateDictMismatch(
+            "the state dict has another layout than the model",
+            entry=name,
+            expected=layout_of(expected),
+            found="a plain tensor",
+            hint="Pass full_state_dict=True: each rank takes its own slice.",
+        )

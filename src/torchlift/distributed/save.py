@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchlift._model.dtensor import Spans, blocks, everything, held, is_dtensor, spans_of
-from torchlift._model.ranks import Circle, rank, world_of
+from torchlift._model.ranks import RankGroup, rank, world_of
 from torchlift._save import Contents
 from torchlift._transfer.write import AtomicFile, NotDurable, write_at
 from torchlift.errors import CheckpointError, PlacementError
@@ -179,7 +179,7 @@ class _Saver:
         except BaseException as failure:
             error = failure
         try:
-            values = Circle.of_all().agree(error, value)
+            values = RankGroup.of_all().agree(error, value)
         except RuntimeError as failure:
             if failure is error:
                 raise

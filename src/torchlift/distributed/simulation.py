@@ -26,7 +26,7 @@ from torch import nn
 from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._model.dtensor import Spans, is_dtensor, local_shape, shard_spans
 from torchlift._model.names import Names
-from torchlift._model.slots import Group, collect
+from torchlift._model.slots import Group, ModuleTree, collect
 from torchlift._plan import (
     DtypeRule,
     LoadPlan,
@@ -416,9 +416,10 @@ def _layouts(model: nn.Module, tensors: list[_Tensor]) -> list[tuple[_Tensor, _L
         model: distributed, and perhaps wrapped.
         tensors: those of the model as it was.
     """
-    names, by_name = Names(model), {name: t for t in tensors for name in t.names}
+    tree = ModuleTree(model)
+    names, by_name = Names(tree), {name: t for t in tensors for name in t.names}
     found = []
-    for group in collect(model):
+    for group in tree.groups:
         value, layout = group.tensor, _Layout()
         fqns = names.fqns(value) or group.names
         known = [by_name[name] for name in fqns if name in by_name]

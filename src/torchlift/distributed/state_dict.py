@@ -15,23 +15,23 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from torchlift._model.fsdp import reshard
 from torchlift._model.names import Names, uses_fsdp1
-from torchlift._model.ranks import Circle, tensors_of
+from torchlift._model.ranks import RankGroup, tensors_of
+from torchlift._model.slots import ModuleTree
 from torchlift._system import collection_paused
-from torchlift.distributed.gather import finish
+from torchlift.distributed.gather import Sequence, finish, run_alike, sequence
 from torchlift.distributed.loading import load
-from torchlift.distributed.model_state import PATCHED, read_model
+from torchlift.distributed.model_state import PATCH, read_model
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import read_optimizers
 from torchlift.distributed.options import (
+    LoadCall,
     Optimizers,
     Part,
     StateDictMismatch,
     StateDictOptions,
     checked,
-    checked_model,
     several,
 )
-from torchlift.distributed.sequence import Sequence, digests, require_same, sequence
 
 
 class LoadedKeys(_IncompatibleKeys):
@@ -311,7 +311,8 @@ def patch_optimizer_state_dict(
 
 
 def _patch(obj: nn.Module | torch.optim.Optimizer, state_dict: Any, load_state_dict: Any) -> None:
-    PATCHED.update((state_dict, load_state_dict))
+    for function in (state_dict, load_state_dict):
+        setattr(function, PATCH, True)
     obj.state_dict = state_dict  # type: ignore[method-assign]
     obj.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
@@ -328,62 +329,51 @@ def _read(
     do not gather do not talk: then every rank may ask for what it likes, or not ask at all.
     """
     chosen, found = checked(options), several(optimizers)
-    inside = set(submodules or ()) & set(checked_model(model).modules())
-    problem: BaseException | None = None
-    if submodules and not inside:
-        problem = StateDictMismatch("none of the submodules is part of the model")
-    if part is Part.OPTIMIZERS and not found:
-        problem = RuntimeError("the state dict of optimizers was asked for, and none was passed")
+    inside = set(submodules or ()) & set(model.modules())
+
+    def check() -> None:
+        several(found, part)
+        if submodules and not inside:
+            raise StateDictMismatch("none of the submodules is part of the model")
+
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.read(part, model, found, inside, chosen, problem)
+        return fsdp1.read(part, model, found, inside, chosen, check)
     shared: list[torch.Tensor] = []
     if chosen.full_state_dict:
         # Submodules may have nothing to gather, and then not every rank need ask for them.
         only = inside if inside and not found else {model}
         shared = [tensor for module in only for tensor in tensors_of(module)]
-    circle = Circle.of_model(shared, kind=StateDictMismatch)
-    state: list[dict[str, Any]] = [{}, {}]
-    mine: Sequence = {}
-    try:
-        if problem is not None:
-            raise problem
-        with collection_paused(), torch.no_grad():
-            reshard(model.modules())
-            names = Names(model, chosen.dsd_fqn_modifiers)
-            if Part.MODEL in part:
-                state[0] = read_model(model, names, inside, chosen)
-            if found:
-                state[1] = read_optimizers(names, found, chosen)
-        if circle.groups:
-            mine = sequence({"model": state[0], "optimizer": state[1]}, shared)
-    except BaseException as error:
-        problem = error
-    told = circle.agree(problem, (chosen.cpu_offload, digests(mine)))
-    require_same(circle, mine, {rank: each for rank, (_, each) in told.items()})
-    all_offload = all(offloads for offloads, _ in told.values())
+
+    def read() -> tuple[list[dict[str, Any]], Sequence, bool]:
+        check()
+        tree = ModuleTree(model)
+        reshard(tree.modules)
+        names = Names(tree, chosen.dsd_fqn_modifiers)
+        state = [
+            read_model(model, names, inside, chosen) if Part.MODEL in part else {},
+            read_optimizers(names, found, chosen) if found else {},
+        ]
+        steps = sequence({"model": state[0], "optimizer": state[1]}, shared) if group.groups else {}
+        return state, steps, chosen.cpu_offload
+
+    group = RankGroup.of_model(shared, kind=StateDictMismatch)
     with collection_paused(), torch.no_grad():
-        return [finish(each, chosen, all_offload) for each in state]
+        state, offloads = run_alike(group, read)
+        return [finish(each, chosen, all(offloads.values())) for each in state]
 
 
-def _load(
-    part: Part,
-    model: nn.Module,
-    optimizers: Optimizers,
-    model_state: Any,
-    optim_state: Any,
-    options: Any,
-) -> LoadedKeys:
-    """Load what a call is about, or nothing at all, on every rank."""
-    if uses_fsdp1(model):
+def _load(*arguments: Any) -> LoadedKeys:
+    """Load what a call with these arguments is about, or nothing at all, on every rank."""
+    call = LoadCall(*arguments)
+    if uses_fsdp1(call.model):
         from torchlift.distributed import fsdp1
 
-        keys, report = fsdp1.write(part, model, optimizers, model_state, optim_state, options)
+        *keys, report = fsdp1.write(call)
     else:
         with collection_paused():
-            plan, report = load(part, model, optimizers, model_state, optim_state, options)
-        keys = plan.missing, plan.unexpected
+            *keys, report = load(call)
     done = LoadedKeys(*keys)
     done.optimizer = report
     return done
