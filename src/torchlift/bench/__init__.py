@@ -1,4 +1,4 @@
-"""Ways to load a checkpoint, compared on one's own file, each in a new process.
+"""Ways to load a checkpoint, compared on one's own file, each in a fresh process.
 
 Importing this does not import torch: the comparison runs in child processes.
 """
