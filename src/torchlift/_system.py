@@ -170,15 +170,8 @@ def printable(text: str, limit: int | None = None, *, lines: bool = False) -> st
         text = f"{text[: limit - 20]}... ({len(text)} characters)"
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if (lines and c == "\n") or _is_safe(c) else _escape(c) for c in text)
-
-
-def _is_safe(char: str) -> bool:
-    return unicodedata.category(char) not in _UNSAFE
-
-
-def _escape(char: str) -> str:
-    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+    safe = {c for c in text if unicodedata.category(c) not in _UNSAFE or (lines and c == "\n")}
+    return "".join(c if c in safe else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def map_leaves(

@@ -116,12 +116,6 @@ def test_dtensors_are_taken_apart_and_put_together() -> None:
     assert private.shard_order(distribute_tensor(torch.ones(1), mesh, (Replicate(),) * 2)) == ()
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_object_device_is_where_gloo_takes_objects() -> None:
-    """The CPU."""
-    assert torch.device(private.object_device(dist.group.WORLD)).type == "cpu"
-
-
 def test_function_modes_lists_those_that_are_entered() -> None:
     """A recorder finds itself there when the constructor seeds."""
     from torch.overrides import TorchFunctionMode

@@ -12,7 +12,7 @@ from torch import nn
 
 import torchlift
 from torchlift._plan import decide as steps
-from torchlift._transfer import filesystem
+from torchlift._transfer import files as filesystem
 
 LINE = "36 25 {device} / {mount} rw,relatime shared:1 master:2 - {kind} server:/export rw\n"
 
@@ -28,10 +28,12 @@ def mounted(tmp_path, monkeypatch):
         table.write_text(LINE.format(device=device, mount=tmp_path, kind=kind) + broken)
         monkeypatch.setattr(filesystem, "_MOUNTS", str(table))
         filesystem._kinds.cache_clear()
+        filesystem.is_network.cache_clear()
         return tmp_path
 
     yield mount
     filesystem._kinds.cache_clear()
+    filesystem.is_network.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "lustre", "cifs", "ceph", "fuse", "fuse.sshfs"])
@@ -52,6 +54,7 @@ def test_what_cannot_be_found_out_is_local(mounted, monkeypatch):
     assert not filesystem.is_network(folder)
     monkeypatch.setattr(filesystem, "_MOUNTS", str(folder / "nothing"))
     filesystem._kinds.cache_clear()
+    filesystem.is_network.cache_clear()
     assert not filesystem.is_network(folder)
     assert not filesystem.is_network(folder / "absent")
     monkeypatch.delattr("os.major")  # as on Windows

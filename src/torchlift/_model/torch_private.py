@@ -99,14 +99,11 @@ def dtensor_like(like: Any, local: torch.Tensor, *, grad: bool, parameter: bool)
 
 def shard_order(dtensor: Any) -> tuple[tuple[int, ...], ...]:
     """Return the mesh dimensions that shard each tensor dimension, in the order they do."""
-    return tuple(tuple(entry.mesh_dims) for entry in getattr(dtensor._spec, "shard_order", ()))
+    # None where its placements (`_StridedShard`) say it themselves.
+    entries = getattr(dtensor._spec, "shard_order", None) or ()
+    return tuple(tuple(entry.mesh_dims) for entry in entries)
 
 
 def is_compiling() -> bool:
     """Say whether torch.compile is at work in this thread."""
     return torch._guards.CompileContext.current_compile_id() is not None
-
-
-def object_device(group: Any) -> torch.device | str:
-    """Return the device on which a process group takes objects."""
-    return torch.distributed.distributed_c10d._get_object_coll_device(group)

@@ -78,7 +78,9 @@ def _decide(
 ) -> Step:
     candidate, tensor = candidates[0], group.tensor
     entry, file_dtype = candidate.entry, candidate_dtype(candidate, path)
-    seen = replace(entry, key=key) if entry else rules.entry_like(key, group)
+    seen = entry or rules.entry_like(key, group)
+    if seen.key != key:
+        seen = replace(seen, key=key)
     asked, note = rules.asked_device(options.device, seen, group)
     if asked == DISK:
         options, dtype = rules.kept_on_disk(options, group, seen, file_dtype), file_dtype
@@ -104,35 +106,18 @@ def _decide(
     source: Source = "memory"
     if entry is not None:
         filled = changes and not in_place and not handled
-        source = _source(options.source, entry, path, filled=filled)
+        source = options.source if options.source != "auto" else "mmap"
+        # Of the file, not of its folder: it may be a link to elsewhere.
+        file = entry.chunks[0].file if entry.chunks else path
+        if options.source == "auto" and (filled or is_network(file)):
+            source = "read"
         if source == "mmap" and not _fits_map(entry, copied=in_place or changes):
             source, note = "read", "its layout in the file cannot be used in place"
-    step = Step(
-        group,
-        key,
-        candidate,
-        spans,
-        tuple(candidates[1:]),
-        mode,
-        source,
-        "view",
-        device,
-        dtype,
-        dtype_is_fixed=options.dtype is not None or not tensor.is_meta,
-        handled=handled,
-        note=note,
-    )
     copied = not in_place and (changes or handled or mode == "copy")
-    return _routed(step, owned=copied or source == "read")
-
-
-def _source(asked: rules.AnySource, entry: TensorEntry, path: str, *, filled: bool) -> Source:
-    """Decide where bytes come from; `filled` says that new memory is, whatever the source."""
-    if asked != "auto":
-        return asked
-    # Of the file, not of its folder: it may be a link to elsewhere.
-    file = entry.chunks[0].file if entry.chunks else path
-    return "read" if filled or is_network(file) else "mmap"
+    route = _route(candidate, source, in_place=in_place, owned=copied or source == "read")
+    others, fixed = tuple(candidates[1:]), options.dtype is not None or not tensor.is_meta
+    how = (mode, source, route, device, dtype, fixed, handled, note)
+    return Step(group, key, candidate, spans, others, *how)
 
 
 def _fits_map(entry: TensorEntry, *, copied: bool) -> bool:
@@ -144,24 +129,41 @@ def _fits_map(entry: TensorEntry, *, copied: bool) -> bool:
 
 
 def _routed(step: Step, *, owned: bool) -> Step:
-    return replace(step, route=_route(step, owned=owned))
+    route = _route(
+        step.candidate,
+        step.source,
+        in_place=step.in_place,
+        owned=owned,
+        based=step.base is not None,
+    )
+    return replace(step, route=route)
 
 
-def _route(step: Step, *, owned: bool) -> Route:
-    """Decide how the values get into memory, where `owned` says that they need new memory."""
-    entry = step.candidate.entry
-    if step.candidate.value is not None:
+def _route(
+    candidate: Candidate, source: Source, *, in_place: bool, owned: bool, based: bool = False
+) -> Route:
+    """Decide how the values get into memory.
+
+    Args:
+        candidate: what there is.
+        source: where its bytes come from.
+        in_place: whether a live tensor's memory is written to.
+        owned: whether new memory is needed.
+        based: whether it is a view of memory that several tensors share.
+    """
+    entry = candidate.entry
+    if candidate.value is not None:
         # A caller's tensor is never placed: what trains the model would write to it. One that the
         # model's own code has seen may be, as long as it is the file's map, which is private.
         mapped = entry is not None and not owned
-        return "view" if mapped or step.in_place else "compute"
+        return "view" if mapped or in_place else "compute"
     assert entry is not None
     pieced = is_pieced(entry)
     # Several chunks are no view of the map: they are put together in memory, or not at all.
     if not owned and not (pieced and (len(entry.chunks) > 1 or not _is_aligned(entry))):
         return "view"
     readable = is_readable(entry) if pieced else is_dense(entry)
-    if step.base is not None or (step.source == "read" and entry.chunks and readable):
+    if based or (source == "read" and entry.chunks and readable):
         return "read"
     return "fill" if pieced else "copy"
 

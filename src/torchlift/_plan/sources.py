@@ -164,14 +164,18 @@ def apart(copies: Iterable[Copy]) -> list[Copy]:
     Two states may trade places: the second would otherwise read what the first has written. What is
     in its place already is left out.
     """
-    needed = [item for item in copies if not _is_in_place(item)]
-    written = {_memory(item.target) for item in needed} - {None}
-    found = []
-    for item in needed:
-        if isinstance(item.source, torch.Tensor) and _memory(item.source) in written:
-            item = Copy(item.source.clone(), item.target, item.spans)
-        found.append(item)
-    return found
+    needed, written = [], set()
+    for item in copies:
+        one, two = _memory(item.source), _memory(item.target)
+        if one is None or one != two or not _is_in_place(item):
+            needed.append((one, item))
+            written.add(two)
+    return [
+        item
+        if one is None or one not in written or not isinstance(item.source, torch.Tensor)
+        else Copy(item.source.clone(), item.target, item.spans)
+        for one, item in needed
+    ]
 
 
 def _memory(tensor: torch.Tensor | Sent) -> int | None:
@@ -184,7 +188,6 @@ def _is_in_place(item: Copy) -> bool:
     one, two = item.source, item.target
     return (
         isinstance(one, torch.Tensor)
-        and _memory(one) == _memory(two) is not None
         and one.data_ptr() == two.data_ptr()
         and (one.dtype, one.device, one.shape, one.stride())
         == (two.dtype, two.device, two.shape, two.stride())

@@ -48,6 +48,7 @@ from torchlift._skeleton.recording import (
     version_of,
 )
 from torchlift._skeleton.replay import Run, calls_behind, quiet
+from torchlift._system import map_leaves
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -279,8 +280,9 @@ class Recorder(TorchFunctionMode):
         if given and _only_fills(func, name, given[0].meta):
             self._write_down(func, name, recorded, reads, [given[0].key], {})
             return given[0].tensor
-        if given:
-            args, kwargs = _replaced((args, kwargs), {id(item.tensor): item.meta for item in given})
+        if any(item.meta is not item.tensor for item in given):
+            metas = {id(item.tensor): item.meta for item in given}
+            args, kwargs = map_leaves((args, kwargs), lambda leaf, _: metas.get(id(leaf), leaf))
         versions = [version_of(item.meta) for item in given]
         try:
             result = func(*args, **kwargs)
@@ -481,20 +483,14 @@ _SPECIAL: dict[Func, Callable[[Recorder, Func, Args, Kwargs], Any]] = {
     torch.Tensor.__deepcopy__: Recorder._deepcopy,
     torch.Tensor.data.__set__: Recorder._set_data,  # type: ignore[attr-defined]
     # These make one dense tensor, draw no random numbers and take none of what exists already.
-    torch.arange: Recorder._allocate,
-    torch.empty: Recorder._allocate,
-    torch.eye: Recorder._allocate,
-    torch.full: Recorder._allocate,
-    torch.linspace: Recorder._allocate,
-    torch.ones: Recorder._allocate,
-    torch.zeros: Recorder._allocate,
-    torch.as_tensor: Recorder._constant,
-    torch.asarray: Recorder._constant,
-    torch.tensor: Recorder._constant,
-    torch.scalar_tensor: Recorder._constant,
-    torch.Tensor.cpu: Recorder._move,
-    torch.Tensor.cuda: Recorder._move,
-    torch.Tensor.xpu: Recorder._move,
+    **dict.fromkeys(
+        (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros),
+        Recorder._allocate,
+    ),
+    **dict.fromkeys(
+        (torch.as_tensor, torch.asarray, torch.tensor, torch.scalar_tensor), Recorder._constant
+    ),
+    **dict.fromkeys((torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu), Recorder._move),
 }
 
 
@@ -527,18 +523,6 @@ def _only_fills(func: Func, name: str, tensor: torch.Tensor) -> bool:
     # Where autograd would object to the write, the call itself has to say so. The functions of
     # torch.nn.init, unlike the methods, turn it off themselves.
     return isinstance(func, FunctionType) or not (tensor.requires_grad and torch.is_grad_enabled())
-
-
-def _replaced(value: Any, stand_ins: Mapping[int, torch.Tensor]) -> Any:
-    """Return a call's arguments with tensors replaced by those that stand for them."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return stand_ins.get(id(value), value)
-    if kind is tuple or kind is list:
-        return kind([_replaced(item, stand_ins) for item in value])
-    if kind is dict:
-        return {key: _replaced(item, stand_ins) for key, item in value.items()}
-    return value
 
 
 _lock = threading.Lock()
@@ -583,36 +567,25 @@ def _overridable(function: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return initialise
 
 
-def _seeding(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Note what seeds: a constructor that does makes the same numbers, so its replay must."""
+def _noting(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Note what seeds: a constructor that does makes the same numbers, so its replay must.
+
+    `torch.random.fork_rng` ends by setting the state, which goes back to the numbers of before.
+    """
 
     @wraps(function)
-    def manual_seed(seed: int) -> Any:
-        _seed_recorders(int(seed))
-        return function(seed)
+    def note(*args: Any, **kwargs: Any) -> Any:
+        (value,) = *args, *kwargs.values()
+        for mode in function_modes():  # type: ignore[no-untyped-call]
+            if isinstance(mode, Recorder):
+                mode.seed(int(value) if function.__name__ == "manual_seed" else None)
+        return function(value)
 
-    return manual_seed
-
-
-def _restoring(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Note what ends `torch.random.fork_rng`: it goes back to the numbers of before."""
-
-    @wraps(function)
-    def set_rng_state(new_state: torch.Tensor) -> None:
-        _seed_recorders(None)
-        function(new_state)
-
-    return set_rng_state
-
-
-def _seed_recorders(seed: int | None) -> None:
-    for mode in function_modes():  # type: ignore[no-untyped-call]
-        if isinstance(mode, Recorder):
-            mode.seed(seed)
+    return note
 
 
 _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (nn.init, TRUNC_NORMAL, _overridable),
-    *((holder, "manual_seed", _seeding) for holder in (torch, torch.random)),
-    *((holder, "set_rng_state", _restoring) for holder in (torch, torch.random)),
+    *((holder, "manual_seed", _noting) for holder in (torch, torch.random)),
+    *((holder, "set_rng_state", _noting) for holder in (torch, torch.random)),
 )

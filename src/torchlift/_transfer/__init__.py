@@ -1,7 +1,6 @@
 """Byte ranges of files and tensors: map, read, write."""
 
-from torchlift._transfer.files import Files
-from torchlift._transfer.filesystem import is_network
+from torchlift._transfer.files import Files, is_network
 from torchlift._transfer.pages import allocate
 from torchlift._transfer.reading import (
     BUDGET,
@@ -13,13 +12,6 @@ from torchlift._transfer.reading import (
 )
 
 __all__ = [
-    "BUDGET",
-    "Files",
-    "Request",
-    "allocate",
-    "is_network",
-    "is_readable",
-    "read",
-    "requests_for",
+    "BUDGET", "Files", "Request", "allocate", "is_network", "is_readable", "read", "requests_for",
     "stage_bytes",
-]
+]  # fmt: skip

@@ -30,9 +30,8 @@ BUDGET = 64 << 20
 #: Bytes per read of what is staged, or of what small tensors are read together. Larger gains
 #: nothing on a warm cache; smaller costs calls.
 PIECE = 8 << 20
-_WHOLE = (
-    4  # times PIECE of a large tensor at once: setting up fresh memory costs the same for any size
-)
+# Times PIECE of a large tensor at once: setting up fresh memory costs the same for any size.
+_WHOLE = 4
 _STAGES = 4  # staging buffers of PIECE bytes each: half the budget, the rest is slack
 # Below torch's grain of 32,768 elements a copy is not split over torch's own threads. Every reader
 # would start a team of them, and on a busy machine these wait for each other: 2.1 GB cast to
@@ -213,8 +212,8 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
         target = request.destination[first : first + source.numel()]
         if target.device.type != "cpu":
             target.copy_(source)
-            continue
-        _cast(source, target, pages, request.fresh)
+        else:
+            _cast(source, target, pages, request.fresh)
 
 
 def _cast(source: torch.Tensor, target: torch.Tensor, pages: Pages, fresh: bool) -> None:
@@ -266,8 +265,6 @@ def _preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
 
 
 _SEEK_LOCK = threading.Lock()
-
-
 _MAX_BUFFERS = 512  # below the kernel's limit of 1024 buffers in one preadv
 _MAX_GAP = 4096  # padding between two small tensors that is cheaper to read than to skip
 _MAX_WASTE = 0.01  # but no more of what is asked for than this, once it is more than a header

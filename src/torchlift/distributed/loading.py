@@ -168,15 +168,9 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
             more = True
             if plan is not None:
                 fetched = fetch_all(plan, source, None, _ignore)
+                agreed = Agreed(agree, deliver, again)
                 missing, extra, more = place(
-                    tree,
-                    plan,
-                    fetched,
-                    source,
-                    commit,
-                    Agreed(agree, deliver, again),
-                    options.strict,
-                    _ignore,
+                    tree, plan, fetched, source, commit, agreed, options.strict, _ignore
                 )
                 missing = [names.canonical(name) for name in missing]
                 if not broadcasts:

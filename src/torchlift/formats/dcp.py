@@ -361,17 +361,10 @@ def _entry(key: str, tensor: _Tensor, found: list[tuple[Chunk, str, str]]) -> Te
     if len(chunks) == 1 and chunks[0].stride is not None:
         stride = chunks[0].stride
         chunks = (replace(chunks[0], stride=None),)
-    return TensorEntry(
-        key=key,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        stride=stride,
-        nbytes=math.prod(tensor.shape) * ITEMSIZE[tensor.dtype],
-        location=found[0][2] if found else "cpu",
-        storage=found[0][1] if found else "",
-        chunks=chunks,
-        requires_grad=tensor.requires_grad,
-    )
+    nbytes = math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
+    _, storage, location = found[0] if found else (None, "", "cpu")
+    dtype, shape, grad = tensor.dtype, tensor.shape, tensor.requires_grad
+    return TensorEntry(key, dtype, shape, stride, nbytes, location, storage, chunks, grad)
 
 
 def _read_object(item: Source, key: str, prefix: str) -> Index:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from reprlib import repr as short_repr
@@ -79,7 +80,7 @@ def to_json(index: Index) -> dict[str, Any]:
     return {
         "path": index.path,
         "format": index.format,
-        "tensors": [_entry_json(entry) for entry in index.entries.values()],
+        "tensors": [_value_json(asdict(entry)) for entry in index.entries.values()],
         "parameters": _unique_elements(index),
         "nbytes": index.nbytes,
         "dtypes": _counts(entry.dtype for entry in index.entries.values()),
@@ -162,25 +163,6 @@ def _count_text(names: Iterable[str]) -> str:
 
 def _first(items: Iterable[Any], count: int) -> list[Any]:
     return list(islice(items, max(count, 0)))
-
-
-def _entry_json(entry: TensorEntry) -> dict[str, Any]:
-    return {
-        "key": entry.key,
-        "dtype": entry.dtype,
-        "shape": list(entry.shape),
-        "stride": list(entry.stride),
-        "nbytes": entry.nbytes,
-        "location": entry.location,
-        "storage": entry.storage,
-        "requires_grad": entry.requires_grad,
-        "is_parameter": entry.is_parameter,
-        "chunks": [
-            {"file": c.file, "offset": c.offset, "nbytes": c.nbytes, "start": list(c.start),
-             "shape": list(c.shape)}
-            for c in entry.chunks
-        ],
-    }  # fmt: skip
 
 
 def _value_json(value: object) -> Any:

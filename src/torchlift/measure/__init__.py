@@ -7,12 +7,5 @@ from torchlift.measure.meter import Mark, MemoryUse, memory, snapshot
 from torchlift.measure.sampling import Sample
 
 __all__ = [
-    "ChildError",
-    "ChildResult",
-    "Mark",
-    "MemoryUse",
-    "Sample",
-    "in_child",
-    "memory",
-    "snapshot",
-]
+    "ChildError", "ChildResult", "Mark", "MemoryUse", "Sample", "in_child", "memory", "snapshot",
+]  # fmt: skip

@@ -25,18 +25,6 @@ from torchlift.remap.maps import (
 from torchlift.remap.names import Renaming, rules, strip
 
 __all__ = [
-    "by_location",
-    "by_key",
-    "by_pattern",
-    "first_of",
-    "fit",
-    "dispatch",
-    "strip",
-    "rules",
-    "ByKey",
-    "ByLocation",
-    "ByPattern",
-    "FirstOf",
-    "Fit",
-    "Renaming",
-]
+    "by_location", "by_key", "by_pattern", "first_of", "fit", "dispatch", "strip", "rules",
+    "ByKey", "ByLocation", "ByPattern", "FirstOf", "Fit", "Renaming",
+]  # fmt: skip
