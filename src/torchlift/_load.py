@@ -14,8 +14,7 @@ from torch import nn
 
 from torchlift._checkpoint import Checkpoint
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import everything, held, is_sharded
-from torchlift._model.fsdp import refresh_shards, reshard
+from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards, reshard
 from torchlift._model.handlers import is_plain
 from torchlift._model.ranks import Agree, together
 from torchlift._model.slots import ModuleTree, is_lazy

@@ -287,19 +287,19 @@ def test_the_recording_is_let_go_once_everything_is_made(tmp_path: Path) -> None
     import gc
     import weakref
 
-    from torchlift._model.commit import RECIPE
+    from torchlift._model.commit import CONSTRUCTION
 
     made, loaded = torchlift.skeleton(pair), torchlift.skeleton(pair)
     recordings = [
-        weakref.ref(model[0].weight.__dict__[RECIPE].recording) for model in (made, loaded)
+        weakref.ref(model[0].weight.__dict__[CONSTRUCTION].recording) for model in (made, loaded)
     ]
     torchlift.materialize(made)
     torchlift.load(loaded, saved(pair(), tmp_path))
     gc.collect()
     assert [recording() for recording in recordings] == [None, None]
     for model in (made, loaded):
-        assert not any(RECIPE in vars(module) for module in model.modules())
-        assert not any(RECIPE in tensor.__dict__ for tensor in model.parameters())
+        assert not any(CONSTRUCTION in vars(module) for module in model.modules())
+        assert not any(CONSTRUCTION in tensor.__dict__ for tensor in model.parameters())
 
 
 # -- load -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import dressed, held, is_sharded
+from torchlift._model.dtensor import held, is_sharded, wrap
 from torchlift._model.handlers import is_plain, is_wrapper
 from torchlift._model.holders import flat_references
 from torchlift._model.slots import Group, is_lazy
@@ -25,7 +25,7 @@ from torchlift._system import leaves
 from torchlift.errors import PlacementError
 
 #: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
-RECIPE = "_torchlift_recipe"
+CONSTRUCTION = "_torchlift_recipe"
 
 
 def content_bytes(tensor: torch.Tensor) -> int:
@@ -49,7 +49,7 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if isinstance(new, nn.Parameter) and not is_plain(new):
         made = new.requires_grad_(grad) if parameter else new
     elif is_sharded(new):
-        made = dressed(new, held(new), grad, parameter)
+        made = wrap(new, held(new), grad, parameter)
     elif not is_plain(new):
         made = nn.Parameter(new, grad) if parameter else new.detach()
     elif is_lazy(old):
@@ -62,7 +62,7 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         made = new.detach().requires_grad_(grad)
     for key, value in old.__dict__.items():
         # A wrapper's own tensors are its old values.
-        if key != RECIPE and not (is_wrapper(old) and isinstance(value, torch.Tensor)):
+        if key != CONSTRUCTION and not (is_wrapper(old) and isinstance(value, torch.Tensor)):
             made.__dict__.setdefault(key, value)
     return made
 

@@ -1,4 +1,7 @@
-"""Which part of a whole tensor a rank holds, as ranges of indices; no collective is involved."""
+"""Which part of a whole tensor a rank holds, as ranges of indices; and the shards of FSDP2.
+
+No collective is involved.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from torch import nn
 
 from torchlift._model.torch_private import dtensor_like, local_of, shard_order
 from torchlift.errors import PlacementError
@@ -280,7 +284,7 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if is_dtensor(tensor) else tensor
 
 
-def home(tensor: torch.Tensor) -> torch.device:
+def default_device(tensor: torch.Tensor) -> torch.device:
     """The device on which a shard comes to live where nobody says otherwise: that of its mesh."""
     assert is_dtensor(tensor)
     if not tensor.is_meta:
@@ -315,7 +319,7 @@ def shard_of_value(value: torch.Tensor, tensor: torch.Tensor, key: str) -> torch
     return local
 
 
-def dressed(
+def wrap(
     like: torch.Tensor, local: torch.Tensor, requires_grad: bool = False, parameter: bool = False
 ) -> DTensor:
     """Wrap a local tensor as a DTensor that is laid out as `like`; the dtype may differ.
@@ -331,7 +335,7 @@ def dressed(
     return made
 
 
-def undressed(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
+def unwrap(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
     """The local shard of what a transform returned for the DTensor that it got.
 
     Raises:
@@ -369,3 +373,47 @@ def layout_of(tensor: torch.Tensor) -> str | None:
     if not is_dtensor(tensor):
         return None
     return f"{_text(tensor.placements)} on {tensor.device_mesh}"
+
+
+# ---- FSDP2: its sharded parameters in their slots, and its hooks
+
+
+def is_fsdp(hook: Any) -> bool:
+    """Say whether it is a hook that ``fully_shard`` registered; none of them reads a state dict.
+
+    Example:
+        >>> is_fsdp(print)
+        False
+    """
+    loaded: Any = sys.modules.get("torch.distributed.fsdp")
+    if loaded is None:
+        return False
+    # The package in which FSDP2 lies is private; wherever it moves, a public method moves along.
+    package = loaded.FSDPModule.reshard.__module__.rpartition(".")[0]
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith(f"{package}.")
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Put FSDP2's sharded parameters back into their slots.
+
+    A forward pass outside of training may have left whole ones there, which are not those that the
+    optimizer and the state dict know. torch does this in hooks of ``state_dict``.
+    """
+    loaded: Any = sys.modules.get("torch.distributed.fsdp")
+    if loaded is not None:
+        for module in modules:
+            if isinstance(module, loaded.FSDPModule):
+                module.reshard()
+
+
+def refresh_shards(modules: Iterable[nn.Module]) -> None:
+    """Have FSDP2 look at its shards again, after they were put back.
+
+    It gathers from references of its own to their memory: a load that was undone would otherwise
+    live on in the next forward pass.
+    """
+    for module in modules:
+        for hook in module._load_state_dict_post_hooks.values():
+            if is_fsdp(hook):
+                hook(module, None)

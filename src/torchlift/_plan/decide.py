@@ -382,7 +382,10 @@ def _final_modes(steps: list[Step], asked: rules.AnyMode) -> list[Step]:
     for step in steps:
         if not step.in_place and step.mode != "assign":
             _require_handler(step)
-    found = blocked_by([step.group for step in steps if step.mode == "swap"])
+    groups = [step.group for step in steps if step.mode == "swap"]
+    if not groups:
+        return steps
+    found = blocked_by(groups)
     if found and asked == "swap":
         raise refusal(found, hint=_RELEASE)
     blockers = {item.key: item for item in found}

@@ -10,9 +10,7 @@ from typing import NamedTuple
 import torch
 
 from torchlift._model.devices import ordinary_tensors
-from torchlift._model.dtensor import dressed as wrap
-from torchlift._model.dtensor import everything, is_sharded, local_shape
-from torchlift._model.dtensor import undressed as unwrap
+from torchlift._model.dtensor import everything, is_sharded, local_shape, unwrap, wrap
 from torchlift._model.handlers import apply, handles, is_plain
 from torchlift._model.slots import Group, is_lazy
 from torchlift._plan.decide import candidate_dtype, is_dense, overlapping, swapped, untransformed

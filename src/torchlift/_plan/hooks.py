@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torchlift._model.devices import ordinary_tensors
-from torchlift._model.fsdp import is_fsdp
+from torchlift._model.dtensor import is_fsdp
 from torchlift._model.handlers import is_wrapper
 from torchlift._model.slots import ModuleTree, is_blank, is_lazy
 from torchlift._model.torch_private import LAZY_HOOK, IncompatibleKeys, NormBase

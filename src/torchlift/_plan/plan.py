@@ -15,8 +15,7 @@ from torch import nn
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.commit import Commit, content_bytes
-from torchlift._model.dtensor import held, local_shape
-from torchlift._model.fsdp import reshard
+from torchlift._model.dtensor import held, local_shape, reshard
 from torchlift._model.handlers import is_plain
 from torchlift._model.slots import Group, ModuleTree, is_lazy
 from torchlift._plan.decide import makings_for, steps_for

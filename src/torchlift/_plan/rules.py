@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from torchlift._model.devices import usable_device
-from torchlift._model.dtensor import home, is_sharded
+from torchlift._model.dtensor import default_device, is_sharded
 from torchlift._model.slots import Group
 from torchlift._plan.steps import Rename
 from torchlift.errors import PlacementError
@@ -105,7 +105,7 @@ def target_device(
     if asked is not None:
         return usable_device(asked, key, present=present)
     if is_sharded(tensor):
-        return home(tensor)
+        return default_device(tensor)
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 

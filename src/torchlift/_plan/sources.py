@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from torchlift._checkpoint import Checkpoint, MappedViews
-from torchlift._model.dtensor import Span, everything, held, is_sharded, overlaps, spans_of
-from torchlift._model.dtensor import dressed as wrap
+from torchlift._model.dtensor import Span, everything, held, is_sharded, overlaps, spans_of, wrap
 from torchlift._model.handlers import is_wrapper
 from torchlift._plan.steps import Candidate, Copy, Sent
 from torchlift.errors import CheckpointError

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from torchlift._model.commit import RECIPE, Commit, exchange, successor_of
+from torchlift._model.commit import CONSTRUCTION, Commit, exchange, successor_of
 from torchlift._model.devices import ordinary_tensors, usable_device
-from torchlift._model.dtensor import dressed, is_sharded, shard_of_value
+from torchlift._model.dtensor import is_sharded, shard_of_value, wrap
 from torchlift._model.slots import Group, ModuleTree, is_lazy
 from torchlift._model.torch_private import without_subclasses
 from torchlift._skeleton.recorder import Recorder, recordable
@@ -125,7 +125,7 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
             group = groups[positions[at]]
             if is_sharded(group.tensor):  # the rest is freed at once: one whole tensor at a time
                 tensor = shard_of_value(tensor, group.tensor, group.fqn)
-                tensor = dressed(group.tensor, tensor)
+                tensor = wrap(group.tensor, tensor)
             made[positions[at]] = tensor
     return [made[position] for position in range(len(groups))]
 
@@ -157,10 +157,10 @@ def _remember(recorder: Recorder, group: Group) -> None:
         return
     construction = Construction(recorder.recording, ref)
     recorder.recording.tensors += 1
-    tensor.__dict__[RECIPE] = construction
+    tensor.__dict__[CONSTRUCTION] = construction
     if isinstance(tensor, nn.Parameter):
         for slot in group.slots:
-            vars(slot.module).setdefault(RECIPE, {})[slot.name] = construction
+            vars(slot.module).setdefault(CONSTRUCTION, {})[slot.name] = construction
 
 
 def _named(groups: list[Group], names: list[str], tree: ModuleTree) -> list[Group]:
@@ -187,19 +187,19 @@ def _is_under(full: str, name: str) -> bool:
 def forget(tree: ModuleTree) -> None:
     """Let go of how parameters are made once they are, and so of the recordings behind them."""
     for module in tree.modules:
-        if RECIPE in vars(module) and not any(
+        if CONSTRUCTION in vars(module) and not any(
             weight is not None and weight.is_meta for weight in module._parameters.values()
         ):
-            del vars(module)[RECIPE]
+            del vars(module)[CONSTRUCTION]
 
 
 def construction_of(group: Group) -> Construction | None:
     """Return how a tensor is made, or None if no skeleton made it."""
-    own = group.tensor.__dict__.get(RECIPE)
+    own = group.tensor.__dict__.get(CONSTRUCTION)
     if isinstance(own, Construction):
         return own
     for slot in group.slots:
-        kept: Construction | None = vars(slot.module).get(RECIPE, {}).get(slot.name)
+        kept: Construction | None = vars(slot.module).get(CONSTRUCTION, {}).get(slot.name)
         # Not if the parameter has been replaced by another one of the user's on meta.
         if kept is not None and _describes(kept.ref, group.tensor):
             return kept

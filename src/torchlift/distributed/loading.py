@@ -16,8 +16,7 @@ import torch
 
 from torchlift._load import Agreed, place
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor
-from torchlift._model.fsdp import reshard
+from torchlift._model.dtensor import is_dtensor, reshard
 from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, portable, rank
 from torchlift._model.slots import ModuleTree

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import dressed, everything, held, is_dtensor, local_shape, spans_of
+from torchlift._model.dtensor import everything, held, is_dtensor, local_shape, spans_of, wrap
 from torchlift._model.names import Names
 from torchlift._plan import Copy, Sent
 from torchlift._system import leaves, map_leaves
@@ -286,7 +286,7 @@ def _empty(
     value: torch.Tensor | Sent, like: torch.Tensor | None, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     if is_dtensor(like):
-        return dressed(like, torch.empty(local_shape(spans_of(like)), device=device, dtype=dtype))
+        return wrap(like, torch.empty(local_shape(spans_of(like)), device=device, dtype=dtype))
     if isinstance(value, torch.Tensor):
         return torch.empty_like(value, device=device, dtype=dtype, requires_grad=False)
     return torch.empty(value.shape, device=device, dtype=dtype)

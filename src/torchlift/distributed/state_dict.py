@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from torchlift._model.fsdp import reshard
+from torchlift._model.dtensor import reshard
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, tensors_of
 from torchlift._model.slots import ModuleTree
