@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchlift._model.dtensor import held
+from torchlift._model.torch_private import REBUILD_V2, REBUILD_V3
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats import ITEMSIZE
 from torchlift.formats.boxes import row_major
@@ -224,8 +225,8 @@ class _Pickler(pickle.Pickler):
         # New tuples: the pickle would refer back to one that it has seen, as torch's never does.
         arguments: tuple[Any, ...] = (storage, 0, (*shape,), row_major(shape), False, OrderedDict())
         if dtype in _STORAGES:
-            return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, getattr(torch, dtype))
+            return REBUILD_V2, arguments
+        return REBUILD_V3, (*arguments, getattr(torch, dtype))
 
 
 #: What values that are not tensors may consist of: what ``weights_only=True`` and torchlift read.

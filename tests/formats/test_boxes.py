@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchlift.formats import Chunk, TensorEntry
-from torchlift.formats.boxes import cut, is_pieced, row_major, run_count, runs, shortest_run
+from torchlift.formats.boxes import cut, row_major, run_count, runs, shortest_run
 
 
 def entry(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> TensorEntry:
@@ -68,9 +68,9 @@ def test_rows_are_one_run_and_the_whole_is_itself() -> None:
     """What is contiguous in the file stays a view of it; a whole tensor keeps its storage."""
     whole = entry((4, 6, 5))
     rows = cut(whole, [[(1, 3)], [(0, 6)], [(0, 5)]])
-    assert not is_pieced(rows)
+    assert not rows.is_pieced
     assert (rows.chunks[0].offset, rows.chunks[0].nbytes) == (30, 60)
     assert cut(whole, [[(0, 4)], [(0, 6)], [(0, 5)]]) is whole
-    assert is_pieced(cut(whole, [[(0, 4)], [(0, 3)], [(0, 5)]]))
+    assert cut(whole, [[(0, 4)], [(0, 3)], [(0, 5)]]).is_pieced
     scalar = entry(())
     assert cut(scalar, []) is scalar

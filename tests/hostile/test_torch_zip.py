@@ -123,7 +123,7 @@ def test_a_deflate_bomb_is_not_inflated(path):
 
 def test_a_deflate_bomb_that_lies_about_its_size_stops_early(path):
     """Inflation ends one byte after the declared size."""
-    size = 0x01020304  # of four different bytes: a round number also stands in flags, dates and sums
+    size = 0x01020304  # the bytes of a round number may also stand in a date
     write_zip(path, data=bytes(size), method=zipfile.ZIP_DEFLATED)
     data = path.read_bytes().replace(struct.pack("<I", size), struct.pack("<I", 1000))
     path.write_bytes(data)

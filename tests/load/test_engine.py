@@ -16,7 +16,7 @@ from torchlift._model.slots import walk
 
 PACKAGE = Path(torchlift.__file__).parent
 #: Files of the package in which a function runs while two tensors are loaded, at most.
-FILES = 28
+FILES = 25
 
 
 def traced(path: Path) -> tuple[dict[str, set[str]], Counter[CodeType]]:

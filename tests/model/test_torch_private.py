@@ -168,6 +168,12 @@ def test_without_subclasses_and_disabled_are_about_torch_function() -> None:
         assert tensor.add(1) == 1
 
 
+def test_rebuild_v2_and_v3_are_what_a_checkpoint_calls() -> None:
+    """The second for a dtype that has no storage class."""
+    assert torch.zeros(1)._reduce_ex_internal(2)[0] is private.REBUILD_V2
+    assert torch.zeros(1, dtype=torch.uint16)._reduce_ex_internal(2)[0] is private.REBUILD_V3
+
+
 def test_is_compiling_says_so_while_torch_compile_works() -> None:
     """Inside a backend."""
     found = []

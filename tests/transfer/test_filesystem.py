@@ -27,12 +27,10 @@ def mounted(tmp_path, monkeypatch):
         table = tmp_path / "mountinfo"
         table.write_text(LINE.format(device=device, mount=tmp_path, kind=kind) + broken)
         monkeypatch.setattr(filesystem, "_MOUNTS", str(table))
-        filesystem._kinds.cache_clear()
         filesystem.is_network.cache_clear()
         return tmp_path
 
     yield mount
-    filesystem._kinds.cache_clear()
     filesystem.is_network.cache_clear()
 
 
@@ -53,7 +51,6 @@ def test_what_cannot_be_found_out_is_local(mounted, monkeypatch):
     folder = mounted("nfs", broken="37 25 8:1 / /x rw - \n")
     assert not filesystem.is_network(folder)
     monkeypatch.setattr(filesystem, "_MOUNTS", str(folder / "nothing"))
-    filesystem._kinds.cache_clear()
     filesystem.is_network.cache_clear()
     assert not filesystem.is_network(folder)
     assert not filesystem.is_network(folder / "absent")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,25 @@ from torchlift.errors import PlacementError
 
 #: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
 CONSTRUCTION = "_torchlift_recipe"
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Leave inference mode inside the block, without turning autograd on.
+
+    A tensor made in inference mode can never be trained, and does not count what is written to it:
+    a live model given such content would silently get no gradients any more.
+
+    Example:
+        >>> with torch.inference_mode(), ordinary_tensors():
+        ...     torch.zeros(1).is_inference(), torch.is_grad_enabled()
+        (False, False)
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def content_bytes(tensor: torch.Tensor) -> int:

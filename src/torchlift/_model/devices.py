@@ -1,9 +1,8 @@
-"""Tensors that can be trained, made inside inference mode."""
+"""Devices that a caller asks for: checked before anything goes there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 
@@ -11,25 +10,6 @@ from torchlift.errors import PlacementError
 
 #: Where a device rule puts what stays mapped from the file, whatever the other arguments say.
 DISK = "disk"
-
-
-@contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Leave inference mode inside the block, without turning autograd on.
-
-    A tensor made in inference mode can never be trained, and does not count what is written to it:
-    a live model given such content would silently get no gradients any more.
-
-    Example:
-        >>> with torch.inference_mode(), ordinary_tensors():
-        ...     torch.zeros(1).is_inference(), torch.is_grad_enabled()
-        (False, False)
-    """
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.device:

@@ -314,8 +314,9 @@ def shard_of_value(value: torch.Tensor, tensor: torch.Tensor, key: str) -> torch
     """Return what this rank holds of a whole tensor, as a contiguous one of its own."""
     local = torch.empty(held(tensor).shape, dtype=value.dtype, device=value.device)
     whole = [(0, size) for size in value.shape]
-    for into, out_of in overlaps(spans_of(tensor, key), whole):
-        local[into].copy_(value[out_of])
+    with torch.no_grad():  # the value may be a parameter
+        for into, out_of in overlaps(spans_of(tensor, key), whole):
+            local[into].copy_(value[out_of])
     return local
 
 

@@ -11,6 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._utils import _rebuild_tensor_v2 as REBUILD_V2
+from torch._utils import _rebuild_tensor_v3 as REBUILD_V3
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
@@ -18,7 +20,10 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._device import _device_constructors as device_constructors
 
-__all__ = ["IncompatibleKeys", "NormBase", "device_constructors", "function_modes"]
+__all__ = [
+    "REBUILD_V2", "REBUILD_V3", "IncompatibleKeys", "NormBase", "device_constructors",
+    "function_modes",
+]  # fmt: skip
 
 LAZY: type = UninitializedTensorMixin
 LAZY_HOOK: Any = LazyModuleMixin._lazy_load_hook

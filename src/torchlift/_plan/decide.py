@@ -31,7 +31,6 @@ from torchlift._skeleton.skeleton import construction_of, constructions_of
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, TensorEntry
-from torchlift.formats.boxes import is_pieced
 
 _RELEASE = (
     'Release what holds it (swap.preflight lists all of it), or load with mode="auto", which '
@@ -102,7 +101,7 @@ def _decide(
     if in_place:
         _check_in_place(group, device, dtype)
     changes = device.type != "cpu" or dtype != file_dtype or spans is not None
-    changes = changes or (entry is not None and is_pieced(entry))
+    changes = changes or (entry is not None and entry.is_pieced)
     source: Source = "memory"
     if entry is not None:
         filled = changes and not in_place and not handled
@@ -115,14 +114,26 @@ def _decide(
             source, note = "read", "its layout in the file cannot be used in place"
     copied = not in_place and (changes or handled or mode == "copy")
     route = _route(candidate, source, in_place=in_place, owned=copied or source == "read")
-    others, fixed = tuple(candidates[1:]), options.dtype is not None or not tensor.is_meta
-    how = (mode, source, route, device, dtype, fixed, handled, note)
-    return Step(group, key, candidate, spans, others, *how)
+    return Step(
+        group=group,
+        key=key,
+        candidate=candidate,
+        spans=spans,
+        alternatives=tuple(candidates[1:]),
+        mode=mode,
+        source=source,
+        route=route,
+        device=device,
+        dtype=dtype,
+        dtype_is_fixed=options.dtype is not None or not tensor.is_meta,
+        handled=handled,
+        note=note,
+    )
 
 
 def _fits_map(entry: TensorEntry, *, copied: bool) -> bool:
     """Return whether the file's map can serve as the tensor, or as what it is copied from."""
-    if is_pieced(entry):
+    if entry.is_pieced:
         return True
     # The map of a misaligned storage is a copy of it: reading does without that copy.
     return _is_aligned(entry) and (copied or not repeats(entry.shape, entry.stride))
@@ -158,7 +169,7 @@ def _route(
         mapped = entry is not None and not owned
         return "view" if mapped or in_place else "compute"
     assert entry is not None
-    pieced = is_pieced(entry)
+    pieced = entry.is_pieced
     # Several chunks are no view of the map: they are put together in memory, or not at all.
     if not owned and not (pieced and (len(entry.chunks) > 1 or not _is_aligned(entry))):
         return "view"
@@ -183,7 +194,7 @@ def untransformed(step: Step, path: str, *, own: bool) -> Step:
     if value is not None:
         as_it_is = isinstance(value, torch.Tensor) and step.spans is None and not own
         return replace(raw, route="view" if as_it_is else "compute")
-    owned = own or step.source == "read" or (entry is not None and is_pieced(entry))
+    owned = own or step.source == "read" or (entry is not None and entry.is_pieced)
     return _routed(raw, owned=owned)
 
 
@@ -268,7 +279,7 @@ def candidate_dtype(candidate: Candidate, path: str) -> torch.dtype:
 
 def is_dense(entry: TensorEntry) -> bool:
     """Return whether it is one run of the file, without gaps or repetitions."""
-    if not entry.chunks or is_pieced(entry):
+    if not entry.chunks or entry.is_pieced:
         return not entry.chunks
     return entry.chunks[0].nbytes == entry.nbytes and not repeats(entry.shape, entry.stride)
 

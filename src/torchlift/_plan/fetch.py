@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchlift._model.devices import ordinary_tensors
+from torchlift._model.commit import ordinary_tensors
 from torchlift._model.dtensor import everything, is_sharded, local_shape, unwrap, wrap
 from torchlift._model.handlers import apply, handles, is_plain
 from torchlift._model.slots import Group, is_lazy
@@ -22,7 +22,6 @@ from torchlift._system import trim
 from torchlift._transfer import BUDGET, Request, allocate, read, requests_for
 from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import TensorEntry
-from torchlift.formats.boxes import is_pieced
 
 #: Bytes of untransformed tensors in memory at a time; the rest of the budget is for staging.
 _BATCH = BUDGET // 4
@@ -149,7 +148,7 @@ def _read(
     run, owner = (step.base.entry, id(step.base.entry)) if step.base else (entry, step.key)
     if owner not in vectors:
         flat = vectors[owner] = allocate(run.numel, step.dtype, step.memory)
-        if is_pieced(run):
+        if run.is_pieced:
             requests += requests_for(run, flat, dtype, fresh=True)
         else:
             (chunk,) = run.chunks
@@ -157,7 +156,7 @@ def _read(
             requests.append(Request(file, offset, nbytes, flat, dtype, fresh=True))
     if step.base is not None:
         return step.base.view(vectors[owner], entry)
-    if is_pieced(entry):
+    if entry.is_pieced:
         return vectors[owner].view(entry.shape)
     # Dense, so the file's own order of the dimensions fits the same number of elements.
     return vectors[owner].as_strided(entry.shape, entry.stride)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from torchlift._model.devices import ordinary_tensors
+from torchlift._model.commit import ordinary_tensors
 from torchlift._model.dtensor import is_fsdp
 from torchlift._model.handlers import is_wrapper
 from torchlift._model.slots import ModuleTree, is_blank, is_lazy

@@ -30,7 +30,7 @@ from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Opt
 from torchlift._plan.sources import FileSource, Origin
 from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
 from torchlift._system import human
-from torchlift._transfer import stage_bytes
+from torchlift._transfer import STAGING
 from torchlift.errors import MismatchError
 
 
@@ -245,7 +245,7 @@ def _peak(work: Work) -> int:
         if step.in_place and (work.hooked or not is_plain(held(step.group.tensor)))
         if step.group.tensor.device.type == "cpu"
     )
-    return sum(map(_new_bytes, work.steps)) + made + kept + stage_bytes(staged)
+    return sum(map(_new_bytes, work.steps)) + made + kept + min(staged, STAGING)
 
 
 def _new_bytes(step: Step) -> int:

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from torchlift._checkpoint import Checkpoint, MappedViews
-from torchlift._model.dtensor import Span, everything, held, is_sharded, overlaps, spans_of, wrap
+from torchlift._model.dtensor import (
+    Span,
+    everything,
+    is_sharded,
+    overlaps,
+    shard_of_value,
+    wrap,
+)
 from torchlift._model.handlers import is_wrapper
 from torchlift._plan.steps import Candidate, Copy, Sent
 from torchlift.errors import CheckpointError
@@ -120,15 +127,12 @@ class StateSource(Origin):
 
     def tensor(self, candidate: Candidate, like: torch.Tensor | None = None) -> torch.Tensor:
         value = super().tensor(candidate)
-        if not (self._whole and is_sharded(like)) or is_sharded(value):
+        if not self._whole or like is None or not is_sharded(like):
             return value
-        assert like is not None
-        if value.shape != like.shape:
+        if is_sharded(value) or value.shape != like.shape:
             return value
         # As in torch: a module's own code gets a DTensor where the model has one.
-        local = torch.empty_like(held(like), dtype=value.dtype, device=value.device)
-        copy_values([Copy(value, local, spans_of(like))])
-        return wrap(like, local)
+        return wrap(like, shard_of_value(value, like, candidate.key))
 
 
 def copy_values(copies: Iterable[Copy]) -> None:

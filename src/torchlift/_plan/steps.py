@@ -14,7 +14,6 @@ from torchlift._model.dtensor import Spans
 from torchlift._model.slots import Group, is_blank
 from torchlift._plan.report import Mismatch, Mode, Route, Source
 from torchlift.formats import TensorEntry
-from torchlift.formats.boxes import is_pieced
 
 Rename = Callable[[str], str | None]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
@@ -177,7 +176,7 @@ class Step:
             return 0
         if self.base is not None:
             return self.base.entry.nbytes if self.base.first else 0
-        if is_pieced(self.entry):
+        if self.entry.is_pieced:
             return self.entry.nbytes
         return sum(chunk.nbytes for chunk in self.entry.chunks)
 

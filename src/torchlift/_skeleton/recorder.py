@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -567,7 +567,9 @@ def _overridable(function: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return initialise
 
 
-def _noting(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _noting(
+    function: Callable[[Any], Any], seed_of: Callable[[Any], int | None]
+) -> Callable[[Any], Any]:
     """Note what seeds: a constructor that does makes the same numbers, so its replay must.
 
     `torch.random.fork_rng` ends by setting the state, which goes back to the numbers of before.
@@ -578,7 +580,7 @@ def _noting(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         (value,) = *args, *kwargs.values()
         for mode in function_modes():  # type: ignore[no-untyped-call]
             if isinstance(mode, Recorder):
-                mode.seed(int(value) if function.__name__ == "manual_seed" else None)
+                mode.seed(seed_of(value))
         return function(value)
 
     return note
@@ -586,6 +588,9 @@ def _noting(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (nn.init, TRUNC_NORMAL, _overridable),
-    *((holder, "manual_seed", _noting) for holder in (torch, torch.random)),
-    *((holder, "set_rng_state", _noting) for holder in (torch, torch.random)),
+    *((holder, "manual_seed", partial(_noting, seed_of=int)) for holder in (torch, torch.random)),
+    *(
+        (holder, "set_rng_state", partial(_noting, seed_of=lambda _: None))
+        for holder in (torch, torch.random)
+    ),
 )

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from torchlift._model.commit import CONSTRUCTION, Commit, exchange, successor_of
-from torchlift._model.devices import ordinary_tensors, usable_device
+from torchlift._model.commit import CONSTRUCTION, Commit, exchange, ordinary_tensors, successor_of
+from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import is_sharded, shard_of_value, wrap
 from torchlift._model.slots import Group, ModuleTree, is_lazy
 from torchlift._model.torch_private import without_subclasses

@@ -4,14 +4,14 @@ from torchlift._transfer.files import Files, is_network
 from torchlift._transfer.pages import allocate
 from torchlift._transfer.reading import (
     BUDGET,
+    STAGING,
     Request,
     is_readable,
     read,
     requests_for,
-    stage_bytes,
 )
 
 __all__ = [
-    "BUDGET", "Files", "Request", "allocate", "is_network", "is_readable", "read", "requests_for",
-    "stage_bytes",
+    "BUDGET", "STAGING", "Files", "Request", "allocate", "is_network", "is_readable", "read",
+    "requests_for",
 ]  # fmt: skip

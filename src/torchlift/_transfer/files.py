@@ -156,7 +156,6 @@ def is_network(path: str | os.PathLike[str]) -> bool:
     return kind in _NETWORK.split() or kind == "fuse" or kind.startswith("fuse.")
 
 
-@lru_cache(maxsize=1)
 def _kinds() -> dict[tuple[int, int], str]:
     kinds: dict[tuple[int, int], str] = {}
     try:

@@ -38,11 +38,8 @@ _STAGES = 4  # staging buffers of PIECE bytes each: half the budget, the rest is
 # bfloat16, alternated beside other work, took 1.8 s in the median like this and 4.3 s with them.
 _SERIAL = 32_704
 _THREADS = max(2, min(8, os.cpu_count() or 2))
-
-
-def stage_bytes(nbytes: int) -> int:
-    """Return the anonymous memory, in bytes, that `read` takes to stage what is cast or moved."""
-    return min(nbytes, min(_STAGES, _THREADS) * PIECE)
+#: Anonymous memory, in bytes, that `read` takes at most to stage what is cast or moved.
+STAGING = min(_STAGES, _THREADS) * PIECE
 
 
 def read(

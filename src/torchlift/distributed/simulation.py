@@ -42,7 +42,7 @@ from torchlift._plan import (
 )
 from torchlift._system import count_of, human
 from torchlift.formats import Chunk, TensorEntry
-from torchlift.formats.boxes import cut, is_pieced, row_major, run_count, steps_in_file
+from torchlift.formats.boxes import cut, row_major, run_count, steps_in_file
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -526,7 +526,7 @@ def _table(tensor: _Tensor, layout: _Layout) -> tuple[torch.Tensor, _Sums]:
                 near = chunks[first : bisect.bisect_left(starts, (spans[0][-1][1],))]
             for chunk in near:
                 # A plain tensor is read as it lies in its file, gaps included.
-                is_plain = not layout.sizes and not is_pieced(entry)
+                is_plain = not layout.sizes and not entry.is_pieced
                 counted = (chunk.nbytes, 1) if is_plain else _count_part(entry, chunk, spans)
                 reads[chunk.file] += torch.tensor(counted)
             local = math.prod(local_shape(spans)) * tensor.itemsize

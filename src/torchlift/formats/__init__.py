@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchlift.formats.boxes import cut, is_pieced, row_major, steps_in_file
+from torchlift.formats.boxes import cut, row_major, steps_in_file
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import (
     ITEMSIZE,
@@ -17,5 +17,5 @@ from torchlift.formats.index import (
 
 __all__ = [
     "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "Storage", "TensorEntry", "cut",
-    "is_pieced", "read_index", "row_major", "steps_in_file", "under",
+    "read_index", "row_major", "steps_in_file", "under",
 ]  # fmt: skip

@@ -86,11 +86,6 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
     )  # fmt: skip
 
 
-def is_pieced(entry: TensorEntry) -> bool:
-    """Return whether the bytes must be put together, or apart, before they are a tensor."""
-    return len(entry.chunks) > 1 or (len(entry.chunks) == 1 and entry.chunks[0].stride is not None)
-
-
 def runs(entry: TensorEntry) -> Iterator[Run]:
     """Yield the runs of bytes that make up a tensor, and where in it each one goes.
 

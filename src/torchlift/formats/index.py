@@ -106,6 +106,12 @@ class TensorEntry:
         return ITEMSIZE[self.dtype]
 
     @property
+    def is_pieced(self) -> bool:
+        """Return whether the bytes must be put together, or apart, before they are a tensor."""
+        chunks = self.chunks
+        return len(chunks) > 1 or (len(chunks) == 1 and chunks[0].stride is not None)
+
+    @property
     def is_contiguous(self) -> bool:
         """Return whether the elements lie in row-major order without gaps, as torch defines it."""
         return is_row_major(self.shape, self.stride)
