@@ -61,7 +61,7 @@ def test_tests_run_against_the_built_wheel() -> None:
 
 
 def test_version_is_the_distribution_s() -> None:
-    """One fact in one place: pyproject.toml."""
+    """One fact in one place: the package."""
     assert torchlift.__version__ == metadata.version("torchlift")
 
 

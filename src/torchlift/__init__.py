@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
+
+from torchlift._lazy import lazy
 
 if TYPE_CHECKING:
     from torchlift import bench as bench
@@ -30,43 +31,23 @@ if TYPE_CHECKING:
     from torchlift.formats.verify import VerifyReport as VerifyReport
     from torchlift.formats.verify import verify as verify
 
-# Where each public name lives. They are imported when first used (PEP 562), so that
-# `import torchlift` costs nothing and `torchlift inspect` never loads torch.
-_MODULES = {
-    "_checkpoint": "Checkpoint open",
-    "_load": "load",
-    "_plan": "LoadPlan LoadReport plan",
-    "_skeleton.skeleton": "materialize skeleton",
-    "errors": "CheckpointError FormatError IntegrityError MismatchError PlacementError UnsafeError",
-    "formats": "TensorEntry",
-    "formats.verify": "VerifyReport verify",
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
-_ROOMS = ("bench", "distributed", "errors", "measure", "remap", "swap")
-__all__ = sorted([*_MODULE_OF, *_ROOMS])
-
-
-def __getattr__(name: str) -> object:
-    from importlib import import_module, metadata
-
-    if name in _MODULE_OF:
-        value = getattr(import_module(f"torchlift.{_MODULE_OF[name]}"), name)
-    elif name in _ROOMS:
-        value = import_module(f"torchlift.{name}")
-    elif name == "__version__":
-        value = metadata.version("torchlift")
-    else:
-        raise AttributeError(f"module 'torchlift' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-if "torch" in sys.modules:
-    # Who has torch is about to load something: these imports cost 45 ms, which belong here beside
-    # torch's own 700 and not inside the first load, which takes 4.
-    for _name in ("load", "skeleton"):
-        __getattr__(_name)
+__version__ = "0.1.0"
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "_checkpoint": "Checkpoint open",
+        "_load": "load",
+        "_plan": "LoadPlan LoadReport plan",
+        "_skeleton.skeleton": "materialize skeleton",
+        "bench": "bench",
+        "distributed": "distributed",
+        "errors": "errors CheckpointError FormatError IntegrityError MismatchError PlacementError "
+        "UnsafeError",
+        "formats": "TensorEntry",
+        "formats.verify": "VerifyReport verify",
+        "measure": "measure",
+        "remap": "remap",
+        "swap": "swap",
+    },
+    with_torch="load skeleton",
+)

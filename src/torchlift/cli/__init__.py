@@ -82,10 +82,11 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchlift", description="Look at, compare and measure PyTorch checkpoints."
     )
-    # Looking it up takes 20 ms that no other command should pay.
-    version = f"torchlift {torchlift.__version__}" if "--version" in words else ""
     parser.add_argument(
-        "--version", action="version", version=version, help="print the version and exit"
+        "--version",
+        action="version",
+        version=f"torchlift {torchlift.__version__}",
+        help="print the version and exit",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (summary, module) in COMMANDS.items():

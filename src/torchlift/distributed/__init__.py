@@ -6,8 +6,9 @@ idea. What torch gets wrong is listed in the docstring of each function.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from torchlift._lazy import lazy
 
 if TYPE_CHECKING:
     from torchlift.distributed.optimizer_load import OptimizerReport as OptimizerReport
@@ -33,33 +34,17 @@ if TYPE_CHECKING:
     )
     from torchlift.distributed.state_dict import set_state_dict as set_state_dict
 
-# Where each public name lives: imported when first used, since torch.distributed is slow to import.
-_MODULES = {
-    "optimizer_load": "OptimizerReport",
-    "options": "StateDictMismatch StateDictOptions",
-    "ranks": "on_ranks",
-    "reader": "CheckpointReader",
-    "save": "save_consolidated",
-    "simulation": "Simulation simulate",
-    "state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
-    "patch_model_state_dict patch_optimizer_state_dict "
-    "set_model_state_dict set_optimizer_state_dict set_state_dict",
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'torchlift.distributed' has no attribute {name!r}")
-    try:
-        module = import_module(f"torchlift.distributed.{_MODULE_OF[name]}")
-    except ModuleNotFoundError as error:
-        raise AttributeError(f"{name} is not available: {error}") from error
-    value = getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "optimizer_load": "OptimizerReport",
+        "options": "StateDictMismatch StateDictOptions",
+        "ranks": "on_ranks",
+        "reader": "CheckpointReader",
+        "save": "save_consolidated",
+        "simulation": "Simulation simulate",
+        "state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
+        "patch_model_state_dict patch_optimizer_state_dict "
+        "set_model_state_dict set_optimizer_state_dict set_state_dict",
+    },
+)
