@@ -26,9 +26,8 @@ def lazy(
     def get(name: str) -> object:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value: object = import_module(f"{package}.{module_of[name]}")
-        if name != module_of[name]:
-            value = getattr(value, name)
+        module = import_module(f"{package}.{module_of[name]}")
+        value: object = module if name == module_of[name] else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

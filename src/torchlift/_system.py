@@ -5,12 +5,10 @@ Standard library only.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import re
 import signal
-import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -112,16 +110,12 @@ def trim() -> None:
 
 @cache
 def _malloc_trim() -> Callable[[int], object]:
-    if not sys.platform.startswith("linux"):
-        return _nothing
+    import ctypes  # 2 ms, which reading an index does without
+
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):  # another C library
-        return _nothing
-
-
-def _nothing(_: int) -> None:
-    return None
+    except (AttributeError, OSError, TypeError):  # another C library, or another system
+        return lambda _: None
 
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

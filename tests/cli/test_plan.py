@@ -207,7 +207,7 @@ def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, statu
         ("asserts:make", r"AssertionError \(.*asserts\.py:1\)"),
         ("needs:make", r"ModuleNotFoundError: .*nomodule' \(.*needs\.py:1\)"),
         ("nomodule:make", r"ModuleNotFoundError: No module named 'nomodule'"),
-        ("..mymodel:make", r"TypeError: .*"),
+        ("..mymodel:make", r"ValueError: .*"),
     ],
 )
 def test_what_the_named_code_raises_is_one_line_that_says_where(

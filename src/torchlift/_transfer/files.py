@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 import sys
 import threading
 import weakref
@@ -157,17 +158,11 @@ def is_network(path: str | os.PathLike[str]) -> bool:
 
 
 def _kinds() -> dict[tuple[int, int], str]:
-    kinds: dict[tuple[int, int], str] = {}
+    # "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw": the optional fields before
+    # " - " vary in number, so the type is found from the separator.
     try:
         with open(_MOUNTS, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                # "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw": the optional
-                # fields before " - " vary in number, so the type is found from the separator.
-                before, separator, after = line.partition(" - ")
-                fields = before.split()
-                if separator and len(fields) > 2:
-                    major, _, minor = fields[2].partition(":")
-                    kinds[int(major), int(minor)] = after.split()[0]
-    except (OSError, ValueError, IndexError):
+            found = re.findall(r"(?m)^\S+ \S+ (\d+):(\d+) .*? - (\S+)", lines.read())
+    except OSError:
         return {}
-    return kinds
+    return {(int(major), int(minor)): kind for major, minor, kind in found}

@@ -82,13 +82,11 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchlift", description="Look at, compare and measure PyTorch checkpoints."
     )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"torchlift {torchlift.__version__}",
-        help="print the version and exit",
+    parser.add_argument("--version", action="version", version=f"torchlift {torchlift.__version__}")
+    # With `prog`, since argparse otherwise formats a usage to find it, which imports for 2 ms.
+    commands = parser.add_subparsers(
+        prog=parser.prog, dest="command", metavar="COMMAND", required=True
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (summary, module) in COMMANDS.items():
         command = commands.add_parser(
             name,

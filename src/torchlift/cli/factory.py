@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -34,14 +34,14 @@ def make_model(name: str) -> nn.Module:
         Identity()
     """
     with _user_code("--model", name):
-        model: nn.Module = torchlift.skeleton(_named(name))
+        model: nn.Module = torchlift.skeleton(resolve_name(name))
         return model
 
 
 def make_parallelize(name: str) -> Callable[[nn.Module, DeviceMesh], nn.Module | None]:
     """Return the function ``MODULE:FUNCTION``; what it raises becomes a `UsageError` too."""
     with _user_code("--parallelize", name):
-        function = _named(name)
+        function = resolve_name(name)
 
     def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module | None:
         with _user_code("--parallelize", name):
@@ -49,14 +49,6 @@ def make_parallelize(name: str) -> Callable[[nn.Module, DeviceMesh], nn.Module |
             return found
 
     return parallelize
-
-
-def _named(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for step in attribute.split("."):
-        found = getattr(found, step)
-    return found
 
 
 @contextmanager

@@ -12,7 +12,6 @@ padding and every descriptor that miniz, torch's writer, makes
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 import zlib
@@ -307,6 +306,8 @@ def _frame(
 ) -> Iterator[tuple[int, bytes]]:
     """Return all that is between the payloads, and the directory, given the payloads' CRC-32s."""
     # Two files with equal bytes get equal names, and nothing random is in a file.
+    import hashlib  # 3 ms, which reading does without
+
     identity = hashlib.sha256(struct.pack(f"<{len(sums)}I", *sums))
     for record in records:
         identity.update(record.name + (record.data or b""))
