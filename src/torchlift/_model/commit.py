@@ -65,20 +65,21 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     grad = old.requires_grad and floating and old.is_leaf
     parameter = isinstance(old, nn.Parameter)
     made: torch.Tensor
-    if isinstance(new, nn.Parameter) and not is_plain(new):
+    if is_plain(new):
+        if is_lazy(old):
+            kind: Any = type(old)
+            made = kind.cls_to_become(new.detach(), *([grad] if parameter else ()))
+        elif parameter:
+            # What `nn.Parameter` does with a plain tensor, after asking what it is.
+            made = make_subclass(nn.Parameter if is_wrapper(old) else type(old), new, grad)
+        else:
+            made = new.detach().requires_grad_(grad)
+    elif isinstance(new, nn.Parameter):
         made = new.requires_grad_(grad) if parameter else new
     elif is_sharded(new):
         made = wrap(new, held(new), grad, parameter)
-    elif not is_plain(new):
-        made = nn.Parameter(new, grad) if parameter else new.detach()
-    elif is_lazy(old):
-        kind: Any = type(old)
-        made = kind.cls_to_become(new.detach(), *([grad] if parameter else ()))
-    elif parameter:
-        # What `nn.Parameter` does with a plain tensor, after asking what it is.
-        made = make_subclass(nn.Parameter if is_wrapper(old) else type(old), new, grad)
     else:
-        made = new.detach().requires_grad_(grad)
+        made = nn.Parameter(new, grad) if parameter else new.detach()
     for key, value in old.__dict__.items():
         # A wrapper's own tensors are its old values.
         if key != CONSTRUCTION and not (is_wrapper(old) and isinstance(value, torch.Tensor)):

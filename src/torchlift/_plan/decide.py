@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -300,8 +300,10 @@ def _share(steps: Sequence[Step]) -> list[Step]:
     """
     found = {step.key: step for step in steps}
     sharing: dict[object, list[Step]] = defaultdict(list)
+    stored = Counter(step.entry.storage for step in steps if step.entry)
     for step in steps:
-        sharing[_memory(step) or step.key].append(step)
+        shares = step.entry is not None and stored[step.entry.storage] > 1
+        sharing[(shares and _memory(step)) or step.key].append(step)
     for together in sharing.values():
         if len(together) == 1:
             continue
