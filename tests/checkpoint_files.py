@@ -6,8 +6,10 @@ import io
 import json
 import pickle
 import struct
+import tarfile
 import zipfile
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -81,6 +83,210 @@ def write_zip(
         for name, values in ({"0": bytes(16)} if storages is None else storages).items():
             archive.writestr(f"{top}data/{name}", values, compress_type=storage_method)
     return path
+
+
+MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+
+
+def legacy_id(
+    storage: str = "0",
+    numel: object = 4,
+    view: object = None,
+    storage_type: object = torch.FloatStorage,
+    location: str = "cpu",
+) -> StorageId:
+    """A storage as files from before torch 1.6 refer to it."""
+    return StorageId("storage", storage_type, storage, location, numel, view)
+
+
+def legacy_tensor(
+    size: object = (2, 2),
+    stride: object = (2, 1),
+    offset: object = 0,
+    *,
+    identity: StorageId | None = None,
+) -> Call:
+    """A tensor over such a storage."""
+    identity = identity or legacy_id()
+    return Call(_rebuild_tensor_v2, identity, offset, size, stride, False, OrderedDict())
+
+
+def write_legacy(
+    path: Path,
+    obj: object,
+    storages: Mapping[str, tuple[int, bytes]] | None = None,
+    *,
+    head: Sequence[object] = (MAGIC, PROTOCOL, {"little_endian": True}),
+    keys: object = None,
+    protocol: int = 2,
+    behind: bytes = b"",
+) -> Path:
+    """A stream of pickles around an object; one storage of four floats by default."""
+    values = struct.pack("<4f", 1, 2, 3, 4)
+    storages = {"0": (4, values)} if storages is None else storages
+    keys = list(storages) if keys is None else keys
+    pickles = [pickled(item, protocol) for item in (*head, obj, keys)]
+    data = [struct.pack("<q", count) + payload for count, payload in storages.values()]
+    path.write_bytes(b"".join(pickles + data) + behind)
+    return path
+
+
+class TarId(StorageId):
+    """Pickled as the number of a tensor, as files of torch 0.1 refer to it."""
+
+    def __init__(self, number: object) -> None:
+        self.identity = number  # type: ignore[assignment]
+
+
+def tar_members(
+    obj: object,
+    storages: Sequence[tuple[object, object, object, int, bytes]],
+    tensors: Sequence[tuple[object, object, tuple[int, ...], tuple[int, ...], int]],
+    views: object = (),
+) -> dict[str, bytes]:
+    """The members of a tar as torch 0.1 wrote it.
+
+    Args:
+        obj: may refer to a tensor by a `TarId` of its key.
+        storages: (key, location, type, count, bytes).
+        tensors: (key, key of its storage, sizes, strides, offset).
+        views: (key, key of the storage, offset, size).
+    """
+    of_storages = [pickled(len(storages))]
+    for key, location, kind, count, values in storages:
+        of_storages += [pickled((key, location, kind)), struct.pack("<q", count), values]
+    of_storages.append(pickled(list(views)))
+    of_tensors = [pickled(len(tensors))]
+    for key, storage, size, stride, offset in tensors:
+        of_tensors.append(pickled((key, storage, torch.FloatTensor)))
+        of_tensors.append(struct.pack("<i4x", len(size)))
+        of_tensors.append(struct.pack(f"<{2 * len(size) + 1}q", *size, *stride, offset))
+    return {
+        "sys_info": pickled({"protocol_version": 1000, "little_endian": True}),
+        "pickle": pickled(obj),
+        "storages": b"".join(of_storages),
+        "tensors": b"".join(of_tensors),
+    }
+
+
+def write_tar(path: Path, members: Mapping[str, bytes], *more: tarfile.TarInfo) -> Path:
+    """A tar of files, and of further members without content."""
+    with tarfile.open(path, "w:", format=tarfile.PAX_FORMAT) as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            info.mtime = 1_480_000_000.25  # type: ignore[assignment]  # as of a real file
+            archive.addfile(info, io.BytesIO(content))
+        for info in more:
+            archive.addfile(info)
+    return path
+
+
+class Script:
+    """An object of the TorchScript class ``__torch__.{kind}``, with a state."""
+
+    def __init__(self, kind: str, state: object) -> None:
+        self.kind, self.state = kind, state
+
+
+def script_opcodes(obj: object) -> bytes:
+    """The opcodes of an object that may contain `Script`, in a dict or in its state."""
+    if isinstance(obj, Script):
+        return f"c__torch__\n{obj.kind}\n)".encode() + b"\x81" + script_opcodes(obj.state) + b"b"
+    if isinstance(obj, dict):
+        items = [script_opcodes(item) for pair in obj.items() for item in pair]
+        return b"}(" + b"".join(items) + b"u"
+    return pickled(obj)[2:-1]
+
+
+#: The text of two classes, as torch prints it.
+SCRIPT_CODE = b"""class Model(Module):
+  __parameters__ = ["w", ]
+  __buffers__ = ["b", ]
+  w : Tensor
+class Plain:
+  w : Tensor
+"""
+
+
+def write_script(
+    path: Path,
+    root: object,
+    *,
+    data: bytes | None = None,
+    constants: object = (),
+    code: bytes = SCRIPT_CODE,
+    storages: Mapping[str, bytes] | None = None,
+    method: int = zipfile.ZIP_STORED,
+) -> Path:
+    """A TorchScript archive around an object; one storage of 16 bytes by default."""
+    records = {
+        "data.pkl": b"\x80\x02" + script_opcodes(root) + b"." if data is None else data,
+        "code/__torch__.py": code,
+        "constants.pkl": pickled(constants),
+        "version": b"3\n",
+        **({"data/0": bytes(16)} if storages is None else storages),
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            is_code = name.startswith("code/")
+            archive.writestr(f"m/{name}", content, method if is_code else zipfile.ZIP_STORED)
+    return path
+
+
+def weight(sizes: Sequence[object] = (2, 2), strides: Sequence[object] = (2, 1), **changes: object):
+    """What an exported program says of a tensor."""
+    meta = {
+        "dtype": 7, "sizes": [{"as_int": size} for size in sizes], "requires_grad": False,
+        "device": {"type": "cpu", "index": None}, "layout": 7,
+        "strides": [{"as_int": step} for step in strides], "storage_offset": {"as_int": 0},
+    }  # fmt: skip
+    meta.update({key: value for key, value in changes.items() if key in meta})
+    rest = {key: value for key, value in changes.items() if key not in meta}
+    return {"path_name": "weight_0", "is_param": True, "use_pickle": False, "tensor_meta": meta,
+            **rest}  # fmt: skip
+
+
+def write_program(path: Path, weights: object, records: Mapping[str, bytes] | None = None) -> Path:
+    """An exported program's archive; one record of 16 bytes by default."""
+    listed = weights if isinstance(weights, bytes) else json.dumps({"config": weights}).encode()
+    found = {
+        "archive_format": b"pt2", "byteorder": b"little", "models/model.json": b"{}",
+        "data/weights/model_weights_config.json": listed,
+        "data/constants/model_constants_config.json": b'{"config": {}}',
+        "data/weights/weight_0": bytes(16), **(records or {}),
+    }  # fmt: skip
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in found.items():
+            archive.writestr(f"m/{name}", content)
+    return path
+
+
+def big_endian(path: Path, made: Path, *, swap: bool = False) -> Path:
+    """The same torch zip file as from a big-endian machine.
+
+    Args:
+        path: the file.
+        made: the other one.
+        swap: whether to turn the bytes of float32 numbers around, so that it means the same.
+    """
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            if info.filename.endswith("/byteorder"):
+                data = b"big"
+            if swap and "/data/" in info.filename:
+                data = struct.pack(
+                    f">{len(data) // 4}I", *struct.unpack(f"<{len(data) // 4}I", data)
+                )
+            new.writestr(info.filename, data)
+    return made
+
+
+def same_as(loaded: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit by bit, with equal strides, once nothing is lazy."""
+    plain = [tensor.resolve_conj().resolve_neg() for tensor in (loaded, found)]
+    return same_bits(*plain) and loaded.stride() == found.stride()
 
 
 def write_safetensors(path: Path, header: object, data: bytes = b"", pad: int = 0) -> Path:

@@ -7,11 +7,20 @@ from collections import Counter, OrderedDict, defaultdict
 
 import pytest
 import torch
-from checkpoint_files import Call, pickled, read_tensor, same_bits, tensor, write_zip
+from checkpoint_files import (
+    Call,
+    big_endian,
+    pickled,
+    read_tensor,
+    same_bits,
+    tensor,
+    write_zip,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import torchlift
 from torchlift.errors import FormatError
 from torchlift.formats import ITEMSIZE, read_index
 
@@ -215,16 +224,83 @@ def test_every_pickle_protocol_gives_the_same_index(path, protocol):
 
 
 def test_other_kinds_of_tensors_are_named_not_rebuilt(path):
-    """Sparse, quantised, conjugate and meta tensors are listed with what they would need."""
+    """Sparse, quantised and meta tensors are listed with what they would need."""
     state = {
-        "sparse": torch.eye(2).to_sparse(), "meta": torch.empty(2, device="meta"), 
-        "w": torch.ones(1), "conj": torch.ones(2, dtype=torch.complex64).conj(),
+        "sparse": torch.eye(2).to_sparse(), "meta": torch.empty(2, device="meta"),
+        "w": torch.ones(1),
     }  # fmt: skip
     index = save(state, path)
     assert list(index.entries) == ["w"]
     assert index.blocked_keys["sparse"] == "torch._utils._rebuild_sparse_tensor"
     assert index.blocked_keys["meta"] == "torch._utils._rebuild_meta_tensor_no_storage"
-    assert "conjugate" in index.blocked_keys["conj"]
+
+
+def lazy_views():
+    """Tensors of which torch stores other numbers than they show."""
+    values, real = torch.randn(3, 2, dtype=torch.complex64), torch.randn(4, dtype=torch.complex64)
+    return {
+        "w": values, "conj": values.conj(), "conj.t": values.conj().t(),
+        "neg": real.conj().imag, "both": torch.randn(2, dtype=torch.complex128).conj()[1:],
+        "none": torch.empty(0, dtype=torch.complex64).conj(),
+    }  # fmt: skip
+
+
+def test_conjugate_and_negative_views_show_what_torch_shows(path):
+    """The bytes are taken from the file as they are, and the bit is applied to them."""
+    torch.save(lazy_views(), path)
+    ckpt, loaded = torchlift.open(path), torch.load(path)
+    assert ckpt.blocked == ()
+    for key, value in loaded.items():
+        assert same_bits(value.resolve_conj().resolve_neg(), ckpt[key].resolve_conj())
+    assert ckpt["conj"].is_conj()
+    assert ckpt["conj.t"].stride() == loaded["conj.t"].stride()
+    assert ckpt["conj"].untyped_storage().data_ptr() == ckpt["w"].untyped_storage().data_ptr()
+    assert ckpt.entries["neg"].encoding == ("negative",)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_big_endian_numbers_are_those_of_torch_load(path, tmp_path):
+    """Files of a machine with the other byte order: every dtype, aliases and strides."""
+    base = torch.arange(12.0).reshape(3, 4)
+    state = {
+        "base": base, "t": base.t(), "row": base[1], "bytes": torch.arange(5, dtype=torch.uint8),
+        "bool": torch.tensor([True, False]), "half": torch.randn(3).bfloat16(),
+        "int": torch.arange(5), "double": torch.randn(3, dtype=torch.float64),
+        "scalar": torch.tensor(3), "empty": torch.empty(0, 3), **lazy_views(),
+    }  # fmt: skip
+    torch.save(state, path)
+    other = big_endian(path, tmp_path / "big.pt")
+    ckpt, loaded = torchlift.open(other), torch.load(other)
+    assert ckpt.metadata["byteorder"] == "big"
+    for key, value in loaded.items():
+        assert same_bits(value.resolve_conj().resolve_neg(), ckpt[key].resolve_conj()), key
+    for key in ("t", "row", "scalar", "empty"):
+        assert ckpt[key].stride() == loaded[key].stride()
+    assert ckpt["base"].untyped_storage().data_ptr() == ckpt["row"].untyped_storage().data_ptr()
+    assert ckpt.entries["base"].encoding == ("big-endian",)
+    assert ckpt.entries["bytes"].encoding == ckpt.entries["bool"].encoding == ()
+
+
+def test_big_endian_numbers_of_newer_dtypes_are_turned_around(path, tmp_path):
+    """Torch leaves those as they are whose storage has no type, which makes other numbers."""
+    torch.save({"w": torch.tensor([1, 2], dtype=torch.int32).to(torch.uint32)}, path)
+    other = big_endian(path, tmp_path / "big.pt", swap=True)
+    assert torchlift.open(other)["w"].tolist() == [1, 2]
+    assert torch.load(other)["w"].tolist() == [1 << 24, 2 << 24]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"source": "read"}, {"source": "mmap"}, {"mode": "copy"}, {"mode": "assign"},
+     {"dtype": torch.float64, "mode": "assign"}],
+)  # fmt: skip
+def test_a_big_endian_checkpoint_loads_in_every_way(path, tmp_path, options):
+    """Mapped or read, in place or not, the model gets the numbers."""
+    model, other = nn.Linear(64, 5), nn.Linear(64, 5)
+    torch.save(model.state_dict(), path)
+    torchlift.load(other, big_endian(path, tmp_path / "big.pt", swap=True), **options)
+    for key, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value.to(other.weight.dtype))
 
 
 def test_deflated_metadata_is_inflated(path):

@@ -10,7 +10,17 @@ import sys
 
 import pytest
 import torch
-from checkpoint_files import assert_in_bounds
+from checkpoint_files import (
+    Script,
+    TarId,
+    assert_in_bounds,
+    tar_members,
+    tensor,
+    weight,
+    write_program,
+    write_script,
+    write_tar,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -43,6 +53,15 @@ def corpus(tmp_path_factory):
     _without_checksums(directory / "b.pt")
     _without_checksums(directory / "c.pt")
     _without_checksums(directory / "d.pt")
+    torch.save(state, directory / "f.pt", _use_new_zipfile_serialization=False)
+    values = struct.pack("<4f", 1, 2, 3, 4)
+    storages, tensors = [(1, "cpu", torch.FloatStorage, 4, values)], [(2, 1, (2, 2), (2, 1), 0)]
+    write_tar(directory / "g.tar", tar_members({"w": TarId("2"), "n": 5}, storages, tensors))
+    inner = Script("Model", {"w": tensor(), "b": tensor()})
+    write_script(directory / "h.pt", Script("Model", {"w": tensor(), "inner": inner, "n": 5}))
+    write_program(directory / "i.pt2", {"w": weight()})
+    for name in ("h.pt", "i.pt2"):
+        _without_checksums(directory / name)
     save_file({"w": base, "v": torch.ones(5)}, directory / "e.safetensors", {"format": "pt"})
     return [path.read_bytes() for path in sorted(directory.iterdir())]
 

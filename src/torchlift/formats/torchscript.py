@@ -96,11 +96,11 @@ class _ScriptWorld(TorchWorld):
 
     def call(self, function: object, arguments: object) -> object:
         """Return a record of a call."""
-        if isinstance(function, Global) and isinstance(arguments, tuple):
-            if function.name.startswith("__torch__."):
-                return arguments or _Object(function.name)  # a named tuple or an enum; or an object
-            if function.name.startswith(_TYPED) and arguments:
-                return arguments[0]
+        name = function.name if isinstance(function, Global) else ""
+        if name.startswith("__torch__."):  # of an enum, only the value follows
+            return _Object(name) if arguments == () else arguments
+        if name.startswith(_TYPED) and isinstance(arguments, tuple) and arguments:
+            return arguments[0]
         return super().call(function, arguments)
 
     def persistent(self, identity: object) -> object:

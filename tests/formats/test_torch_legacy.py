@@ -1,0 +1,214 @@
+"""Torch files from before 1.6: what is read of them is what torch.load reads."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+
+import pytest
+import torch
+from checkpoint_files import (
+    MAGIC,
+    PROTOCOL,
+    TarId,
+    legacy_id,
+    legacy_tensor,
+    pickled,
+    same_as,
+    tar_members,
+    write_legacy,
+    write_tar,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import torchlift
+from torchlift.formats import ITEMSIZE
+from torchlift.formats.torch_pickle import STORAGE_DTYPES
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "old.pt"
+
+
+def save(obj, path, **options):
+    torch.save(obj, path, _use_new_zipfile_serialization=False, **options)
+    return torchlift.open(path)
+
+
+def load(path, weights_only=True):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the types that such files name are deprecated
+        return torch.load(path, weights_only=weights_only)
+
+
+def equal(path, expected, weights_only=True):
+    """Whether every tensor of a file is torch.load's."""
+    loaded = load(path, weights_only)
+    ckpt = torchlift.open(path)
+    assert list(ckpt) == expected
+    assert ckpt.format == "torch-legacy"
+    return all(same_as(loaded[key], ckpt[key]) for key in expected)
+
+
+def test_every_kind_of_view_is_that_of_torch_load(path):
+    """Strides, offsets, empty and expanded tensors, and odd lengths that misalign what follows."""
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "odd": torch.arange(7, dtype=torch.uint8), "base": base, "transposed": base.t(),
+        "column": base[:, 3], "window": base[1:3, 2:5], "scalar": torch.tensor(7.5),
+        "expanded": torch.ones(1).expand(5), "empty": torch.empty(0, 3),
+        "int": torch.arange(5), "half": torch.randn(3).half(),
+    }  # fmt: skip
+    ckpt = save(state, path)
+    assert equal(path, list(state))
+    assert ckpt.aliases == (("base", "transposed", "column", "window"),)
+    assert ckpt["base"].untyped_storage().data_ptr() == ckpt["window"].untyped_storage().data_ptr()
+    assert {entry.chunks[0].offset % 4 for entry in ckpt.entries.values() if entry.chunks} != {0}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name", [name for name in ITEMSIZE if hasattr(torch, name)])
+def test_every_dtype_is_read(path, name):
+    """Each dtype that torch writes into such a file comes back with its bytes."""
+    dtype = getattr(torch, name)
+    value = torch.arange(1, 1 + 3 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    if name == "bool":
+        value = torch.tensor([True, False, True])
+    ckpt = save({"b": torch.ones(1, dtype=torch.uint8), "w": value}, path)
+    assert same_as(value, ckpt["w"])
+    if name in STORAGE_DTYPES.values():  # of others torch.load fails on torch.save's files
+        assert equal(path, ["b", "w"])
+
+
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
+def test_every_pickle_protocol_is_recognised(path, protocol):
+    """The magic number is found in binary and in text."""
+    save({"w": torch.ones(2)}, path, pickle_protocol=protocol)
+    # With weights_only=True torch knows the opcodes of protocol 2 only.
+    assert equal(path, ["w"], weights_only=False)
+
+
+def test_objects_parameters_and_versions_are_kept(path):
+    """What is beside the tensors is what a torch zip file has."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    weight = nn.Parameter(torch.ones(2))
+    ckpt = save({"model": model.state_dict(), "p": weight, "epoch": 4, "lr": [0.1, None]}, path)
+    assert ckpt.objects == {"epoch": 4, "lr": [0.1, None]}
+    assert ckpt.index.module_versions["model.1"] == {"version": 2}
+    assert (ckpt.entries["p"].is_parameter, ckpt.entries["p"].requires_grad) == (True, True)
+    assert ckpt.metadata["protocol_version"] == "1001"
+
+
+@pytest.mark.parametrize("options", [{}, {"source": "read"}, {"source": "mmap"}, {"mode": "copy"}])
+def test_a_model_loads_and_nothing_is_checked(path, options):
+    """In every way of loading, however the bytes are aligned; such a file has no checksums."""
+    model, other = nn.Linear(3, 5), nn.Linear(3, 5)
+    save({"pad": torch.ones(3, dtype=torch.uint8), "model": model.state_dict()}, path)
+    torchlift.load(other, path, root="model", **options)
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+    report = torchlift.verify(path)
+    assert (report.ok, report.checked, len(report.unchecked)) == (True, (), 3)
+
+
+def test_views_of_storages_are_read(path):
+    """Files of torch before 0.4 describe a storage that is a slice of another one."""
+    left = legacy_id("0", 4, ("view-a", 1, 2))
+    state = {
+        "whole": legacy_tensor(), "slice": legacy_tensor((2,), (1,), identity=left),
+        "last": legacy_tensor((1,), (1,), 1, identity=legacy_id("0", 4, ("view-a", 1, 2))),
+    }  # fmt: skip
+    write_legacy(path, state)
+    assert equal(path, list(state))
+    ckpt = torchlift.open(path)
+    assert ckpt["last"].tolist() == [3.0]
+    assert ckpt.aliases == (("whole", "slice", "last"),)
+
+
+def test_bytes_are_little_endian_whatever_the_machine_was(path):
+    """Torch converts them when it writes, and never looks at what the file says of it."""
+    write_legacy(path, {"w": legacy_tensor()}, head=(MAGIC, PROTOCOL, {"little_endian": False}))
+    assert equal(path, ["w"])
+    ckpt = torchlift.open(path)
+    assert ckpt["w"].tolist() == [[1, 2], [3, 4]]
+    assert ckpt.metadata["little_endian"] == "False"
+
+
+def test_the_first_of_several_objects_counts(path):
+    """What was saved behind it into the same file is left alone, as torch leaves it."""
+    write_legacy(path, {"w": legacy_tensor()}, behind=pickled(MAGIC) + b"more")
+    assert equal(path, ["w"])
+
+
+def test_a_pickle_longer_than_what_is_read_first_is_read(path):
+    """The end of a pickle is not known before it was read: more is read where it is needed."""
+    text = "x" * (3 << 20)
+    ckpt = save({"text": text, "w": torch.ones(2)}, path)
+    assert ckpt.objects["text"] == text
+    assert equal(path, ["w"])
+
+
+def test_other_tensors_and_modules_are_named(path):
+    """A sparse tensor is listed with what it needs, a whole module refused as what it is."""
+    ckpt = save({"s": torch.eye(2).to_sparse(), "w": torch.ones(1)}, path)
+    assert list(ckpt) == ["w"]
+    assert ckpt.blocked == ("torch._utils._rebuild_sparse_tensor",)
+    torch.save(nn.Linear(1, 1), path, _use_new_zipfile_serialization=False)
+    with pytest.raises(torchlift.FormatError, match=r"whole pickled module.*state_dict\(\)"):
+        torchlift.open(path)
+
+
+def test_a_directory_of_old_shards_is_found(tmp_path):
+    """Files of a directory are known by their content, old ones too."""
+    for number in (1, 2):
+        name = tmp_path / f"pytorch_model-0000{number}-of-00002.bin"
+        save({f"w{number}": torch.full((2,), float(number))}, name)
+    ckpt = torchlift.open(tmp_path)
+    assert {key: value.tolist() for key, value in ckpt.items()} == {"w1": [1, 1], "w2": [2, 2]}
+
+
+def tar(path, **changes):
+    """A tar of two tensors over one storage, a view of it, and another storage."""
+    values = struct.pack("<4f", 1, 2, 3, 4)
+    parts = {
+        "obj": {"a": TarId("11"), "b": TarId("12"), "v": TarId("13"), "n": 5,
+                "d": TarId("14")},
+        "storages": [
+            (1, "cpu", torch.FloatStorage, 4, values),
+            (2, "cpu", torch.DoubleStorage, 1, struct.pack("<d", 2.5)),
+        ],
+        "tensors": [(11, 1, (2, 2), (2, 1), 0), (12, 1, (2, 2), (1, 2), 0), (13, 3, (2,), (1,), 0),
+                    (14, 2, (), (), 0)],
+        "views": [(3, 1, 2, 2)],
+    }  # fmt: skip
+    return write_tar(path, tar_members(**{**parts, **changes}))
+
+
+def test_a_tar_is_read_as_torch_reads_it(path):
+    """Torch's oldest format: tensors, views and objects."""
+    tar(path)
+    assert equal(path, ["a", "b", "v", "d"], weights_only=False)
+    ckpt = torchlift.open(path)
+    assert ckpt.objects == {"n": 5}
+    assert ckpt.metadata["protocol_version"] == "1000"
+    assert ckpt["v"].tolist() == [3, 4]
+    assert ckpt.aliases == (("a", "b", "v"),)
+    assert ckpt.blocked == ()
+    assert torchlift.verify(path).unchecked == ("1", "2")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=6),
+    dtype=st.sampled_from(["float32", "bfloat16", "int64", "bool", "uint16", "complex64"]),
+    permute=st.booleans(),
+)
+def test_any_state_dict_round_trips(tmp_path_factory, shapes, dtype, permute):
+    """Whatever torch.save wrote is what the index describes."""
+    path = tmp_path_factory.mktemp("f") / "x.pt"
+    tensors = [torch.zeros(s).uniform_(0, 9).to(getattr(torch, dtype)) for s in shapes]
+    tensors = [t.permute(tuple(reversed(range(t.dim())))) if permute else t for t in tensors]
+    ckpt = save({f"w{i}": t for i, t in enumerate(tensors)}, path)
+    assert all(map(same_as, tensors, ckpt.values()))

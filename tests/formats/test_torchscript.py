@@ -1,0 +1,163 @@
+"""TorchScript archives: the state dict that torch.jit.load gives, and nothing of the program."""
+
+from __future__ import annotations
+
+import enum
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoint_files import same_as
+from torch import nn
+
+import torchlift
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
+
+
+class Color(enum.Enum):
+    """An attribute that TorchScript stores by its class."""
+
+    RED = 1
+
+
+class Inner(nn.Module):
+    """Every kind of attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.register_buffer("kept", torch.arange(6.0).reshape(2, 3).t())
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+        self.register_buffer("nothing", None)
+        self.plain = torch.full((2,), 7.0)
+        self.many = [torch.ones(1), torch.zeros(2)]
+        self.number, self.text, self.sizes = 5, "ü", [1, 2]
+        self.point, self.color = (1, torch.ones(1)), Color.RED
+        self.flags, self.rates = [True, False], {"a": 0.5}
+
+    def forward(self, x):
+        """Use every one, so that none is left out."""
+        total = self.kept.sum() + self.passing.sum() + self.plain.sum() + self.many[0]
+        total = total + self.number + len(self.text) + self.sizes[0] + self.point[1]
+        if self.flags[0] and self.color == Color.RED:
+            total = total + self.rates["a"] + self.frozen.sum()
+        return x * self.w.sum() + total
+
+
+class Model(nn.Module):
+    """Nested, numbered and tied modules, and one that holds nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+        self.seq = nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.BatchNorm2d(1))
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+        self.pair = nn.ParameterList([nn.Parameter(torch.ones(1))])
+
+    def forward(self, x):
+        """Use the linear layers and a constant."""
+        return self.two(self.one(self.inner(x))) + torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.fixture(params=["script", "trace"])
+def path(request, tmp_path):
+    model, path = Model(), str(tmp_path / "model.pt")
+    script = request.param == "script"
+    made = torch.jit.script(model) if script else torch.jit.trace(model, torch.ones(3))
+    made.save(path)
+    return path
+
+
+def state_of(ckpt):
+    """The keys that are the state dict's."""
+    return [key for key in ckpt if not key.startswith(("CONSTANTS.", "ATTRIBUTES."))]
+
+
+def test_the_state_dict_is_that_of_torch(path):
+    """Parameters and buffers under their dotted names, bit by bit; and which are parameters."""
+    ckpt, module = torchlift.open(path), torch.jit.load(path)
+    assert ckpt.format == "torchscript"
+    assert sorted(state_of(ckpt)) == sorted(module.state_dict())
+    for key, value in module.state_dict().items():
+        assert same_as(value, ckpt[key])
+    parameters = {key for key, entry in ckpt.entries.items() if entry.is_parameter}
+    assert {"inner.w", "inner.frozen", "one.weight", "pair.0"} <= parameters
+    assert "inner.kept" not in parameters
+    assert not ckpt.entries["inner.frozen"].requires_grad
+
+
+def test_ties_and_strides_are_kept(tmp_path):
+    """Two modules with one weight share its storage; a transposed buffer stays one."""
+    path = str(tmp_path / "m.pt")
+    torch.jit.script(Model()).save(path)
+    ckpt = torchlift.open(path)
+    assert ("one.weight", "two.weight") in ckpt.aliases
+    assert ckpt["inner.kept"].stride() == (1, 3)
+
+
+def test_constants_and_other_attributes_are_listed_apart(tmp_path):
+    """What the program names, and what the state dict leaves out, have names of their own."""
+    path = str(tmp_path / "m.pt")
+    torch.jit.script(Model()).save(path)
+    ckpt = torchlift.open(path)
+    other = {key.removeprefix("ATTRIBUTES.") for key in ckpt if key not in state_of(ckpt)}
+    assert other == {"inner.plain", "inner.many.0", "inner.many.1", "inner.point.1"}
+    assert ckpt["ATTRIBUTES.inner.plain"].tolist() == [7, 7]
+    objects = {key.removeprefix("ATTRIBUTES."): value for key, value in ckpt.objects.items()}
+    assert (objects["inner.number"], objects["inner.text"]) == (5, "ü")
+    assert objects["inner.sizes"] == [1, 2]
+    assert objects["inner.flags"] == [True, False]
+    assert objects["inner.rates.a"] == 0.5
+    assert ckpt.blocked == ()
+
+
+def test_the_constants_of_a_trace_are_numbered(tmp_path):
+    """As the program refers to them."""
+    path = str(tmp_path / "m.pt")
+    torch.jit.trace(nn.Sequential(nn.Linear(3, 3), Constant()), torch.ones(3)).save(path)
+    ckpt = torchlift.open(path)
+    named = [key for key in ckpt if key.startswith("CONSTANTS.c")]
+    assert [2.0, 3.0, 4.0] in [ckpt[key].tolist() for key in named]
+    assert state_of(ckpt) == ["0.weight", "0.bias"]
+
+
+class Constant(nn.Module):
+    """Adds a tensor that tracing makes a constant of."""
+
+    def forward(self, x):
+        """Add it."""
+        return x + torch.tensor([2.0, 3.0, 4.0])
+
+
+def test_a_model_loads_from_an_archive(path):
+    """Into the Python class, with what is no state left out by name."""
+    model = torchlift.skeleton(Model)
+    names = model.state_dict().keys()
+    torchlift.load(model, path, rename=lambda key: key if key in names else None)
+    assert torch.equal(model.two.weight, torch.jit.load(path).state_dict()["one.weight"])
+    assert model.two.weight is model.one.weight
+    assert torchlift.verify(path).ok
+
+
+def test_nothing_of_the_program_is_imported_or_torch(path):
+    """Reading an archive loads neither torch nor an unpickler."""
+    code = (
+        "import sys, torchlift.formats\n"
+        "assert torchlift.formats.read_index(sys.argv[1]).entries\n"
+        "assert not {'torch', 'pickle', '_pickle', 'zipfile'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, path], check=True)
+
+
+def test_quantised_modules_are_listed_as_blocked(tmp_path):
+    """Their packed weights are objects of a C++ class, which only its own code can read."""
+    linear = torch.ao.nn.quantized.dynamic.Linear(4, 3)
+    path = str(tmp_path / "q.pt")
+    torch.jit.script(nn.Sequential(linear, nn.Linear(3, 2))).save(path)
+    ckpt = torchlift.open(path)
+    assert state_of(ckpt) == ["1.weight", "1.bias"]
+    assert any("torch.classes.quantized" in name for name in ckpt.blocked)

@@ -1,0 +1,250 @@
+"""TorchScript archives and exported programs that lie: an error that names the entry."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zipfile
+
+import pytest
+import torch
+from checkpoint_files import (
+    Call,
+    Script,
+    pickled,
+    script_opcodes,
+    tensor,
+    weight,
+    write_program,
+    write_script,
+)
+
+import torchlift
+from torchlift.errors import FormatError
+from torchlift.formats import read_index
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "bad.pt"
+
+
+def refused(path, match):
+    """The error of reading a file, whose message must fit and name the file."""
+    with pytest.raises(FormatError, match=match) as caught:
+        read_index(path)
+    assert caught.value.file == str(path)
+    return caught.value
+
+
+# ---- TorchScript
+
+
+def test_a_script_made_by_hand_is_read(path):
+    """The helper of these tests writes what torch writes."""
+    state = {"w": tensor(), "b": tensor(), "other": tensor(), "training": True}
+    inner = Script("Model", {"w": tensor(), "plain": Script("Plain", {"w": tensor()})})
+    ckpt = torchlift.open(write_script(path, Script("Model", {**state, "inner": inner})))
+    assert [key for key in ckpt if not key.startswith("ATTR")] == ["w", "b", "inner.w"]
+    assert "ATTRIBUTES.inner.plain.w" in ckpt
+    assert ckpt.objects == {"ATTRIBUTES.training": True}
+
+
+def test_a_script_without_the_text_of_its_classes_keeps_every_tensor(path):
+    """What is a buffer cannot be known then."""
+    ckpt = torchlift.open(write_script(path, Script("Unknown", {"x": tensor()}), code=b""))
+    assert list(ckpt) == ["ATTRIBUTES.x"]
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_suffix(".new"), "w") as new:
+        for info in old.infolist():
+            if "code" not in info.filename:
+                new.writestr(info.filename, old.read(info))
+    assert list(torchlift.open(path.with_suffix(".new"))) == ["x"]
+
+
+@pytest.mark.parametrize("root", [{}, [1], 5, tensor(), None])
+def test_a_script_without_a_module_is_refused(path, root):
+    """Its pickle must hold one."""
+    assert refused(write_script(path, root), "without a module").entry == "m/data.pkl"
+
+
+def test_a_global_in_a_script_is_listed_and_never_called(path):
+    """Only the archive's own classes have a meaning."""
+    evil = Call(os.system, "touch /tmp/torchlift-was-here")
+    write_script(path, Script("Model", {"w": tensor(), "x": evil}), constants=(evil,))
+    ckpt = torchlift.open(path)
+    assert ckpt.blocked == ("posix.system",)
+    assert dict(ckpt.blocked_keys) == {
+        "CONSTANTS.c0": "posix.system", "ATTRIBUTES.x": "posix.system",
+    }  # fmt: skip
+    assert list(ckpt) == ["w"]
+    assert not os.path.exists("/tmp/torchlift-was-here")
+
+
+@pytest.mark.parametrize("depth", [150, 5000])
+def test_modules_that_nest_too_deep_are_refused(path, depth):
+    """Before Python's own stack ends."""
+    opcodes = b"\x80\x02" + b"c__torch__\nModel\n)\x81}X\1\0\0\0m" * depth
+    opcodes += b"c__torch__\nModel\n)\x81}b" + b"sb" * depth + b"."
+    write_script(path, None, data=opcodes)
+    refused(path, "nest too deep")
+
+
+def test_a_module_inside_itself_is_refused(path):
+    """Its names would never end."""
+    weights = script_opcodes({"w": tensor()})
+    opcodes = b"\x80\x02c__torch__\nModel\n)\x81q\xc8" + weights + b"X\1\0\0\0mh\xc8sb."
+    write_script(path, None, data=opcodes)
+    refused(path, "contain themselves")
+
+
+def test_shared_modules_do_not_unfold(path):
+    """Sixty levels, each of which holds the one below twice: 2**60 names."""
+    opcodes = b"\x80\x02c__torch__\nModel\n)\x81" + script_opcodes({"w": tensor()}) + b"bq\xc8"
+    for _ in range(60):
+        pair = b"}(X\1\0\0\0ah\xc8X\1\0\0\0bh\xc8u"
+        opcodes += b"0c__torch__\nModel\n)\x81" + pair + b"bq\xc8"
+    start = time.process_time()
+    refused(write_script(path, None, data=opcodes + b"."), "unfolds to far more|storage is missing")
+    assert time.process_time() - start < 5
+
+
+def test_a_module_named_as_what_torchlift_names_is_refused(path):
+    """Its tensors could not be told from constants."""
+    inner = Script("Model", {"w": tensor()})
+    write_script(path, Script("Model", {"CONSTANTS": inner}), constants=(1,))
+    assert refused(path, "stands for something else").entry == "CONSTANTS"
+
+
+def test_the_text_of_a_class_does_not_inflate_without_end(path):
+    """A deflate bomb in the code is refused from its header."""
+    write_script(
+        path, Script("Model", {"w": tensor()}), code=bytes(1 << 26), method=zipfile.ZIP_DEFLATED
+    )
+    assert refused(path, "too large").entry == "m/code/__torch__.py"
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [(tensor((5,), (1,)), "outside its storage"), (tensor(storage="9"), "storage is missing"),
+     (tensor((-1,), (1,)), "impossible size"), (tensor(numel=2**40), "does not have the size")],
+)  # fmt: skip
+def test_the_tensors_of_a_script_are_checked(path, bad, match):
+    """As those of any torch file."""
+    refused(write_script(path, Script("Model", {"w": bad})), match)
+
+
+def test_constants_that_are_no_tuple_are_refused(path):
+    """They are named by their place."""
+    write_script(path, Script("Model", {}), constants={"a": 1})
+    assert refused(path, "constants are not a tuple").entry == "m/constants.pkl"
+
+
+# ---- exported programs
+
+
+def test_a_program_made_by_hand_is_read(path):
+    """The helper of these tests writes what torch writes."""
+    write_program(path, {"w": weight(), "v": weight((2,), (1,), storage_offset={"as_int": 2})})
+    ckpt = torchlift.open(path)
+    assert ckpt.aliases == (("w", "v"),)
+    assert ckpt.entries["w"].is_parameter
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (weight((5,), (1,)), "outside its storage"),
+        (weight((-1,), (1,)), "impossible size"),
+        (weight((2,), (-1,)), "impossible stride"),
+        (weight((2,), (1, 1)), "one stride per dimension"),
+        (weight((2.0,), (1,)), "impossible size"),
+        (weight((True,), (1,)), "impossible size"),
+        (weight(("s0",), (1,)), "impossible size"),
+        (weight((2**40,), (0,)), "absurdly larger"),
+        (weight(storage_offset={"as_int": -1}), "impossible storage offset"),
+        (weight(storage_offset={"as_expr": "s0"}), "impossible storage offset"),
+        (weight(storage_offset=0), "has no storage_offset"),
+        (weight(dtype=99), "dtype that torchlift does not know"),
+        (weight(dtype="7"), "has no dtype"),
+        (weight(dtype=True), "has no dtype"),
+        (weight(device={}), "has no type"),
+        (weight(tensor_meta={**weight()["tensor_meta"], "sizes": None}), "has no sizes"),
+        (weight(path_name="weight_9"), "record is missing"),
+        (weight(path_name="../weight_0"), "record is missing"),
+        (weight(path_name=5), "has no path_name"),
+        (weight(tensor_meta=[1]), "has no layout"),
+        (weight(use_pickle="yes"), "has no use_pickle"),
+        (5, "has no path_name"),
+        (weight(use_pickle=True), "without its directory"),
+    ],
+)
+def test_an_impossible_weight_is_refused(path, bad, match):
+    """Every number and name is checked against the archive, and the error names the weight."""
+    write_program(path, {"v": weight(), "w": bad})
+    assert refused(path, match).entry in ("w", "m/data/weights/weight_0")
+
+
+@pytest.mark.parametrize(
+    ("listed", "match"),
+    [(b"", "not valid JSON"), (b"[]", "not a JSON object"), (b"{}", "has no config"),
+     (b'{"config": []}', "has no config"), (b'{"config": {"a": 1, "a": 2}}', "twice"),
+     (b"[" * 100_000, "nests too deep")],
+)  # fmt: skip
+def test_a_list_of_weights_that_is_none_is_refused(path, listed, match):
+    """The record is named."""
+    refused(write_program(path, listed), match)
+
+
+def test_what_only_code_could_rebuild_is_listed(path):
+    """Objects of custom classes, sparse tensors, and weights that were not saved."""
+    write_program(
+        path,
+        {
+            "w": weight(), "object": weight(tensor_meta=None), "sparse": weight(layout=1),
+            "fake": weight(path_name="weight_1"),
+        },
+        {"data/weights/weight_1": b""},
+    )  # fmt: skip
+    ckpt = torchlift.open(path)
+    assert list(ckpt) == ["w"]
+    assert dict(ckpt.blocked_keys) == {
+        "object": "a custom object", "sparse": "a sparse tensor",
+        "fake": "values, which were not saved",
+    }  # fmt: skip
+
+
+def test_a_pickled_weight_cannot_be_read_a_thousand_times(path, tmp_path):
+    """One file under many names would be read for each of them."""
+    torch.save(torch.ones(2), tmp_path / "one")
+    one = {"data/weights/weight_1": (tmp_path / "one").read_bytes()}
+    pickled_weight = weight(path_name="weight_1", use_pickle=True)
+    write_program(path, {"w": pickled_weight}, one)
+    assert torchlift.open(path)["w"].tolist() == [1, 1]
+    write_program(path, {f"w{i}": pickled_weight for i in range(1000)}, one)
+    assert refused(path, "two tensors in one pickled file").entry == "w1"
+
+
+def test_a_global_in_a_pickled_weight_is_listed(path, tmp_path):
+    """It is read as any torch file is."""
+    with zipfile.ZipFile(tmp_path / "evil", "w") as archive:
+        archive.writestr("a/data.pkl", pickled(Call(os.system, "true")))
+    evil = {"data/weights/weight_1": (tmp_path / "evil").read_bytes()}
+    write_program(path, {"w": weight(path_name="weight_1", use_pickle=True)}, evil)
+    assert torchlift.open(path).blocked == ("posix.system",)
+
+
+def test_a_package_without_programs_says_what_it_is(path):
+    """Weights of compiled programs are inside the programs."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/archive_format", "pt2")
+        archive.writestr("m/data/aotinductor/model/x.so", b"\x7fELF")
+    refused(path, r"compiled programs.*torch\.export\.save")
+
+
+def test_a_program_without_its_weights_is_refused(path):
+    """The list of weights is missing."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/archive_format", "pt2")
+        archive.writestr("m/models/model.json", json.dumps({}))
+    refused(path, "without its weights")
