@@ -254,9 +254,13 @@ def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint
     """Read the index of a checkpoint; run no code from it and read no weights.
 
     Args:
-        path: a file or a directory; the format is found from the content. Torch zip files,
-            safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one, and
-            directories of ``torch.distributed.checkpoint`` (DCP).
+        path: a file or a directory; the format is found from the content. Files of ``torch.save``:
+            zip files, the stream from before torch 1.6 and the older tar; TorchScript archives and
+            exported programs (``.pt2``), of which only the weights are read; safetensors, Hugging
+            Face's sharded ``*.index.json`` or a directory holding one, and directories of
+            ``torch.distributed.checkpoint`` (DCP). Of a program, the state dict has its own names;
+            what the program's text refers to comes below ``CONSTANTS``, and other attributes of
+            TorchScript modules below ``ATTRIBUTES``.
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``. None keeps everything.
 

@@ -160,6 +160,17 @@ def test_other_tensors_and_modules_are_named(path):
         torchlift.open(path)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_tensors_behind_a_quantised_one_are_read(path):
+    """Its own bytes are skipped; only torch can rebuild it."""
+    quantised = torch.quantize_per_tensor(torch.randn(7), 0.1, 0, torch.qint8)
+    state = {"a": torch.ones(3), "q": quantised, "b": torch.arange(5)}
+    ckpt = save(state, path)
+    assert list(ckpt) == ["a", "b"]
+    assert dict(ckpt.blocked_keys) == {"q": "torch._utils._rebuild_qtensor"}
+    assert torch.equal(ckpt["b"], state["b"])
+
+
 def test_a_directory_of_old_shards_is_found(tmp_path):
     """Files of a directory are known by their content, old ones too."""
     for number in (1, 2):

@@ -19,10 +19,13 @@ from checkpoint_files import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 import torchlift
+from torchlift._checkpoint import MappedViews
+from torchlift.distributed import CheckpointReader
 from torchlift.errors import FormatError
-from torchlift.formats import ITEMSIZE, read_index
+from torchlift.formats import ITEMSIZE, cut, read_index
 
 
 @pytest.fixture
@@ -301,6 +304,44 @@ def test_a_big_endian_checkpoint_loads_in_every_way(path, tmp_path, options):
     torchlift.load(other, big_endian(path, tmp_path / "big.pt", swap=True), **options)
     for key, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[key], value.to(other.weight.dtype))
+
+
+class Complex(nn.Module):
+    """One parameter of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 300, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"source": "read"}, {"mode": "assign"}, {"transform": lambda key, value: value}]
+)
+def test_a_model_gets_the_values_of_a_conjugate_view(path, options):
+    """Resolved: a parameter that is lazily conjugate would surprise its optimizer."""
+    model, other = Complex(), Complex()
+    torch.save({"w": model.w.detach().conj()}, path)
+    torchlift.load(other, path, **options)
+    assert torch.equal(other.w.detach(), model.w.detach().conj())
+    assert not other.w.is_conj()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_slices_of_big_endian_tensors_are_turned_around(path, tmp_path):
+    """A rank's shard, and what torch's own reader of distributed checkpoints asks for."""
+    value = torch.randn(6, 8)
+    torch.save({"w": value, "t": value.t()}, path)
+    other = big_endian(path, tmp_path / "big.pt", swap=True)
+    ckpt = torchlift.open(other)
+    views = MappedViews(ckpt.index)
+    for key, whole in (("w", value), ("t", value.t())):
+        part = cut(ckpt.entries[key], [[(1, 3), (4, 5)], [(2, 5)]])
+        expected = torch.cat([whole[1:3, 2:5], whole[4:5, 2:5]])
+        assert torch.equal(views.fill(torch.empty(part.shape), part), expected)
+    state = {"w": torch.zeros(6, 8), "t": torch.zeros(8, 6)}
+    dcp.load(state, storage_reader=CheckpointReader(other), no_dist=True)
+    assert torch.equal(state["w"], value)
+    assert torch.equal(state["t"], value.t())
 
 
 def test_deflated_metadata_is_inflated(path):

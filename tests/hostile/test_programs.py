@@ -43,12 +43,12 @@ def refused(path, match):
 
 def test_a_script_made_by_hand_is_read(path):
     """The helper of these tests writes what torch writes."""
-    state = {"w": tensor(), "b": tensor(), "other": tensor(), "training": True}
+    state = {"w": tensor(), "b": tensor(), "other": tensor(), "n": 5, "training": True}
     inner = Script("Model", {"w": tensor(), "plain": Script("Plain", {"w": tensor()})})
     ckpt = torchlift.open(write_script(path, Script("Model", {**state, "inner": inner})))
     assert [key for key in ckpt if not key.startswith("ATTR")] == ["w", "b", "inner.w"]
     assert "ATTRIBUTES.inner.plain.w" in ckpt
-    assert ckpt.objects == {"ATTRIBUTES.training": True}
+    assert ckpt.objects == {"ATTRIBUTES.n": 5}
 
 
 def test_a_script_without_the_text_of_its_classes_keeps_every_tensor(path):
@@ -197,21 +197,25 @@ def test_a_list_of_weights_that_is_none_is_refused(path, listed, match):
 
 
 def test_what_only_code_could_rebuild_is_listed(path):
-    """Objects of custom classes, sparse tensors, and weights that were not saved."""
+    """Objects of custom classes and sparse tensors."""
     write_program(
         path,
-        {
-            "w": weight(), "object": weight(tensor_meta=None), "sparse": weight(layout=1),
-            "fake": weight(path_name="weight_1"),
-        },
-        {"data/weights/weight_1": b""},
-    )  # fmt: skip
+        {"w": weight(), "object": weight(tensor_meta=None), "sparse": weight(layout=1)},
+    )
     ckpt = torchlift.open(path)
     assert list(ckpt) == ["w"]
     assert dict(ckpt.blocked_keys) == {
-        "object": "a custom object", "sparse": "a sparse tensor",
-        "fake": "values, which were not saved",
+        "object": "torch.ScriptObject", "sparse": "torch._utils._rebuild_sparse_tensor",
     }  # fmt: skip
+
+
+def test_a_weight_that_was_not_saved_is_refused(path):
+    """Of a program that was exported with fake tensors, torch makes zeros."""
+    empty = {"data/weights/weight_1": b""}
+    write_program(path, {"w": weight(), "fake": weight(path_name="weight_1")}, empty)
+    assert refused(path, "was not saved.*instead of fake tensors").entry == "fake"
+    write_program(path, {"none": weight((0, 2), path_name="weight_1")}, empty)
+    assert torchlift.open(path)["none"].shape == (0, 2)
 
 
 def test_a_pickled_weight_cannot_be_read_a_thousand_times(path, tmp_path):

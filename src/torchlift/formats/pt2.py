@@ -142,20 +142,16 @@ def _listed(
                 raise FormatError("a tensor's record is missing", expected=folder + path)
             tensor = meta.get("tensor_meta")
             if tensor is None:
-                blocked[key] = "a custom object"
+                blocked[key] = "torch.ScriptObject"
             elif _field(meta, "use_pickle", bool):
                 if path in opened:  # each would be read again
                     raise FormatError("two tensors in one pickled file", expected="one each")
                 opened.add(path)
                 nested.append(_nested(source, stored, key))
             elif _field(tensor, "layout", int) != _STRIDED:
-                blocked[key] = "a sparse tensor"
+                blocked[key] = "torch._utils._rebuild_sparse_tensor"
             else:
-                ref, shape = _tensor(meta, tensor, path, stored)
-                if stored.nbytes or 0 in shape:
-                    entries[key] = resolver.entry(key, ref)
-                else:  # of a program that was exported with fake tensors
-                    blocked[key] = "values, which were not saved"
+                entries[key] = resolver.entry(key, _tensor(meta, tensor, path, stored))
     mine = Index(
         path=source.path,
         format="pt2",
@@ -168,10 +164,8 @@ def _listed(
     return _joined(source, [mine, *nested], {})
 
 
-def _tensor(
-    meta: Any, tensor: Any, path: str, stored: Record
-) -> tuple[TensorRef, tuple[object, ...]]:
-    """Return what the list says of a tensor, and its shape."""
+def _tensor(meta: Any, tensor: Any, path: str, stored: Record) -> TensorRef:
+    """Return what the list says of a tensor."""
     number = _field(tensor, "dtype", int)
     if number not in _DTYPES:
         raise FormatError("a dtype that torchlift does not know", found=number)
@@ -179,7 +173,12 @@ def _tensor(
     location, index = _field(device, "type", str), device.get("index")
     location = f"{location}:{index}" if type(index) is int else location
     shape = tuple(map(_whole, _field(tensor, "sizes", list)))
-    ref = TensorRef(
+    if not stored.nbytes and 0 not in shape:
+        raise FormatError(
+            "a weight that was not saved: torch would take zeros instead",
+            hint="Export the program with its weights instead of fake tensors.",
+        )
+    return TensorRef(
         StorageRef(None, path, location, stored.nbytes),
         _DTYPES[number],
         _whole(_field(tensor, "storage_offset", dict)),
@@ -188,7 +187,6 @@ def _tensor(
         tensor.get("requires_grad"),
         is_parameter=meta.get("is_param") is True,
     )
-    return ref, shape
 
 
 def _whole(number: object) -> object:

@@ -21,6 +21,7 @@ from torchlift.formats.index import ITEMSIZE, Index, Storage
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import (
     STORAGES,
+    Blocked,
     Global,
     StorageRef,
     TensorRef,
@@ -145,6 +146,14 @@ class _Stream:
         return Storage(self.source.path, self.source.start + start, nbytes, ref.location)
 
 
+#: Storages whose tensors only torch can rebuild -> one of elements as large: bytes to be skipped.
+_QUANTISED = {
+    "torch.QInt8Storage": Global("torch.CharStorage"),
+    "torch.QUInt8Storage": Global("torch.ByteStorage"),
+    "torch.QInt32Storage": Global("torch.IntStorage"),
+}
+
+
 class _StreamWorld(TorchWorld):
     """Persistent ids of a stream.
 
@@ -163,7 +172,9 @@ class _StreamWorld(TorchWorld):
             return identity[1]  # a class, with the text of its source
         if type(identity) is not tuple or len(identity) != 6:
             return super().persistent(None)
-        ref = super().persistent(identity[:5])
+        kind = identity[1]
+        same = _QUANTISED.get(kind.name) if isinstance(kind, Blocked) else None
+        ref = super().persistent((identity[0], same or kind, *identity[2:5]))
         if not isinstance(ref, StorageRef):
             return ref
         first = self.storages.setdefault(ref.key, ref)
@@ -174,6 +185,8 @@ class _StreamWorld(TorchWorld):
                 expected=f"{first.numel} elements of {first.dtype}",
                 found=f"{ref.numel} of {ref.dtype}",
             )
+        if same:
+            return kind
         if identity[5] is None:
             return first
         key, start, numel = _fields(identity[5], (str, int, int), "a view of a storage", ref.key)

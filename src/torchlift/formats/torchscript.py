@@ -37,6 +37,9 @@ from torchlift.formats.zip_archive import Record
 #: Under which the tensors come that are neither parameters nor buffers.
 CONSTANTS, ATTRIBUTES = "CONSTANTS", "ATTRIBUTES"
 
+#: Attributes that every module has, of torch itself.
+_OF_TORCH = ("training", "_is_full_backward_hook")
+
 _MAX_DEPTH = 100
 _CLASS = re.compile(
     r'^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n(?:  __buffers__ = \[(.*)\]\n)?',
@@ -191,7 +194,8 @@ class _Splitter:
             if isinstance(value, TensorRef) and is_parameter:
                 value = replace(value, is_parameter=True)
             is_state = is_listed and isinstance(value, (TensorRef, Blocked))
-            (state if is_state else other)[name] = value
+            if is_state or name not in _OF_TORCH:
+                (state if is_state else other)[name] = value
         return state, other
 
     def _class(self, kind: str) -> _Class:

@@ -60,7 +60,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     """Check a checkpoint's structure and recompute every checksum it records.
 
     torch's zip format stores a CRC-32 per storage, which torch itself never reads back. safetensors
-    stores none, so there only the structure is checked.
+    and torch files from before 1.6 store none, so there only the structure is checked.
 
     Raises:
         FormatError: the structure is wrong.
