@@ -144,7 +144,7 @@ def test_the_first_of_several_objects_counts(path):
 
 def test_a_pickle_longer_than_what_is_read_first_is_read(path):
     """The end of a pickle is not known before it was read: more is read where it is needed."""
-    text = "x" * (3 << 20)
+    text = "x" * (9 << 20)
     ckpt = save({"text": text, "w": torch.ones(2)}, path)
     assert ckpt.objects["text"] == text
     assert equal(path, ["w"])
@@ -183,7 +183,7 @@ def test_a_directory_of_old_shards_is_found(tmp_path):
 def tar(path, **changes):
     """A tar of two tensors over one storage, a view of it, and another storage."""
     values = struct.pack("<4f", 1, 2, 3, 4)
-    parts = {
+    found = {
         "obj": {"a": TarId("11"), "b": TarId("12"), "v": TarId("13"), "n": 5,
                 "d": TarId("14")},
         "storages": [
@@ -194,7 +194,7 @@ def tar(path, **changes):
                     (14, 2, (), (), 0)],
         "views": [(3, 1, 2, 2)],
     }  # fmt: skip
-    return write_tar(path, tar_members(**{**parts, **changes}))
+    return write_tar(path, tar_members(**{**found, **changes}))
 
 
 def test_a_tar_is_read_as_torch_reads_it(path):

@@ -177,7 +177,7 @@ def test_impossible_tensors_are_refused(path, size, stride, offset, match):
 # ---- the tar
 
 
-def parts(**changes):
+def members_of(**changes):
     right = {
         "obj": {"w": TarId("11")},
         "storages": [(1, "cpu", torch.FloatStorage, 4, VALUES)],
@@ -189,7 +189,7 @@ def parts(**changes):
 
 def test_a_truncated_tar_is_refused_wherever_it_ends(path):
     """Cut at any block or inside one, its files are incomplete."""
-    write_tar(path, parts())
+    write_tar(path, members_of())
     data = path.read_bytes()
     with tarfile.open(path) as archive:
         *_, last = archive.getmembers()
@@ -217,7 +217,7 @@ def special(name, kind, link=""):
 )  # fmt: skip
 def test_members_that_are_no_plain_files_are_refused(path, info):
     """Links, devices, pipes, absolute names and names that leave the directory."""
-    write_tar(path, parts(), info)
+    write_tar(path, members_of(), info)
     assert refused(path, "leaves the directory", UnsafeError).entry == info.name
 
 
@@ -237,14 +237,14 @@ def with_header(path, change):
 )
 def test_impossible_sizes_are_refused(path, size):
     """Larger than the file, negative, in base 256, or no number."""
-    write_tar(path, parts())
+    write_tar(path, members_of())
     with_header(path, lambda data, at: data.__setitem__(slice(at + 124, at + 136), size))
     assert refused(path, "impossible size|past the end").entry == "sys_info"
 
 
 def test_a_damaged_header_is_refused(path):
     """The checksum of a header is checked."""
-    write_tar(path, parts())
+    write_tar(path, members_of())
     data = path.read_bytes()
     path.write_bytes(data.replace(b"sys_info\0", b"sys_infp\0", 1))
     refused(path, "header of a member of the tar is damaged")
@@ -252,7 +252,7 @@ def test_a_damaged_header_is_refused(path):
 
 def test_two_members_of_one_name_are_refused(path):
     """Programs disagree on which of the two counts."""
-    write_tar(path, parts(), special("pickle", tarfile.REGTYPE))
+    write_tar(path, members_of(), special("pickle", tarfile.REGTYPE))
     assert refused(path, "two members").entry == "pickle"
 
 
@@ -260,7 +260,7 @@ def test_an_extended_header_that_renames_or_resizes_is_refused(path):
     """Python's tarfile would obey it."""
     info = tarfile.TarInfo("extra")
     info.pax_headers = {"size": "99999999"}
-    write_tar(path, parts(), info)
+    write_tar(path, members_of(), info)
     refused(path, "extended header")
 
 
@@ -290,14 +290,14 @@ def test_an_extended_header_that_renames_or_resizes_is_refused(path):
 )
 def test_impossible_storages_views_and_tensors_are_refused(path, changes, match):
     """Every number in the tar is checked against its bytes."""
-    write_tar(path, parts(**changes))
+    write_tar(path, members_of(**changes))
     with pytest.raises(CheckpointError, match=match):
         read_index(path)
 
 
 def test_a_global_among_the_tensors_types_is_listed(path):
     """Torch would import it; only the types of tensors are expected there."""
-    members = parts()
+    members = members_of()
     members["tensors"] = pickled(1) + pickled((11, 1, os.system)) + struct.pack(
         "<i4x5q", 2, 2, 2, 2, 1, 0
     )  # fmt: skip
@@ -307,5 +307,5 @@ def test_a_global_among_the_tensors_types_is_listed(path):
 
 def test_a_count_larger_than_the_file_is_refused(path):
     """Before anything is made of it."""
-    write_tar(path, {**parts(), "tensors": pickled(2**60)})
+    write_tar(path, {**members_of(), "tensors": pickled(2**60)})
     assert refused(path, "an impossible count").entry == "tensors"

@@ -16,13 +16,13 @@ from torchlift._system import collection_paused
 from torchlift.errors import FormatError
 from torchlift.formats.dcp import metadata_files, read_dcp
 from torchlift.formats.index import Index
-from torchlift.formats.pt2 import is_pt2, read_pt2
+from torchlift.formats.pt2 import read_pt2
 from torchlift.formats.safetensors import read_safetensors
 from torchlift.formats.sharded import locate, read_set, read_sharded
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy, read_torch_tar
 from torchlift.formats.torch_zip import read_torch_zip
-from torchlift.formats.torchscript import is_torchscript, read_torchscript
+from torchlift.formats.torchscript import read_torchscript
 from torchlift.formats.zip_archive import END_MAGIC, LOCAL_MAGIC, read_directory
 
 #: Bytes at the start of a file that decide on its format.
@@ -148,14 +148,19 @@ def _is_text(head: bytes) -> bool:
 def _read_zip(source: Source) -> Index:
     """Read an archive of any kind; its records say of which."""
     records = read_directory(source)
-    for fits, read in _ZIPS:
-        if fits(records):
+    first = next(iter(records), "")
+    for name, read in _ZIPS:
+        if first[: first.find("/") + 1] + name in records:
             return read(source, records)
     return read_torch_zip(source, records=records)
 
 
-#: The records of an archive -> its reader; any other is one of torch.save.
-_ZIPS = ((is_torchscript, read_torchscript), (is_pt2, read_pt2))
+#: A record in the top directory of an archive -> its reader; without any, torch.save wrote it.
+_ZIPS = (
+    ("constants.pkl", read_torchscript),
+    ("archive_format", read_pt2),
+    ("serialized_state_dict.pt", read_pt2),
+)
 
 _Reader = tuple[Callable[[bytes], bool], Callable[[Source], Index]]
 

@@ -7,7 +7,6 @@ JSON text that says which tensor of which name looks into which record. Before: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torchlift.errors import FormatError
@@ -24,7 +23,6 @@ from torchlift.formats.torch_zip import (
 from torchlift.formats.torchscript import CONSTANTS
 from torchlift.formats.zip_archive import STORED, Record
 
-_FORMAT = "archive_format"
 #: (suffix of the records that list tensors, their folder, under which name they come).
 _KINDS = (
     ("_weights_config.json", "data/weights/", ""),
@@ -42,13 +40,6 @@ _DTYPES = {
     28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2", 31: "float8_e4m3fnuz",
     32: "float8_e5m2fnuz", 33: "float8_e8m0fnu", 34: "uint32", 35: "uint64",
 }  # fmt: skip
-
-
-def is_pt2(records: Mapping[str, Record]) -> bool:
-    """Return whether these are the records of an exported program."""
-    first = next(iter(records), "")
-    top = first[: first.find("/") + 1]
-    return top + _FORMAT in records or _OLD[0][0] in records
 
 
 def read_pt2(source: Source, records: dict[str, Record]) -> Index:

@@ -10,6 +10,7 @@ nowhere.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,12 +37,12 @@ _MAGIC_BYTES = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
 _MAGIC_TEXT = b"L%dL\n." % _MAGIC
 
 #: Most bytes of one pickle, and bytes that are read first of a long and of a short one.
-_MAX_PICKLE, _LONG, _SHORT = 1 << 30, 1 << 20, 1 << 9
+_MAX_PICKLE, _LONG, _SHORT = 1 << 30, 1 << 22, 1 << 9
 
 _TAR_MAGIC, _TAR_MAGIC_AT, _BLOCK = b"ustar", 257, 512
 _MEMBERS = ("sys_info", "pickle", "storages", "tensors")
-#: What a tar may say besides names and sizes: in an extended header, as Python writes for times.
-_TIMES = (b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname")
+#: An extended header as Python writes it for times. One could also change names and sizes.
+_EXTENDED = re.compile(rb"(\d+ (mtime|atime|ctime|uid|gid|uname|gname)=[\w.-]*\n)*")
 
 _World = TypeVar("_World", bound=TorchWorld)
 
@@ -406,7 +407,8 @@ def _members(source: Source) -> dict[str, Source]:
         at = start + -(-size // _BLOCK) * _BLOCK
         if kind == b"x":
             what = "an extended header of the tar"
-            _check_extended(source.window(start, size).read_all(1 << 16, what))
+            if not _EXTENDED.fullmatch(source.window(start, size).read_all(1 << 16, what)):
+                raise FormatError(f"{what} that torch does not write", entry=name)
         if kind in b"x5":  # of the next member, and a directory
             continue
         name = name.removeprefix("./")
@@ -429,16 +431,3 @@ def _octal(field: bytes, name: str) -> int:
     if not text.isdigit() or b"8" in text or b"9" in text:
         raise FormatError("a member of the tar has an impossible size", entry=name, found=field)
     return int(text, 8)
-
-
-def _check_extended(data: bytes) -> None:
-    """Refuse extended headers that change what a member is: those of torch hold times only."""
-    at = 0
-    while at < len(data):
-        length, _, _ = data[at : at + 20].partition(b" ")
-        if not length.isdigit() or not 0 < int(length) <= len(data) - at:
-            raise FormatError("an extended header of the tar is damaged")
-        name = data[at + len(length) + 1 : at + int(length)].partition(b"=")[0]
-        if name not in _TIMES:
-            raise FormatError("an extended header of the tar that torch does not write", found=name)
-        at += int(length)

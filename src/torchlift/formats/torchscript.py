@@ -9,7 +9,6 @@ text is parsed or run. ``constants.pkl`` holds what the program refers to as ``C
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,12 +50,6 @@ _NAME = re.compile(r'"([^"\\]*)"')
 _TYPED = "torch.jit._pickle."
 _LISTS = ("intlist", "tensorlist", "doublelist", "boollist")
 _TYPED_CALLS = ("restore_type_tag", *(f"build_{kind}" for kind in _LISTS))
-
-
-def is_torchscript(records: Mapping[str, Record]) -> bool:
-    """Return whether these are the records of a TorchScript archive."""
-    first = next(iter(records), "")
-    return f"{first.partition('/')[0]}/constants.pkl" in records
 
 
 class _Class(NamedTuple):
