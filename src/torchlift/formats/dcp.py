@@ -236,7 +236,7 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
         raise FormatError("a tensor has a dtype that nobody knows", entry=key, found=_kind(dtype))
     shape = dense_shape(record.get("size"), key, "size")
     boxes: dict[_Box, None] = {}
-    budget.spend(STEP * len(chunks) * (1 + len(shape)), key)
+    budget.spend(8 * STEP * len(chunks) * (1 + len(shape)), key)
     for chunk in chunks:
         if not isinstance(chunk, _Record) or chunk.kind != "ChunkStorageMetadata":
             raise FormatError("the chunks of a tensor are malformed", entry=key)

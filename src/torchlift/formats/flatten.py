@@ -90,10 +90,9 @@ class _Flattener:
         """Visit (name, value) pairs below a key."""
         _check_depth(depth, prefix)
         tensors, blocked, objects = self.flat.tensors, self.flat.blocked, self.flat.objects
-        spend = self.budget.spend
+        cost = 0
         for name, value in items:
             key = prefix + (name if type(name) is str else self._text(name, prefix))
-            spend(len(key) + (ENTRY if type(value) is TensorRef else STEP), key)
             if key in tensors or key in objects or key in blocked:
                 raise FormatError(
                     "two tensors or objects have this key once containers are joined by dots",
@@ -102,8 +101,11 @@ class _Flattener:
                 )
             if type(value) is TensorRef:
                 tensors[key] = value
+                cost += len(key) + ENTRY
             else:
+                self.budget.spend(len(key) + STEP, key)
                 self._visit(key, value, depth)
+        self.budget.spend(cost, prefix)
 
     def _visit(self, key: str, value: object, depth: int) -> None:
         """File one value under its key, or descend into it."""

@@ -191,6 +191,7 @@ class TorchWorld:
             or type(key) is not str
             or type(location) is not str
             or len(key) + len(location) > MAX_TEXT
+            or key.endswith("/")  # a folder, to torch, whose memory it leaves as it was
         ):
             raise FormatError(
                 "a persistent id is not a storage",
@@ -530,9 +531,9 @@ class _TensorStep:
             return False
         dtype, location = known
         name = key.decode("ascii")
-        elements = _int(numel)
-        storage = self._storages.setdefault(name, StorageRef(dtype, name, location, elements))
-        if storage.dtype != dtype or storage.numel != elements:
+        new = StorageRef(dtype, name, location, _int(numel))
+        storage = self._storages.setdefault(name, new)
+        if storage is not new and (storage.dtype, storage.numel) != (dtype, new.numel):
             return False
         made = TensorRef(storage, dtype or "uint8", _int(offset), shape, steps, grad == b"\x88")
         m.stack[-1] = made

@@ -108,11 +108,10 @@ def read_torch_zip(
 
 def _top_directory(records: dict[str, Record]) -> str:
     """Return the directory that all records are in, with its slash."""
-    names = [record.name for record in records.values()]
-    first = next(iter(names), "")
+    first = next(iter(records), "")
     top = first[: first.find("/") + 1]
-    outside = next((name for name in names if not top or not name.startswith(top)), None)
-    if outside is not None and any(name.endswith(".npy") for name in names):
+    outside = next((name for name in records if not top or not name.startswith(top)), None)
+    if outside is not None and any(name.endswith(".npy") for name in records):
         raise FormatError("a numpy .npz archive, not a checkpoint", hint="Read it with numpy.load.")
     if outside is None and _look_up(records, top + "constants.pkl"):
         raise FormatError(
@@ -137,12 +136,13 @@ def _look_up(records: dict[str, Record], name: str) -> Record | None:
     Raises:
         FormatError: one whose name differs in case, which torch takes and others do not.
     """
-    record = records.get(name.lower())
-    if record is not None and record.name != name:
+    record = records.get(name)
+    if record is None and name.lower() in map(str.lower, records):
         raise FormatError(
             "a record's name is not written as torch writes it",
-            entry=record.name,
-            expected=name,
+            entry=name,
+            expected="capital and small letters as here",
+            found=next(other for other in records if other.lower() == name.lower()),
             hint="torch would read it and other programs would not; write the file again.",
         )
     return record
@@ -249,7 +249,7 @@ class _Resolver:
     def _storage(self, key: str, ref: StorageRef) -> tuple[str, Storage]:
         """Return the storage of a tensor, whose record must have exactly the declared size."""
         name = "data/" + ref.key
-        record = _look_up(self.records, self.top + name)
+        record = self.records.get(self.top + name) or _look_up(self.records, self.top + name)
         if record is None:
             raise FormatError("a tensor's storage is missing", entry=key, expected=f"record {name}")
         if record.method != STORED:

@@ -25,7 +25,7 @@ MAX_MARKS, MAX_TEXT, MAX_INT = 1_000, 400, 128
 
 #: What reading may cost, in bytes of memory: in any case, and for each byte that was read from
 #: files. A step of work counts as `STEP` bytes, a tensor of the index as `ENTRY`.
-_ALLOWANCE, _PER_BYTE, STEP, ENTRY = 1 << 24, 48, 32, 512
+_ALLOWANCE, _PER_BYTE, STEP, ENTRY = 1 << 23, 48, 32, 512
 
 #: Bytes of empty containers.
 _LIST, _SET = 64, 216

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,8 +43,10 @@ ALIGNMENT = 64
 _WINDOW = 1 << 20
 _DENSE = 1 << 14
 
+_TWICE = "Programs disagree on which of the two counts; write the file again."
+
 #: Price of a byte that is inflated.
-_INFLATED = 4
+_INFLATED = 8
 
 
 class Record(NamedTuple):
@@ -76,8 +79,8 @@ def read_directory(source: Source) -> dict[str, Record]:
     names without regard to the case of ASCII letters).
 
     Returns:
-        Record name in lower case -> record. Payload offsets come from each record's local header,
-        because its padding differs from the one in the directory.
+        Record name -> record. Payload offsets come from each record's local header, because its
+        padding differs from the one in the directory.
 
     Raises:
         FormatError: damaged, truncated, encrypted, split over disks, or records that share a name,
@@ -104,16 +107,12 @@ def read_directory(source: Source) -> dict[str, Record]:
             name = raw.decode()
         except UnicodeDecodeError as error:
             raise FormatError("a record's name is not UTF-8", entry=_text(raw)) from error
-        folded = name.lower()
         if magic != LOCAL_MAGIC or buffer[at + fixed : at + fixed + n_name] != raw:
             problem = "a record's own header is damaged or names another record"
-        elif folded in records:
-            problem = "two records have this name"
-            hint = "Programs disagree on which of the two counts; write the file again."
+        elif name in records:
+            problem, hint = "two records have this name", _TWICE
         elif not records and header:
             problem, hint = "bytes before the first record", "Remove what is before the archive."
-        elif "\0" in name:
-            problem = "a record's name has a zero byte, at which many programs end it"
         elif header < previous_end:
             problem = "two records overlap"
         elif payload + packed > limit:
@@ -125,7 +124,16 @@ def read_directory(source: Source) -> dict[str, Record]:
         if problem is not None:
             raise FormatError(problem, entry=name, hint=hint)
         previous_end = payload + packed
-        records[folded] = Record(name, payload, packed, size, crc, method)
+        records[name] = Record(name, payload, packed, size, crc, method)
+    if "\0" in "".join(records):
+        name = next(name for name in records if "\0" in name)
+        what = "a record's name has a zero byte, at which many programs end it"
+        raise FormatError(what, entry=name)
+    if len(set(map(str.lower, records))) < len(records):
+        counts = Counter(map(str.lower, records))
+        name = next(name for name in records if counts[name.lower()] > 1)
+        what = "two records have this name, but for the case of its letters"
+        raise FormatError(what, entry=name, hint=_TWICE)
     return records
 
 
@@ -259,7 +267,7 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
             raise FormatError("the archive's directory is damaged", found=f"record {number}")
         if flags & _ENCRYPTED:
             raise FormatError("an encrypted record", entry=_text(name))
-        if attributes & _FOLDER or name.endswith(b"/"):
+        if attributes & _FOLDER:
             raise FormatError("a record that is a folder", entry=_text(name))
         if packed == FULL32 or size == FULL32 or header == FULL32:
             numbers = (size, packed, header)
