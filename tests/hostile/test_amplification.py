@@ -151,10 +151,10 @@ PICKLES: dict[str, Callable[[], bytes]] = {
     "device": lambda: _again("torch.device", _LONG),
     "numpy code": lambda: _again("numpy.dtype", _text(b"<" * 200_000)),
     "metadata of a tensor": lambda: (
-        b"ctorch._utils\n_rebuild_tensor_v2\nq\1(X\7\0\0\0storagectorch\nFloatStorage\n"
-        b"X\1\0\0\x000X\3\0\0\0cpuK\4tQq\2]" + b"(" + _int(0) + b"".join(
-            _int(i) + b"N" for i in range(1, 10_000)) + b"Ndq\3" + b"0" * 0 + b"0](h\1(h\2K\0)))"
-        b"\x89Nh\3tR" + b"h\1(h\2K\0)\x89Nh\3tR" * 20_000 + b"e."),
+        b"ctorch._utils\n_rebuild_tensor_v2\nq\x010(X\7\0\0\0storagectorch\nFloatStorage\n"
+        b"X\1\0\0\x000X\3\0\0\0cpuK\4tQq\x020(" + b"".join(
+            _int(i) + b"N" for i in range(10_000)) + b"dq\x030]("
+        + b"h\1(h\2K\0))\x89Nh\3tR" * 5_000 + b"e."),
     "call in a call": lambda: (
         b"ctorch._tensor\n_rebuild_from_type_v2\nq\1" + b"(h\1N" * 900 + b")" + b"Nt" * 900
         + b"R."),
@@ -197,7 +197,7 @@ PICKLES: dict[str, Callable[[], bytes]] = {
     "extra states": lambda: b"}(" + b"".join(
         _int(i) + b"N" for i in range(3_000)) + b"uq\x000}(" + b"".join(
         _text(b"m%d._extra_state" % i) + b"h\0" for i in range(3_000)) + b"u.",
-    "a storage tag": lambda: b"ctorch._utils\n_rebuild_tensor_v2\nq\1(X\7\0\0\0storagectorch\n"
+    "a storage tag": lambda: b"ctorch._utils\n_rebuild_tensor_v2\nq\x010(X\7\0\0\0storagectorch\n"
         b"FloatStorage\nX\1\0\0\x000" + _LONG + b"K\4tQq\x020](" + b"h\1(h\2K\0))\x89NtR" * 20_000
         + b"e.",
 }  # fmt: skip

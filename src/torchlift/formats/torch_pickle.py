@@ -310,9 +310,10 @@ def _parameter(
 def _from_type(
     world: TorchWorld, function: object, new_type: object, arguments: object, state: object
 ) -> object:
-    if not isinstance(function, Blocked):
+    made_by = _CALLS.get(_checked(function, Global, Blocked).name)
+    if made_by not in _TENSOR_CALLS and isinstance(function, Global):
         # Calls in calls could nest for ever; and torch fails with what has no as_subclass.
-        _checked(_CALLS.get(_checked(function, Global).name) in _TENSOR_CALLS, bool)
+        raise TypeError("not a function that makes a tensor")
     made = world.call(function, arguments)
     if isinstance(new_type, Blocked):
         return Blocked(new_type.name, called=True)
