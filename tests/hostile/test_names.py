@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import pickle
 import re
@@ -174,7 +175,7 @@ def test_what_is_no_file_is_refused_without_waiting(
     if found:
         assert str(caught.value).endswith(f"not a regular file; found {found}")
     if found and place != "a shard":
-        with pytest.raises(FormatError, match="not a regular file|empty directory"):
+        with pytest.raises(FormatError, match=r"not a regular file|empty directory"):
             torchlift.open(path)
 
 
@@ -212,14 +213,12 @@ def test_an_empty_tensor_of_huge_sizes_is_as_torch_has_it_or_refused(
     paths = [_empty_file(tmp_path / "x", shape),
              write_zip(tmp_path / "y", {"w": tensor(shape, strides)})]  # fmt: skip
     for path in paths:
-        try:
-            with torchlift.open(path) as ckpt:
-                made = ckpt["w"]
-        except FormatError as error:
-            assert error.entry == "w"
-            assert "strides below 2**63" in str(error)
-            assert max(shape) > 9
+        if math.prod(filter(None, shape)) >= 2**63:
+            with pytest.raises(FormatError, match=r"'w': .*strides below 2\*\*63"):
+                torchlift.open(path)
             continue
+        with torchlift.open(path) as ckpt:
+            made = ckpt["w"]
         assert made.shape == shape
         theirs = torch.empty(shape) if path.name == "x" else torch.load(path)["w"]
         assert made.stride() == theirs.stride()
