@@ -29,7 +29,7 @@ from torchlift.formats.torch_pickle import (
     TorchWorld,
 )
 from torchlift.formats.torch_zip import Resolver, index_of
-from torchlift.formats.unpickle import read_pickle
+from torchlift.formats.unpickle import Budget, read_pickle
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 #: The magic number as pickles spell it: in binary, and in protocols 0 and 1 as text.
@@ -70,8 +70,8 @@ class _Stream:
         self.pos = 0
 
     def pickle(
-        self, what: str, make: Callable[[], _World], first: int = _SHORT
-    ) -> tuple[object, _World, int]:
+        self, what: str, make: Callable[[Budget], _World], first: int = _SHORT
+    ) -> tuple[object, _World]:
         """Read one pickle.
 
         Args:
@@ -80,12 +80,12 @@ class _Stream:
             first: bytes to try first.
 
         Returns:
-            What it describes, the world, and its length in bytes.
+            What it describes, and the world.
         """
         while True:
             rest = min(self.source.size - self.pos, _MAX_PICKLE)
             data = self.source.read(self.pos, min(first, rest), what)
-            world = make()
+            world = make(self.source.budget)
             try:
                 with errors_name(self.source.path, what):
                     found, end = read_pickle(data, world)
@@ -97,7 +97,7 @@ class _Stream:
                 first *= 4
                 continue
             self.pos += end
-            return found, world, end
+            return found, world
 
     def plain(self, what: str) -> object:
         """Read a pickle of plain data.
@@ -105,7 +105,7 @@ class _Stream:
         Raises:
             UnsafeError: it names a global.
         """
-        found, world, _ = self.pickle(what, TorchWorld)
+        found, world = self.pickle(what, TorchWorld)
         if world.blocked:
             raise UnsafeError(
                 "a pickle of plain data names a global: unpickling it would run code",
@@ -156,15 +156,10 @@ _QUANTISED = {
 
 
 class _StreamWorld(TorchWorld):
-    """Persistent ids of a stream.
+    """Persistent ids of a stream."""
 
-    Attributes:
-        storages: key -> the storage as the pickle describes it first.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[str, StorageRef] = {}
+    def __init__(self, budget: Budget) -> None:
+        super().__init__(budget)
         self._views: dict[str, tuple[str, int, int]] = {}
 
     def persistent(self, identity: object) -> object:
@@ -178,22 +173,14 @@ class _StreamWorld(TorchWorld):
         ref = super().persistent((identity[0], same or kind, *identity[2:5]))
         if not isinstance(ref, StorageRef):
             return ref
-        first = self.storages.setdefault(ref.key, ref)
-        if (ref.dtype, ref.numel) != (first.dtype, first.numel):
-            raise FormatError(
-                "two tensors disagree about their storage",
-                entry=ref.key,
-                expected=f"{first.numel} elements of {first.dtype}",
-                found=f"{ref.numel} of {ref.dtype}",
-            )
         if same:
             return kind
         if identity[5] is None:
-            return first
+            return ref
         key, start, numel = _fields(identity[5], (str, int, int), "a view of a storage", ref.key)
         if self._views.setdefault(key, (ref.key, start, numel)) != (ref.key, start, numel):
             raise FormatError("two views of storages have one key", entry=key)
-        return replace(first, view=(start, numel))
+        return replace(ref, view=(start, numel))
 
 
 def _fields(found: object, kinds: Sequence[type], what: str, entry: str) -> tuple[Any, ...]:
@@ -223,7 +210,7 @@ def read_torch_legacy(source: Source) -> Index:
         if type(found) is not int or found != expected:
             raise FormatError("not a torch file, or damaged", entry=what, expected=expected)
     metadata = _machine(stream.plain("sys_info"))
-    root, world, length = stream.pickle("the object", _StreamWorld, _LONG)
+    root, world = stream.pickle("the object", _StreamWorld, _LONG)
     keys = stream.plain("the storage keys")
     if not isinstance(keys, list):
         raise FormatError("the storage keys are not a list", found=f"a {type(keys).__name__}")
@@ -235,7 +222,7 @@ def read_torch_legacy(source: Source) -> Index:
             raise FormatError(problem, entry=str(key) if isinstance(key, (str, int)) else None)
         storages[key] = stream.storage(ref, key)
     resolver = Resolver(source.path, _finder(storages))
-    return index_of(source, "torch-legacy", root, world, length, resolver, metadata)
+    return index_of(source, "torch-legacy", root, world, resolver, metadata)
 
 
 def _machine(info: object) -> dict[str, str]:
@@ -267,8 +254,8 @@ def _finder(storages: Mapping[str, Storage]) -> Callable[[str, StorageRef], tupl
 class _TarWorld(TorchWorld):
     """Persistent ids of the ``pickle`` in a tar: the numbers of tensors and storages."""
 
-    def __init__(self, made: Mapping[str, object]) -> None:
-        super().__init__()
+    def __init__(self, made: Mapping[str, object], budget: Budget) -> None:
+        super().__init__(budget)
         self._made = made
 
     def persistent(self, identity: object) -> object:
@@ -303,10 +290,10 @@ def read_torch_tar(source: Source) -> Index:
     storages, made = _tar_storages(_Stream(members["storages"], "storages"))
     named = _tar_tensors(_Stream(members["tensors"], "tensors"), made)
     stream = _Stream(members["pickle"], "pickle")
-    root, world, length = stream.pickle("pickle", partial(_TarWorld, made), _LONG)
+    root, world = stream.pickle("pickle", partial(_TarWorld, made), _LONG)
     world.blocked = {**named, **world.blocked}
     resolver = Resolver(source.path, _finder(storages))
-    return index_of(source, "torch-legacy", root, world, length, resolver, metadata)
+    return index_of(source, "torch-legacy", root, world, resolver, metadata)
 
 
 _TENSOR_TYPES = {
@@ -321,7 +308,7 @@ def _tar_storages(stream: _Stream) -> tuple[dict[str, Storage], dict[str, object
     storages: dict[str, Storage] = {}
     made: dict[str, object] = {}
     for _ in range(_count(stream)):
-        found, _, _ = stream.pickle("storages", TorchWorld)
+        found, _ = stream.pickle("storages", TorchWorld)
         key, location, kind = _fields(found, (object, str, Global), "a storage", "storages")
         name = _number(key, "storages")
         if kind.name not in STORAGES or name in made:
@@ -347,7 +334,7 @@ def _tar_tensors(stream: _Stream, made: dict[str, object]) -> dict[str, None]:
     """Read ``tensors`` and add what their numbers stand for; return the globals named in it."""
     named: dict[str, None] = {}
     for _ in range(_count(stream)):
-        found, world, _ = stream.pickle("tensors", TorchWorld)
+        found, world = stream.pickle("tensors", TorchWorld)
         key, storage, _ = _fields(found, (object, object, object), "a tensor", "tensors")
         # Their types are only named; whatever else is named there, torch would import.
         named.update(dict.fromkeys(world.blocked.keys() - _TENSOR_TYPES))

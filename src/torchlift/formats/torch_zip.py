@@ -18,11 +18,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from torchlift._system import printable
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import flatten
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
 from torchlift.formats.layout import Layout, Payload, Stored
-from torchlift.formats.source import Source, whole_numbers
+from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_pickle import (
     Blocked,
     StorageRef,
@@ -43,6 +44,9 @@ from torchlift.formats.zip_archive import (
 #: Most bytes of a pickle, of one that is compressed, and of a text record. Torch's pickles deflate
 #: to a fifth, and a byte of pickle can become 200 bytes of objects: a high ratio is a bomb.
 _MAX_PICKLE, _MAX_INFLATED, _MAX_RATIO, _MAX_NOTE = 1 << 30, 1 << 20, 20, 1 << 10
+
+#: Versions of the archive that torch reads (caffe2/serialize/versions.h).
+_VERSIONS = range(1, 11)
 
 #: Most bytes of a pickle that is remembered, and most of those.
 _MAX_KNOWN = 1 << 12
@@ -74,8 +78,10 @@ def read_torch_zip(
     records = read_directory(source) if records is None else records
     top = top_directory(records)
     notes = read_notes(source, records, top)
-    data = read_content(source, records[top + "data.pkl"])
-    world = TorchWorld()
+    pickled = look_up(records, top + "data.pkl")
+    assert pickled is not None
+    data = read_content(source, pickled)
+    world = TorchWorld(source.budget)
     root = known.get(data) if known else None
     if root is None:
         root = read_torch_pickle(data, world)
@@ -84,7 +90,7 @@ def read_torch_zip(
     stored = ZipStorages(source, records, top + "data/", prefix + "data/")
     resolver = Resolver(source.path, stored.find, notes.get("byteorder") == "big")
     root = root if key is None else {key: root}
-    return index_of(source, "torch-zip", root, world, len(data), resolver, notes)
+    return index_of(source, "torch-zip", root, world, resolver, notes)
 
 
 def index_of(
@@ -92,7 +98,6 @@ def index_of(
     format: str,
     root: object,
     world: TorchWorld,
-    length: int,
     resolver: Resolver,
     metadata: dict[str, str],
 ) -> Index:
@@ -103,7 +108,6 @@ def index_of(
         format: its format.
         root: what the pickle describes.
         world: what it named while it was read.
-        length: of the pickle, in bytes.
         resolver: makes the entries.
         metadata: what the format itself records.
 
@@ -111,7 +115,7 @@ def index_of(
         FormatError: a whole module, two names for one key, or claims about bytes that are wrong.
     """
     _refuse_module(root)
-    flat = flatten(root, length)
+    flat = flatten(root, source.budget)
     return Index(
         path=source.path,
         format=format,
@@ -142,7 +146,7 @@ def top_directory(records: dict[str, Record]) -> str:
     outside = next((name for name in records if not top or not name.startswith(top)), None)
     if outside is not None and any(name.endswith(".npy") for name in records):
         raise FormatError("a numpy .npz archive, not a checkpoint", hint="Read it with numpy.load.")
-    if outside is not None or top + "data.pkl" not in records:
+    if outside is not None or not look_up(records, top + "data.pkl"):
         raise FormatError(
             "a zip archive that torch.save did not write",
             entry=outside,
@@ -153,24 +157,50 @@ def top_directory(records: dict[str, Record]) -> str:
     return top
 
 
+def look_up(records: dict[str, Record], name: str) -> Record | None:
+    """Return the record that torch's reader finds under a name.
+
+    Raises:
+        FormatError: one whose name differs in case, which torch takes and others do not.
+    """
+    record = records.get(name)
+    if record is None and name.lower() in map(str.lower, records):
+        raise FormatError(
+            "a record's name is not written as torch writes it",
+            entry=name,
+            expected="capital and small letters as here",
+            found=next(other for other in records if other.lower() == name.lower()),
+            hint="torch would read it and other programs would not; write the file again.",
+        )
+    return record
+
+
 def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
-    """Read the small text records beside the pickle; they may be missing but not absurd."""
+    """Read the small text records beside the pickle; they must be such that torch takes them."""
     notes = {}
-    for name in (".format_version", ".storage_alignment", "byteorder", "version"):
-        record = records.get(top + name)
+    for name in (".format_version", ".storage_alignment", "byteorder", "version", ".data/version"):
+        record = look_up(records, top + name)
         if record is None:
             continue
-        text = read_record(source, record, _MAX_NOTE).decode("ascii", "replace").strip()
-        notes[name.lstrip(".")] = text
+        text = read_record(source, record, _MAX_NOTE).decode("ascii", "replace")
+        text = text if name == "byteorder" else text.strip()
+        notes[name.removeprefix(".data/").lstrip(".")] = text
         # 19 digits: a longer number is absurd anyhow and could be slow to convert.
-        is_number = text.isdigit() and len(text) < 19 and int(text) > 0
-        if not (text in ("little", "big") if name == "byteorder" else is_number):
-            raise FormatError(
-                "a record of the archive makes no sense",
-                entry=record.name,
-                expected="little or big" if name == "byteorder" else "a positive whole number",
-                found=text,
-            )
+        number = int(text) if text.isdecimal() and len(text) < 19 else 0
+        expected = "little or big" if name == "byteorder" else "a positive whole number"
+        fits = text in ("little", "big") if name == "byteorder" else number > 0
+        if name.endswith("/version") or name == "version":
+            expected = f"{expected} up to {_VERSIONS[-1]}, which torch reads"
+            fits = number in _VERSIONS
+        if not fits:
+            what = "a record of the archive makes no sense"
+            raise FormatError(what, entry=record.name, expected=expected, found=text)
+    if "version" not in notes:
+        raise FormatError(
+            "an archive without its version, which torch does not read",
+            expected=f"a record {top}version",
+            hint="Save it with torch.save.",
+        )
     return notes
 
 
@@ -290,8 +320,10 @@ class ZipStorages:
 
     def find(self, key: str, ref: StorageRef) -> tuple[str, Storage]:
         """Return the storage of a tensor, whose record must have exactly the declared size."""
-        record = self.records.get(self.folder + ref.key)
         name = self.prefix + ref.key
+        record = self.records.get(self.folder + ref.key) or look_up(
+            self.records, self.folder + ref.key
+        )
         if record is None:
             raise FormatError("a tensor's storage is missing", entry=key, expected=f"record {name}")
         if record.method != STORED:
@@ -304,7 +336,7 @@ class ZipStorages:
         nbytes = ref.numel * ITEMSIZE[ref.dtype or "uint8"]
         if nbytes != record.nbytes:
             raise FormatError(
-                f"a storage does not have the size the tensor {key!r} says",
+                f"a storage does not have the size that the tensor {printable(key, 100)!r} says",
                 entry=record.name,
                 expected=f"{ref.numel} elements, {nbytes} bytes",
                 found=f"{record.nbytes} bytes",
@@ -322,7 +354,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
 
 def _layout(ref: TensorRef, key: str) -> _Layout:
     """Check and return (shape, stride, first index, elements, elements from first to last)."""
-    shape = whole_numbers(ref.size, key, "size", "tuple")
+    shape = dense_shape(ref.size, key, "size", "tuple")
     stride = whole_numbers(ref.stride, key, "stride", "tuple")
     if len(shape) != len(stride):
         raise FormatError(

@@ -18,7 +18,6 @@ from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import (
     Blocked,
     Global,
-    StorageRef,
     TensorRef,
     TorchWorld,
     read_torch_pickle,
@@ -31,6 +30,7 @@ from torchlift.formats.torch_zip import (
     read_notes,
     top_directory,
 )
+from torchlift.formats.unpickle import Budget
 from torchlift.formats.zip_archive import Record
 
 #: Under which the tensors come that are neither parameters nor buffers.
@@ -77,8 +77,8 @@ class _ScriptWorld(TorchWorld):
         folder: where the storages of the pickle are that is being read.
     """
 
-    def __init__(self, folder: str) -> None:
-        super().__init__()
+    def __init__(self, folder: str, budget: Budget) -> None:
+        super().__init__(budget)
         self.folder = folder
         self._classes: dict[str, Global] = {}
 
@@ -90,19 +90,20 @@ class _ScriptWorld(TorchWorld):
             return self._classes.setdefault(dotted, Global(dotted))
         return super().find(module, name)
 
-    def call(self, function: object, arguments: object) -> object:
+    def call(self, function: object, arguments: object, keywords: object = None) -> object:
         """Return a record of a call."""
         name = function.name if isinstance(function, Global) else ""
         if name.startswith("__torch__."):  # of an enum, only the value follows
             return _Object(name) if arguments == () else arguments
         if name.startswith(_TYPED) and isinstance(arguments, tuple) and arguments:
             return arguments[0]
-        return super().call(function, arguments)
+        return super().call(function, arguments, keywords)
 
     def persistent(self, identity: object) -> object:
         """Return the storage that a persistent id describes."""
-        ref = super().persistent(identity)
-        return replace(ref, key=self.folder + ref.key) if isinstance(ref, StorageRef) else ref
+        if type(identity) is tuple and len(identity) == 5 and type(identity[2]) is str:
+            identity = (*identity[:2], self.folder + identity[2], *identity[3:])
+        return super().persistent(identity)
 
     def build(self, target: object, state: object) -> None:
         """Give an object its attributes."""
@@ -129,7 +130,7 @@ def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
     top = top_directory(records)
     notes = read_notes(source, records, top)
     data = read_content(source, records[top + "data.pkl"])
-    world = _ScriptWorld("data/")
+    world = _ScriptWorld("data/", source.budget)
     root = read_torch_pickle(data, world)
     if not isinstance(root, _Object):
         raise FormatError("a TorchScript archive without a module", entry=top + "data.pkl")
@@ -148,8 +149,7 @@ def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
             state[name] = values
     stored = ZipStorages(source, records, top, "")
     resolver = Resolver(source.path, stored.find, notes.get("byteorder") == "big")
-    length = len(data) + len(pickled)
-    return index_of(source, "torchscript", state, world, length, resolver, notes)
+    return index_of(source, "torchscript", state, world, resolver, notes)
 
 
 class _Splitter:
