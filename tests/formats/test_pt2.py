@@ -104,7 +104,7 @@ def test_files_inside_the_archive_are_read_where_they_are(program, tmp_path):
         "serialized_constants.pt": constants, "version": b"8.2",
     })  # fmt: skip
     nested = old(program, tmp_path / "b", lambda state, constants: {
-        "m/archive_format": b"pt2", "m/models/model.json": b"{}",
+        "m/archive_format": b"pt2", "m/.data/version": b"6", "m/models/model.json": b"{}",
         "m/data/weights/model.pt": state, "m/data/constants/model.pt": constants,
     })  # fmt: skip
     for ckpt in (flat, nested):

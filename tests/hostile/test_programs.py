@@ -233,6 +233,7 @@ def test_a_global_in_a_pickled_weight_is_listed(path, tmp_path):
     """It is read as any torch file is."""
     with zipfile.ZipFile(tmp_path / "evil", "w") as archive:
         archive.writestr("a/data.pkl", pickled(Call(os.system, "true")))
+        archive.writestr("a/version", "3")
     evil = {"data/weights/weight_1": (tmp_path / "evil").read_bytes()}
     write_program(path, {"w": weight(path_name="weight_1", use_pickle=True)}, evil)
     assert torchlift.open(path).blocked == ("posix.system",)
@@ -242,6 +243,7 @@ def test_a_package_without_programs_says_what_it_is(path):
     """Weights of compiled programs are inside the programs."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("m/archive_format", "pt2")
+        archive.writestr("m/version", "6")
         archive.writestr("m/data/aotinductor/model/x.so", b"\x7fELF")
     refused(path, r"compiled programs.*torch\.export\.save")
 
@@ -250,5 +252,6 @@ def test_a_program_without_its_weights_is_refused(path):
     """The list of weights is missing."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("m/archive_format", "pt2")
+        archive.writestr("m/version", "6")
         archive.writestr("m/models/model.json", json.dumps({}))
     refused(path, "without its weights")
