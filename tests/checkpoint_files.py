@@ -251,7 +251,8 @@ def write_program(path: Path, weights: object, records: Mapping[str, bytes] | No
     """An exported program's archive; one record of 16 bytes by default."""
     listed = weights if isinstance(weights, bytes) else json.dumps({"config": weights}).encode()
     found = {
-        "archive_format": b"pt2", ".data/version": b"6\n", "byteorder": b"little", "models/model.json": b"{}",
+        "archive_format": b"pt2", ".data/version": b"6\n", "byteorder": b"little",
+        "models/model.json": b"{}",
         "data/weights/model_weights_config.json": listed,
         "data/constants/model_constants_config.json": b'{"config": {}}',
         "data/weights/weight_0": bytes(16), **(records or {}),
