@@ -14,10 +14,10 @@ from torch import nn
 
 from torchlift._checkpoint import Checkpoint
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards, reshard
+from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards
 from torchlift._model.handlers import is_plain
 from torchlift._model.ranks import Agree, together
-from torchlift._model.slots import ModuleTree, is_lazy
+from torchlift._model.slots import ModuleTree, is_lazy, locked
 from torchlift._plan import (
     Advance,
     AnyMode,
@@ -126,11 +126,13 @@ def load(
     """
     start = time.perf_counter()
     options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
-    tree = ModuleTree(model)
-    reshard(tree.modules)
     # A transform is the caller's code and may make garbage; without one, nothing here does.
     pause = collection_paused() if transform is None else nullcontext()
-    with together([group.tensor for group in tree.groups], collective) as agree, pause:
+    with (
+        locked(model) as tree,
+        together([group.tensor for group in tree.groups], collective) as agree,
+        pause,
+    ):
         opened, owned = resolve(ckpt, root)
         with closing(opened) if owned else nullcontext(), closing(FileSource(opened)) as origin:
             if verify:
@@ -149,10 +151,13 @@ def load(
                         # An interrupt that waited comes now, and half of the values has no backup.
                         commit.finish()
         forget(tree)
-    seconds = time.perf_counter() - start
-    shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
-    changed = {"missing_keys": missing, "unexpected_keys": unexpected, "seconds": seconds}
-    return LoadReport(**{**shared, **changed, "bytes_read": plan.bytes_to_read})
+        seconds = time.perf_counter() - start
+        shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
+        changed = {"missing_keys": missing, "unexpected_keys": unexpected, "seconds": seconds}
+        report = LoadReport(**{**shared, **changed, "bytes_read": plan.bytes_to_read})
+        # The next thread could not swap what these still share the memory of.
+        del plan, fetched
+    return report
 
 
 class Agreed(NamedTuple):

@@ -15,9 +15,9 @@ from torch import nn
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.commit import Commit, content_bytes
-from torchlift._model.dtensor import held, local_shape, reshard
+from torchlift._model.dtensor import held, local_shape
 from torchlift._model.handlers import is_plain
-from torchlift._model.slots import Group, ModuleTree, is_lazy
+from torchlift._model.slots import Group, ModuleTree, is_lazy, locked
 from torchlift._plan.decide import makings_for, steps_for
 from torchlift._plan.hooks import (
     has_post_hooks,
@@ -113,9 +113,8 @@ def plan(
 
 def plan_only(model: nn.Module, ckpt: Checkpoint, options: Options) -> LoadPlan:
     """Plan a load from an open checkpoint, and leave the model as it was."""
-    tree, origin = ModuleTree(model), FileSource(ckpt)
-    reshard(tree.modules)  # not to be taken back
-    with closing(origin), Commit() as commit:
+    origin = FileSource(ckpt)
+    with closing(origin), locked(model) as tree, Commit() as commit:
         try:
             return make_plan(tree, origin, options, commit)
         finally:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torchlift._model.dtensor import reshard
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, tensors_of
-from torchlift._model.slots import ModuleTree
+from torchlift._model.slots import ModuleTree, locked
 from torchlift._system import collection_paused
 from torchlift.distributed.gather import Sequence, finish, run_alike, sequence
 from torchlift.distributed.loading import load
@@ -367,13 +367,14 @@ def _read(
 def _load(*arguments: Any) -> LoadedKeys:
     """Load what a call with these arguments is about, or nothing at all, on every rank."""
     call = LoadCall(*arguments)
-    if uses_fsdp1(call.model):
-        from torchlift.distributed import fsdp1
+    with locked(call.model):
+        if uses_fsdp1(call.model):
+            from torchlift.distributed import fsdp1
 
-        *keys, report = fsdp1.write(call)
-    else:
-        with collection_paused():
-            *keys, report = load(call)
+            *keys, report = fsdp1.write(call)
+        else:
+            with collection_paused():
+                *keys, report = load(call)
     done = LoadedKeys(*keys)
     done.optimizer = report
     return done
