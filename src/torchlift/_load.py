@@ -66,7 +66,8 @@ def load(
 
     Every tensor is prepared before the first one is placed, so an error leaves the module exactly
     as it was. An interrupt that arrives while values are being copied in place is delivered when
-    all of them are there. Location tags in the file are ignored: see ``device``.
+    all of them are there. Location tags in the file are ignored: see ``device``. Threads that load
+    into one model, or into models that share tensors, do so one after the other.
 
     Mapped weights belong to the file until they are written to. Never write the file in place while
     they are in use: ``torch.save(model.state_dict(), path)`` onto the path they came from truncates
@@ -93,8 +94,9 @@ def load(
             `torchlift.swap.preflight`); ``"auto"`` takes, per tensor, what preserves references and
             needs the least memory.
         source: ``"mmap"`` leaves the weights file-backed; ``"read"`` reads them into memory the
-            process owns; ``"auto"`` maps on a local file system and reads on a network one, and
-            wherever new memory must be filled anyway because of a cast or a move.
+            process owns; ``"auto"`` maps what is on meta on a local file system, and reads on a
+            network one, wherever new memory must be filled anyway because of a cast or a move, and
+            for a live tensor, which is never left mapped without being asked for.
         transform: callable from (name in the model, tensor as the checkpoint holds it) to a tensor.
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
@@ -112,7 +114,8 @@ def load(
     Raises:
         MismatchError: the names or shapes do not fit; one error that lists all of them.
         UnsafeError: a value could only be had by running code.
-        PlacementError: a tensor cannot go where it was asked to go, or cannot be made.
+        PlacementError: a tensor cannot go where it was asked to go, or cannot be made; or this is
+            called inside of another load while another thread loads into the same model.
         IntegrityError: a checksum is wrong, or the file changed or could not be read.
 
     Example:

@@ -48,6 +48,15 @@ def steps_for(matched: Match, path: str, options: rules.Options) -> list[Step]:
     return _final_modes(_unshare(_share(steps)), options.mode)
 
 
+def owns_all(source: rules.AnySource, *, live: bool) -> bool:
+    """Return whether what a model keeps after the load is the process's own, and no file's map.
+
+    A file that is overwritten in place ends the process that has mapped it. What is live had memory
+    of its own, and has it afterwards unless the caller asks for the map.
+    """
+    return source == "read" or (source == "auto" and live)
+
+
 def makings_for(groups: Iterable[Group], options: rules.Options) -> Iterator[Making]:
     """Decide what happens to the tensors that no source has.
 
@@ -105,10 +114,11 @@ def _decide(
     source: Source = "memory"
     if entry is not None:
         filled = changes and not in_place and not handled
+        kept = not in_place and owns_all(options.source, live=not tensor.is_meta)
         source = options.source if options.source != "auto" else "mmap"
         # Of the file, not of its folder: it may be a link to elsewhere.
         file = entry.chunks[0].file if entry.chunks else path
-        if options.source == "auto" and (filled or is_network(file)):
+        if options.source == "auto" and (filled or kept or is_network(file)):
             source = "read"
         if source == "mmap" and not _fits_map(entry, copied=in_place or changes):
             source, note = "read", "its layout in the file cannot be used in place"
