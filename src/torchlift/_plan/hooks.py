@@ -271,19 +271,17 @@ class _Run:
 
     def own(self) -> None:
         """Copy what modules are about to keep of the source besides their tensors."""
-        given = [tensor for _, tensor, _ in self.known.values() if not is_wrapper(tensor)]
-        memory = {storage_key(tensor) for tensor in given}
+        given = {_memory(tensor) for _, tensor, _ in self.known.values()} - {None}
 
         def copied(state: object) -> Any:
             copies = {
                 id(leaf): leaf.clone()
                 for leaf in leaves(state).values()
-                if isinstance(leaf, torch.Tensor) and not is_wrapper(leaf)
-                if storage_key(leaf) in memory
+                if isinstance(leaf, torch.Tensor) and _memory(leaf) in given
             }
-            return (
-                map_leaves(state, lambda leaf, _: copies.get(id(leaf), leaf)) if copies else state
-            )
+            if not copies:
+                return state
+            return map_leaves(state, lambda leaf, _: copies.get(id(leaf), leaf))
 
         outcome = self.outcome
         outcome.extra = [(module, copied(state)) for module, state in outcome.extra]
@@ -305,6 +303,13 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     # A conjugate is the same numbers in the same place, shown otherwise.
     shown = tensor.is_conj(), tensor.is_neg()
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), shown)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError, ValueError):  # it has none of its own
+        return None
 
 
 def _takes_extra(module: nn.Module) -> bool:
