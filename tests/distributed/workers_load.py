@@ -7,6 +7,7 @@ does everything else, on checkpoints of every number of ranks.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from torchlift import measure
 from torchlift.distributed.reader import CheckpointReader
 from torchlift.distributed.save import save_consolidated
 from torchlift.distributed.simulation import simulate
+from torchlift.distributed.state_dict import StateDictOptions, set_model_state_dict
 from torchlift.errors import CheckpointError, FormatError, MismatchError, PlacementError
 
 warnings.simplefilter("ignore")
@@ -38,6 +40,7 @@ warnings.simplefilter("ignore")
 OUT = Path(sys.argv[1])
 SHARED = OUT.parent
 CHECKS: dict[str, Callable[[], None]] = {}
+WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -618,6 +621,33 @@ def the_reader_serves_dcp() -> None:
     found = {"step": 0}
     dcp.load(found, storage_reader=CheckpointReader(wrapped))
     assert found == {"step": 7}
+
+
+@check
+def threads_of_every_rank_load_one_after_the_other() -> None:
+    """Their exchanges with the other ranks, over one group, never mix either."""
+    path = SHARED / f"threads-{dist.get_world_size()}.pt"
+    if dist.get_rank() == 0:
+        torch.save(net(Untied).state_dict(), path)
+    dist.barrier()
+    model, expected = fsdp(net(Untied, 1)), net(Untied).state_dict()
+    errors: list[BaseException] = []
+
+    def work(mode: Any) -> None:
+        try:
+            for _ in range(5):
+                torchlift.load(model, path, mode=mode)
+                set_model_state_dict(model, expected, options=WHOLE)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(mode,)) for mode in ("copy", "auto", "assign")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    require_equal(model, expected, "threads")
 
 
 @check
