@@ -67,7 +67,8 @@ def load(
     Every tensor is prepared before the first one is placed, so an error leaves the module exactly
     as it was. An interrupt that arrives while values are being copied in place is delivered when
     all of them are there. Location tags in the file are ignored: see ``device``. Threads that load
-    into one model, or into models that share tensors, do so one after the other.
+    into one model, or into models that share tensors, do so one after the other; on a mesh, start
+    them in the same order on every rank.
 
     Mapped weights belong to the file until they are written to. Never write the file in place while
     they are in use: ``torch.save(model.state_dict(), path)`` onto the path they came from truncates

@@ -32,7 +32,6 @@ from torchlift import measure
 from torchlift.distributed.reader import CheckpointReader
 from torchlift.distributed.save import save_consolidated
 from torchlift.distributed.simulation import simulate
-from torchlift.distributed.state_dict import StateDictOptions, set_model_state_dict
 from torchlift.errors import CheckpointError, FormatError, MismatchError, PlacementError
 
 warnings.simplefilter("ignore")
@@ -40,7 +39,6 @@ warnings.simplefilter("ignore")
 OUT = Path(sys.argv[1])
 SHARED = OUT.parent
 CHECKS: dict[str, Callable[[], None]] = {}
-WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -625,7 +623,7 @@ def the_reader_serves_dcp() -> None:
 
 @check
 def threads_of_every_rank_load_one_after_the_other() -> None:
-    """Their exchanges with the other ranks, over one group, never mix either."""
+    """In any order: each exchanges the same with the other ranks, and never two at a time."""
     path = SHARED / f"threads-{dist.get_world_size()}.pt"
     if dist.get_rank() == 0:
         torch.save(net(Untied).state_dict(), path)
@@ -637,7 +635,6 @@ def threads_of_every_rank_load_one_after_the_other() -> None:
         try:
             for _ in range(5):
                 torchlift.load(model, path, mode=mode)
-                set_model_state_dict(model, expected, options=WHOLE)
         except BaseException as error:
             errors.append(error)
 
@@ -646,7 +643,7 @@ def threads_of_every_rank_load_one_after_the_other() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert errors == []
+    assert not errors, repr(errors)
     require_equal(model, expected, "threads")
 
 
