@@ -148,13 +148,13 @@ def whole_numbers(values: object, key: str, what: str, kind: str = "list") -> tu
     return tuple(values)
 
 
-def dense_shape(values: object, key: str, what: str) -> tuple[int, ...]:
-    """Return the sizes of a tensor whose strides follow from them; see `whole_numbers`.
+def dense_shape(values: object, key: str, what: str, kind: str = "list") -> tuple[int, ...]:
+    """Return the sizes of a tensor; see `whole_numbers`.
 
     Raises:
         FormatError: the strides of an empty one would be larger than torch has.
     """
-    shape = whole_numbers(values, key, what)
+    shape = whole_numbers(values, key, what, kind)
     if 0 in shape and math.prod(filter(None, shape)) >= 1 << 63:
         raise FormatError(
             f"a tensor has an impossible {what}",

@@ -23,7 +23,7 @@ from torchlift.errors import FormatError
 from torchlift.formats.flatten import flatten
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
 from torchlift.formats.layout import Layout, Payload, Stored
-from torchlift.formats.source import Source, whole_numbers
+from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_pickle import (
     Blocked,
     StorageRef,
@@ -281,7 +281,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
 
 def _layout(ref: TensorRef, key: str) -> _Layout:
     """Check and return (shape, stride, first index, elements, elements from first to last)."""
-    shape = whole_numbers(ref.size, key, "size", "tuple")
+    shape = dense_shape(ref.size, key, "size", "tuple")
     stride = whole_numbers(ref.stride, key, "stride", "tuple")
     if len(shape) != len(stride):
         raise FormatError(
