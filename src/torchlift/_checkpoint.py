@@ -9,15 +9,19 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import TypeVar, overload
 
 import torch
 
+from torchlift._system import printable
 from torchlift._transfer import Files
 from torchlift.errors import CheckpointError, FormatError, UnsafeError, did_you_mean
 from torchlift.formats import Chunk, Index, TensorEntry, read_index, steps_in_file, under
 from torchlift.formats.summary import to_html, to_text
 
 __all__ = ["Checkpoint", "TensorEntry", "open"]
+
+_T = TypeVar("_T")
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
@@ -65,6 +69,14 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 raise self.refusal(key)
             raise KeyError(_no_such_key(key, self.entries))
         return self.view(entry)
+
+    @overload
+    def get(self, key: str, /) -> torch.Tensor | None: ...
+    @overload
+    def get(self, key: str, /, default: torch.Tensor | _T) -> torch.Tensor | _T: ...
+    def get(self, key: str, /, default: object = None) -> object:
+        """Return the tensor of `key`, or `default`, without looking for names that are alike."""
+        return self[key] if key in self.entries or key in self._index.blocked_keys else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -295,4 +307,4 @@ def _select(index: Index, root: str) -> Index:
 
 
 def _no_such_key(key: object, keys: Iterable[str]) -> str:
-    return f"{key!r}. {did_you_mean(str(key), keys)}".rstrip(". ")
+    return f"{printable(repr(key), 300)}. {did_you_mean(str(key), keys)}".rstrip(". ")

@@ -28,7 +28,7 @@ from torchlift.formats.layout import Layout, Stored, format_for, is_unicode
 from torchlift.formats.safetensors import safetensors_layout
 from torchlift.formats.torch_pickle import STORAGE_DTYPES, TorchWorld, read_torch_pickle
 from torchlift.formats.torch_zip import torch_zip_layout
-from torchlift.formats.unpickle import MAX_INT, check_key
+from torchlift.formats.unpickle import MAX_INT, Budget, check_key
 
 _STORAGES = {dtype: name.removeprefix("torch.") for name, dtype in STORAGE_DTYPES.items()}
 
@@ -276,7 +276,8 @@ def _require_plain(key: str, value: object) -> None:
 def _require_readable(pickled: bytes) -> None:
     """Refuse what torchlift would not read back, such as two values that would get one name."""
     try:
-        flatten(read_torch_pickle(pickled, TorchWorld()), len(pickled))
+        world = TorchWorld(Budget(len(pickled)))
+        flatten(read_torch_pickle(pickled, world), world.budget)
     except FormatError as error:
         raise PlacementError(
             f"cannot be stored in a torch file so that it can be read back: {error.reason}",

@@ -8,6 +8,7 @@ react to them without parsing text.
 from __future__ import annotations
 
 import difflib
+import heapq
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from torchlift._system import printable
 
 _LONGEST = 300  # characters of one name or value in a message
+_MOST_COMPARED = 50  # names, with one that does not exist
 
 
 class CheckpointError(Exception):
@@ -104,6 +106,23 @@ class IntegrityError(CheckpointError):
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """A sentence that offers the nearest of `words`, or an empty string."""
-    near = difflib.get_close_matches(word, list(words), n=3)
+    """Return a question that names the nearest of `words`, or an empty string.
+
+    difflib compares every letter with every letter, 0.1 ms for two names: 11 s for 100,000. So it
+    sees only the names that share most components with the word, and of those the most of its ends.
+    """
+    components = set(word.split("."))
+
+    def alike(other: str) -> tuple[int, int]:
+        shared = len(components.intersection(other.split(".")))
+        ends = _common(word, other) + _common(word[::-1], other[::-1])
+        return shared, ends - abs(len(other) - len(word))
+
+    short = (other for other in words if len(other) < _LONGEST > len(word))
+    near = difflib.get_close_matches(word, heapq.nlargest(_MOST_COMPARED, short, alike), n=3)
     return f"Did you mean {', '.join(map(repr, near))}?" if near else ""
+
+
+def _common(a: str, b: str) -> int:
+    """Return how many letters two texts have in common at their starts."""
+    return next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))

@@ -221,6 +221,16 @@ def _set(key: str, **values: object) -> Callable[[Metadata], None]:
     return edit
 
 
+def _exchange(a: str, b: str) -> Callable[[Metadata], None]:
+    def edit(metadata: Metadata) -> None:
+        first, second = vars(_info(metadata, a)), vars(_info(metadata, b))
+        kept = dict(first)
+        first.update(second)
+        second.update(kept)
+
+    return edit
+
+
 def _chunks(*boxes: tuple[list[int], list[int]]) -> Callable[[Metadata], None]:
     def edit(metadata: Metadata) -> None:
         metadata.state_dict_metadata["model.weight"].chunks = [
@@ -249,15 +259,20 @@ REFUSED: dict[str, tuple[Callable[[Metadata], object], type[Exception], str]] = 
         "a shard is missing",
     ),
     "past the end": (
-        _set("model.weight", length=1 << 40),
+        _set("model.weight", offset=1 << 40),
         FormatError,
         r"'model.weight': an item reaches past the end of its file",
     ),
     "negative": (_set("model.weight", offset=-5), FormatError, "impossible size or offset"),
     "not a number": (_set("model.weight", offset="5"), FormatError, "impossible size or offset"),
     "elsewhere": (_set("model.weight", offset=3), FormatError, "__0_0.distcp"),
-    "another item": (
+    "an item of two": (
         lambda m: vars(_info(m, "model.weight")).update(vars(_info(m, "model.bias"))),
+        FormatError,
+        "two items overlap in their file",
+    ),
+    "another item": (
+        _exchange("model.weight", "model.bias"),
         FormatError,
         r"an item is not what the metadata says; expected float32 \[2, 3\]",
     ),

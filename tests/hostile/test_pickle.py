@@ -137,8 +137,8 @@ _HAZARDS = {
     "the extension registry": (b"\x82\x01.", "extension registry"),
     "a text persistent id": (b"Pstorage\n.", "persistent ids in text form"),
     "an out-of-band buffer": (b"\x97.", "out-of-band"),
-    "text that is not UTF-8": (b"X\x01\0\0\0\xff.", "damaged"),
-    "a lone surrogate": (b"X\x03\0\0\0\xed\xa0\x80.", "damaged"),
+    "text that is not UTF-8": (b"X\x01\0\0\0\xff.", "not UTF-8: half of a surrogate pair, or"),
+    "a lone surrogate": (b"X\x03\0\0\0\xed\xa0\x80.", r"half of a surrogate pair.*xed.xa0"),
     "a call of a number": (b"K\x01)R.", "not a global"),
     "a call with a list": (b"ccollections\nOrderedDict\n]R.", "not a tuple"),
     "a state on a list": (b"]}b.", "has none"),
@@ -268,7 +268,8 @@ def _outcome(read, data: bytes) -> str:
     """Everything a reader makes of a pickle, as text without addresses."""
     world = TorchWorld()
     try:
-        flat = flatten(read(data, world), len(data))
+        world.budget.grow(len(data))
+        flat = flatten(read(data, world), world.budget)
     except FormatError:
         return "refused"
     return re.sub(r" at 0x[0-9a-f]+", "", repr((flat, list(world.blocked))))

@@ -105,7 +105,10 @@ def test_bytes_behind_the_archive_are_refused(path):
     """Something appended to a file means that it is not the file that was written."""
     write_zip(path, {"w": tensor()})
     path.write_bytes(path.read_bytes() + b"trailing")
-    refused(path, "without its directory")
+    error = refused(path, "does not end with its end record")
+    assert (error.expected, error.found) == (
+        "a comment of 8 bytes behind it", "0 bytes, by its own account",
+    )  # fmt: skip
 
 
 def test_a_compressed_storage_is_never_weights(path):
@@ -148,8 +151,31 @@ def test_absurd_numbers_beside_the_pickle_are_refused(path, note, value):
 
 
 def test_missing_notes_are_tolerated(path):
-    """Old torch versions did not write all of them."""
-    assert read_index(write_zip(path, {"w": tensor()}, notes={})).metadata == {}
+    """Old torch versions did not write all of them, and torch needs the version alone."""
+    write_zip(path, {"w": tensor()}, notes={"version": b"2\n"})
+    assert read_index(path).metadata == {"version": "2"}
+    write_zip(path, {"w": tensor()}, notes={})
+    refused(path, "without its version, which torch does not read")
+
+
+@pytest.mark.parametrize(
+    "notes", [{"version": b"11"}, {"version": b"3", ".data/version": b"11"}, {"VERSION": b"3"}]
+)
+def test_a_version_that_torch_refuses_is_refused(path, notes):
+    """Up to ten, wherever torch looks for it; a name in capitals is what torch finds, too."""
+    write_zip(path, {"w": tensor()}, notes=notes)
+    if "VERSION" not in notes:
+        with pytest.raises(RuntimeError, match="maximum supported version for reading is 10"):
+            torch.load(path)
+    refused(path, "up to 10, which torch reads|not written as torch writes it")
+
+
+def test_every_version_that_torch_reads_is_read(path):
+    """The range is that of the installed torch."""
+    for version in range(1, 11):
+        write_zip(path, {"w": tensor()}, notes={"version": b"%d" % version})
+        torch.load(path)
+        assert read_index(path).metadata == {"version": str(version)}
 
 
 @pytest.mark.parametrize(("value", "match"), [(b"big", "big-endian"), (b"pdp", "makes no sense")])

@@ -36,7 +36,9 @@ def opened(*paths: Path) -> Files:
     stamps = {}
     for path in paths:
         now = path.stat()
-        stamps[str(path)] = FileStamp(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
+        stamps[str(path)] = FileStamp(
+            now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino, now.st_ctime_ns
+        )
     return Files(stamps)
 
 

@@ -25,7 +25,7 @@ from torchlift._plan.hooks import (
     run_hooks,
     run_post_hooks,
 )
-from torchlift._plan.report import KeyReport, LoadReport, Mismatch
+from torchlift._plan.report import KeyReport, LoadReport, Mismatch, clipped
 from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rule
 from torchlift._plan.sources import FileSource, Origin
 from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
@@ -271,14 +271,16 @@ def _check(matched: Match, path: str, options: Options) -> None:
         return
     lists, ways = [], []
     if missing:
-        lists.append(f"missing ({len(missing)}): {', '.join(missing)}")
+        lists.append(f"missing ({len(missing)}): {', '.join(map(clipped, missing))}")
         ways.append("strict=False to load what fits")
     if unexpected:
-        lists.append(f"unexpected ({len(unexpected)}): {', '.join(unexpected)}")
+        lists.append(f"unexpected ({len(unexpected)}): {', '.join(map(clipped, unexpected))}")
         if not missing:
             ways.append("rename= to drop these (return None), or strict=False to load what fits")
     if wrong:
-        lists.append(f"mismatched ({len(wrong)}): {'; '.join(map(str, wrong.values()))}")
+        lists.append(
+            f"mismatched ({len(wrong)}): {'; '.join(clipped(str(item)) for item in wrong.values())}"
+        )
         ways.append("ignore_mismatched=True to skip what has another shape")
     hint = suggestion(matched.missing, matched.unexpected) or f"Pass {' and '.join(ways)}."
     raise MismatchError(

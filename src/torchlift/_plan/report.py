@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from torchlift._system import count_of, human, printable
+
+#: A file's name of a tensor, for a line that holds several.
+clipped = partial(printable, limit=200)
 
 Mode = Literal["assign", "copy", "swap"]
 Source = Literal["mmap", "read", "memory"]
@@ -182,4 +186,4 @@ def _listed(title: str, items: list[str], limit: int = 5) -> list[str]:
     if not items:
         return []
     more = f", and {len(items) - limit} more" if len(items) > limit else ""
-    return [f"  {title} ({len(items)}): {', '.join(items[:limit])}{more}"]
+    return [f"  {title} ({len(items)}): {', '.join(map(clipped, items[:limit]))}{more}"]

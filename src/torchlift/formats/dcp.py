@@ -7,7 +7,9 @@ small torch archive of its own, and where its numbers lie is found inside it.
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,11 +26,11 @@ from torchlift.formats.index import (
     join,
     row_major,
 )
-from torchlift.formats.sharded import locate
-from torchlift.formats.source import Source, errors_name, whole_numbers
+from torchlift.formats.sharded import locate, locate_all
+from torchlift.formats.source import Source, dense_shape, errors_name, whole_numbers
 from torchlift.formats.torch_pickle import Blocked, Global, TorchWorld
 from torchlift.formats.torch_zip import read_torch_zip
-from torchlift.formats.unpickle import read_pickle
+from torchlift.formats.unpickle import STEP, Budget, read_pickle
 from torchlift.formats.zip_archive import LOCAL_MAGIC
 
 #: Most bytes of metadata: a million chunks take some 300 MB.
@@ -92,7 +94,7 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
     metadata = _Metadata()
     for name in names:
         file = locate(path, name)
-        with errors_name(file), Source(file) as source:
+        with errors_name(file), Source(file, metadata.budget) as source:
             metadata.add(source.read_all(_MAX_METADATA, "the metadata"))
     return _read_items(path, metadata)
 
@@ -116,12 +118,14 @@ class _Metadata:
         objects: keys of what is not a tensor, in order.
         items: where everything is stored.
         version: of the format, where it is recorded.
+        budget: what reading the directory may still cost.
     """
 
     tensors: dict[str, _Tensor] = field(default_factory=dict)
     objects: dict[str, None] = field(default_factory=dict)
     items: dict[_Place, _Item] = field(default_factory=dict)
     version: str | None = None
+    budget: Budget = field(default_factory=Budget)
 
     def add(self, data: bytes) -> None:
         """Add what a metadata file says; what is already known is the same replica.
@@ -130,7 +134,7 @@ class _Metadata:
             FormatError: malformed, or two ranks disagree about a tensor.
             UnsafeError: it names a global that has no business there.
         """
-        root, end = read_pickle(data, _World())
+        root, end = read_pickle(data, _World(self.budget))
         if end != len(data):
             raise FormatError("bytes after the end of the metadata", expected=end, found=len(data))
         if not isinstance(root, _Record) or root.kind != "Metadata":
@@ -141,7 +145,7 @@ class _Metadata:
             if value.kind == "BytesStorageMetadata":
                 self.objects[key] = None
                 continue
-            tensor = _tensor(key, value)
+            tensor = _tensor(key, value, self.budget)
             known = self.tensors.setdefault(key, tensor)
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
                 raise FormatError(
@@ -196,15 +200,16 @@ class _World(TorchWorld):
             )
         return found
 
-    def call(self, function: object, arguments: object) -> object:
+    def call(self, function: object, arguments: object, keywords: object = None) -> object:
         name = function.name if isinstance(function, Global) else ""
         if name in _RECORDS:
             return _Record(_RECORDS[name])
         if name in _PATHS:
             # Only text: what nests forty pairs is short in the file and endless as text.
             texts = arguments if isinstance(arguments, tuple) else ()
+            self.charge(texts)
             return "/".join(text for text in texts if type(text) is str)
-        return super().call(function, arguments)
+        return super().call(function, arguments, keywords)
 
     def build(self, target: object, state: object) -> None:
         if isinstance(target, _Record):
@@ -216,7 +221,7 @@ class _World(TorchWorld):
             super().build(target, state)
 
 
-def _tensor(key: str, record: _Record) -> _Tensor:
+def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
     properties, chunks = record.get("properties"), record.get("chunks")
     if record.kind != "TensorStorageMetadata" or not isinstance(chunks, list):
         raise FormatError("the metadata of a tensor is malformed", entry=key, found=record.kind)
@@ -229,8 +234,9 @@ def _tensor(key: str, record: _Record) -> _Tensor:
     name = dtype.name.removeprefix("torch.") if isinstance(dtype, Global) else ""
     if name not in ITEMSIZE:
         raise FormatError("a tensor has a dtype that nobody knows", entry=key, found=_kind(dtype))
-    shape = whole_numbers(record.get("size"), key, "size")
+    shape = dense_shape(record.get("size"), key, "size")
     boxes: dict[_Box, None] = {}
+    budget.spend(8 * STEP * len(chunks) * (1 + len(shape)), key)
     for chunk in chunks:
         if not isinstance(chunk, _Record) or chunk.kind != "ChunkStorageMetadata":
             raise FormatError("the chunks of a tensor are malformed", entry=key)
@@ -267,11 +273,11 @@ def _item(key: str, record: object) -> _Item:
         raise FormatError("an item's file is not a name", entry=key, found=_kind(file))
     transforms = record.get("transform_descriptors")
     if transforms:
-        names = transforms if isinstance(transforms, (list, tuple)) else ()
+        names = transforms[:10] if isinstance(transforms, (list, tuple)) else ()
         raise FormatError(
             "an item was transformed as it was written, so its bytes are not its numbers",
             entry=key,
-            found=", ".join(name for name in names if type(name) is str),
+            found=", ".join(name[:100] for name in names if type(name) is str),
             hint="Load it with the extension that wrote it, and save it without.",
         )
     numbers = (record.get("offset"), record.get("length"))
@@ -290,12 +296,11 @@ def _box_text(box: _Box) -> str:
 def _read_items(path: str, metadata: _Metadata) -> Index:
     """Read every item where it is stored, each file once, and put the tensors together."""
     # All names are checked before the first file is opened.
-    names = dict.fromkeys(name for name, _, _ in metadata.items.values())
-    files = {name: locate(path, name) for name in names}
+    files = locate_all(path, (name for name, _, _ in metadata.items.values()))
     boxes: dict[_Place, _Box] = {}
     for key, tensor in metadata.tensors.items():
         filled = [box for box in tensor.boxes if 0 not in box[1]]
-        _check_boxes(key, tensor.shape, filled)
+        _check_boxes(key, tensor.shape, filled, metadata.budget)
         boxes.update({(key, box[0]): box for box in filled})
     places: dict[str, list[tuple[_Place, _Item]]] = {}
     for place in (*boxes, *((key, None) for key in metadata.objects)):
@@ -306,7 +311,7 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
                 entry=place[0],
                 found=place[1] and f"a chunk at {list(place[1])} without a file",
             )
-        places.setdefault(item[0], []).append((place, item))
+        places.setdefault(files[item[0]], []).append((place, item))
     chunks: dict[_Place, tuple[Chunk, str, str]] = {}
     objects: dict[str, Index] = {}
     storages: dict[str, Storage] = {}
@@ -314,9 +319,11 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
     # A model has few shapes, so most of its items have equal pickles: interpreting each only once
     # opens 3,000 of them in 0.25 s instead of 0.32.
     known: dict[bytes, object] = {}
-    for name, stored in places.items():
-        with Source(files[name]) as source:
+    for file, stored in places.items():
+        with Source(file, metadata.budget) as source:
             stamps[source.path] = source.stamp
+            _check_items(file, stored)
+            name = os.path.relpath(file, path)
             for (key, start), (_, offset, nbytes) in stored:
                 prefix = f"{name}@{offset}/"
                 with errors_name(source.path, key):
@@ -350,6 +357,13 @@ def _chunk(
             found="no tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}",
         )
     (run,) = entry.chunks
+    if entry.nbytes > run.nbytes:
+        # No writer does so, and the tensor would need far more memory than the file has bytes.
+        raise FormatError(
+            "an item repeats its numbers (stride 0) instead of storing them",
+            expected=f"{entry.nbytes} bytes for {dtype} {list(shape)}",
+            found=f"{run.nbytes} bytes",
+        )
     stride = None if entry.is_contiguous else entry.stride
     chunk = Chunk(run.file, run.offset, run.nbytes, start, shape, stride)
     return chunk, entry.storage, entry.location
@@ -375,8 +389,20 @@ def _read_object(item: Source, key: str, prefix: str) -> Index:
     return Index(item.path, "dcp", {}, {}, {}, blocked_keys={key: why})
 
 
-def _check_boxes(key: str, shape: tuple[int, ...], boxes: list[_Box]) -> None:
-    """Refuse chunks that reach outside the tensor, overlap, or leave gaps."""
+def _check_items(file: str, stored: list[tuple[_Place, _Item]]) -> None:
+    """Refuse items that share bytes: a thousand of them would make a thousand of one."""
+    spans = sorted((offset, offset + nbytes, key) for (key, _), (_, offset, nbytes) in stored)
+    for (_, stop, _), (start, _, key) in itertools.pairwise(spans):
+        if start < stop:
+            raise FormatError("two items overlap in their file", file=file, entry=key)
+
+
+def _check_boxes(key: str, shape: tuple[int, ...], boxes: list[_Box], budget: Budget) -> None:
+    """Refuse chunks that reach outside the tensor, overlap, or leave gaps.
+
+    No chunk is compared with another: the sum of the boxes' indicator functions is one everywhere
+    in the tensor exactly where their corners, with alternating signs, cancel to the tensor's own.
+    """
     for start, sizes in boxes:
         if any(a + n > size for a, n, size in zip(start, sizes, shape, strict=True)):
             raise FormatError(
@@ -385,30 +411,31 @@ def _check_boxes(key: str, shape: tuple[int, ...], boxes: list[_Box]) -> None:
                 expected=f"inside {list(shape)}",
                 found=_box_text((start, sizes)),
             )
-    # Along the dimension with most starts, few boxes are open at a time to be compared.
-    dims = range(len(shape))
-    sweep = max(dims, key=lambda dim: len({start[dim] for start, _ in boxes}), default=0)
-    open_boxes: list[_Box] = []
-    for box in sorted(boxes, key=lambda box: box[0][sweep:]):
-        open_boxes = [
-            (start, sizes)
-            for start, sizes in open_boxes
-            if not shape or start[sweep] + sizes[sweep] > box[0][sweep]
-        ]
-        for other in open_boxes:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(*box, *other, strict=True)):
-                raise FormatError(
-                    "the chunks of a tensor overlap",
-                    entry=key,
-                    found=f"{_box_text(box)} and {_box_text(other)}",
-                )
-        open_boxes.append(box)
     stored, numel = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
-    if stored != numel:
+    if stored < numel:
         raise FormatError(
             "the chunks of a tensor leave gaps",
             entry=key,
             expected=f"{numel} elements",
             found=f"{stored} in {len(boxes)} chunks",
             hint="The checkpoint is incomplete: a rank's file may be missing, or its save failed.",
+        )
+    # A dimension that every box fills has no corners inside.
+    dims = [at for at, size in enumerate(shape) if any(sizes[at] != size for _, sizes in boxes)]
+    budget.spend(STEP * len(boxes) << len(dims), key)
+    corners: dict[tuple[int, ...], int] = {}
+    whole = ((0,) * len(shape), shape)
+    for sign, (start, sizes) in [(1, box) for box in boxes] + [(-1, whole)] * bool(boxes):
+        ends = [((start[at], 1), (start[at] + sizes[at], -1)) for at in dims]
+        for corner in itertools.product(*ends):
+            place = tuple(at for at, _ in corner)
+            corners[place] = corners.get(place, 0) + sign * math.prod(s for _, s in corner)
+    wrong = next((place for place, count in corners.items() if count), None)
+    if wrong is not None:
+        raise FormatError(
+            "the chunks of a tensor overlap",
+            entry=key,
+            expected=f"{numel} elements, each once",
+            found=f"{stored} in {len(boxes)} chunks, which do not fit together at "
+            f"{list(wrong)} along dimensions {dims}",
         )

@@ -20,6 +20,7 @@ from torchlift.formats.safetensors import read_safetensors
 from torchlift.formats.sharded import locate, read_set, read_sharded
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_zip import read_torch_zip
+from torchlift.formats.unpickle import Budget
 from torchlift.formats.zip_archive import END_MAGIC, LOCAL_MAGIC
 
 #: Bytes at the start of a file that decide on its format.
@@ -111,18 +112,14 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         ) from error
 
 
-def _read_file(path: str, shard: bool = False) -> Index:
-    """Read a file of any format; a shard cannot be an index of further shards."""
-    with errors_name(path), Source(path) as source:
+def _read_file(path: str, budget: Budget | None = None) -> Index:
+    """Read a file of any format; a shard, which has a budget, is no index of further shards."""
+    with errors_name(path), Source(path, budget) as source:
         head = source.read(0, min(_HEAD, source.size))
-        for fits, read in _SHARD_READERS if shard else _READERS:
+        for fits, read in _SHARD_READERS if budget else _READERS:
             if fits(head):
                 return read(source)
         raise _foreign(head, source.size)
-
-
-def _read_shard(path: str) -> Index:
-    return _read_file(path, shard=True)
 
 
 def _is_zip(head: bytes) -> bool:
@@ -158,7 +155,7 @@ _SHARD_READERS: tuple[_Reader, ...] = (
 )
 _READERS: tuple[_Reader, ...] = (
     *_SHARD_READERS,
-    (_is_json, lambda source: read_sharded(source, _read_shard)),
+    (_is_json, lambda source: read_sharded(source, _read_file)),
 )
 
 
@@ -209,13 +206,13 @@ def _read_directory(path: str) -> Index:
 def _read_index_in(path: str, names: list[str]) -> Index:
     name = _preferred(names, [name + _INDEX for name in _PREFERRED])
     with Source(locate(path, name)) as source:
-        return replace(read_sharded(source, _read_shard), path=path)
+        return replace(read_sharded(source, _read_file), path=path)
 
 
 def _read_files(path: str, names: list[str]) -> Index:
     if len(names) > 1 and _is_complete_set(names):
-        return read_set(path, names, _read_shard)
-    return _read_shard(locate(path, _preferred(names, _PREFERRED)))
+        return read_set(path, names, _read_file)
+    return _read_file(locate(path, _preferred(names, _PREFERRED)), Budget())
 
 
 def _ending(*suffixes: str) -> Callable[[str, list[str]], list[str]]:

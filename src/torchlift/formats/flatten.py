@@ -22,6 +22,7 @@ from torchlift.formats.torch_pickle import (
     StorageRef,
     TensorRef,
 )
+from torchlift.formats.unpickle import ENTRY, STEP, Budget, check_key
 
 #: The keys of a file whose top-level object is not a container.
 ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
@@ -29,6 +30,8 @@ ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
 _MAX_DEPTH = 100
 _EXTRA_STATE = "_extra_state"
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+_TEXTS = (str, bytes, bytearray)
+_SCALARS = (bool, int, float, complex, *_TEXTS)
 
 
 @dataclass(slots=True)
@@ -52,23 +55,23 @@ class _NotPlain(Exception):
     """A value that cannot be rebuilt without running code; the argument names what it needs."""
 
 
-def flatten(root: object, source_bytes: int) -> Flat:
+def flatten(root: object, budget: Budget) -> Flat:
     """Flatten an object tree.
 
     Args:
         root: what a `Machine` returned.
-        source_bytes: length of the pickle it came from. Containers that share their items can have
-            more paths than there are atoms; the work is limited to a multiple of this.
+        budget: what the file may still cost. Containers that share their items can have far more
+            paths than there are atoms.
 
     Raises:
         FormatError: two paths give one key, the tree nests too deep, contains itself, or unfolds
             to far more than was stored.
     """
-    return _Flattener(64 * source_bytes + (1 << 20)).run(root)
+    return _Flattener(budget).run(root)
 
 
 class _Flattener:
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: Budget) -> None:
         self.flat = Flat()
         self.budget = budget
         self._tensors_inside: dict[int, bool] = {}
@@ -87,9 +90,9 @@ class _Flattener:
         """Visit (name, value) pairs below a key."""
         _check_depth(depth, prefix)
         tensors, blocked, objects = self.flat.tensors, self.flat.blocked, self.flat.objects
+        cost = 0
         for name, value in items:
-            key = prefix + (name if type(name) is str else _key_text(name, prefix))
-            self._spend(len(key) + 8, key)
+            key = prefix + (name if type(name) is str else self._text(name, prefix))
             if key in tensors or key in objects or key in blocked:
                 raise FormatError(
                     "two tensors or objects have this key once containers are joined by dots",
@@ -98,8 +101,11 @@ class _Flattener:
                 )
             if type(value) is TensorRef:
                 tensors[key] = value
+                cost += len(key) + ENTRY
             else:
+                self.budget.spend(len(key) + STEP, key)
                 self._visit(key, value, depth)
+        self.budget.spend(cost, prefix)
 
     def _visit(self, key: str, value: object, depth: int) -> None:
         """File one value under its key, or descend into it."""
@@ -122,12 +128,12 @@ class _Flattener:
     def _template(self, key: str, value: object, depth: int) -> object:
         """Return the containers of a value, with a `Leaf` for what has a key of its own."""
         inner = depth + 1
-        self._spend(len(key) + 8, key)
+        self.budget.spend(len(key) + STEP, key)
         _check_depth(inner, key)
         if isinstance(value, dict) and value:
             return {
                 self._plain(name, key, inner): self._template(
-                    f"{key}.{name if type(name) is str else _key_text(name, key)}", item, inner
+                    f"{key}.{name if type(name) is str else self._text(name, key)}", item, inner
                 )
                 for name, item in value.items()
             }
@@ -154,8 +160,9 @@ class _Flattener:
 
     def _plain(self, value: object, key: str, depth: int) -> object:
         """Return a copy of a value made of plain Python objects only."""
-        self._spend(8, key)
-        if value is None or type(value) in (bool, int, float, str, bytes, bytearray, complex):
+        # A text is shown each time that it is named, and so are a number's digits.
+        self.budget.spend(STEP + (len(value) if isinstance(value, _TEXTS) else 0), key)
+        if value is None or type(value) in _SCALARS:
             return value
         if isinstance(value, Global):
             return value.name
@@ -167,6 +174,7 @@ class _Flattener:
             what = "torch.Tensor" if isinstance(value, TensorRef) else "torch.UntypedStorage"
             raise _NotPlain(what)
         _check_depth(depth, key)
+        self.budget.spend(STEP, key)
         if isinstance(value, dict):
             return {
                 self._plain(k, key, depth + 1): self._plain(v, key, depth + 1)
@@ -182,19 +190,19 @@ class _Flattener:
         for name, local in container.metadata.items():
             if type(name) is str and isinstance(local, dict):
                 path = f"{prefix}.{name}" if prefix and name else prefix or name
-                self._spend(len(path) + 8, path)
+                self.budget.spend(len(path) + STEP, path)
                 with suppress(_NotPlain):
-                    plain = {str(k): self._plain(v, path, 1) for k, v in local.items()}
+                    plain = {
+                        k if type(k) is str else self._text(k, path): self._plain(v, path, 1)
+                        for k, v in local.items()
+                    }
                     self.flat.versions[path] = plain
 
-    def _spend(self, amount: int, key: str) -> None:
-        self.budget -= amount
-        if self.budget < 0:
-            raise FormatError(
-                "containers share their items so often that the file unfolds to far more than "
-                "it stores",
-                entry=key,
-            )
+    def _text(self, name: object, prefix: str) -> str:
+        """Return the text of a dictionary key that is not a string."""
+        if isinstance(name, (bytes, tuple)):
+            self.budget.spend(STEP * check_key(name), prefix)
+        return _key_text(name, prefix)
 
 
 def _check_depth(depth: int, key: str | None = None) -> None:

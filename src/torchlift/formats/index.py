@@ -138,18 +138,27 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What identifies a file's content when it was indexed: size, mtime, device and inode."""
+    """What identifies a file's content when it was indexed.
+
+    Attributes:
+        size: in bytes.
+        mtime_ns: when its content changed last; anybody who may write can set it back.
+        device: the file system.
+        inode: the file on it.
+        ctime_ns: when content or attributes changed last, which only the system sets.
+    """
 
     size: int
     mtime_ns: int
     device: int
     inode: int
+    ctime_ns: int
 
     @classmethod
     def of(cls, descriptor: int) -> FileStamp:
         """Return the stamp of an open file."""
         now = os.fstat(descriptor)
-        return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino)
+        return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino, now.st_ctime_ns)
 
     def check(self, file: str, descriptor: int) -> None:
         """Refuse an open file that is not the one that was indexed.
@@ -162,10 +171,14 @@ class FileStamp:
             raise IntegrityError(
                 "the file changed after it was opened",
                 file=file,
-                expected=f"{self.size} bytes, modified at {self.mtime_ns} ns, inode {self.inode}",
-                found=f"{found.size} bytes, modified at {found.mtime_ns} ns, inode {found.inode}",
+                expected=self._text(),
+                found=found._text(),
                 hint="Open the checkpoint again once nobody writes to it.",
             )
+
+    def _text(self) -> str:
+        times = f"modified at {self.mtime_ns} ns, changed at {self.ctime_ns} ns"
+        return f"{self.size} bytes, {times}, inode {self.inode}"
 
 
 @dataclass(frozen=True, slots=True)

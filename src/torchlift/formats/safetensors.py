@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
+from reprlib import repr as short_repr
 from typing import Any
 
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
 from torchlift.formats.layout import Layout, Payload, Stored, is_unicode
-from torchlift.formats.source import Source, parse_json, whole_numbers
+from torchlift.formats.source import Source, dense_shape, parse_json, whole_numbers
 
 #: The format's own limit on the JSON header, in bytes.
 MAX_HEADER = 100_000_000
@@ -88,14 +89,13 @@ def _entries(header: dict[str, Any], path: str, start: int) -> dict[str, TensorE
                 "a tensor is not described as it should be",
                 entry=key,
                 expected="dtype, shape, data_offsets",
-                found=", ".join(value) if isinstance(value, dict) else type(value).__name__,
+                found=", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}",
             )
         dtype = DTYPES.get(value["dtype"]) if type(value["dtype"]) is str else None
         if dtype is None:
-            raise FormatError(
-                "a dtype that torchlift does not know", entry=key, found=repr(value["dtype"])
-            )
-        shape = whole_numbers(value["shape"], key, "shape")
+            name = short_repr(value["dtype"])
+            raise FormatError("a dtype that torchlift does not know", entry=key, found=name)
+        shape = dense_shape(value["shape"], key, "shape")
         offsets = whole_numbers(value["data_offsets"], key, "data_offsets")
         if len(offsets) != 2:
             raise FormatError("a tensor does not have two data offsets", entry=key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -17,13 +18,14 @@ from typing import Any
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, join
 from torchlift.formats.source import Source, parse_json
+from torchlift.formats.unpickle import Budget
 
 #: Most bytes of an index: that of a million tensors has about 100 MB.
 _MAX_INDEX = 1 << 28
 
 _CACHE_ROOT = re.compile(r"(models|datasets|spaces)--.+")
 
-_ReadFile = Callable[[str], Index]
+_ReadFile = Callable[[str, Budget], Index]
 
 
 def read_sharded(source: Source, read_file: _ReadFile) -> Index:
@@ -51,7 +53,7 @@ def read_sharded(source: Source, read_file: _ReadFile) -> Index:
     if not isinstance(metadata, dict):
         raise FormatError("the index's metadata is not a map", entry="metadata")
     directory = os.path.dirname(source.path)
-    shards = _read_shards(directory, dict.fromkeys(weight_map.values()), read_file)
+    shards = _read_shards(directory, weight_map.values(), read_file, source.budget)
     for key, name in weight_map.items():
         shard = shards[name]
         if key not in shard.entries and key not in shard.objects and key not in shard.blocked_keys:
@@ -62,7 +64,11 @@ def read_sharded(source: Source, read_file: _ReadFile) -> Index:
                 hint="The index and the shards are of different checkpoints; fetch both again.",
             )
     text = {k: v if type(v) is str else json.dumps(v) for k, v in metadata.items()}
-    return _join(source.path, shards, weight_map, text)
+    # One name for each shard, however often and however it is spelled.
+    names = {id(shard): name for name, shard in reversed(shards.items())}
+    claims = {key: names[id(shards[name])] for key, name in weight_map.items()}
+    shards = {name: shards[name] for name in dict.fromkeys(claims.values())}
+    return _join(source.path, shards, claims, text)
 
 
 def read_set(path: str, names: Iterable[str], read_file: _ReadFile) -> Index:
@@ -77,7 +83,7 @@ def read_set(path: str, names: Iterable[str], read_file: _ReadFile) -> Index:
         FormatError: two shards hold the same key.
         UnsafeError: a shard is a link that leaves the directory.
     """
-    return _join(path, _read_shards(path, sorted(names), read_file), {}, {})
+    return _join(path, _read_shards(path, sorted(names), read_file, Budget()), {}, {})
 
 
 def locate(directory: str, name: str) -> str:
@@ -108,6 +114,27 @@ def locate(directory: str, name: str) -> str:
     return path
 
 
+def locate_all(directory: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the path of each name, see `locate`: one path for all the names of one file.
+
+    A file has endless names: ``./a``, ``.//a``, links. It must be read once, not once for each.
+    """
+    names = dict.fromkeys(names)
+    # Before the system is asked about each: a few bytes of an index spell one name in another way.
+    plain = {name: posixpath.normpath(name) if _stays(name) else name for name in names}
+    found: dict[str, str] = {}
+    first: dict[tuple[int, int], str] = {}
+    for name in dict.fromkeys(plain.values()):
+        path = locate(directory, name)
+        status = os.stat(path)
+        found[name] = first.setdefault((status.st_dev, status.st_ino), path)
+    return {name: found[plain[name]] for name in names}
+
+
+def _stays(name: str) -> bool:
+    return bool(name) and not name.startswith("/") and ".." not in name.split("/")
+
+
 def _inside(directory: str, path: str) -> bool:
     """Return whether `path`, links followed, is in `directory` or in the blobs of its cache."""
     base, real = os.path.realpath(directory), os.path.realpath(path)
@@ -118,10 +145,13 @@ def _inside(directory: str, path: str) -> bool:
     return is_cache and os.path.dirname(real) == os.path.join(root, "blobs")
 
 
-def _read_shards(directory: str, names: Iterable[str], read_file: _ReadFile) -> dict[str, Index]:
+def _read_shards(
+    directory: str, names: Iterable[str], read_file: _ReadFile, budget: Budget
+) -> dict[str, Index]:
     # All names are checked before the first file is opened.
-    files = {name: locate(directory, name) for name in names}
-    return {name: read_file(file) for name, file in files.items()}
+    files = locate_all(directory, names)
+    shards = {file: read_file(file, budget) for file in dict.fromkeys(files.values())}
+    return {name: shards[file] for name, file in files.items()}
 
 
 def _join(

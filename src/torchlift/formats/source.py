@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import stat
 from collections import Counter
@@ -13,6 +14,12 @@ from typing import Any
 
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats.index import FileStamp
+from torchlift.formats.unpickle import Budget
+
+_KINDS = {
+    stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device", stat.S_IFBLK: "device",
+}  # fmt: skip
 
 
 class Source:
@@ -26,12 +33,16 @@ class Source:
         start: first byte of the window in the file; reads count from here.
         size: bytes of the window.
         stamp: identity of the file.
+        budget: what reading it, and the files that belong to it, may still cost.
     """
 
-    def __init__(self, path: str) -> None:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+    def __init__(self, path: str, budget: Budget | None = None) -> None:
+        kind = stat.S_IFMT(os.stat(path).st_mode)
+        if kind != stat.S_IFREG:
             # Opening a named pipe would wait for somebody to write into it.
-            raise FormatError("not a regular file", file=path)
+            found = f"a {_KINDS.get(kind, 'special file')}"
+            raise FormatError("not a regular file", file=path, found=found)
+        self.budget = budget or Budget()
         self.path = path
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close() / __exit__
         self.stamp = FileStamp.of(self._file.fileno())
@@ -68,6 +79,7 @@ class Source:
                 found=f"bytes {offset} to {offset + nbytes}",
                 hint="The file is truncated or its header is damaged.",
             )
+        self.budget.grow(nbytes)
         self._file.seek(self.start + offset)
         data = self._file.read(nbytes)
         while len(data) < nbytes:  # a raw read may stop early: on signals, pipes, network mounts
@@ -121,7 +133,9 @@ def whole_numbers(values: object, key: str, what: str, kind: str = "list") -> tu
         raise FormatError(
             f"a tensor's {what} is not a {kind} of at most 64 numbers",
             entry=key,
-            found=f"a {type(values).__name__}",
+            found=f"{len(values)} of them"
+            if isinstance(values, (tuple, list))
+            else f"a {type(values).__name__}",
         )
     for value in values:
         if type(value) is not int or not 0 <= value < 1 << 63:  # True is an int, and no size
@@ -132,6 +146,23 @@ def whole_numbers(values: object, key: str, what: str, kind: str = "list") -> tu
                 found=value if isinstance(value, (int, float)) else f"a {type(value).__name__}",
             )
     return tuple(values)
+
+
+def dense_shape(values: object, key: str, what: str, kind: str = "list") -> tuple[int, ...]:
+    """Return the sizes of a tensor; see `whole_numbers`.
+
+    Raises:
+        FormatError: the strides of an empty one would be larger than torch has.
+    """
+    shape = whole_numbers(values, key, what, kind)
+    if 0 in shape and math.prod(filter(None, shape)) >= 1 << 63:
+        raise FormatError(
+            f"a tensor has an impossible {what}",
+            entry=key,
+            expected="strides below 2**63",
+            found=f"{list(shape)}, which has none",
+        )
+    return shape
 
 
 def parse_json(data: bytes, what: str) -> dict[str, Any]:

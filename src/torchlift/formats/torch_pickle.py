@@ -14,7 +14,14 @@ from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE
-from torchlift.formats.unpickle import HANDLERS, Machine, check_key, checked_keys, read_pickle
+from torchlift.formats.unpickle import (
+    HANDLERS,
+    MAX_TEXT,
+    STEP,
+    Budget,
+    Machine,
+    read_pickle,
+)
 
 STORAGE_DTYPES: dict[str, str] = {
     "torch.FloatStorage": "float32", "torch.DoubleStorage": "float64",
@@ -27,6 +34,9 @@ STORAGE_DTYPES: dict[str, str] = {
 #: Storages that say nothing about their elements; their length is in bytes.
 _UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 _STORAGES = {**STORAGE_DTYPES, **dict.fromkeys(_UNTYPED)}
+
+#: Attributes of a tensor that show other numbers once they are set, or make it something else.
+ACTING = ("__class__", "__dict__", "data", "imag", "names", "real", "requires_grad")
 
 #: Types whose instances are plain tensors, whatever attributes were set on them.
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
@@ -75,7 +85,11 @@ class OrderedRecord(dict[Any, Any]):
 
 @dataclass(slots=True, eq=False)
 class StorageRef:
-    """A persistent id: the storage that holds a tensor's bytes."""
+    """A persistent id: the storage that holds a tensor's bytes.
+
+    torch makes a storage where it first meets its key, and later ones that differ are that one, too
+    (torch/serialization.py, persistent_load).
+    """
 
     dtype: str | None
     key: str
@@ -108,10 +122,14 @@ class TorchWorld:
     """The `World` of pickles written by ``torch.save``.
 
     Attributes:
+        budget: what reading may still cost.
         blocked: names that are not in the allow-list, in order of appearance.
+        storages: what the persistent ids described so far, by key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget | None = None) -> None:
+        self.budget = budget or Budget()
+        self.storages: dict[str, StorageRef] = {}
         self.blocked: dict[str, None] = {}
         self._globals: dict[str, Global | Blocked] = {}
 
@@ -131,14 +149,19 @@ class TorchWorld:
         self.blocked[name] = None
         return Blocked(name, called)
 
-    def call(self, function: object, arguments: object) -> object:
-        """Return a record of a call."""
+    def call(self, function: object, arguments: object, keywords: object = None) -> object:
+        """Return a record of a call; see `World`."""
         if not isinstance(arguments, tuple):
             raise FormatError("the pickle calls something with arguments that are not a tuple")
         if isinstance(function, Blocked):
             return Blocked(function.name, called=True)
         if not isinstance(function, Global):
             raise FormatError("the pickle calls something that is not a global")
+        if keywords or (keywords is not None and arguments):
+            # set.__new__(set, [1]) is an empty set: what a call gives is not what torch would show.
+            what = "a global is not called, but its class is told to make an object"
+            raise FormatError(what, entry=function.name)
+        self.charge(arguments)
         handler = _CALLS.get(function.name)
         if handler is None:
             return self.block(function.name, called=True)
@@ -149,12 +172,27 @@ class TorchWorld:
                 "a global is called with arguments it does not take", entry=function.name
             ) from error
 
+    def charge(self, arguments: tuple[object, ...]) -> None:
+        """Pay for a call, which may copy and walk over what it is given."""
+        self.budget.spend(STEP * (1 + len(arguments)))
+        for argument in arguments:
+            if isinstance(argument, (list, tuple, dict, set, frozenset)):
+                self.budget.spend(STEP * len(argument))
+            elif isinstance(argument, (str, bytes, bytearray)):
+                self.budget.spend(len(argument))
+
     def persistent(self, identity: object) -> StorageRef | Blocked:
         """Return the storage that a persistent id describes."""
         kind, storage_type, key, location, numel = (
             identity if type(identity) is tuple and len(identity) == 5 else (None,) * 5
         )
-        if kind != "storage" or type(key) is not str or type(location) is not str:
+        if (
+            kind != "storage"
+            or type(key) is not str
+            or type(location) is not str
+            or len(key) + len(location) > MAX_TEXT
+            or key.endswith("/")  # a folder, to torch, whose memory it leaves as it was
+        ):
             raise FormatError(
                 "a persistent id is not a storage",
                 expected="('storage', type, key, location, numel)",
@@ -172,20 +210,32 @@ class TorchWorld:
                 expected="a whole number from 0 to 2**62",
                 found=numel if isinstance(numel, (int, float)) else type(numel).__name__,
             )
-        return StorageRef(_STORAGES[name], key, location, numel)
+        dtype = _STORAGES[name]
+        known = self.storages.setdefault(key, StorageRef(dtype, key, location, numel))
+        if (known.dtype, known.numel) != (dtype, numel):
+            raise FormatError(
+                "one storage is described in two ways",
+                entry=key,
+                expected=f"{known.numel} elements of {known.dtype or 'bytes'}, as at first",
+                found=f"{numel} of {dtype or 'bytes'}",
+                hint="torch reads all of it as what it was called first; write the file again.",
+            )
+        return known
 
     def build(self, target: object, state: object) -> None:
         """Keep the state that means something: torch's metadata and what a module holds."""
         if isinstance(target, OrderedRecord):
-            if isinstance(state, dict):
-                target.metadata = state.get("_metadata")
+            if not isinstance(state, dict):
+                raise FormatError("the state of an OrderedDict is not a dict")
+            target.metadata = state.get("_metadata", target.metadata)
         elif isinstance(target, Blocked):
             if isinstance(state, dict):
                 target.state = state
         elif isinstance(target, NumpyDtype):
             if isinstance(state, tuple) and len(state) > 1 and isinstance(state[1], str):
-                target.order = state[1]
-        elif not isinstance(target, TensorRef):
+                target.order = state[1][:1]
+        else:
+            # A tensor too: torch.Tensor.set_ would take the state, and show other numbers.
             what, found = "gives a state to something that has none", type(target).__name__
             raise FormatError(f"the pickle {what}", found=f"a {found}")
 
@@ -207,6 +257,12 @@ def _checked(value: object, *kinds: type) -> Any:
     return value
 
 
+def _short(value: object) -> str:
+    if len(_checked(value, str)) > MAX_TEXT:
+        raise ValueError("a long text")
+    return str(value)
+
+
 def _tensor(
     world: TorchWorld,
     storage: object,
@@ -221,7 +277,7 @@ def _tensor(
         return storage
     _checked(storage, StorageRef)
     # Conjugate and negative views store other numbers than they show.
-    if isinstance(metadata, dict) and any(metadata.values()):
+    if metadata is not None and any(_checked(metadata, dict).values()):
         what = "torch._utils._rebuild_tensor_v2 of a conjugate or negative view"
         return world.block(what, called=True)
     assert isinstance(storage, StorageRef)
@@ -246,31 +302,60 @@ def _parameter(
 ) -> object:
     if isinstance(data, Blocked):
         return data
+    if _acts(state):
+        return world.block("torch._utils._rebuild_parameter_with_state", called=True)
     return replace(_checked(data, TensorRef), requires_grad=requires_grad, is_parameter=True)
 
 
 def _from_type(
     world: TorchWorld, function: object, new_type: object, arguments: object, state: object
 ) -> object:
+    made_by = _CALLS.get(_checked(function, Global, Blocked).name)
+    if made_by not in _TENSOR_CALLS and isinstance(function, Global):
+        # Calls in calls could nest for ever; and torch fails with what has no as_subclass.
+        raise TypeError("not a function that makes a tensor")
     made = world.call(function, arguments)
-    return Blocked(new_type.name, called=True) if isinstance(new_type, Blocked) else made
+    if isinstance(new_type, Blocked):
+        return Blocked(new_type.name, called=True)
+    if _acts(state):
+        return world.block("torch._tensor._rebuild_from_type_v2", called=True)
+    return made
+
+
+def _acts(state: object) -> bool:
+    """Return whether setting the attributes of a tensor would change more than attributes."""
+    states = state if isinstance(state, tuple) else (state,)
+    return any(
+        some and (not isinstance(some, dict) or any(name in some for name in ACTING))
+        for some in states
+    )
 
 
 def _ordered_dict(world: TorchWorld, items: object = ()) -> OrderedRecord:
     record = OrderedRecord()
     for pair in _checked(items, list, tuple):
         key, value = _checked(pair, list, tuple)
-        check_key(key)
+        world.budget.hash(key)
         record[key] = value
     return record
 
 
 def _set(world: TorchWorld, items: object = ()) -> set[Any]:
-    return set(checked_keys(list(_checked(items, list, tuple, set, frozenset))))
+    for item in _checked(items, list, tuple, set, frozenset):
+        world.budget.hash(item)
+    return set(_checked(items, list, tuple, set, frozenset))
+
+
+def _copied(world: TorchWorld, items: object = None) -> dict[Any, Any]:
+    """Return a dict of its own: what is put into the argument later is not in it."""
+    copied = dict(_checked(items or {}, dict))
+    for key in copied:
+        world.budget.hash(key)
+    return copied
 
 
 def _device(world: TorchWorld, kind: object, index: object = None) -> str:
-    name = str(_checked(kind, str))
+    name = _short(kind)
     return name if index is None else f"{name}:{_checked(index, int)}"
 
 
@@ -319,8 +404,8 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch.device": _device,
     "torch.serialization._get_layout": lambda world, name: _checked(name, str),
     "collections.OrderedDict": _ordered_dict,
-    "collections.defaultdict": lambda world, factory=None, items=None: _checked(items or {}, dict),
-    "collections.Counter": lambda world, items=None: _checked(items or {}, dict),
+    "collections.defaultdict": lambda world, factory=None, items=None: _copied(world, items),
+    "collections.Counter": _copied,
     "builtins.set": _set,
     "builtins.frozenset": lambda world, items=(): frozenset(_set(world, items)),
     "builtins.complex": lambda world, *numbers: complex(
@@ -330,10 +415,12 @@ _CALLS: dict[str, Callable[..., object]] = {
     "builtins.bytearray": lambda world, *arguments: bytearray(_bytes(world, *arguments)),
     "builtins.bytes": _bytes,
     "_codecs.encode": _encode,
-    "numpy.dtype": lambda world, code, *options: NumpyDtype(_checked(code, str)),
+    "numpy.dtype": lambda world, code, *options: NumpyDtype(_short(code)),
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy._core.multiarray.scalar": _numpy_scalar,
 }
+
+_TENSOR_CALLS = (_tensor, _tensor_v3, _parameter)
 
 #: Names that are values, not functions: kept as text where a file stores the name itself.
 _VALUES = {
@@ -376,7 +463,7 @@ def read_torch_pickle(data: bytes, world: TorchWorld) -> object:
     Raises:
         FormatError: not a complete, well-formed pickle.
     """
-    step = _TensorStep()
+    step = _TensorStep(world)
     handlers = list(HANDLERS)
     handlers[ord("(")] = step.mark
     handlers[ord(b"\x94")] = step.memoize
@@ -398,8 +485,9 @@ class _TensorStep:
         used: whether it has, so that the memo lacks the intermediate objects.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: TorchWorld) -> None:
         self.used = False
+        self._storages = world.storages
         self._rewritten = 0
         self._known: dict[tuple[bytes, ...], tuple[str | None, str] | None] = {}
         self._dims: dict[bytes, tuple[int, ...] | None] = {b"": ()}
@@ -443,7 +531,11 @@ class _TensorStep:
         ):
             return False
         dtype, location = known
-        storage = StorageRef(dtype, key.decode("ascii"), location, _int(numel))
+        name = key.decode("ascii")
+        new = StorageRef(dtype, name, location, _int(numel))
+        storage = self._storages.setdefault(name, new)
+        if storage is not new and (storage.dtype, storage.numel) != (dtype, new.numel):
+            return False
         made = TensorRef(storage, dtype or "uint8", _int(offset), shape, steps, grad == b"\x88")
         m.stack[-1] = made
         m.highest = first + count - 1
@@ -456,7 +548,7 @@ class _TensorStep:
         """Interpret one MEMOIZE, whose index is the number of objects remembered so far."""
         if self.used:
             raise KeyError("the number is unknown")
-        m.put(len(m.memo))
+        HANDLERS[ord(b"\x94")](m)
 
 
 _CONSECUTIVE = {count: struct.Struct(f"<{count}I").pack for count in range(5, 8)}

@@ -18,11 +18,12 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from torchlift._system import printable
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import flatten
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
 from torchlift.formats.layout import Layout, Payload, Stored
-from torchlift.formats.source import Source, whole_numbers
+from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_pickle import (
     Blocked,
     StorageRef,
@@ -43,6 +44,9 @@ from torchlift.formats.zip_archive import (
 #: Most bytes of a pickle, of one that is compressed, and of a text record. Torch's pickles deflate
 #: to a fifth, and a byte of pickle can become 200 bytes of objects: a high ratio is a bomb.
 _MAX_PICKLE, _MAX_INFLATED, _MAX_RATIO, _MAX_NOTE = 1 << 30, 1 << 20, 20, 1 << 10
+
+#: Versions of the archive that torch reads (caffe2/serialize/versions.h).
+_VERSIONS = range(1, 11)
 
 #: Most bytes of a pickle that is remembered, and most of those.
 _MAX_KNOWN = 1 << 12
@@ -72,19 +76,20 @@ def read_torch_zip(
     records = read_directory(source)
     top = _top_directory(records)
     notes = _read_notes(source, records, top)
-    pickled = records[top + "data.pkl"]
+    pickled = _look_up(records, top + "data.pkl")
+    assert pickled is not None
     limit = _MAX_PICKLE
     if pickled.method != STORED:
         limit = _MAX_INFLATED + _MAX_RATIO * pickled.nbytes
     data = read_record(source, pickled, limit)
-    world = TorchWorld()
+    world = TorchWorld(source.budget)
     root = known.get(data) if known else None
     if root is None:
         root = read_torch_pickle(data, world)
         if known is not None and not world.blocked and len(data) < _MAX_KNOWN > len(known):
             known[data] = root
     _refuse_module(root)
-    flat = flatten(root if key is None else {key: root}, len(data))
+    flat = flatten(root if key is None else {key: root}, source.budget)
     resolver = _Resolver(source, records, top, prefix)
     return Index(
         path=source.path,
@@ -108,13 +113,13 @@ def _top_directory(records: dict[str, Record]) -> str:
     outside = next((name for name in records if not top or not name.startswith(top)), None)
     if outside is not None and any(name.endswith(".npy") for name in records):
         raise FormatError("a numpy .npz archive, not a checkpoint", hint="Read it with numpy.load.")
-    if outside is None and top + "constants.pkl" in records:
+    if outside is None and _look_up(records, top + "constants.pkl"):
         raise FormatError(
             "a TorchScript archive: a program together with its weights",
             entry=top + "constants.pkl",
             hint="Load it with torch.jit.load and save its state_dict() with torch.save.",
         )
-    if outside is not None or top + "data.pkl" not in records:
+    if outside is not None or not _look_up(records, top + "data.pkl"):
         raise FormatError(
             "a zip archive that torch.save did not write",
             entry=outside,
@@ -125,15 +130,34 @@ def _top_directory(records: dict[str, Record]) -> str:
     return top
 
 
+def _look_up(records: dict[str, Record], name: str) -> Record | None:
+    """Return the record that torch's reader finds under a name.
+
+    Raises:
+        FormatError: one whose name differs in case, which torch takes and others do not.
+    """
+    record = records.get(name)
+    if record is None and name.lower() in map(str.lower, records):
+        raise FormatError(
+            "a record's name is not written as torch writes it",
+            entry=name,
+            expected="capital and small letters as here",
+            found=next(other for other in records if other.lower() == name.lower()),
+            hint="torch would read it and other programs would not; write the file again.",
+        )
+    return record
+
+
 def _read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
-    """Read the small text records beside the pickle; they may be missing but not absurd."""
+    """Read the small text records beside the pickle; they must be such that torch takes them."""
     notes = {}
-    for name in (".format_version", ".storage_alignment", "byteorder", "version"):
-        record = records.get(top + name)
+    for name in (".format_version", ".storage_alignment", "byteorder", "version", ".data/version"):
+        record = _look_up(records, top + name)
         if record is None:
             continue
-        text = read_record(source, record, _MAX_NOTE).decode("ascii", "replace").strip()
-        notes[name.lstrip(".")] = text
+        text = read_record(source, record, _MAX_NOTE).decode("ascii", "replace")
+        text = text if name == "byteorder" else text.strip()
+        notes[name.removeprefix(".data/").lstrip(".")] = text
         if text == "big" and name == "byteorder":
             raise FormatError(
                 "numbers are stored big-endian, which torchlift does not read yet",
@@ -143,14 +167,21 @@ def _read_notes(source: Source, records: dict[str, Record], top: str) -> dict[st
                 hint="Load it with torch.load and save it again on a little-endian machine.",
             )
         # 19 digits: a longer number is absurd anyhow and could be slow to convert.
-        is_number = text.isdigit() and len(text) < 19 and int(text) > 0
-        if not (text == "little" if name == "byteorder" else is_number):
-            raise FormatError(
-                "a record of the archive makes no sense",
-                entry=record.name,
-                expected="little" if name == "byteorder" else "a positive whole number",
-                found=text,
-            )
+        number = int(text) if text.isdecimal() and len(text) < 19 else 0
+        expected = "little" if name == "byteorder" else "a positive whole number"
+        fits = text == "little" if name == "byteorder" else number > 0
+        if name.endswith("/version") or name == "version":
+            expected = f"{expected} up to {_VERSIONS[-1]}, which torch reads"
+            fits = number in _VERSIONS
+        if not fits:
+            what = "a record of the archive makes no sense"
+            raise FormatError(what, entry=record.name, expected=expected, found=text)
+    if "version" not in notes:
+        raise FormatError(
+            "an archive without its version, which torch does not read",
+            expected=f"a record {top}version",
+            hint="Save it with torch.save.",
+        )
     return notes
 
 
@@ -218,7 +249,7 @@ class _Resolver:
     def _storage(self, key: str, ref: StorageRef) -> tuple[str, Storage]:
         """Return the storage of a tensor, whose record must have exactly the declared size."""
         name = "data/" + ref.key
-        record = self.records.get(self.top + name)
+        record = self.records.get(self.top + name) or _look_up(self.records, self.top + name)
         if record is None:
             raise FormatError("a tensor's storage is missing", entry=key, expected=f"record {name}")
         if record.method != STORED:
@@ -231,7 +262,7 @@ class _Resolver:
         nbytes = ref.numel * ITEMSIZE[ref.dtype or "uint8"]
         if nbytes != record.nbytes:
             raise FormatError(
-                f"a storage does not have the size the tensor {key!r} says",
+                f"a storage does not have the size that the tensor {printable(key, 100)!r} says",
                 entry=record.name,
                 expected=f"{ref.numel} elements, {nbytes} bytes",
                 found=f"{record.nbytes} bytes",
@@ -250,7 +281,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
 
 def _layout(ref: TensorRef, key: str) -> _Layout:
     """Check and return (shape, stride, first index, elements, elements from first to last)."""
-    shape = whole_numbers(ref.size, key, "size", "tuple")
+    shape = dense_shape(ref.size, key, "size", "tuple")
     stride = whole_numbers(ref.stride, key, "stride", "tuple")
     if len(shape) != len(stride):
         raise FormatError(

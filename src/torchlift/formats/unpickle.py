@@ -23,15 +23,90 @@ from torchlift.errors import FormatError
 #: stops near a thousand levels; integers of more digits cannot even be printed.
 MAX_MARKS, MAX_TEXT, MAX_INT = 1_000, 400, 128
 
+#: What reading may cost, in bytes of memory: in any case, and for each byte that was read from
+#: files. A step of work counts as `STEP` bytes, a tensor of the index as `ENTRY`.
+_ALLOWANCE, _PER_BYTE, STEP, ENTRY = 1 << 23, 48, 32, 512
+
+#: Bytes of empty containers.
+_LIST, _SET = 64, 216
+
+
+class Budget:
+    """What a file may still cost: everything that it can repeat without storing it is paid here.
+
+    A few bytes of a pickle can name one large object again, and have it copied, hashed, joined or
+    shown again: a call with a remembered argument, a key, a list in a list, an empty container, a
+    deflated record. Priced together, in proportion to the bytes read, none of them needs a limit of
+    its own, and no combination goes past the sum.
+
+    Attributes:
+        left: what may still be spent, in bytes; a step of work counts as `STEP` of them.
+    """
+
+    __slots__ = ("_keys", "left")
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self.left = _ALLOWANCE
+        self._keys: dict[int, tuple[object, int]] = {}
+        self.grow(nbytes)
+
+    def grow(self, nbytes: int) -> None:
+        """Note that bytes were read."""
+        self.left += _PER_BYTE * nbytes
+
+    def spend(self, amount: int, entry: str | None = None) -> None:
+        """Pay for work or memory.
+
+        Raises:
+            FormatError: there is not that much left.
+        """
+        self.left -= amount
+        if self.left < 0:
+            raise FormatError(
+                "the file unfolds to far more than it stores",
+                entry=entry,
+                expected="work and memory in proportion to its size",
+                found="a few bytes that ask for the same large thing again and again",
+            )
+
+    def hash(self, key: object) -> None:
+        """Pay for a dictionary key.
+
+        Raises:
+            FormatError: it must not be hashed, see `check_key`; or there is not that much left.
+        """
+        cost = STEP * check_key(key)
+        self.spend(cost)
+        if isinstance(key, (tuple, frozenset, complex)):
+            # Their hashes are arithmetic that anybody can solve, so that each new key is compared
+            # with all before it. Those of texts are random.
+            first, met = self._keys.setdefault(hash(key), (key, 0))
+            if first != key:
+                self._keys[hash(key)] = (first, met + 1)
+                self.spend(cost * met)
+
 
 class World(Protocol):
-    """What the interpreter asks about everything that is not plain data."""
+    """What the interpreter asks about everything that is not plain data.
+
+    Attributes:
+        budget: what the pickle may still cost.
+    """
+
+    budget: Budget
 
     def find(self, module: str, name: str) -> object:
         """Return the stand-in of a global."""
 
-    def call(self, function: object, arguments: object) -> object:
-        """Return the result of calling a stand-in: a record, never the real call's effect."""
+    def call(self, function: object, arguments: object, keywords: object = None) -> object:
+        """Return the result of calling a stand-in: a record, never the real call's effect.
+
+        Args:
+            function: the stand-in.
+            arguments: of the call.
+            keywords: None for a call; for a class whose ``__new__`` is called without its
+                ``__init__``, further arguments by name.
+        """
 
     def persistent(self, identity: object) -> object:
         """Return the stand-in of an object that is stored outside the pickle."""
@@ -49,6 +124,7 @@ class Machine:
     Attributes:
         data: the bytes.
         world: what globals and calls stand for.
+        budget: that of the world.
         pos: index of the next byte to read; at the end, of the first byte behind the pickle.
         memo: objects the pickle refers back to, by index. A dict, so that an index of 2**31 costs
             one entry and not a table.
@@ -58,11 +134,12 @@ class Machine:
         outer: the stacks below the open marks.
     """
 
-    __slots__ = ("data", "highest", "memo", "outer", "pos", "rewritten", "stack", "world")
+    __slots__ = ("budget", "data", "highest", "memo", "outer", "pos", "rewritten", "stack", "world")
 
     def __init__(self, data: bytes, world: World, pos: int = 0) -> None:
         self.data = data
         self.world = world
+        self.budget = world.budget
         self.pos = pos
         self.memo: dict[int, Any] = {}
         self.stack: list[Any] = []
@@ -127,7 +204,7 @@ class Machine:
         for i in range(0, len(items), 2):
             key = items[i]
             if type(key) is not str:
-                check_key(key)
+                self.budget.hash(key)
             target[key] = items[i + 1]
 
     def append(self, items: list[Any]) -> None:
@@ -143,9 +220,15 @@ class Machine:
         items = self.group()
         target = self.stack[-1]
         if type(target) is set:
-            target.update(checked_keys(items))
+            target.update(self.hashed(items))
         else:
             self.world.extend(target, items)
+
+    def hashed(self, items: list[Any]) -> list[Any]:
+        """Return items that may be hashed; see `Budget.hash`."""
+        for item in items:
+            self.budget.hash(item)
+        return items
 
     def put(self, index: int) -> None:
         """Remember the top object."""
@@ -156,12 +239,17 @@ class Machine:
         self.memo[index] = self.stack[-1]
 
 
-def check_key(key: object, depth: int = 0) -> None:
+def check_key(key: object, depth: int = 0) -> int:
     """Refuse what must not be hashed: deep or shared tuples, and integers chosen to collide.
+
+    Returns:
+        The number of steps that hashing, comparing or printing it takes.
 
     Raises:
         FormatError: the object is not a scalar, a small tuple of scalars, or a stand-in.
     """
+    if isinstance(key, (str, bytes)):
+        return 1 + len(key) // STEP
     if isinstance(key, int):
         # Hashes of Python integers repeat every 2**61 - 1: wide ones can be made to collide.
         if not -(1 << 63) <= key < 1 << 64:
@@ -169,17 +257,10 @@ def check_key(key: object, depth: int = 0) -> None:
     elif isinstance(key, (tuple, frozenset)):
         if depth > 2 or len(key) > 64:
             raise FormatError("a dictionary key is a large or deeply nested tuple")
-        for item in key:
-            check_key(item, depth + 1)
+        return 1 + sum(check_key(item, depth + 1) for item in key)
     elif isinstance(key, (list, dict, set, bytearray)):
         raise FormatError("a dictionary key is a container", found=f"a {type(key).__name__}")
-
-
-def checked_keys(items: list[Any]) -> list[Any]:
-    """Return items that may be hashed; see `check_key`."""
-    for item in items:
-        check_key(item)
-    return items
+    return 1
 
 
 Handler = Callable[[Machine], None]
@@ -304,7 +385,12 @@ def _int_text(m: Machine) -> int:
 
 
 def _utf8(data: bytes) -> str:
-    return data.decode()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        # Python pickles half of a surrogate pair, which no terminal or other file can take.
+        what = "a text is not UTF-8: half of a surrogate pair, or damage"
+        raise FormatError(what, found=repr(data[:40])) from error
 
 
 def _string2(data: bytes) -> str | bytes:
@@ -349,9 +435,24 @@ def _reduce(m: Machine) -> None:
     m.stack.append(m.world.call(function, arguments))
 
 
+def _newobj(m: Machine) -> None:
+    arguments, function = m.stack.pop(), m.stack.pop()
+    m.stack.append(m.world.call(function, arguments, {}))
+
+
 def _newobj_ex(m: Machine) -> None:
-    m.stack.pop()  # keyword arguments, which no stand-in takes
-    _reduce(m)
+    keywords, arguments, function = m.stack.pop(), m.stack.pop(), m.stack.pop()
+    m.stack.append(m.world.call(function, arguments, keywords))
+
+
+def _empty(kind: Callable[[], object], nbytes: int) -> Handler:
+    """Make a container, of which a million would be a million bytes of the pickle."""
+
+    def handler(m: Machine) -> None:
+        m.budget.spend(nbytes)
+        m.stack.append(kind())
+
+    return handler
 
 
 def _build(m: Machine) -> None:
@@ -371,6 +472,7 @@ def _dict(m: Machine) -> None:
 
 
 def _memoize(m: Machine) -> None:
+    m.budget.spend(_LIST)
     m.put(len(m.memo))
 
 
@@ -406,15 +508,15 @@ _OPCODES: dict[bytes, Handler] = {
     b"X": _sized(_u4, _utf8), b"\x8c": _sized(_u1, _utf8), b"\x8d": _sized(_u8, _utf8),
     b"B": _sized(_u4, bytes), b"C": _sized(_u1, bytes), b"\x8e": _sized(_u8, bytes),
     b"\x96": _sized(_u8, bytearray),
-    b"}": _push(lambda m: {}), b"]": _push(lambda m: []), b"\x8f": _push(lambda m: set()),
+    b"}": _empty(dict, _LIST), b"]": _empty(list, _LIST), b"\x8f": _empty(set, _SET),
     b")": _constant(()), b"d": _dict, b"l": _push(Machine.group),
     b"t": _push(lambda m: tuple(m.group())),
-    b"\x91": _push(lambda m: frozenset(checked_keys(m.group()))),
+    b"\x91": _push(lambda m: frozenset(m.hashed(m.group()))),
     b"\x85": lambda m: m.fold(1), b"\x86": lambda m: m.fold(2), b"\x87": lambda m: m.fold(3),
     b"a": lambda m: m.append([m.stack.pop()]), b"e": lambda m: m.append(m.group()),
     b"s": _set_item, b"u": lambda m: m.set_items(m.group()), b"\x90": Machine.add_items,
     b"c": _push(_global), b"\x93": _push(_stack_global), b"i": _push(_inst), b"o": _push(_obj),
-    b"R": _reduce, b"\x81": _reduce, b"\x92": _newobj_ex, b"b": _build,
+    b"R": _reduce, b"\x81": _newobj, b"\x92": _newobj_ex, b"b": _build,
     b"Q": _push(lambda m: m.world.persistent(m.stack.pop())),
     b"p": _put(_number_text), b"q": _put(_u1), b"r": _put(_u4), b"\x94": _memoize,
     b"g": _get(_number_text), b"h": _get(_u1), b"j": _get(_u4),

@@ -7,6 +7,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from torchlift._system import printable
 from torchlift.errors import IntegrityError
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import Index, Storage
@@ -53,7 +54,7 @@ class VerifyReport:
             f"  {item.name}: expected crc32 {item.expected:08x}, found {item.found:08x}"
             for item in self.failed
         ]
-        return "\n".join(lines)
+        return "\n".join(printable(line, 1000) for line in lines)
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:

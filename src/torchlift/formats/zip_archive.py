@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,15 +23,18 @@ STORED, DEFLATED = 0, 8
 LOCAL_MAGIC, CENTRAL_MAGIC, DESCRIPTOR_MAGIC = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END_MAGIC, LOCATOR64_MAGIC, END64_MAGIC = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
 
-#: Fields that neither torch's writer nor a reader of its files needs are padding: zeros.
+#: Fields that neither torch's writer nor torch's reader uses are padding: zeros.
 LOCAL = struct.Struct("<4s2xHH4x12xHH")  # magic, flags, method, lengths of name and extra field
-#: Magic, flags, method, CRC, size packed, size, lengths of name, extra field, comment, position.
-CENTRAL = struct.Struct("<4s4xHH4xIIIHHH8xI")
+#: Magic, flags, method, CRC, size packed, size, lengths of name, extra field, comment, attributes,
+#: position.
+CENTRAL = struct.Struct("<4s4xHH4xIIIHHH4xII")
 END = struct.Struct("<4sHHHHIIH")
 LOCATOR64 = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 FULL32, FULL16 = 0xFFFFFFFF, 0xFFFF
-_ENCRYPTED, _HAS_DESCRIPTOR, _UTF8 = 0x1 | 0x40 | 0x2000, 0x8, 0x800
+_ENCRYPTED, _HAS_DESCRIPTOR, _UTF8 = 0x1 | 0x20 | 0x40 | 0x2000, 0x8, 0x800
+#: Of a folder, as MS-DOS marked it: torch then leaves its memory as it was, and reads that.
+_FOLDER = 0x10
 #: Of the payloads of new records, in bytes, as torch does it.
 ALIGNMENT = 64
 
@@ -38,6 +42,9 @@ ALIGNMENT = 64
 #: hundreds of small ones it replaces, and a descriptor, unlike a mapping, cannot raise SIGBUS.
 _WINDOW = 1 << 20
 _DENSE = 1 << 14
+
+#: Price of a byte that is inflated.
+_INFLATED = 8
 
 
 class Record(NamedTuple):
@@ -63,6 +70,12 @@ class Record(NamedTuple):
 def read_directory(source: Source) -> dict[str, Record]:
     """Read every record of a zip archive, in the order of their bytes.
 
+    Where readers of such archives disagree, a file can show each of them another content, so that
+    what is looked at is not what is loaded. Whatever torch's reader and this one would see
+    differently is refused (pytorch/pytorch, third_party/miniz-3.0.2/miniz.c: it takes the last end
+    record whatever its comment's length says, a zip64 record whenever there is one, and compares
+    names without regard to the case of ASCII letters).
+
     Returns:
         Record name -> record. Payload offsets come from each record's local header, because its
         padding differs from the one in the directory.
@@ -76,11 +89,13 @@ def read_directory(source: Source) -> dict[str, Record]:
     buffer, start, previous_end = b"", 0, 0
     unpack, fixed = LOCAL.unpack_from, LOCAL.size
     records: dict[str, Record] = {}
-    for header, raw, packed, size, crc, method in sorted(
-        _entries(source.read(limit, nbytes), count)
-    ):
+    entries = sorted(_entries(source.read(limit, nbytes), count))
+    if entries and entries[0][0]:
+        what, hint = "bytes before the first record", "Remove what is before the archive."
+        raise FormatError(what, entry=_text(entries[0][1]), hint=hint)
+    for header, raw, packed, size, crc, method in entries:
         at, length = header - start, fixed + len(raw)
-        problem = hint = None
+        problem = None
         if header + length > limit:
             raise FormatError("a record's header lies outside the archive", entry=_text(raw))
         if at + length > len(buffer):
@@ -88,12 +103,12 @@ def read_directory(source: Source) -> dict[str, Record]:
             start, at = header, 0
         magic, flags, local_method, n_name, n_extra = unpack(buffer, at)
         payload = header + fixed + n_name + n_extra
-        name = raw.decode()
+        try:
+            name = raw.decode()
+        except UnicodeDecodeError as error:
+            raise FormatError("a record's name is not UTF-8", entry=_text(raw)) from error
         if magic != LOCAL_MAGIC or buffer[at + fixed : at + fixed + n_name] != raw:
             problem = "a record's own header is damaged or names another record"
-        elif name in records:
-            problem = "two records have this name"
-            hint = "Programs disagree on which of the two counts; write the file again."
         elif header < previous_end:
             problem = "two records overlap"
         elif payload + packed > limit:
@@ -103,9 +118,20 @@ def read_directory(source: Source) -> dict[str, Record]:
         elif local_method != method or (method == STORED and packed != size):
             problem = "a record's headers disagree about its compression"
         if problem is not None:
-            raise FormatError(problem, entry=name, hint=hint)
+            raise FormatError(problem, entry=name)
         previous_end = payload + packed
         records[name] = Record(name, payload, packed, size, crc, method)
+    if "\0" in "".join(records):
+        name = next(name for name in records if "\0" in name)
+        what = "a record's name has a zero byte, at which many programs end it"
+        raise FormatError(what, entry=name)
+    if len(set(map(str.lower, records))) < count:
+        counts = Counter(_text(raw).lower() for _, raw, *_ in entries)
+        raise FormatError(
+            "two records have this name, or one that differs only in capital letters",
+            entry=next(name for name in records if counts[name.lower()] > 1),
+            hint="Programs disagree on which of the two counts; write the file again.",
+        )
     return records
 
 
@@ -129,6 +155,8 @@ def read_record(source: Source, record: Record, limit: int) -> bytes:
         )
     data = source.read(record.offset, record.nbytes, record.name)
     if record.method == DEFLATED:
+        # Each byte is interpreted, later.
+        source.budget.spend(_INFLATED * record.size, record.name)
         data = _inflate(data, record)
     elif record.method != STORED:
         raise FormatError(
@@ -152,7 +180,15 @@ def _inflate(data: bytes, record: Record) -> bytes:
     """Inflate raw deflate data that must give exactly `record.size` bytes."""
     engine = zlib.decompressobj(-zlib.MAX_WBITS)
     # The declared size is the cap, so a bomb costs one byte more than it admits to.
-    result = engine.decompress(data, record.size + 1)
+    try:
+        result = engine.decompress(data, record.size + 1)
+    except zlib.error as error:
+        raise FormatError(
+            "a compressed record is broken",
+            entry=record.name,
+            found=str(error),
+            hint="The file was damaged after it was written; fetch it again.",
+        ) from error
     if len(result) != record.size or not engine.eof:
         raise FormatError(
             "a compressed record does not have the size its header declares",
@@ -167,9 +203,8 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
     """Locate the central directory: (number of records, first byte, length in bytes)."""
     tail_start = max(0, source.size - END.size - FULL16)
     tail = source.read(tail_start, source.size - tail_start)
-    at = tail.rfind(END_MAGIC)
-    while at >= 0 and not _is_end(tail, at):
-        at = tail.rfind(END_MAGIC, 0, at)
+    # Of all signatures with room for a record behind them the last, whatever that record says.
+    at = tail.rfind(END_MAGIC, 0, max(0, len(tail) - END.size + len(END_MAGIC)))
     if at < 0:
         raise FormatError(
             "a zip archive without its directory",
@@ -177,19 +212,32 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
             found="none",
             hint="The file is truncated: an interrupted save or download. Fetch it again.",
         )
-    disk, first_disk, _, count, nbytes, start = END.unpack_from(tail, at)[1:7]
+    *numbers, comment = END.unpack_from(tail, at)[1:]
+    if comment != len(tail) - at - END.size:
+        raise FormatError(
+            "a zip archive that does not end with its end record",
+            expected=f"a comment of {len(tail) - at - END.size} bytes behind it",
+            found=f"{comment} bytes, by its own account",
+            hint="Something was appended, or the end was changed: programs disagree on what is in "
+            "such a file. Fetch it again.",
+        )
     limit = tail_start + at
-    if FULL16 in (count, disk, first_disk) or FULL32 in (nbytes, start):
-        at = limit - LOCATOR64.size
-        locator = LOCATOR64.unpack(source.read(at, LOCATOR64.size, "zip64 locator"))
-        limit = locator[2]
-        if locator[0] != LOCATOR64_MAGIC or limit > at:
-            raise FormatError("a large zip archive without its zip64 locator")
+    at = max(0, limit - LOCATOR64.size)
+    locator = source.read(at, limit - at)
+    if locator.startswith(LOCATOR64_MAGIC) and len(locator) == LOCATOR64.size:
+        limit = LOCATOR64.unpack(locator)[2]
         end = END64.unpack(source.read(limit, END64.size, "zip64 end record"))
-        if end[0] != END64_MAGIC:
-            raise FormatError("a large zip archive without its zip64 end record")
-        disk, first_disk, _, count, nbytes, start = end[4:]
-    if disk or first_disk:
+        agree = all(
+            few in (many, full)
+            for few, many, full in zip(numbers, end[4:], [FULL16] * 4 + [FULL32] * 2, strict=True)
+        )
+        if end[0] != END64_MAGIC or limit > at or not agree:
+            raise FormatError("the two end records of a large zip archive do not agree")
+        numbers = [*end[4:]]
+    elif FULL16 in numbers[:4] or FULL32 in numbers[4:]:
+        raise FormatError("a large zip archive without its zip64 locator")
+    disk, first_disk, here, count, nbytes, start = numbers
+    if disk or first_disk or here != count:
         raise FormatError("a zip archive split over several files", hint="Join the files first.")
     if start + nbytes > limit or count * CENTRAL.size > nbytes:
         raise FormatError(
@@ -200,12 +248,6 @@ def _find_directory(source: Source) -> tuple[int, int, int]:
     return count, start, nbytes
 
 
-def _is_end(tail: bytes, at: int) -> bool:
-    """Return whether an end record with its comment takes exactly the rest of the file."""
-    rest = len(tail) - at - END.size
-    return rest >= 0 and END.unpack_from(tail, at)[-1] == rest
-
-
 _Entry = tuple[int, bytes, int, int, int, int]
 
 
@@ -214,9 +256,8 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
     unpack, fixed = CENTRAL.unpack_from, CENTRAL.size
     at = 0
     for number in range(count):
-        magic, flags, method, crc, packed, size, n_name, n_extra, n_comment, header = unpack(
-            directory, at
-        )
+        (magic, flags, method, crc, packed, size, n_name, n_extra, n_comment, attributes, header,
+        ) = unpack(directory, at)  # fmt: skip
         extra = at + fixed + n_name
         name = directory[at + fixed : extra]
         at = extra + n_extra + n_comment
@@ -224,6 +265,8 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
             raise FormatError("the archive's directory is damaged", found=f"record {number}")
         if flags & _ENCRYPTED:
             raise FormatError("an encrypted record", entry=_text(name))
+        if attributes & _FOLDER:
+            raise FormatError("a record that is a folder", entry=_text(name))
         if packed == FULL32 or size == FULL32 or header == FULL32:
             numbers = (size, packed, header)
             size, packed, header = _widened(numbers, directory[extra : extra + n_extra], name)
@@ -311,7 +354,7 @@ class NewRecord:
     def central_header(self, crc: int) -> bytes:
         """Return what the directory says."""
         size, header, wide = min(self.nbytes, FULL32), min(self.header, FULL32), self.wide
-        fields = (self.flags, 0, crc, size, size, len(self.name), len(wide), 0, header)
+        fields = (self.flags, 0, crc, size, size, len(self.name), len(wide), 0, 0, header)
         return CENTRAL.pack(CENTRAL_MAGIC, *fields) + self.name + wide
 
 

@@ -1,0 +1,437 @@
+"""Small files that ask for much: each is read or refused in proportion to its own bytes.
+
+A child counts the calls that reading, verifying and showing a file takes, and its memory; both are
+bounded by a sum and a multiple of the bytes on disk. The time limit is only a net below that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import Call, pickled, tensor, write_safetensors, write_zip
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import torchlift
+from torchlift.errors import FormatError
+from torchlift.formats import read_index
+from torchlift.formats.unpickle import Budget
+
+_CHILD = """
+import json, os, resource, sys
+from torchlift.errors import CheckpointError
+from torchlift.formats import read_index
+from torchlift.formats.summary import to_html, to_json, to_text
+from torchlift.formats.verify import verify_index
+
+def stored(path):
+    if os.path.isfile(path):
+        return os.path.getsize(path)
+    return sum({e.inode(): e.stat().st_size for e in os.scandir(path)}.values())
+
+def peak():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) << 10
+
+class Exceeded(BaseException):
+    pass
+
+def counted(*_):
+    global left
+    left -= 1
+    if left < 0:
+        sys.setprofile(None)
+        raise Exceeded
+
+for path in sys.argv[1:]:
+    left, before = 12_000_000 + 32 * stored(path), peak()
+    sys.setprofile(counted)
+    try:
+        index = read_index(path)
+        verify_index(index), to_text(index), to_html(index), json.dumps(to_json(index))
+        outcome = "read"
+    except CheckpointError as error:
+        outcome = str(error)
+        assert not isinstance(error.__cause__, MemoryError), path
+    sys.setprofile(None)
+    assert len(outcome) < 4000, len(outcome)
+    assert outcome.isprintable(), outcome
+    grown = peak() - before
+    assert grown < (64 << 20) + 160 * stored(path), (path, grown, outcome[:200])
+    print(outcome[:300])
+"""
+
+
+def answers(*paths: Path) -> list[str]:
+    """What a child says of files: ``read``, or the error; fails where it takes too much."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, *map(str, paths)],
+        env=environment, capture_output=True, text=True, timeout=60 * len(paths), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+# Pickles ------------------------------------------------------------------------------------------
+
+
+def _text(value: bytes) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value
+
+
+def _int(value: int) -> bytes:
+    return b"\x8a\x08" + struct.pack("<q", value)
+
+
+def _again(function: str, argument: bytes, times: int = 5_000, call: bytes = b"h\1h\0\x85R"):
+    """A list of the results of one function, called again and again with one argument."""
+    module, name = function.rsplit(".", 1)
+    head = argument + b"q\x000c" + f"{module}\n{name}\n".encode() + b"q\x010"
+    return head + b"](" + call * times + b"e."
+
+
+_MANY = b"(" + b"".join(map(_int, range(10_000)))
+_LONG = _text(b"x" * 200_000)
+_PAIRS = b"](" + b"".join(_int(i) + b"N\x86" for i in range(10_000)) + b"e"
+_DICT = _MANY + b"d"
+
+
+def _colliding(count: int) -> list[tuple[int, int]]:
+    """Pairs of integers whose tuples have one hash (xxHash without a key, as CPython has it)."""
+    prime_1, prime_2, prime_5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    inverse, mask = pow(prime_2, -1, 1 << 64), (1 << 64) - 1
+    found: list[tuple[int, int]] = []
+    for first in range(1, 40 * count):
+        state = (prime_5 + first * prime_2) & mask
+        state = ((state << 31 | state >> 33) & mask) * prime_1 & mask
+        second = (12345 - state) * inverse & mask
+        if second < (1 << 61) - 1:
+            found.append((first, second))
+        if len(found) == count:
+            break
+    assert len({hash(pair) for pair in found}) == 1
+    return found
+
+
+def _heavy_key(leaf: bytes) -> bytes:
+    """A tuple of 64 tuples of 64 tuples of 64 leaves, a few hundred bytes long; memo 9."""
+    return leaf + b"q\x07" + b"0(" + b"h\x07" * 64 + b"tq\x080(" + b"h\x08" * 64 + b"tq\x090"
+
+
+PICKLES: dict[str, Callable[[], bytes]] = {
+    "encode": lambda: _again("_codecs.encode", _LONG),
+    "bytearray": lambda: _again("builtins.bytearray", b"B" + _LONG[1:]),
+    "bytes": lambda: _again("builtins.bytes", _LONG, call=b"(h\1h\0X\6\0\0\0latin1o"),
+    "set": lambda: _again("builtins.set", _MANY + b"t"),
+    "frozenset": lambda: _again("builtins.frozenset", _MANY + b"l"),
+    "OrderedDict": lambda: _again("collections.OrderedDict", _PAIRS),
+    "Size": lambda: _again("torch.Size", _MANY + b"l"),
+    "Counter": lambda: _again("collections.Counter", _DICT),
+    "defaultdict": lambda: _again("collections.defaultdict", _DICT, call=b"h\1Nh\0\x86R"),
+    "slice": lambda: _again("builtins.slice", _MANY + b"t", call=b"h\1h\0R"),
+    "device": lambda: _again("torch.device", _LONG),
+    "numpy code": lambda: _again("numpy.dtype", _text(b"<" * 200_000)),
+    "metadata of a tensor": lambda: (
+        b"ctorch._utils\n_rebuild_tensor_v2\nq\x010(X\7\0\0\0storagectorch\nFloatStorage\n"
+        b"X\1\0\0\x000X\3\0\0\0cpuK\4tQq\x020(" + b"".join(
+            _int(i) + b"N" for i in range(10_000)) + b"dq\x030]("
+        + b"h\1(h\2K\0))\x89Nh\3tR" * 5_000 + b"e."),
+    "call in a call": lambda: (
+        b"ctorch._tensor\n_rebuild_from_type_v2\nq\1" + b"(h\1N" * 900 + b")" + b"Nt" * 900
+        + b"R."),
+    "complex keys": lambda: b"](" + b"".join(
+        b"cbuiltins\ncomplex\nG" + struct.pack(">d", -1000003.0 * i) + b"G"
+        + struct.pack(">d", float(i)) + b"\x86RN\x86" for i in range(20_000)) + b"eq\0"
+        + b"0ccollections\nOrderedDict\nh\0\x85R.",
+    "colliding tuples": lambda: b"}(" + b"".join(
+        _int(a) + _int(b) + b"\x86N" for a, b in _colliding(20_000)) + b"u.",
+    "colliding items of a set": lambda: b"\x8f(" + b"".join(
+        _int(a) + _int(b) + b"\x86" for a, b in _colliding(20_000)) + b"\x90.",
+    "a heavy key": lambda: _heavy_key(b"N") + b"](" + b"}h\x09Ns" * 5_000 + b"e.",
+    "a heavy key of text": lambda: _heavy_key(_text(b"y" * 5_000)) + b"}h\x09Ns.",
+    "the text of a heavy key": lambda: _heavy_key(_text(b"y" * 60)) + b"](" + b"}h\x09}h\x09Nss"
+        * 300 + b"e.",
+    "empty lists": lambda: b"](" + b"]" * 300_000 + b"e.",
+    "empty dicts": lambda: b"](" + b"}" * 300_000 + b"e.",
+    "empty sets": lambda: b"](" + b"\x8f" * 300_000 + b"e.",
+    "objects that are thrown away": lambda: b"}0" * 300_000 + b"N.",
+    "a memo of millions": lambda: b"N" + b"\x94" * 300_000 + b".",
+    "one list a million times": lambda: b"](" + b"N" * 1_000 + b"eq\0" + b"0](" + b"h\0" * 300_000
+        + b"e.",
+    "an empty list a million times": lambda: b"]q\x000](" + b"h\0" * 300_000 + b"e.",
+    "one tensor a million times": lambda: pickled(tensor())[2:-1] + b"q\x630](" + b"h\x63" * 300_000
+        + b"e.",
+    "one text a thousand times": lambda: _LONG + b"q\x000](" + b"h\0" * 10_000 + b"e.",
+    "one text under many keys": lambda: _LONG + b"q\x000}(" + b"".join(
+        _int(i) + b"h\0" for i in range(10_000)) + b"u.",
+    "one dict under many keys": lambda: b"}(" + b"".join(
+        _int(i) + b"N" for i in range(3_000)) + b"uq\x000}(" + b"".join(
+        _int(i) + b"h\0" for i in range(3_000)) + b"u.",
+    "a long key above many": lambda: b"}" + _LONG + b"}(" + b"".join(
+        _int(i) + b"N" for i in range(10_000)) + b"us.",
+    "versions of many dicts": lambda: b"}X\x09\0\0\0_metadata}X\1\0\0\0a}(" + b"".join(
+        _int(i) + b"N" for i in range(3_000)) + b"ussq\x000}(" + b"".join(
+        _int(i) + b"ccollections\nOrderedDict\n)Rh\0b" for i in range(3_000)) + b"u.",
+    "a name in versions": lambda: b"}X\x09\0\0\0_metadata}X\1\0\0\0a}" + _heavy_key(
+        _text(b"z" * 5_000)) + b"h\x09Nsssq\x060"
+        b"ccollections\nOrderedDict\n)Rh\x06b.",
+    "extra states": lambda: b"}(" + b"".join(
+        _int(i) + b"N" for i in range(3_000)) + b"uq\x000}(" + b"".join(
+        _text(b"m%d._extra_state" % i) + b"h\0" for i in range(3_000)) + b"u.",
+    "a storage tag": lambda: b"ctorch._utils\n_rebuild_tensor_v2\nq\x010(X\7\0\0\0storagectorch\n"
+        b"FloatStorage\nX\1\0\0\x000" + _LONG + b"K\4tQq\x020](" + b"h\1(h\2K\0))\x89NtR" * 20_000
+        + b"e.",
+}  # fmt: skip
+
+
+def _in_zip(directory: Path, data: bytes) -> Path:
+    return write_zip(directory / "stored.pt", data=data)
+
+
+def _deflated(directory: Path, data: bytes) -> Path:
+    return write_zip(directory / "deflated.pt", data=data, method=zipfile.ZIP_DEFLATED)
+
+
+def _as_item(directory: Path, data: bytes) -> Path:
+    """A distributed checkpoint with one object, which is that pickle."""
+    item = write_zip(directory / "item", data=data).read_bytes()
+    (directory / "item").unlink()
+    return _dcp(directory / "item.dcp", {"x": BytesStorageMetadata()}, {"x": item})
+
+
+def _as_metadata(directory: Path, data: bytes) -> Path:
+    (directory / "metadata.dcp").mkdir()
+    (directory / "metadata.dcp" / ".metadata").write_bytes(data)
+    return directory / "metadata.dcp"
+
+
+#: Those that are tried in every place where a format has a pickle.
+_EVERYWHERE = (
+    "encode",
+    "set",
+    "colliding tuples",
+    "a heavy key",
+    "empty lists",
+    "a memo of millions",
+)
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_costs_in_proportion_to_its_bytes(tmp_path: Path, name: str) -> None:
+    """In a torch file, deflated in one, as an object of a directory, and as its metadata."""
+    places = [_in_zip, _deflated] + [_as_item, _as_metadata] * (name in _EVERYWHERE)
+    paths = [make(tmp_path, PICKLES[name]()) for make in places]
+    assert len(answers(*paths)) == len(paths)
+
+
+# Directories --------------------------------------------------------------------------------------
+
+
+def _dcp(
+    path: Path, described: dict[str, Any], items: dict[Any, bytes], at: dict[Any, Any] | None = None
+) -> Path:
+    """A distributed checkpoint with these items, one behind the other; `at` says otherwise."""
+    path.mkdir()
+    places, data = {}, b""
+    for key, item in items.items():
+        index = MetadataIndex(key) if isinstance(key, str) else MetadataIndex(*key)
+        places[index] = _StorageInfo("__0_0.distcp", len(data), len(item))
+        data += item
+    (path / "__0_0.distcp").write_bytes(data)
+    metadata = Metadata(described, None, {**places, **(at or {})})
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def _described(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
+    chunks = [ChunkStorageMetadata(torch.Size(a), torch.Size(n)) for a, n in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), chunks)
+
+
+def _stored(path: Path, value: object) -> bytes:
+    torch.save(value, path)
+    return path.read_bytes()
+
+
+def test_items_that_inflate_are_paid_for_together(tmp_path: Path) -> None:
+    """A thousand items of a few hundred bytes, each of which would inflate to a megabyte."""
+    data = b"N0" * 450_000 + b"N."
+    item = write_zip(tmp_path / "i", data=data, method=zipfile.ZIP_DEFLATED, storages={})
+    keys = [f"k{at}" for at in range(1_000)]
+    path = _dcp(
+        tmp_path / "d", dict.fromkeys(keys, BytesStorageMetadata()),
+        dict.fromkeys(keys, item.read_bytes()),
+    )  # fmt: skip
+    (answer,) = answers(path)
+    assert "unfolds to far more than it stores" in answer
+
+
+def test_an_item_is_read_for_one_name_only(tmp_path: Path) -> None:
+    """A thousand names, or chunks, of one item would be a thousand tensors."""
+    item = _stored(tmp_path / "i", torch.ones(1000, 100))
+    box = ((0, 0), (1000, 100))
+    keys = [f"k{at}" for at in range(1_000)]
+    one = _StorageInfo("__0_0.distcp", 0, len(item))
+    names = _dcp(
+        tmp_path / "names", {key: _described(box[1], box) for key in keys}, {"k0": item},
+        {MetadataIndex(key, (0, 0)): one for key in keys},
+    )  # fmt: skip
+    boxes = [((1000 * at, 0), box[1]) for at in range(1_000)]
+    chunks = _dcp(
+        tmp_path / "chunks", {"k0": _described((1_000_000, 100), *boxes)}, {"k0": item},
+        {MetadataIndex("k0", start): one for start, _ in boxes},
+    )  # fmt: skip
+    assert all("two items overlap in their file" in answer for answer in answers(names, chunks))
+
+
+def test_a_broadcast_item_is_refused(tmp_path: Path) -> None:
+    """A box over one number (stride 0) would make a tensor of 8 GiB out of 1.5 KB."""
+    view = pickled({"w": tensor((1 << 15, 1 << 15), (0, 0), numel=1)}["w"])
+    item = write_zip(tmp_path / "i", data=view, storages={"0": bytes(4)}).read_bytes()
+    halves = [((at << 15, 0), (1 << 15, 1 << 15)) for at in range(2)]
+    path = _dcp(
+        tmp_path / "d", {"w": _described((1 << 16, 1 << 15), *halves)},
+        {("w", start): item for start, _ in halves},
+    )  # fmt: skip
+    with pytest.raises(FormatError, match=r"repeats its numbers.*4294967296 bytes.*found 4 bytes"):
+        torchlift.open(path)
+
+
+def _nested_corners(size: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Rows and columns that bend around each other: half of all boxes are open at any place."""
+    rows = [((at, at), (1, size - at)) for at in range(size)]
+    columns = [((at + 1, at), (size - at - 1, 1)) for at in range(size - 1)]
+    return rows + columns
+
+
+def test_thousands_of_chunks_are_not_compared_in_pairs(tmp_path: Path) -> None:
+    """Nor is anything else looked at once for each pair, whatever the boxes are."""
+    boxes = _nested_corners(3_000)
+    fitting = _dcp(tmp_path / "fitting", {"w": _described((3_000, 3_000), *boxes)}, {})
+    (start, sizes) = boxes[10]
+    wrong = [*boxes[:10], ((start[0] + 1, start[1]), sizes), *boxes[11:]]
+    other = _dcp(tmp_path / "other", {"w": _described((3_000, 3_000), *wrong)}, {})
+    many = [((at,) * 40, (1,) * 40) for at in range(100)]
+    corners = _dcp(tmp_path / "corners", {"w": _described((3,) * 2 + (1,) * 38, *many[:1])}, {})
+    first, second, third = answers(fitting, other, corners)
+    assert "does not say in which file" in first  # they fit, and none is stored
+    assert "the chunks of a tensor overlap" in second
+    assert "the chunks of a tensor leave gaps" in third
+
+
+def test_chunks_in_many_dimensions_are_paid_for(tmp_path: Path) -> None:
+    """A box of forty dimensions has 2**40 corners."""
+    shape, half = (2,) * 40, ((0,) * 40, (1,) + (2,) * 39)
+    boxes = [half, *(((1,) * at + (0,) * (40 - at), (1,) * 40) for at in range(1, 40))]
+    path = _dcp(tmp_path / "d", {"w": _described(shape, *boxes, ((0,) * 40, shape))}, {})
+    (answer,) = answers(path)
+    assert "unfolds to far more than it stores" in answer
+
+
+def test_chunks_that_many_tensors_share_are_paid_for(tmp_path: Path) -> None:
+    """One list of ten thousand chunks in ten thousand tensors."""
+    described = _described((10_000,), *(((at,), (1,)) for at in range(10_000)))
+    tensors = {}
+    for at in range(10_000):
+        tensors[f"k{at}"] = _described((10_000,))
+        tensors[f"k{at}"].chunks = described.chunks
+    (answer,) = answers(_dcp(tmp_path / "d", tensors, {}))
+    assert "unfolds to far more than it stores" in answer
+
+
+def test_descriptors_are_not_joined_a_million_times(tmp_path: Path) -> None:
+    """An error names the first few transforms of an item, clipped."""
+    named = _StorageInfo("__0_0.distcp", 0, 0, ["z" * 100_000] * 100_000)
+    path = _dcp(tmp_path / "d", {"w": _described((1,), ((0,), (1,)))}, {},
+                {MetadataIndex("w", (0,)): named})  # fmt: skip
+    (answer,) = answers(path)
+    assert "transformed as it was written" in answer
+
+
+def test_a_path_that_joins_itself_is_paid_for(tmp_path: Path) -> None:
+    """A path of two long texts, made thousands of times."""
+    data = _again("pathlib.PosixPath", _LONG, call=b"h\1h\0h\0\x86R")
+    (answer,) = answers(_as_metadata(tmp_path, data))
+    assert "unfolds to far more than it stores" in answer
+
+
+def test_one_shard_is_read_once_however_it_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By dots and slashes, by links, by hard links: two thousand names of one file."""
+    header = {f"k{at}": {"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]}
+              for at in range(3_000)}  # fmt: skip
+    write_safetensors(tmp_path / "a", header, bytes(3_000))
+    (tmp_path / "inside").symlink_to(tmp_path)
+    names = ["./" * at + "a" for at in range(1_000)] + [
+        "." + "/" * at + "a" for at in range(1, 900)
+    ]
+    for at in range(100):
+        os.link(tmp_path / "a", tmp_path / f"hard{at}")
+        names += [f"hard{at}", "inside/" * (at % 30) + "a"]
+    index = {"weight_map": dict(zip(header, names, strict=False))}
+    (tmp_path / "x.index.json").write_text(json.dumps(index))
+    (answer,) = answers(tmp_path / "x.index.json")
+    assert answer == "read"
+    opened: list[str] = []
+    true = open
+    monkeypatch.setattr(
+        "builtins.open", lambda file, *a, **k: opened.append(str(file)) or true(file, *a, **k)
+    )
+    found = read_index(tmp_path / "x.index.json")
+    monkeypatch.undo()
+    assert list(found.entries) == list(header)
+    assert len(found.storages) == len(header)
+    assert sum(not name.endswith(".json") for name in opened) == 1
+
+
+def test_what_people_save_is_far_below_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models, optimizers, plain data of every protocol: less than half of what their bytes give."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(50)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    states = {
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+        "history": [{"step": at, "loss": at / 3, "tags": [], "more": {}} for at in range(5_000)],
+        "numbers": list(range(100_000)), "none": [None] * 100_000,
+        "keys": {(at, "a"): (at,) for at in range(5_000)}, "set": set(range(5_000)),
+    }  # fmt: skip
+    budgets: list[Budget] = []
+    grow = Budget.grow
+    monkeypatch.setattr(Budget, "grow", lambda b, n: (budgets.append(b), grow(b, n))[1])
+    for protocol in (2, 4):
+        for name, state in states.items():
+            path = tmp_path / f"{name}{protocol}.pt"
+            torch.save(state, path, pickle_protocol=protocol)
+            budgets.clear()
+            read_index(path)
+            whole = Budget(path.stat().st_size).left
+            assert budgets[0].left > whole / 2, (name, protocol, budgets[0].left / whole)
+
+
+def test_a_call_is_what_it_was_when_it_was_made(tmp_path: Path) -> None:
+    """The net below the tests of pickles: they are not all refused for being malformed."""
+    path = write_zip(tmp_path / "x.pt", {"a": Call(bytearray, b"x" * 9), "b": torch.Size([1])})
+    assert read_index(path).objects == {"a": bytearray(b"x" * 9), "b": (1,)}

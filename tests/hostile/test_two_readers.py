@@ -1,0 +1,349 @@
+"""One file, two readers: what torchlift shows of it is what torch.load reads, or it is refused."""
+
+from __future__ import annotations
+
+import collections
+import io
+import struct
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import Call, StorageId, pickled, same_bits, tensor, write_zip
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._tensor import _rebuild_from_type_v2
+from torch._utils import _rebuild_parameter_with_state
+
+import torchlift
+from torchlift.errors import CheckpointError, FormatError
+from torchlift.formats import read_index
+from torchlift.formats.torch_pickle import ACTING
+
+_END, _LOCATOR64, _END64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
+
+
+def _tensors(value: Any, key: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of nested containers by their dotted keys."""
+    if isinstance(value, torch.Tensor):
+        return {key or "tensor": value}
+    items = value.items() if isinstance(value, dict) else []
+    if isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    return {
+        name: found
+        for at, item in items
+        for name, found in _tensors(item, f"{key}.{at}" if key else str(at)).items()
+    }
+
+
+def _by_torch(path: Path) -> dict[str, torch.Tensor] | None:
+    """The tensors that torch reads, or None where it refuses the file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pickle protocols
+        try:
+            return _tensors(torch.load(path, weights_only=True))
+        except Exception:
+            return None  # torch raises whatever its C++ and Python code does
+
+
+def _by_us(path: Path) -> dict[str, torch.Tensor] | None:
+    try:
+        with torchlift.open(path) as ckpt:
+            return ckpt.state_dict()
+    except CheckpointError:
+        return None
+
+
+def _agree(path: Path) -> bool:
+    """Whether both read the same, or one refuses the file."""
+    ours, theirs = _by_us(path), _by_torch(path)
+    return ours is None or theirs is None or _same(ours, theirs)
+
+
+def _same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        same_bits(ours[key], tensor) and ours[key].stride() == tensor.stride()
+        for key, tensor in theirs.items()
+    )
+
+
+def _archive(directory: Path, fill: float) -> bytes:
+    torch.save({"w": torch.full((4,), fill)}, directory / "a.pt")
+    return (directory / "a.pt").read_bytes()
+
+
+def _numbers_of(data: bytes) -> tuple[int, int, int]:
+    """Count, length and start of the directory, from the zip64 end record."""
+    return struct.unpack_from("<QQQ", data, data.rfind(_END64) + 32)  # type: ignore[return-value]
+
+
+def _end(count: int, nbytes: int, start: int, comment: int = 0) -> bytes:
+    return struct.pack("<4sHHHHIIH", _END, 0, 0, count, count, nbytes, start, comment)
+
+
+def _end64(count: int, nbytes: int, start: int, at: int) -> bytes:
+    return struct.pack(
+        "<4sQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, count, count, nbytes, start
+    ) + struct.pack("<4sIQI", _LOCATOR64, 0, at, 1)
+
+
+def _two_in_one(directory: Path) -> tuple[bytes, tuple[int, int, int], tuple[int, int, int]]:
+    """Two archives one behind the other without their ends, and where each one's directory is.
+
+    The offsets in the second one's directory count from the start of the whole.
+    """
+    parts, places, at = [], [], 0
+    for fill in (1.0, 2.0):
+        data = bytearray(_archive(directory, fill))
+        count, nbytes, start = _numbers_of(data)
+        header = start
+        for _ in range(count):
+            lengths = struct.unpack_from("<HHH", data, header + 28)
+            (offset,) = struct.unpack_from("<I", data, header + 42)
+            struct.pack_into("<I", data, header + 42, offset + at)
+            header += 46 + sum(lengths)
+        parts.append(bytes(data[: start + nbytes]))
+        places.append((count, nbytes, at + start))
+        at += start + nbytes
+    return b"".join(parts), places[0], places[1]
+
+
+def test_torch_reads_the_second_of_two_archives(tmp_path: Path) -> None:
+    """The files below can be told apart: which end record counts decides what is read."""
+    both, first, second = _two_in_one(tmp_path)
+    for at, place in enumerate((first, second)):
+        (tmp_path / "x.pt").write_bytes(both + _end(*place))
+        found = _by_torch(tmp_path / "x.pt")
+        assert found is not None
+        assert found["w"][0] == at + 1
+
+
+def _comment_that_does_not_fit(directory: Path) -> bytes:
+    both, first, second = _two_in_one(directory)
+    inner = _end(*second, comment=7)
+    return both + _end(*first, comment=len(inner)) + inner
+
+
+def _zip64_beside_full_numbers(directory: Path) -> bytes:
+    both, first, second = _two_in_one(directory)
+    return both + _end64(*second, at=len(both)) + _end(*first)
+
+
+def _bytes_before(directory: Path) -> bytes:
+    both, _, second = _two_in_one(directory)
+    return both + _end(*second)
+
+
+def _behind(directory: Path) -> bytes:
+    return _archive(directory, 1.0) + b"behind"
+
+
+def _names(directory: Path, *changes: tuple[bytes, bytes]) -> bytes:
+    data = _archive(directory, 1.0)
+    for old, new in changes:
+        assert old in data
+        data = data.replace(old, new)
+    return data
+
+
+def _other_case(directory: Path) -> bytes:
+    """A second data.pkl, in capitals, with one name of the same length beside it."""
+    path = directory / "x.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, fill in (("DATA.PKL", 0), ("data.pkl", 1)):
+            archive.writestr(
+                f"a/{name}", pickled({"w": tensor(offset=fill, size=(1,), stride=(1,))})
+            )
+        archive.writestr("a/version", b"3")
+        archive.writestr("a/data/0", struct.pack("<4f", 1, 2, 3, 4))
+    return path.read_bytes()
+
+
+def _folder(directory: Path) -> bytes:
+    data = bytearray(_archive(directory, 1.0))
+    data[data.rfind(b"a/data/0") - 46 + 38] |= 0x10
+    return bytes(data)
+
+
+POLYGLOTS = {
+    "a comment that does not fit": (_comment_that_does_not_fit, "end with its end record"),
+    "zip64 numbers beside others": (_zip64_beside_full_numbers, "two end records.*do not agree"),
+    "an archive before the archive": (_bytes_before, "bytes before the first record"),
+    "bytes behind": (_behind, "end with its end record"),
+    "names that differ in case": (_other_case, "two records have this name, or one that"),
+    "a pickle in capitals": (
+        lambda d: _names(d, (b"data.pkl", b"DATA.pkl")), "not written as torch writes it"),
+    "a byte order in capitals": (
+        lambda d: _names(d, (b"byteorder", b"BYTEORDER")), "not written as torch writes it"),
+    "a storage in capitals": (
+        lambda d: _names(d, (b"a/data/0", b"a/DATA/0")), "not written as torch writes it"),
+    "a zero byte": (lambda d: _names(d, (b"a/byteorder", b"a/byte\0rder")), "zero byte"),
+    "a folder": (_folder, "a record that is a folder"),
+    "a name that is not UTF-8": (
+        lambda d: _names(d, (b"a/byteorder", b"a/byte\xffrder")), "name is not UTF-8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POLYGLOTS)
+def test_an_archive_that_shows_two_contents_is_refused(tmp_path: Path, name: str) -> None:
+    """Each reads in one way by the letter of the format, and in another by some program."""
+    make, match = POLYGLOTS[name]
+    path = tmp_path / "x.pt"
+    path.write_bytes(make(tmp_path))
+    with pytest.raises(FormatError, match=match) as caught:
+        read_index(path)
+    assert str(caught.value).isprintable()
+
+
+def _call(function: bytes, arguments: bytes, opcode: bytes = b"R") -> bytes:
+    return b"c" + function + b"\n" + arguments + opcode
+
+
+def _tensor_pickle(key: bytes = b"0", kind: bytes = b"FloatStorage", offset: int = 0) -> bytes:
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n((X\7\0\0\0storagectorch\n" + kind
+        + b"\nX\1\0\0\0" + key + b"X\3\0\0\0cpuK\4tQ" + b"K%cK\1\x85K\1\x85\x89}tR" % offset
+    )  # fmt: skip
+
+
+_W = b"X\1\0\0\0w"
+#: Pickles of which a reader that takes them at their word shows other weights.
+CRAFTED = {
+    "BUILD on a tensor": (
+        b"\x80\2}" + _W + _tensor_pickle() + _tensor_pickle(offset=2) + b"\x85bs.",
+        "gives a state to something that has none"),
+    "two types of one storage": (
+        b"\x80\2}(" + _W + _tensor_pickle() + b"X\1\0\0\0v" + _tensor_pickle(kind=b"IntStorage")
+        + b"u.", "one storage is described in two ways"),
+    "a class that is not called": (
+        b"\x80\2}" + _W + b"ccollections\nOrderedDict\n](" + b"X\1\0\0\0a" + _tensor_pickle()
+        + b"\x86e\x85\x81s.", "is not called"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_pickle_that_means_something_else_to_torch_is_refused(tmp_path: Path, name: str) -> None:
+    """State for a tensor, a storage of two dtypes, and an object made without its constructor."""
+    data, match = CRAFTED[name]
+    numbers = struct.pack("<4f", 1, 2, 3, 4)
+    path = write_zip(tmp_path / "x.pt", data=data, storages={"0": numbers})
+    with pytest.raises(FormatError, match=match):
+        read_index(path)
+
+
+def test_torch_takes_the_type_of_a_storage_from_where_it_meets_it_first(tmp_path: Path) -> None:
+    """That is why two types are refused: the second tensor would not be of its own."""
+    data, _ = CRAFTED["two types of one storage"]
+    found = _by_torch(write_zip(tmp_path / "x.pt", data=data))
+    assert found is not None
+    assert found["v"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [b"Counter", b"defaultdict"])
+def test_what_is_put_into_an_argument_later_is_not_in_the_copy(tmp_path: Path, kind: bytes) -> None:
+    """Counter and defaultdict copy the dict they are given, and so does what we show."""
+    call = b"ccollections\n" + kind + (b"\nNh\5\x86R" if kind == b"defaultdict" else b"\nh\5\x85R")
+    data = b"\x80\2(}q\5X\1\0\0\0aNs" + call + b"h\5X\1\0\0\0b" + _tensor_pickle() + b"st."
+    path = write_zip(tmp_path / "x.pt", data=data, storages={"0": bytes(16)})
+    assert list(read_index(path).entries) == ["0.b", "2.b"]
+    if kind == b"Counter":
+        assert list(_by_torch(path) or {}) == ["0.b", "2.b"]
+
+
+@pytest.mark.parametrize("name", ACTING)
+def test_attributes_that_show_other_numbers_are_not_set(tmp_path: Path, name: str) -> None:
+    """State with ``data`` in it replaces a tensor's values; such a tensor is listed as blocked."""
+    parameter = Call(_rebuild_parameter_with_state, tensor(), True, collections.OrderedDict(),
+                     {name: 1})  # fmt: skip
+    typed = Call(_rebuild_from_type_v2, tensor.__globals__["_rebuild_tensor_v2"], torch.Tensor,
+                 (StorageId("storage", torch.FloatStorage, "0", "cpu", 4), 0, (1,), (1,), False,
+                  collections.OrderedDict()), ({"mine": 1}, {name: 1}))  # fmt: skip
+    index = read_index(write_zip(tmp_path / "x.pt", {"p": parameter, "t": typed, "w": tensor()}))
+    assert list(index.entries) == ["w"]
+    assert sorted(index.blocked_keys) == ["p", "t"]
+
+
+def test_all_attributes_that_act_are_known() -> None:
+    """Of what can be set on a tensor of the installed torch, the rest shows no other numbers."""
+    hidden = ("grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype")
+    acting = []
+    for name in dir(torch.Tensor):
+        for value in (torch.full((2,), 7.0), True, None, ("N",)):
+            made = torch.zeros(2)
+            try:
+                setattr(made, name, value)
+                changed = not isinstance(made, torch.Tensor) or made.names != (None,)
+                changed = changed or made.tolist() != [0, 0] or made.requires_grad
+            except Exception:  # torch says so in many ways
+                continue
+            if changed and name not in (*ACTING, *hidden):
+                acting.append(name)
+    assert acting == []
+
+
+def test_attributes_of_ones_own_do_not_hide_a_tensor(tmp_path: Path) -> None:
+    """What people set on their parameters is of no consequence to the numbers."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.tag = "x"  # type: ignore[attr-defined]
+    torch.save({"p": parameter}, tmp_path / "x.pt")
+    assert list(read_index(tmp_path / "x.pt").entries) == ["p"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """Archives without checksums, so that what is changed reaches the readers."""
+    base = torch.arange(24.0).reshape(2, 12)
+    ties = {"a": base, "b": base[1], "c": base.t(), "n": {"d": [base[0, :3], 3]}}
+    states = [
+        ties, torch.nn.Linear(3, 2).state_dict(), {"p": torch.nn.Parameter(base), "h": base.half()}
+    ]  # fmt: skip
+    found = []
+    for state in states:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        data = bytearray(buffer.getvalue())
+        at = data.find(b"PK\1\2")
+        while at >= 0:
+            struct.pack_into("<I", data, at + 16, 0)
+            at = data.find(b"PK\1\2", at + 4)
+        found.append(bytes(data))
+    return found
+
+
+_OPCODES = b"()0123.KMJXcRQbt}]aseuhqjr\x85\x86\x87\x88\x89\x81"
+
+
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_a_changed_file_shows_what_torch_reads(
+    corpus: list[bytes], tmp_path: Path, data: st.DataObject
+) -> None:
+    """Bytes changed in the pickle, the headers, the directory or the end: the same, or refused."""
+    content = bytearray(data.draw(st.sampled_from(corpus)))
+    pickle_start = content.find(b"\x80\2")
+    directory = content.find(b"PK\1\2")
+    areas = [(pickle_start, content.find(b"PK\7\x08")), (directory, len(content)),
+             (len(content) - 98, len(content)), (0, len(content))]  # fmt: skip
+    for _ in range(data.draw(st.integers(1, 4))):
+        start, stop = data.draw(st.sampled_from(areas))
+        at = data.draw(st.integers(start, stop - 1))
+        kind = data.draw(st.sampled_from(["opcode", "bit", "byte", "copy"]))
+        if kind == "opcode":
+            content[at] = data.draw(st.sampled_from(_OPCODES))
+        elif kind == "bit":
+            content[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif kind == "byte":
+            content[at] = data.draw(st.sampled_from([0, 1, 2, 4, 0x20, 0x7F, 0xFF]))
+        else:  # opcodes over opcodes, and records over records, of one length
+            source = data.draw(st.integers(start, stop - 1))
+            length = min(data.draw(st.integers(1, 12)), stop - max(at, source))
+            content[at : at + length] = content[source : source + length]
+    path = tmp_path / "x.pt"
+    path.write_bytes(bytes(content))
+    assert _agree(path)
