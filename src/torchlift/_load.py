@@ -16,7 +16,7 @@ from torchlift._checkpoint import Checkpoint
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards
 from torchlift._model.handlers import is_plain
-from torchlift._model.ranks import Agree, together
+from torchlift._model.ranks import Agree, has_group, together
 from torchlift._model.slots import ModuleTree, is_lazy, locked
 from torchlift._plan import (
     Advance,
@@ -203,6 +203,8 @@ def place(
     new = [item for item in fetched.steps if not item[0].in_place]
     # Code of the model's own may still refuse, on one rank of many: ask again after each.
     later = work.hooked or origin.collective or agreed.again
+    # Before the ranks agree, after which this one would stop alone.
+    agreed.deliver()
     more = agree(later or bool(work.extra))
     commit.when_undone(lambda: refresh_shards(tree.modules))
     for module, state in work.extra:
@@ -217,7 +219,8 @@ def place(
         ways[step.mode](step.group, _shaped(step.group.tensor, value))
     # Last, because what was written over cannot be taken back without a copy: everything that can
     # refuse, here and in the checks of the plan, has had its chance, and so has an interrupt.
-    agreed.deliver()
+    if more or not has_group():
+        agreed.deliver()
     more = more and agree(later)
     _copy_in_place(in_place, origin, commit, work.hooked or more, advance)
     if work.hooked:  # a post-hook may write to what the source does not have

@@ -27,7 +27,7 @@ from torchlift._model.torch_private import storage_key
 from torchlift._plan import rules
 from torchlift._plan.report import Mode, Route, Source
 from torchlift._plan.steps import Base, Candidate, Making, Match, Step
-from torchlift._skeleton.skeleton import construction_of, constructions_of
+from torchlift._skeleton.skeleton import constructions_of
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, TensorEntry
@@ -64,10 +64,6 @@ def makings_for(groups: Iterable[Group], options: rules.Options) -> Iterator[Mak
         PlacementError: a tensor is on meta and no skeleton recorded how it is made.
     """
     groups = [group for group in groups if not is_lazy(group.tensor)]  # they stay as they are
-    if options.may_stay:
-        groups = [
-            g for g in groups if g.persistent or g.is_parameter or construction_of(g) is not None
-        ]
     constructions_of(group for group in groups if group.tensor.is_meta)
     for group in groups:
         tensor = group.tensor

@@ -150,7 +150,8 @@ def place(values: torch.Tensor, block: Sequence[Span], item: Copy) -> None:
     if target.dim() != values.dim() or (
         target.shape == values.shape and item.spans == tuple((span,) for span in block)
     ):
-        target.copy_(values.reshape(target.shape))
+        # Not reshaped where it need not be: a subclass may not know how.
+        target.copy_(values if values.shape == target.shape else values.reshape(target.shape))
         return
     for into, out_of in overlaps(item.spans, block):
         target[into].copy_(values[out_of])

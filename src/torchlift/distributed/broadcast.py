@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchlift._model.dtensor import Span, blocks
+from torchlift._model.handlers import oddity
 from torchlift._model.ranks import rank
 from torchlift._plan import (
     Candidate,
@@ -170,18 +171,19 @@ def sendable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Check that a tensor can travel as bytes.
 
     Raises:
-        PlacementError: it is sparse, quantized or a subclass such as DTensor.
+        PlacementError: it is on meta, sparse, quantized or a subclass such as DTensor.
 
     Example:
         >>> sendable(torch.ones(2), "weight")
         tensor([1., 1.])
     """
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
+    odd = oddity(tensor)
+    if not plain or odd:
         raise PlacementError(
             "broadcast_from_rank0 sends whole plain tensors",
             entry=name,
-            found=f"{type(tensor).__name__} with layout {tensor.layout}",
+            found=f"a tensor that is {odd}" if odd else type(tensor).__name__,
             hint="Load it without broadcast_from_rank0, or make it a plain tensor first.",
         )
     return tensor.detach()

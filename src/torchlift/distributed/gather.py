@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model.dtensor import Index, Spans, blocks, is_dtensor, overlaps, spans_at
+from torchlift._model.dtensor import Index, Spans, blocks, held, is_dtensor, overlaps, spans_at
+from torchlift._model.handlers import is_wrapper
 from torchlift._model.ranks import RankGroup, has_group, rank
 from torchlift._system import leaves, map_leaves
 from torchlift.distributed.broadcast import BUDGET, wire
@@ -163,8 +164,8 @@ def _to_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
     nearest = (mesh.mesh == 0).nonzero().tolist()
     if not nearest:  # rank 0 is not in this mesh, so nobody keeps the tensor
         return None
-    if any(placement.is_partial() for placement in tensor.placements):
-        return _kept_by_rank0(tensor)
+    if is_wrapper(held(tensor)) or any(p.is_partial() for p in tensor.placements):
+        return _kept_by_rank0(tensor)  # only their classes know how
     local, device = tensor.to_local().detach(), wire(mesh.device_type)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype) if rank() == 0 else None
     # These hold every value once together; of replicas, rank 0's is preferred.

@@ -7,7 +7,7 @@ what travels between ranks, and results as torch's functions have them.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, portable, rank
 from torchlift._model.slots import ModuleTree
 from torchlift._plan import LoadPlan, Match, Options, Sent, StateSource, fetch_all, make_plan
-from torchlift._system import uninterrupted
+from torchlift._system import leaves, map_leaves, uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import Sequence, map_tensors, run_alike, sequence
 from torchlift.distributed.model_state import by_name, versions_of
@@ -30,15 +30,18 @@ from torchlift.distributed.optimizer_load import (
     OptimizerReport,
     apply_optimizer,
     is_left_to_us,
+    layout_for,
     merged,
     plan_optimizers,
 )
 from torchlift.distributed.optimizer_state import Saved, normalised
 from torchlift.distributed.options import (
+    MISSING,
+    UNEXPECTED,
     LoadCall,
     StateDictMismatch,
     StateDictOptions,
-    check_layout,
+    check_value,
     checked,
     misfit,
     several,
@@ -100,7 +103,8 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         job = begin()
         loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
         loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
-        other = {name: value for name, value, _ in _other_layouts(job)}
+        other: dict[str, torch.Tensor] = {}
+        _each_other_layout(job, lambda name, value, _: other.setdefault(name, value))
         return job, {"call": loading, **sequence(other, tensors)}, None
 
     try:
@@ -110,9 +114,9 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
                 return _load(_received(group, begin, alike=len(asked) == 1), group)
             job, _ = run_alike(group, begin_alike)
             # This communicates: now, when no rank can be stopped by its modules' code.
-            for name, value, live in list(_other_layouts(job)):
-                assert job.state.model is not None
-                job.state.model[name] = value.redistribute(placements=live.placements)
+            _each_other_layout(
+                job, lambda _, value, like: value.redistribute(placements=like.placements)
+            )
             return _load(job, group)
     except CheckpointError as error:
         if isinstance(error, StateDictMismatch):
@@ -129,7 +133,7 @@ def _begin(call: LoadCall, tree: ModuleTree) -> _Job:
     model_state = call.model_dict(chosen.strict)
     if model_state is not None:
         job.state.model = by_name(model_state, names)
-        job.state.versions = versions_of(model_state, names.key)
+        job.state.versions = versions_of(job.state.model, names.key)
     if found:
         job.state.optimizer = normalised(call.optim_dict(chosen.strict), found, names)
     return job
@@ -161,7 +165,7 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
             # Unexpected is what no rank takes: the stages of a pipeline share one state dict.
             unexpected = sorted(set.intersection(*(extra for *_, extra in told.values())))
             if unexpected and strict:
-                raise misfit("model", {"unexpected": unexpected}, unexpected_keys=unexpected)
+                raise misfit("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
         again = refuses or broadcasts
         with uninterrupted() as deliver, group.together() as agree:
             more = True
@@ -218,7 +222,7 @@ def _engine_options(job: _Job) -> Options:
         for name in group.names
     }
     strict = job.options.strict
-    return Options(device=lambda entry: device.get(entry.key), strict=strict, may_stay=True)
+    return Options(device=lambda entry: device.get(entry.key), strict=strict)
 
 
 def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
@@ -229,7 +233,7 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         left_out = {name for name in names.frozen if not names.tensors[name].is_meta}
         matched.missing = [n for n in matched.missing if names.canonical(n) not in left_out]
     for group, name, (candidate, *_) in matched.pairs:
-        check_layout(names.canonical(name), group.tensor, candidate.value, chosen)
+        check_value(names.canonical(name), group.tensor, candidate.value, chosen)
     missing = [names.canonical(name) for name in matched.missing] if chosen.strict else []
     alone = chosen.strict and not chosen.broadcast_from_rank0
     unexpected = [names.canonical(name) for name in matched.unexpected] if alone else []
@@ -241,7 +245,7 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         wrong = [f"{n}: model {list(a)}, state dict {list(b)}" for n, (a, b) in shapes.items()]
         raise misfit(
             "model",
-            {"missing": missing, "unexpected": unexpected, "size mismatch for": wrong},
+            {MISSING: missing, UNEXPECTED: unexpected, "size mismatch for": wrong},
             missing_keys=missing,
             unexpected_keys=unexpected,
             mismatched=shapes,
@@ -261,14 +265,36 @@ def _kind(tree: ModuleTree) -> str:
     return "cpu"
 
 
-def _other_layouts(job: _Job) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, live tensor) of values with other placements than the model's tensor."""
-    for name, live in job.names.tensors.items():
-        value = (job.state.model or {}).get(name)
-        if not (is_dtensor(value) and is_dtensor(live)) or live.is_meta:
-            continue
-        if value.device_mesh == live.device_mesh and value.placements != live.placements:
-            yield name, value, live
+def _each_other_layout(job: _Job, change: Callable[[str, Any, Any], Any]) -> None:
+    """Replace values that have other placements on the mesh than the tensor they are for.
+
+    Args:
+        job: its state, not the caller's, is changed.
+        change: called with a name, the value and the model's or optimizer's tensor.
+    """
+
+    def changed(name: str, value: Any, live: Any) -> Any:
+        if not (is_dtensor(value) and is_dtensor(live)) or value.device_mesh != live.device_mesh:
+            return value
+        return value if value.placements == live.placements else change(name, value, live)
+
+    model, saved = job.state.model or {}, job.state.optimizer or Saved()
+    for name, tensor in job.names.tensors.items():  # on every rank in the same order
+        if name in model:
+            model[name] = changed(name, model[name], tensor)
+    for optimizer in job.optimizers:
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            live = leaves(optimizer.state.get(param, {})) if is_dtensor(param) else {}
+
+            def of_state(
+                value: Any, path: Any, live: Any = live, param: torch.Tensor = param
+            ) -> Any:
+                like = layout_for(value, live.get(path[1:]), param)
+                return changed(".".join(map(str, path)), value, like)
+
+            for name in job.names.fqns(param) if is_dtensor(param) else ():
+                if name in saved.state:
+                    saved.state[name] = map_leaves(saved.state[name], of_state, (name,))
 
 
 def _received(group: RankGroup, begin: Callable[[], _Job], alike: bool) -> _Job:

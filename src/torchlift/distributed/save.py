@@ -18,10 +18,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import Spans, blocks, everything, held, is_dtensor, spans_of
+from torchlift._model.dtensor import (
+    Spans,
+    blocks,
+    everything,
+    held,
+    is_dtensor,
+    reshard,
+    spans_of,
+)
+from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, rank, world_of
+from torchlift._model.slots import ModuleTree
 from torchlift._save import Contents
 from torchlift._transfer.write import AtomicFile, NotDurable, write_at
+from torchlift.distributed.model_state import read_model
+from torchlift.distributed.options import StateDictOptions
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import Chunk, TensorEntry
 from torchlift.formats.boxes import cut, row_major, runs
@@ -66,7 +78,8 @@ def save_consolidated(
     (``fsync``). The message says so.
 
     Args:
-        obj: a module, whose ``state_dict`` is saved, or a mapping from name to tensor.
+        obj: a module, whose state dict is saved under canonical names, whatever it is wrapped in;
+            or a mapping from name to tensor.
         path: of the file; one that exists is replaced and passes its mode on. Of a link, the file
             that it leads to is replaced.
         format: ``"safetensors"`` or ``"torch-zip"``. None: the suffix says, ``.safetensors`` the
@@ -101,7 +114,16 @@ def save_consolidated(
         torch.Size([2, 3])
     """
     given = metadata if metadata is not None else {}
-    return _Saver(path, partial(Contents, obj, format=format, metadata=given)).run()
+
+    def contents(where: str) -> Contents:
+        state: Any = obj
+        if isinstance(obj, nn.Module):
+            tree = ModuleTree(obj)
+            reshard(tree.modules)
+            state = read_model(obj, Names(tree), None, StateDictOptions())
+        return Contents(state, where, format, given)
+
+    return _Saver(path, contents).run()
 
 
 class _RankSummary(NamedTuple):

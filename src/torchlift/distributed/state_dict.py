@@ -6,6 +6,8 @@ the results wherever torch's are right: a program that changes the import keeps 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ from torchlift._model.slots import ModuleTree, locked
 from torchlift._system import collection_paused
 from torchlift.distributed.gather import Sequence, finish, run_alike, sequence
 from torchlift.distributed.loading import load
-from torchlift.distributed.model_state import PATCH, read_model
+from torchlift.distributed.model_state import PATCH, read_model, versioned
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import read_optimizers
 from torchlift.distributed.options import (
@@ -169,8 +171,9 @@ def set_model_state_dict(
         ``missing_keys`` and ``unexpected_keys``, by canonical name.
 
     Raises:
-        StateDictMismatch: keys or shapes do not fit, there is no state dict (None), or another
-            rank met an error; it is a `RuntimeError` as well.
+        StateDictMismatch: keys or shapes do not fit, a value cannot be copied (on meta, sparse),
+            nothing says how a tensor on meta that no state dict has is made, there is no state dict
+            (None), or another rank met an error; it is a `RuntimeError` as well.
 
     Example:
         >>> model = torch.compile(nn.Linear(2, 1), backend="eager")
@@ -205,7 +208,7 @@ def set_optimizer_state_dict(
 
     Raises:
         RuntimeError: no optimizer was passed.
-        StateDictMismatch: state is missing or has another shape.
+        StateDictMismatch: state is missing, has another shape or another mesh, or cannot be copied.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -340,6 +343,13 @@ def _read(
         from torchlift.distributed import fsdp1
 
         return fsdp1.read(part, model, found, inside, chosen, check)
+    if submodules:
+        warnings.warn(
+            "Getting submodules only model/optim state_dict is deprecated, as in torch: pick the "
+            "keys you need from the whole state dict",
+            FutureWarning,
+            stacklevel=3,
+        )
     shared: list[torch.Tensor] = []
     if chosen.full_state_dict:
         # Submodules may have nothing to gather, and then not every rank need ask for them.
@@ -361,7 +371,11 @@ def _read(
     group = RankGroup.of_model(shared, kind=StateDictMismatch)
     with collection_paused(), torch.no_grad():
         state, offloads = run_alike(group, read)
-        return [finish(each, chosen, all(offloads.values())) for each in state]
+        every = all(offloads.values())
+        return [
+            versioned(finish(each, chosen, every), getattr(each, "_metadata", None))
+            for each in state
+        ]
 
 
 def _load(*arguments: Any) -> LoadedKeys:
@@ -373,6 +387,14 @@ def _load(*arguments: Any) -> LoadedKeys:
 
             *keys, report = fsdp1.write(call)
         else:
+            given = call.model_state
+            if isinstance(given, Mapping) and any(isinstance(key, nn.Module) for key in given):
+                warnings.warn(
+                    "Passing model_state_dict as a dict of modules is deprecated, as in torch: put "
+                    "the module's name before the keys",
+                    FutureWarning,
+                    stacklevel=3,
+                )
             with collection_paused():
                 *keys, report = load(call)
     done = LoadedKeys(*keys)
