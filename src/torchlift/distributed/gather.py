@@ -10,15 +10,29 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from torchlift._model.dtensor import Index, Spans, blocks, is_dtensor, overlaps, spans_at
+from torchlift._model.dtensor import (
+    Index,
+    Spans,
+    blocks,
+    is_dtensor,
+    overlaps,
+    placed,
+    shard_of_value,
+    spans_at,
+    spread_of,
+    wrap,
+)
 from torchlift._model.ranks import RankGroup, has_group, rank
 from torchlift._system import leaves, map_leaves
 from torchlift.distributed.broadcast import BUDGET, wire
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -49,8 +63,7 @@ def sequence(tree: Any, shared: Iterable[torch.Tensor] = ()) -> Sequence:
     for path, tensor in named:
         if tensor.device_mesh in ranks:
             what = f"{'.'.join(map(str, path))} {list(tensor.shape)} of {tensor.dtype}"
-            where = ", ".join(map(str, tensor.placements))
-            found[ranks[tensor.device_mesh]].append(f"{what} placed {where}")
+            found[ranks[tensor.device_mesh]].append(f"{what} placed {placed(tensor)}")
     return found
 
 
@@ -129,6 +142,15 @@ def finish(
     if options.cpu_offload:
         state = map_tensors(state, lambda tensor: tensor.to("cpu"))
     return state
+
+
+def relaid(value: DTensor, like: DTensor) -> DTensor:
+    """Return a DTensor as another one on its mesh is laid out; the ranks of the mesh take part."""
+    made = value.redistribute(placements=like.placements)
+    if spread_of(made) == spread_of(like):
+        return made
+    # It cannot be asked for another order in which mesh dimensions shard.
+    return wrap(like, shard_of_value(value.full_tensor(), like, "a value"))
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -16,14 +16,14 @@ import torch
 
 from torchlift._load import Agreed, place
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor, reshard
+from torchlift._model.dtensor import is_dtensor, reshard, spread_of
 from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, portable, rank
 from torchlift._model.slots import ModuleTree
 from torchlift._plan import LoadPlan, Match, Options, Sent, StateSource, fetch_all, make_plan
 from torchlift._system import uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
-from torchlift.distributed.gather import Sequence, map_tensors, run_alike, sequence
+from torchlift.distributed.gather import Sequence, map_tensors, relaid, run_alike, sequence
 from torchlift.distributed.model_state import by_name, versions_of
 from torchlift.distributed.optimizer_load import (
     OptimizerPlan,
@@ -112,7 +112,7 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
             # This communicates: now, when no rank can be stopped by its modules' code.
             for name, value, live in list(_other_layouts(job)):
                 assert job.state.model is not None
-                job.state.model[name] = value.redistribute(placements=live.placements)
+                job.state.model[name] = relaid(value, live)
             return _load(job, group)
     except CheckpointError as error:
         if isinstance(error, StateDictMismatch):
@@ -267,7 +267,7 @@ def _other_layouts(job: _Job) -> Iterator[tuple[str, Any, Any]]:
         value = (job.state.model or {}).get(name)
         if not (is_dtensor(value) and is_dtensor(live)) or live.is_meta:
             continue
-        if value.device_mesh == live.device_mesh and value.placements != live.placements:
+        if value.device_mesh == live.device_mesh and spread_of(value) != spread_of(live):
             yield name, value, live
 
 

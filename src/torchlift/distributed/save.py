@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import Spans, blocks, everything, held, is_dtensor, spans_of
+from torchlift._model.dtensor import (
+    Spans,
+    blocks,
+    everything,
+    held,
+    is_dtensor,
+    spans_of,
+    spread_of,
+)
 from torchlift._model.ranks import RankGroup, rank, world_of
 from torchlift._save import Contents
 from torchlift._transfer.write import AtomicFile, NotDurable, write_at
@@ -280,10 +288,9 @@ def _summary(contents: Contents) -> _RankSummary:
         if not local.numel():
             same_as[key] = None
             continue
-        spread = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
         # A conjugate or negative view has the memory of its whole, and other values.
         values = (local.dtype, local.is_conj(), local.is_neg(), local.shape, local.stride())
-        memory = (local.device, local.data_ptr(), *values, tensor.shape, spread)
+        memory = (local.device, local.data_ptr(), *values, tensor.shape, spread_of(tensor))
         if first.setdefault(memory, key) != key:
             same_as[key] = first[memory]
     return _RankSummary(digest, same_as)

@@ -27,6 +27,7 @@ from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._model.dtensor import Spans, is_dtensor, local_shape, shard_spans
 from torchlift._model.names import Names
 from torchlift._model.slots import Group, ModuleTree, collect
+from torchlift._model.torch_private import shard_order
 from torchlift._plan import (
     DtypeRule,
     LoadPlan,
@@ -308,11 +309,13 @@ class _Layout(NamedTuple):
         sizes: of the mesh that it is distributed over.
         placements: one per dimension of that mesh.
         ranks: the ranks of that mesh, in row-major order.
+        order: see `shard_spans`.
     """
 
     sizes: tuple[int, ...] = ()
     placements: tuple[Any, ...] = ()
     ranks: tuple[int, ...] = (0,)
+    order: tuple[tuple[int, ...], ...] = ()
 
 
 #: Ranks that have the same tensors, and how these are distributed: a stage of a pipeline.
@@ -430,7 +433,8 @@ def _layouts(model: nn.Module, tensors: list[_Tensor]) -> list[tuple[_Tensor, _L
             )
         if is_dtensor(value):
             mesh = value.device_mesh
-            layout = _Layout(mesh.shape, value.placements, tuple(mesh.mesh.flatten().tolist()))
+            ranks = tuple(mesh.mesh.flatten().tolist())
+            layout = _Layout(mesh.shape, value.placements, ranks, shard_order(value))
         found.append((tensor, layout))
     return found
 
@@ -515,7 +519,7 @@ def _table(tensor: _Tensor, layout: _Layout) -> tuple[torch.Tensor, _Sums]:
     known: dict[object, tuple[_Sums, torch.Tensor]] = {}
     rows = []
     for at in itertools.product(*map(range, layout.sizes)):
-        spans = shard_spans(entry.shape, layout.sizes, layout.placements, at)
+        spans = shard_spans(entry.shape, layout.sizes, layout.placements, at, layout.order)
         # Of one run of bytes only the sizes of the part matter, which nearly all ranks share.
         key = spans if len(chunks) > 1 else tuple(tuple(b - a for a, b in dim) for dim in spans)
         if key not in known:
