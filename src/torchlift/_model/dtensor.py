@@ -357,6 +357,16 @@ def unwrap(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
     )
 
 
+def first_rank(tensor: torch.Tensor) -> int | None:
+    """Return the first rank of a DTensor's mesh; None for a plain tensor.
+
+    Example:
+        >>> first_rank(torch.zeros(2)) is None
+        True
+    """
+    return int(tensor.device_mesh.mesh.min()) if is_dtensor(tensor) else None
+
+
 def spread_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Return what two DTensors have in common of which each rank holds the same part.
 

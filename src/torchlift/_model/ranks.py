@@ -52,6 +52,18 @@ def world_of() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
+def ranks_of(process_group: Any = None) -> list[int]:
+    """Return the ranks of a process group in order, by default of all processes.
+
+    Example:
+        >>> ranks_of()
+        [0]
+    """
+    if process_group is None or not has_group():
+        return list(range(world_of()[1]))
+    return sorted(torch.distributed.get_process_group_ranks(process_group))
+
+
 def rank() -> int:
     """Return this process's rank, 0 where there is no process group.
 
