@@ -341,7 +341,7 @@ def merges_what_each_rank_has_under_names_of_its_own() -> None:
     ]:
         with pytest.raises(PlacementError, match=text):
             save_consolidated({"w": other if rank == world - 1 else torch.ones(2)}, path)
-        with pytest.raises(PlacementError, match="only by running|without running code"):
+        with pytest.raises(PlacementError, match="without running code"):
             save_consolidated({f"{rank}": object()}, path)
     dist.barrier()
 
