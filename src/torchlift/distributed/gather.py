@@ -215,7 +215,7 @@ def _kept_by_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class TensorLayout:
     """A tensor of a state dict, as ranks tell each other of it.
 
     Attributes:
@@ -257,8 +257,8 @@ class _Tensor:
             yield int(grid[at]), spans
 
 
-def _described(tensor: torch.Tensor, path: tuple[Any, ...]) -> _Tensor:
-    found = _Tensor(tuple(tensor.shape), tensor.dtype, path, rank())
+def _described(tensor: torch.Tensor, path: tuple[Any, ...]) -> TensorLayout:
+    found = TensorLayout(tuple(tensor.shape), tensor.dtype, path, rank())
     if not is_dtensor(tensor):
         return found
     mesh = tensor.device_mesh
@@ -285,7 +285,7 @@ def _to_first(state: dict[str, Any], group: RankGroup) -> dict[str, Any]:
     def begin() -> tuple[Any, tuple[str, str, str]]:
         tree = map_leaves(state, describe)
         found = leaves(tree)
-        told = [leaf for leaf in found.values() if isinstance(leaf, _Tensor)]
+        told = [leaf for leaf in found.values() if isinstance(leaf, TensorLayout)]
         same = [(item.path, item.shape, item.dtype, *_layout(item)) for item in told]
         kinds = {held(tensor).device.type for tensor in tensors.values()} - {"cpu"}
         where = _digest(repr([item.ranks for item in told]))
@@ -302,7 +302,7 @@ def _to_first(state: dict[str, Any], group: RankGroup) -> dict[str, Any]:
         tree, _ = group.run(lambda: (reduce(_merged, map(pickle.loads, trees)), None))
     else:
         tree = map_leaves(tree, lambda leaf, _: _told_by(first, leaf))
-    chosen = [leaf for leaf in leaves(tree).values() if isinstance(leaf, _Tensor)]
+    chosen = [leaf for leaf in leaves(tree).values() if isinstance(leaf, TensorLayout)]
     device = wire(max(kind for *_, kind in known.values()), carrier(process_group))
     # All memory is there before the ranks go on: one that has none would leave others waiting.
     gathering, _ = group.run(lambda: (_Gathering(chosen, tensors, first, device), None))
@@ -326,12 +326,12 @@ def _in_blocks(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor if plain and not is_wrapper(local) else None
 
 
-def _layout(item: _Tensor) -> tuple[str, ...]:
+def _layout(item: TensorLayout) -> tuple[str, ...]:
     return tuple(map(str, (item.sizes, item.placements, item.order)))
 
 
 def _told_by(who: int, leaf: Any) -> Any:
-    return replace(leaf, who=who) if isinstance(leaf, _Tensor) else leaf
+    return replace(leaf, who=who) if isinstance(leaf, TensorLayout) else leaf
 
 
 def _merged(one: Any, two: Any, path: tuple[Any, ...] = ()) -> Any:
@@ -345,7 +345,7 @@ def _merged(one: Any, two: Any, path: tuple[Any, ...] = ()) -> Any:
         return {**one, **two, **both}
     if isinstance(one, list) and isinstance(two, list) and path[-1:] == ("param_groups",):
         return [*one, *(group for group in two if group not in one)]
-    if isinstance(one, _Tensor) and isinstance(two, _Tensor) and one != two:
+    if isinstance(one, TensorLayout) and isinstance(two, TensorLayout) and one != two:
         raise StateDictMismatch(
             "two ranks hold unlike tensors under one name",
             entry=".".join(map(str, path)),
@@ -356,14 +356,14 @@ def _merged(one: Any, two: Any, path: tuple[Any, ...] = ()) -> Any:
     return one
 
 
-def _text(item: _Tensor) -> str:
+def _text(item: TensorLayout) -> str:
     where = f" placed ({', '.join(map(str, item.placements))})" if item.sizes else ""
     return f"{item.dtype} {list(item.shape)}{where}"
 
 
 #: A block on its way: number of the tensor, index in the local and in the whole tensor.
 _Block = tuple[int, Index, Index]
-_IN_FLIGHT = 8  # messages that the first rank receives at once, each from another rank
+IN_FLIGHT = 8  # messages that the first rank receives at once, each from another rank
 
 
 class _Gathering:
@@ -379,7 +379,7 @@ class _Gathering:
 
     def __init__(
         self,
-        chosen: Many[_Tensor],
+        chosen: Many[TensorLayout],
         tensors: Mapping[tuple[Any, ...], torch.Tensor],
         first: int,
         device: torch.device,
@@ -393,7 +393,7 @@ class _Gathering:
         self.slot = longest + -longest % ALIGNMENT
         receives = rank() == first
         self.stage = torch.empty(
-            self.slot * (min(len(self.messages), _IN_FLIGHT) if receives else 1),
+            self.slot * (min(len(self.messages), IN_FLIGHT) if receives else 1),
             dtype=torch.uint8,
             device=device,
         )
@@ -406,7 +406,9 @@ class _Gathering:
             whole = torch.empty(item.shape, dtype=item.dtype)
             self.whole.append(whole)
             for owner, spans in item.owners(first):
-                for there, here in _blocks(spans, math.prod(item.shape)) if owner == first else ():
+                for there, here in (
+                    local_blocks(spans, math.prod(item.shape)) if owner == first else ()
+                ):
                     assert local is not None
                     whole[here].copy_(local[there])
 
@@ -426,7 +428,7 @@ class _Gathering:
             return
         queue = deque((owner, deque(messages)) for owner, messages in self.messages.items())
         while queue:
-            batch = [queue.popleft() for _ in range(min(len(queue), _IN_FLIGHT))]
+            batch = [queue.popleft() for _ in range(min(len(queue), IN_FLIGHT))]
             arriving = [(owner, messages.popleft()) for owner, messages in batch]
             _wait(
                 [
@@ -451,8 +453,18 @@ class _Gathering:
             yield block, self._room(n, self.slot)[start:stop].view(dtype).view(shape)
 
 
+def longest_message() -> int:
+    """Return the bytes that a message to the first rank has at most.
+
+    Example:
+        >>> longest_message()
+        8388608
+    """
+    return max(1, BUDGET // IN_FLIGHT)
+
+
 def messages_to(
-    first: int, chosen: Many[_Tensor], only: int | None = None
+    first: int, chosen: Many[TensorLayout], only: int | None = None
 ) -> dict[int, list[list[tuple[_Block, int, int]]]]:
     """Return rank -> the messages that it sends to the first one.
 
@@ -461,14 +473,14 @@ def messages_to(
         chosen: what is gathered.
         only: another rank, whose messages alone are asked for.
     """
-    limit = max(1, BUDGET // _IN_FLIGHT)
+    limit = longest_message()
     sent: dict[int, list[tuple[_Block, int]]] = {}
     for number, item in enumerate(chosen):
         size = item.dtype.itemsize
         for owner, spans in item.owners(first):
             if owner == first or (only not in (None, first) and owner != only):
                 continue
-            for there, here in _blocks(spans, max(1, limit // size)):
+            for there, here in local_blocks(spans, max(1, limit // size)):
                 nbytes = size * math.prod(s.stop - s.start for s in here)
                 sent.setdefault(owner, []).append(((number, there, here), nbytes))
     return {owner: list(packed(blocks, limit)) for owner, blocks in sent.items()}
@@ -479,7 +491,7 @@ def _wait(operations: list[Any]) -> None:
         work.wait()
 
 
-def _blocks(spans: Spans, limit: int) -> Iterator[tuple[Index, Index]]:
+def local_blocks(spans: Spans, limit: int) -> Iterator[tuple[Index, Index]]:
     """Yield, for blocks of at most `limit` elements, the index in the local and the whole tensor.
 
     The same on every rank, so that what one sends is what another receives.
