@@ -194,7 +194,8 @@ def memory_that_a_rank_lacks_stops_all_before_anything_travels() -> None:
     empty = torch.empty
 
     def scarce(*args: Any, **words: Any) -> Any:
-        if words.get("dtype") is torch.uint8:
+        ours_asks = sys._getframe(1).f_globals["__name__"].startswith("torchlift")
+        if ours_asks and words.get("dtype") is torch.uint8:
             raise RuntimeError("DefaultCPUAllocator: not enough memory")
         return empty(*args, **words)
 

@@ -125,7 +125,7 @@ class BroadcastSource(StateSource):
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, self._group)
         *chosen, any_failed = flags.tolist()
         if any_failed and not failed:
-            raise PlacementError("another rank has no memory for what it is to receive")
+            raise PlacementError("a rank has not enough memory for what rank 0 sends")
         return [index for index, flag in enumerate(chosen) if flag]
 
     def _travel(self, chosen: Sequence[int]) -> Iterator[tuple[list[_Block], torch.Tensor]]:
