@@ -46,9 +46,9 @@ def test_a_thousand_ranks_need_one_communicator_and_few_messages() -> None:
     found = simulate(model, "fsdp=1024")
     assert found.messages["gather"] == 1023
     assert found.communicators == 1
-    # 50 MiB x 4 of weights, in buckets of 32 MiB.
-    assert found.messages["broadcast"] == 7
-    assert "rank 0 gathers all of it in 1,023 messages, or sends it in 7 messages" in str(found)
+    # Buckets of 32 MiB, of weights of 4 MiB and biases that come between them.
+    assert found.messages["broadcast"] == 8
+    assert "rank 0 gathers all of it in 1,023 messages, or sends it in 8 messages" in str(found)
     assert found.to_dict()["messages"] == found.messages
 
 

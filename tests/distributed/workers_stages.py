@@ -292,6 +292,7 @@ def a_group_without_a_backend_for_the_cpu_agrees_over_gloo() -> None:
 CHECKS = {
     check.__name__: check
     for check in (
+        a_group_without_a_backend_for_the_cpu_agrees_over_gloo,
         a_full_state_dict_has_every_stage,
         stages_that_do_not_fit_are_one_error_on_every_rank,
         a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0,
@@ -299,7 +300,6 @@ CHECKS = {
         memory_that_a_rank_lacks_stops_all_before_anything_travels,
         a_replica_loads_alone,
         the_ranks_of_a_process_group_load_and_read_together,
-        a_group_without_a_backend_for_the_cpu_agrees_over_gloo,
     )
 }
 
