@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -44,6 +44,9 @@ from torchlift._system import collection_paused, uninterrupted
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.formats.verify import verify_index
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 def load(
     model: nn.Module,
@@ -61,6 +64,7 @@ def load(
     verify: bool = False,
     progress: bool = False,
     collective: bool | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a module, live or on meta, in the memory of one copy.
 
@@ -108,6 +112,8 @@ def load(
             they exchange whether all are ready, and an error of one is raised by every one. None
             means when the model has DTensors; True also when it has none (a replica on each rank);
             False never.
+        process_group: the ranks that load together instead of those; over gloo, what they agree
+            on travels beside NCCL, whose watchdog ends ranks that wait for long.
 
     Returns:
         What was done, key by key; on a mesh, what this rank did.
@@ -134,7 +140,7 @@ def load(
     pause = collection_paused() if transform is None else nullcontext()
     with (
         locked(model) as tree,
-        together([group.tensor for group in tree.groups], collective) as agree,
+        together([group.tensor for group in tree.groups], collective, process_group) as agree,
         pause,
     ):
         opened, owned = resolve(ckpt, root)

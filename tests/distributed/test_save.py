@@ -242,6 +242,9 @@ def results() -> dict[int, dict[str, str]]:
 @pytest.mark.parametrize(
     "check",
     [
+        "merges_what_each_rank_has_under_names_of_its_own",
+        "values_that_differ_between_ranks_are_never_mixed",
+        "saves_among_the_ranks_of_a_process_group",
         "writes_files",
         "writes_a_module",
         "writes_rank_0s_metadata",

@@ -64,6 +64,9 @@ class Origin:
     def receive(self, keys: Sequence[str]) -> None:
         """Have the tensors of these keys at hand, for code that looks at values."""
 
+    def reserve(self) -> None:
+        """Take the memory that `fill` needs beside its targets."""
+
     def fill(self, copies: Sequence[Copy]) -> None:
         """Execute the copies."""
         copy_values(apart(copies))

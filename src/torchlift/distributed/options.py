@@ -34,7 +34,8 @@ class StateDictOptions:
             state dict holds whole tensors, of which every rank takes its own slice. Must be the
             same on every rank: one that does not gather talks to nobody, and others wait for it.
         cpu_offload: move tensors to the CPU. With `full_state_dict` only rank 0 gets the result,
-            the other ranks get an empty dict.
+            the other ranks get an empty dict: all ranks must call it, and what they have under
+            names of their own, as the stages of a pipeline, is in that result.
         ignore_frozen_params: leave parameters out whose ``requires_grad`` is False; a strict load
             does not miss them then.
         keep_submodule_prefixes: with ``submodules=``, keep the full name of every key.
@@ -128,6 +129,8 @@ class LoadCall:
         model_state: by canonical name or by module.
         optim_state: in any form that `normalised` knows.
         options: how to load.
+        collective: see `RankGroup.of_model`.
+        process_group: see `RankGroup.of_model`.
     """
 
     part: Part
@@ -136,6 +139,8 @@ class LoadCall:
     model_state: Any
     optim_state: Any
     options: Any
+    collective: bool | None = None
+    process_group: Any = None
 
     def model_dict(self, strict: bool) -> Mapping[Any, Any] | None:
         """Return the model's state dict, None when the model is to be left alone."""
