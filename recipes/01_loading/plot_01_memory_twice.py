@@ -156,6 +156,10 @@ print("both at least 3x faster:", min(faster, sooner) > 3)
 # layer that you scaled takes its 16 MiB. The file stays as it is, and the other layers stay
 # mapped. A model that you train becomes yours in this way, up to one copy.
 #
+# Until you write to them, the bytes belong to the file, and the report of a load says so. Never
+# overwrite a file that somebody has mapped: the model changes with it, and if the file gets
+# shorter, the process dies. Write the new file beside the old one and rename it.
+#
 # If you want to own the memory
 # -----------------------------
 #

@@ -228,6 +228,10 @@ model = torchlift.skeleton(build)
 print(torchlift.load(model, path))
 
 # %%
+# The line *mapped* says whose bytes the model has now: the file's. If somebody overwrites it in
+# place, the model changes too, or the process dies. Whoever replaces it writes a new file and
+# renames it.
+#
 # Both ways end in the same place here. The difference is in the cases that a chain of linear
 # layers does not have: buffers that no checkpoint holds, weights that are tied, a name that is
 # missing. The next recipe is about them.
@@ -407,7 +411,7 @@ folder.cleanup()
 # - Meta needs assign. Without it, the load reports success and the model stays empty.
 # - Every switch removes one thing: meta the initialization, mmap the reading, assign the copying.
 #   Two of them still leave one copy; it takes all three to leave none.
-# - A mapped file is read at its first use.
+# - A mapped file is read at its first use. Replace it by renaming; never overwrite it.
 # - Work on a mapped checkpoint one tensor at a time, and you hold what you keep.
 # - After an assign, build the optimizer. Before it, it trains a ghost.
 #

@@ -285,7 +285,9 @@ print("on meta:", modes(torchlift.skeleton(Language), "model.pt"))
 # Now 128 MiB of weights. Each process builds the model, keeps a list of its parameters as an
 # optimizer does, and loads. The peak counts from before the model is built. What is left after the
 # load is the second number: a swapped or assigned weight is mapped from the file, and the memory of
-# the old one is free, unless somebody holds it.
+# the old one is free, unless somebody holds it. For a live model torchlift maps nothing by itself,
+# because a file that is overwritten in place takes what is mapped with it: ask for it, with
+# ``source="mmap"``.
 
 SETUP = """
 import torch
@@ -319,7 +321,7 @@ del state
 use.mark("loaded")
 """,
     by_torchlift: """
-load(model, path, **options)
+load(model, path, source="mmap", **options)
 use.mark("loaded")
 """,
 }
@@ -386,8 +388,8 @@ print(f"written, anonymous after: {written * size / MIB:5.1f} MiB")
 print("the copy comes back when it is written to:", swapped < 0.1 < 0.9 < written)
 
 # %%
-# So for training copy and swap end alike. For a model that only computes, swap is the way that
-# frees memory.
+# So for training copy and swap end alike. For a model that only computes, a mapped swap is the way
+# that frees memory, as long as nobody overwrites the file.
 #
 # The picture
 # -----------

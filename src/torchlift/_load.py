@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards, reshard
+from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards
 from torchlift._model.handlers import is_plain
-from torchlift._model.ranks import Agree, together
-from torchlift._model.slots import ModuleTree, is_lazy
+from torchlift._model.ranks import Agree, has_group, together
+from torchlift._model.slots import ModuleTree, is_lazy, locked
 from torchlift._plan import (
     Advance,
     AnyMode,
@@ -44,6 +44,9 @@ from torchlift._system import collection_paused, uninterrupted
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.formats.verify import verify_index
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 def load(
     model: nn.Module,
@@ -61,12 +64,15 @@ def load(
     verify: bool = False,
     progress: bool = False,
     collective: bool | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a module, live or on meta, in the memory of one copy.
 
     Every tensor is prepared before the first one is placed, so an error leaves the module exactly
     as it was. An interrupt that arrives while values are being copied in place is delivered when
-    all of them are there. Location tags in the file are ignored: see ``device``.
+    all of them are there. Location tags in the file are ignored: see ``device``. Threads that load
+    into one model, or into models that share tensors, do so one after the other; on a mesh, start
+    them in the same order on every rank.
 
     Mapped weights belong to the file until they are written to. Never write the file in place while
     they are in use: ``torch.save(model.state_dict(), path)`` onto the path they came from truncates
@@ -93,8 +99,9 @@ def load(
             `torchlift.swap.preflight`); ``"auto"`` takes, per tensor, what preserves references and
             needs the least memory.
         source: ``"mmap"`` leaves the weights file-backed; ``"read"`` reads them into memory the
-            process owns; ``"auto"`` maps on a local file system and reads on a network one, and
-            wherever new memory must be filled anyway because of a cast or a move.
+            process owns; ``"auto"`` maps what is on meta on a local file system, and reads on a
+            network one, wherever new memory must be filled anyway because of a cast or a move, and
+            for a live tensor, which is never left mapped without being asked for.
         transform: callable from (name in the model, tensor as the checkpoint holds it) to a tensor.
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
@@ -105,6 +112,8 @@ def load(
             they exchange whether all are ready, and an error of one is raised by every one. None
             means when the model has DTensors; True also when it has none (a replica on each rank);
             False never.
+        process_group: the ranks that load together instead of those; over gloo, what they agree
+            on travels beside NCCL, whose watchdog ends ranks that wait for long.
 
     Returns:
         What was done, key by key; on a mesh, what this rank did.
@@ -112,7 +121,8 @@ def load(
     Raises:
         MismatchError: the names or shapes do not fit; one error that lists all of them.
         UnsafeError: a value could only be had by running code.
-        PlacementError: a tensor cannot go where it was asked to go, or cannot be made.
+        PlacementError: a tensor cannot go where it was asked to go, or cannot be made; or this is
+            called inside of another load while another thread loads into the same model.
         IntegrityError: a checksum is wrong, or the file changed or could not be read.
 
     Example:
@@ -126,11 +136,13 @@ def load(
     """
     start = time.perf_counter()
     options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
-    tree = ModuleTree(model)
-    reshard(tree.modules)
     # A transform is the caller's code and may make garbage; without one, nothing here does.
     pause = collection_paused() if transform is None else nullcontext()
-    with together([group.tensor for group in tree.groups], collective) as agree, pause:
+    with (
+        locked(model) as tree,
+        together([group.tensor for group in tree.groups], collective, process_group) as agree,
+        pause,
+    ):
         opened, owned = resolve(ckpt, root)
         with closing(opened) if owned else nullcontext(), closing(FileSource(opened)) as origin:
             if verify:
@@ -149,10 +161,13 @@ def load(
                         # An interrupt that waited comes now, and half of the values has no backup.
                         commit.finish()
         forget(tree)
-    seconds = time.perf_counter() - start
-    shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
-    changed = {"missing_keys": missing, "unexpected_keys": unexpected, "seconds": seconds}
-    return LoadReport(**{**shared, **changed, "bytes_read": plan.bytes_to_read})
+        seconds = time.perf_counter() - start
+        shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
+        changed = {"missing_keys": missing, "unexpected_keys": unexpected, "seconds": seconds}
+        report = LoadReport(**{**shared, **changed, "bytes_read": plan.bytes_to_read})
+        # The next thread could not swap what these still share the memory of.
+        del plan, fetched
+    return report
 
 
 class Agreed(NamedTuple):
@@ -194,6 +209,8 @@ def place(
     new = [item for item in fetched.steps if not item[0].in_place]
     # Code of the model's own may still refuse, on one rank of many: ask again after each.
     later = work.hooked or origin.collective or agreed.again
+    # Before the ranks agree, after which this one would stop alone.
+    agreed.deliver()
     more = agree(later or bool(work.extra))
     commit.when_undone(lambda: refresh_shards(tree.modules))
     for module, state in work.extra:
@@ -208,7 +225,8 @@ def place(
         ways[step.mode](step.group, _shaped(step.group.tensor, value))
     # Last, because what was written over cannot be taken back without a copy: everything that can
     # refuse, here and in the checks of the plan, has had its chance, and so has an interrupt.
-    agreed.deliver()
+    if more or not has_group():
+        agreed.deliver()
     more = more and agree(later)
     _copy_in_place(in_place, origin, commit, work.hooked or more, advance)
     if work.hooked:  # a post-hook may write to what the source does not have

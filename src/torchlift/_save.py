@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchlift._model.dtensor import held
+from torchlift._model.dtensor import first_rank, held
 from torchlift._model.torch_private import REBUILD_V2, REBUILD_V3
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats import ITEMSIZE
@@ -31,6 +31,22 @@ from torchlift.formats.torch_zip import torch_zip_layout
 from torchlift.formats.unpickle import MAX_INT, Budget, check_key
 
 _STORAGES = {dtype: name.removeprefix("torch.") for name, dtype in STORAGE_DTYPES.items()}
+
+
+class Described(NamedTuple):
+    """What one process has to save, without the values of its tensors.
+
+    Attributes:
+        tensors: name -> what is stored of it, and the first rank of its mesh; None if it has none.
+        plain: name -> value that is no tensor.
+        notes: ``_metadata`` of the state dict, where it has one.
+        order: all names.
+    """
+
+    tensors: dict[str, tuple[Stored, int | None]]
+    plain: dict[str, object]
+    notes: Mapping[str, Any] | None
+    order: list[str]
 
 
 class Contents:
@@ -84,6 +100,40 @@ class Contents:
         }
         if self.format == "safetensors":
             safetensors_layout(self.tensors.values(), self._metadata)
+
+    def describe(self) -> Described:
+        """Return what another process needs to know to save with this one.
+
+        Raises:
+            PlacementError: a value cannot be read back, or only by running code.
+        """
+        plain = {key: value for key, value in self.state.items() if key not in self.tensors}
+        for key, value in plain.items():
+            _require_plain(key, value)
+        notes = getattr(self.state, "_metadata", None)
+        if notes is not None:
+            _require_plain("_metadata", notes)
+        tensors = {k: (stored, first_rank(self.state[k])) for k, stored in self.tensors.items()}
+        return Described(tensors, plain, notes, list(self.state))
+
+    def merge(self, everything: Sequence[Described]) -> None:
+        """Take in what all processes have, in the same order on each of them.
+
+        Of plain values the first process that has the name counts; a tensor that is none of this
+        process's is None in `state`.
+        """
+        state: OrderedDict[str, Any] = OrderedDict()
+        tensors: dict[str, Stored] = {}
+        notes: OrderedDict[str, Any] = OrderedDict()
+        for told in everything:
+            for key in told.order:
+                if key in told.tensors:
+                    tensors.setdefault(key, told.tensors[key][0])
+                state.setdefault(key, told.plain.get(key, self.state.get(key)))
+            notes = OrderedDict({**(told.notes or {}), **notes})
+        if any(told.notes is not None for told in everything):
+            state._metadata = notes  # type: ignore[attr-defined]
+        self.state, self.tensors = state, tensors
 
     def lay_out(self, owners: Mapping[str, str], length: int | None = None) -> tuple[Layout, int]:
         """Lay the file out.

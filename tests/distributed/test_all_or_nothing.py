@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import warnings
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -278,3 +281,90 @@ def test_one_rank_that_refuses_stops_all(ranks: int) -> None:
     found = results(ranks)
     assert len(found) > 5
     assert not [f"{name}: {text}" for name, text in found.items() if text]
+
+
+W = torch.linspace(-1, 1, 12).view(4, 3)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # on its way out of torch, and still in files
+    quantised = torch.quantize_per_tensor(W, 0.1, 0, torch.qint8)
+#: What cannot be a value of a float tensor of this shape.
+BAD: dict[str, Any] = {
+    "meta": W.to("meta"),
+    "sparse": W.to_sparse(),
+    "quantised": quantised,
+    "shape": torch.zeros(3, 4),
+    "number": 1.0,
+    "text": "a text",
+    "numbers": [1.0, 2.0],
+    "none": None,
+}
+SAYS = {
+    "shape": "shape|size mismatch",
+    **dict.fromkeys(("number", "text", "numbers", "none"), "Missing key"),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", BAD)
+def test_a_value_that_cannot_be_copied_is_found_before_anything_changes(
+    name: str, strict: bool
+) -> None:
+    """The last of a model's values, and of an optimizer's that has stepped or has not."""
+    options = StateDictOptions(strict=strict)
+    says = SAYS.get(name, "cannot be copied.*found a tensor that is ")
+    model = layers()
+    before = copy.deepcopy(dict(model.state_dict()))
+    state: dict[str, Any] = {key: value + 1 for key, value in model.state_dict().items()}
+    state["0.weight"] = BAD[name]
+    if strict or torch.is_tensor(BAD[name]):
+        with pytest.raises(ours.StateDictMismatch, match=says):
+            ours.set_model_state_dict(model, dict(reversed(state.items())), options=options)
+        assert equal(dict(model.state_dict()), before)
+    else:  # no tensor at all is nothing that a parameter could be loaded from
+        found = ours.set_model_state_dict(model, state, options=options)
+        assert found == (["0.weight"], ["0.weight"])
+    optimizers = [trained(model), torch.optim.Adam(model.parameters())]
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizers[0]))
+    for moments in saved["state"].values():
+        moments["exp_avg"].add_(1)
+    saved["state"]["0.weight"]["exp_avg_sq"] = BAD[name]
+    saved["param_groups"][0]["lr"] = 7.0
+    for optimizer in optimizers:
+        kept = everything(model, optimizer)
+        expected = says.replace("Missing key", "a saved state is no tensor")
+        with pytest.raises(ours.StateDictMismatch, match=expected):
+            ours.set_optimizer_state_dict(model, optimizer, saved, options=options)
+        assert equal(everything(model, optimizer), kept)
+        step(model, optimizer)
+
+
+class Interrupting(torch.optim.Adam):
+    """Ctrl-C at the n-th time that it is given a state: first for a try, then for good."""
+
+    calls = 0
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        Interrupting.calls -= 1
+        if Interrupting.calls == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_in_the_middle_leaves_all_loaded_or_nothing(at: int) -> None:
+    """It comes before anything has changed, or when everything has: half has no backup."""
+    model = layers()
+    optimizer = Interrupting(model.parameters())
+    step(model, optimizer)
+    states = states_for(model)
+    before = everything(model, optimizer)
+    Interrupting.calls = at
+    with pytest.raises(KeyboardInterrupt):
+        ours.set_state_dict(
+            model, optimizer, model_state_dict=states[0], optim_state_dict=states[1]
+        )
+    if at == 1:
+        assert equal(everything(model, optimizer), before)
+        return
+    assert equal(dict(model.state_dict()), dict(states[0]))
+    assert equal(ours.get_optimizer_state_dict(model, optimizer)["state"], states[1]["state"])

@@ -296,3 +296,33 @@ def test_sparse_adam_has_an_initial_state() -> None:
         optimizer.zero_grad()
         results.append(copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()["state"])))
     assert equal(*results)
+
+
+class Closure(torch.optim.Optimizer):
+    """Cannot step without being given a closure, and has hooks and gradients that must stay."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        raise AssertionError("stepped")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        raise AssertionError("zeroed")
+
+
+def test_an_optimizer_that_asks_for_a_closure_is_read_like_any_other() -> None:
+    """Neither stepped, nor zeroed, nor hooked."""
+    model = two_layers()
+    optimizer = Closure(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = {key: copy.copy(value) for key, value in vars(optimizer).items()}
+    for options in (ours.StateDictOptions(), FLAT, ours.StateDictOptions(full_state_dict=True)):
+        found = ours.get_optimizer_state_dict(model, optimizer, options=options)
+        assert not any(key.startswith("state.") for key in found)
+        report = ours.set_optimizer_state_dict(model, optimizer, found, options=options)
+        assert report.left_out == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert vars(optimizer).keys() == before.keys()
+    assert all(vars(optimizer)[key] == before[key] for key in before if "hooks" in key)
+    assert all(equal(param.grad, torch.ones_like(param)) for param in model.parameters())

@@ -316,3 +316,80 @@ def test_not_an_optimizer_state_dict_is_said() -> None:
         ours.set_optimizer_state_dict(model, optimizer, dict(model.state_dict()))
     with pytest.raises(ours.StateDictMismatch, match="missing"):
         ours.set_optimizer_state_dict(model, optimizer, {})
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("options", [StateDictOptions(), FLAT], ids=["nested", "flat"])
+@pytest.mark.parametrize("make", [Tied, two_layers])
+def test_a_parameter_may_be_listed_twice(make: Any, options: Any) -> None:
+    """torch leaves a number out after it, and ends in a KeyError."""
+    model = make()
+    params = list(model.parameters())
+    optimizer, other = (torch.optim.Adam([params[0], *params]) for _ in range(2))
+    for each in (optimizer, other):
+        saved = copy.deepcopy(ours.get_optimizer_state_dict(model, each, options=options))
+        report = ours.set_optimizer_state_dict(model, each, saved, options=options)
+        assert report.loaded == list(dict.fromkeys(report.loaded))
+        step(model, each)
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, optimizer, options=options))
+    if options is not FLAT:
+        (group,) = saved["param_groups"]
+        assert group["params"] == [name for name, _ in model.named_parameters()]
+    step(model, other)
+    ours.set_optimizer_state_dict(model, other, saved, options=options)
+    assert equal(list(other.state.values()), list(optimizer.state.values()))
+    ours.set_optimizer_state_dict(model, other, optimizer.state_dict())
+    assert equal(other.state_dict(), optimizer.state_dict())
+
+
+def test_integer_keys_in_a_flat_state_keep_their_type_for_a_new_optimizer() -> None:
+    """It has no state yet that could say so; a text of digits stays a text."""
+    model = two_layers()
+    optimizer, new = Odd(model.parameters()), Odd(model.parameters())
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["texts"] = {"0": torch.ones(1), "-3": 1, "007": 2, "a": {-3: torch.zeros(1)}}
+    saved = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    assert "state.0.weight.blocks.1.left" in saved
+    assert "state.0.weight.texts.'0'" in saved
+    ours.set_optimizer_state_dict(model, new, saved, options=FLAT)
+    assert equal(list(new.state.values()), list(optimizer.state.values()))
+
+
+def test_no_momentum_of_an_older_sgd_is_no_momentum_yet() -> None:
+    """It was saved as None."""
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    saved = ours.get_optimizer_state_dict(model, optimizer)
+    for state in saved["state"].values():
+        state["momentum_buffer"] = None
+    ours.set_optimizer_state_dict(model, optimizer, saved)
+    step(model, optimizer)
+
+
+def test_an_own_state_is_not_copied_and_stays_where_it_is() -> None:
+    """Neither for a moment nor for good."""
+    model, optimizer = trained()
+    tensors = [dict(state) for state in optimizer.state.values()]
+    versions = [t._version for state in tensors for t in state.values()]
+    ours.set_optimizer_state_dict(model, optimizer, ours.get_optimizer_state_dict(model, optimizer))
+    for now, before in zip(optimizer.state.values(), tensors, strict=True):
+        assert all(now[key] is before[key] for key in before)
+    assert versions == [t._version for state in tensors for t in state.values()]
+
+
+def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> None:
+    """As in torch; on meta as the only other device that every machine has."""
+    from torchlift.distributed.optimizer_load import OptimizerPlan, _device, _Target
+
+    param = torch.ones(2)
+    optimizer = torch.optim.Adam([param])
+    there = torch.ones((), dtype=torch.float64, device="meta")
+    for group, expected in (
+        ({}, (torch.device("meta"), torch.float64)),
+        ({"capturable": True}, (torch.device("cpu"), torch.float32)),
+        ({"fused": True}, (torch.device("cpu"), torch.float32)),
+    ):
+        target = _Target("w", param, group, OptimizerPlan(optimizer), StateDictOptions())
+        assert _device(target, there, None, ("step",)) == expected
+        assert _device(target, there, torch.ones(()), ("step",)) == expected

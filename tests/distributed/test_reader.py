@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import torchlift
 from torchlift.distributed import CheckpointReader
@@ -76,3 +79,34 @@ def test_a_key_that_is_not_there_is_an_error_of_torch(tmp_path: Path) -> None:
     reader = CheckpointReader(write("torch", tmp_path), root="model")
     with pytest.raises(CheckpointException, match=r"Missing key.*absent"):
         dcp.load({"absent": torch.zeros(1)}, storage_reader=reader)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_only_a_pickle_could_rebuild_is_refused_by_its_name(
+    tmp_path: Path, partial: bool
+) -> None:
+    """It is not called missing, and nothing of the same load has arrived when it is refused."""
+    saved = {
+        "model": {"weight": torch.ones(2)},
+        "when": timedelta(3),
+        "config": {"depth": 2, "ratio": Fraction(1, 3)},
+        "mixed": [1, Fraction(1, 2)],
+    }
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for key, name, what in [
+        ("when", "when", "datetime.timedelta"),
+        ("config", "config.ratio", "fractions.Fraction"),
+        ("mixed", "mixed", "fractions.Fraction"),
+    ]:
+        state = {"model": {"weight": torch.zeros(2)}, key: saved[key]}
+        with pytest.raises(CheckpointException, match=f"UnsafeError.*'{name}'.*{what}"):
+            dcp.load(
+                state,
+                storage_reader=CheckpointReader(tmp_path / "dcp"),
+                planner=DefaultLoadPlanner(allow_partial_load=partial),
+            )
+        assert state["model"]["weight"].tolist() == [0, 0]
+    rest = {"model": {"weight": torch.zeros(2)}, "config": {"depth": 0}}
+    dcp.load(rest, storage_reader=CheckpointReader(tmp_path / "dcp"))
+    assert rest == {"model": {"weight": rest["model"]["weight"]}, "config": {"depth": 2}}
+    assert rest["model"]["weight"].tolist() == [1, 1]

@@ -242,6 +242,9 @@ def results() -> dict[int, dict[str, str]]:
 @pytest.mark.parametrize(
     "check",
     [
+        "merges_what_each_rank_has_under_names_of_its_own",
+        "values_that_differ_between_ranks_are_never_mixed",
+        "saves_among_the_ranks_of_a_process_group",
         "writes_files",
         "writes_a_module",
         "writes_rank_0s_metadata",
@@ -304,3 +307,19 @@ def test_kill_9_in_the_middle_of_a_save(
     save_consolidated({"w": torch.zeros(2)}, path)
     assert os.listdir(folder) == ["x.pt"]
     assert torch.equal(torch.load(path, weights_only=True)["w"], torch.zeros(2))
+
+
+def test_names_in_the_file_are_those_of_the_bare_model(tmp_path: Path) -> None:
+    """Whatever wraps it; so are the paths of module versions."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    bare = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    expected = bare.state_dict()
+    model = torch.compile(nn.Sequential(checkpoint_wrapper(bare[0]), bare[1]), backend="eager")
+    save_consolidated(model, tmp_path / "x.pt")
+    found = torch.load(tmp_path / "x.pt")
+    assert list(found) == list(expected)
+    assert found._metadata["1"] == {"version": 2}
+    assert set(found._metadata) == {"", "0", "1"}
+    save_consolidated(model, tmp_path / "x.safetensors")
+    assert load_file(tmp_path / "x.safetensors").keys() == expected.keys()

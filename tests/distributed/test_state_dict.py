@@ -17,6 +17,7 @@ import torch.distributed.checkpoint.state_dict as theirs
 from state_models import PARTIAL, Tied, equal, step, trained, two_layers
 from torch import nn
 
+import torchlift
 import torchlift.distributed as ours
 from torchlift import MismatchError
 from torchlift._model.dtensor import blocks, overlaps, shard_spans
@@ -76,7 +77,9 @@ def test_a_strict_error_lists_everything_and_changes_nothing() -> None:
     model, before = two_layers(), copy.deepcopy(two_layers().state_dict())
     state = {key: value + 1 for key, value in before.items()} | {"odd": torch.ones(1)}
     del state["1.bias"]
-    with pytest.raises(RuntimeError, match=r"missing '1.bias'; unexpected 'odd'") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"Missing key\(s\) '1.bias'; Unexpected key\(s\) 'odd'"
+    ) as caught:
         ours.set_model_state_dict(model, state)
     assert isinstance(caught.value, MismatchError)
     assert caught.value.missing_keys == ["1.bias"]
@@ -145,17 +148,22 @@ def test_submodules_and_modules_as_keys() -> None:
     inner = two_layers()
     model = torch.compile(nn.ModuleDict({"a": inner, "b": nn.Linear(2, 2)}), backend="eager")
     short = StateDictOptions(keep_submodule_prefixes=False)
-    assert set(ours.get_model_state_dict(model, submodules={inner[0]})) == {
-        "a.0.weight",
-        "a.0.bias",
-    }
-    found = ours.get_model_state_dict(model, submodules={inner[0]}, options=short)
-    assert set(found) == {"weight", "bias"}
-    with pytest.raises(ours.StateDictMismatch, match="same canonical name"):
+    for options, keys in ((None, {"a.0.weight", "a.0.bias"}), (short, {"weight", "bias"})):
+        with pytest.warns(FutureWarning, match="Getting submodules only .* is deprecated"):
+            found = ours.get_model_state_dict(model, submodules={inner[0]}, options=options)
+        assert set(found) == keys
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(ours.StateDictMismatch, match="same canonical name"),
+    ):
         ours.get_model_state_dict(model, submodules={inner[0], inner[1]}, options=short)
-    ours.set_model_state_dict(model, {inner: two_layers(1).state_dict()}, options=PARTIAL)
+    with pytest.warns(FutureWarning, match="Passing model_state_dict as a dict of modules is"):
+        ours.set_model_state_dict(model, {inner: two_layers(1).state_dict()}, options=PARTIAL)
     assert equal(dict(inner.state_dict()), dict(two_layers(1).state_dict()))
-    with pytest.raises(ours.StateDictMismatch, match="not part of the model"):
+    with (
+        pytest.warns(FutureWarning),
+        pytest.raises(ours.StateDictMismatch, match="not part of the model"),
+    ):
         ours.set_model_state_dict(model, {nn.Linear(1, 1): {}})
 
 
@@ -166,7 +174,7 @@ def test_frozen_parameters_are_left_out_under_every_name() -> None:
     options = StateDictOptions(ignore_frozen_params=True)
     assert ours.get_model_state_dict(model, options=options) == {}
     assert not any(ours.set_model_state_dict(model, {}, options=options))
-    with pytest.raises(ours.StateDictMismatch, match="missing 'embed"):
+    with pytest.raises(ours.StateDictMismatch, match=r"Missing key\(s\) 'embed"):
         ours.set_model_state_dict(model, {})
 
 
@@ -292,3 +300,84 @@ def test_a_patched_model_is_freed() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_a_model_loaded_with_its_own_state_is_not_copied() -> None:
+    """torch writes every value onto itself; nothing is written here, nor cloned before."""
+    model = two_layers()
+    state = ours.get_model_state_dict(model)
+    kept = [(tensor.data_ptr(), tensor._version) for tensor in model.state_dict().values()]
+    for options in (StateDictOptions(), StateDictOptions(full_state_dict=True)):
+        with torch.profiler.profile() as profile:
+            ours.set_model_state_dict(model, state, options=options)
+        ran = {event.name for event in profile.events()}
+        assert not ran & {"aten::clone", "aten::copy_", "aten::empty_like"}, ran
+    assert kept == [(tensor.data_ptr(), tensor._version) for tensor in model.state_dict().values()]
+
+
+EVERY = [
+    StateDictOptions(full_state_dict=full, cpu_offload=offload, ignore_frozen_params=frozen)
+    for full in (False, True)
+    for offload in (False, True)
+    for frozen in (False, True)
+]
+
+
+@pytest.mark.parametrize("options", EVERY, ids=str)
+def test_module_versions_travel_under_every_option(options: Any) -> None:
+    """torch drops them where it gathers, offloads or picks submodules (BatchNorm's is 2)."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.ReLU()))
+    model = torch.compile(nn.ModuleDict({"a": inner}), backend="eager")
+    found = ours.get_model_state_dict(model, options=options)
+    assert found._metadata["a.1.0"] == {"version": 2}
+    assert found._metadata[""] == found._metadata["a"] == {"version": 1}
+    for keep in (True, False):
+        chosen = dataclasses.replace(options, keep_submodule_prefixes=keep)
+        with pytest.warns(FutureWarning):
+            some = ours.get_model_state_dict(model, submodules={inner[1]}, options=chosen)
+        path = "a.1." if keep else ""
+        assert dict(some._metadata) == {
+            path[:-1]: {"version": 1},
+            f"{path}0": {"version": 2},
+            f"{path}1": {"version": 1},
+        }
+    seen: list[Any] = []
+    inner[1][0].register_load_state_dict_pre_hook(lambda *rest: seen.append(rest[3]["version"]))
+    ours.set_model_state_dict(model, found, options=dataclasses.replace(options, strict=False))
+    with pytest.warns(FutureWarning):
+        ours.set_model_state_dict(
+            model, {inner[1]: some}, options=dataclasses.replace(options, strict=False)
+        )
+    assert seen == [2, 2]
+
+
+class Rotary(nn.Module):
+    """Has a buffer that no state dict has, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((2,), 3.0))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_a_state_dict_cannot_have_is_replayed_or_refused(strict: bool) -> None:
+    """torch leaves it on meta, and the first forward pass fails."""
+    options = StateDictOptions(strict=strict)
+    state = Rotary().state_dict()
+    with torch.device("meta"):
+        lost = Rotary()
+    with pytest.raises(ours.StateDictMismatch, match=r"1 tensor is on meta.*table.*skeleton"):
+        ours.set_model_state_dict(lost, state, options=options)
+    assert lost.scale.is_meta
+    model = torchlift.skeleton(Rotary)
+    ours.set_model_state_dict(model, state, options=options)
+    assert equal(model.table, torch.arange(4.0))
+    if not strict:
+        model = torchlift.skeleton(Rotary)
+        found = ours.set_model_state_dict(model, {"odd": torch.ones(1)}, options=options)
+        assert found == (["scale"], ["odd"])
+        assert equal(model.scale.detach(), torch.full((2,), 3.0))
+        lost.table = torch.arange(4.0)
+        with pytest.raises(ours.StateDictMismatch, match=r"1 tensor is on meta.*scale"):
+            ours.set_model_state_dict(lost, {"odd": torch.ones(1)}, options=options)

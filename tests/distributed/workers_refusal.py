@@ -17,7 +17,7 @@ from ranks import main
 from refusals import CHECKS, FROM_0, WHOLE, check, everybody_raises, is_last, last, unchanged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from wrapped_models import WRAPPERS, built, cloned, fsdp, net, same, train
+from wrapped_models import WRAPPERS, built, cloned, containers, fsdp, net, same, train
 
 import torchlift.distributed as ours
 
@@ -93,6 +93,37 @@ def an_optimizer_that_refuses_on_one_rank() -> None:
             optimizer.register_load_state_dict_post_hook(refuse)
         with unchanged(model, optimizer):
             load(model, optimizer, given, ours.StateDictOptions())
+
+
+@check
+def one_bad_value_on_one_rank() -> None:
+    """In the model, whose other values fit, or in the optimizer."""
+    name = "blocks.1.up.weight"
+    for wrap in SHARDED:
+        states = cloned(ours.get_state_dict(*built(wrap, seed=5), options=WHOLE))
+        for kind in BAD:
+            for part in ("model", "optimizer"):
+                model, optimizer = built(wrap)
+                given = containers(states[0]), containers(states[1])
+                values, key = given[0], name
+                if part == "optimizer":
+                    values, key = given[1]["state"][name], "exp_avg_sq"
+                if is_last():
+                    values[key] = BAD[kind](values[key])
+                with unchanged(model, optimizer) as caught:
+                    load(model, optimizer, given, WHOLE)
+                assert isinstance(caught.value, ours.StateDictMismatch), (kind, wrap, part)
+                assert is_last() or f"on rank {last()}" in str(caught.value), str(caught.value)
+
+
+#: What becomes of a good value.
+BAD = {
+    "meta": lambda value: value.to("meta"),
+    "sparse": lambda value: value.to_sparse(),
+    "quantised": lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
+    "shape": lambda value: torch.zeros(value.shape[0] + 1, *value.shape[1:]),
+    "text": lambda value: "a text",
+}
 
 
 @check

@@ -6,6 +6,7 @@ what any number of ranks wrote.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import warnings
@@ -116,15 +117,6 @@ def one_bad_rank_stops_all() -> None:
         cases.append((uneven, path, PlacementError, f"rank {world - 1} differs from rank 0"))
         unlike = torch.empty(2, device="meta") if rank == world - 1 else torch.ones(2)
         cases.append((unlike, path, PlacementError, "in a torch file"))
-        outside = DTensor.from_local(
-            torch.ones(2) if rank == world - 1 else torch.empty(0),
-            DeviceMesh("cpu", [world - 1]),
-            [Shard(0)],
-            shape=(2,),
-            stride=(1,),
-            run_check=False,
-        )
-        cases.append((outside, path, CheckpointError, "leaves out rank 0"))
     for value, where, kind, text in cases:
         with pytest.raises(kind, match=text):
             save_consolidated({"w": value}, where)
@@ -297,7 +289,131 @@ def loads_on_another_number_of_ranks() -> None:
                 assert torch.equal(found, whole[key]), (path.name, key, source)
 
 
+def merges_what_each_rank_has_under_names_of_its_own() -> None:
+    """Stages of a pipeline, plain or on meshes without rank 0: any process loads the one file."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world == 1:
+        return
+    half = world // 2
+    meshes = [DeviceMesh("cpu", list(range(half))), DeviceMesh("cpu", list(range(half, world)))]
+    torch.manual_seed(3)
+    layers = [nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)]
+    expected = nn.ModuleDict({str(n): layer for n, layer in enumerate(layers)})
+    last = rank >= half
+    mine = nn.ModuleDict({name: expected[name] for name in ("12" if last else "01")})
+    for wrapped in (False, True):
+        for suffix in ("pt", "safetensors"):
+            path = SHARED / f"stages-{world}-{wrapped}.{suffix}"
+            stage: Any = mine
+            if wrapped:
+                stage = copy.deepcopy(mine)
+                for layer in stage.values():
+                    fully_shard(layer, mesh=meshes[last])
+            save_consolidated(stage, path)
+            found = load_file(path) if suffix == "safetensors" else torch.load(path)
+            whole = expected.state_dict()
+            assert sorted(found) == sorted(whole)
+            for key, value in whole.items():
+                assert torch.equal(found[key], value), (path.name, key)
+            assert torchlift.verify(path).ok
+            if suffix == "pt":
+                assert list(found) == list(whole), list(found)  # in the order of the ranks
+                assert found._metadata["1"] == whole._metadata["1"]
+                expected.load_state_dict(found)
+    # A DTensor that all ranks know, on a mesh without the first one.
+    away = DTensor.from_local(
+        torch.ones(2) if rank == world - 1 else torch.empty(0),
+        DeviceMesh("cpu", [world - 1]), [Shard(0)], shape=(2,), stride=(1,), run_check=False,
+    )  # fmt: skip
+    state = {"away": away, f"rank{rank}": torch.full((2,), rank), f"note{rank}": [rank]}
+    path = SHARED / f"away-{world}.pt"
+    save_consolidated(state, path)
+    found = torch.load(path)
+    assert found.pop("away").tolist() == [1, 1]
+    for who in range(world):
+        assert found.pop(f"rank{who}").tolist() == [who, who]
+        assert found.pop(f"note{who}") == [who]
+    assert not found
+    for other, text in [
+        (torch.ones(2, 2), rf"'w'.*as on rank 0; found rank {world - 1} differs from rank 0"),
+        (3, rf"found rank {world - 1} differs from rank 0: plain data"),
+        (distribute(torch.ones(2)), "a plain tensor.* as on rank 0"),
+    ]:
+        with pytest.raises(PlacementError, match=text):
+            save_consolidated({"w": other if rank == world - 1 else torch.ones(2)}, path)
+        with pytest.raises(PlacementError, match="without running code"):
+            save_consolidated({f"{rank}": object()}, path)
+    dist.barrier()
+
+
+def distribute(value: torch.Tensor) -> torch.Tensor:
+    """On this rank alone."""
+    return distribute_tensor(value, DeviceMesh("cpu", [dist.get_rank()]), [Replicate()])
+
+
+def values_that_differ_between_ranks_are_never_mixed() -> None:
+    """One error that names the key on every rank, or rank 0's by the option."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world == 1:
+        return
+    line = cpu_mesh()
+    path = SHARED / f"mixed-{world}.pt"
+    save_consolidated({"w": torch.ones(3)}, path)
+    before = path.read_bytes()
+    norm = nn.BatchNorm1d(3)
+    norm(torch.arange(6.0).view(2, 3) * (rank + 1))
+    # Blocks that the ranks would take turns with, as shards of Megatron-style layers.
+    shards = torch.full((9, 1 << 20), float(rank), dtype=torch.float32)
+    replicas = DTensor.from_local(torch.full((2,), rank), line, [Replicate()], run_check=False)
+    for state, key in [
+        (norm.state_dict(), "running_mean"),
+        ({"same": torch.ones(2), "layer": shards}, "layer"),
+        ({"copies": replicas}, "copies"),
+    ]:
+        for suffix in ("pt", "safetensors"):
+            with pytest.raises(PlacementError, match=f"'{key}'.*different values") as caught:
+                save_consolidated(state, path.with_suffix(f".{suffix}"))
+            assert "rank 1 differ from those of rank 0" in str(caught.value)
+            assert 'replicated="rank0"' in str(caught.value)
+            chosen = SHARED / f"chosen-{world}.{suffix}"
+            save_consolidated(state, chosen, replicated="rank0")
+            found = load_file(chosen) if suffix == "safetensors" else torch.load(chosen)
+            everywhere: list[Any] = [None] * world
+            plain = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}
+            dist.all_gather_object(everywhere, plain)
+            for name, value in everywhere[0].items():
+                assert torch.equal(found[name], value), name
+            assert torchlift.verify(chosen).ok
+            dist.barrier()
+    assert path.read_bytes() == before
+    assert not list(SHARED.glob(".mixed*"))
+    with pytest.raises(PlacementError, match=r"and so do 1 more names"):
+        save_consolidated(dict.fromkeys("ab", torch.full((2,), rank)) | {"c": shards}, path)
+    with pytest.raises(PlacementError, match=r"same format= and replicated="):
+        save_consolidated({}, path, replicated="rank0" if rank else "equal")
+    with pytest.raises((ValueError, CheckpointError), match=r"one of 'equal', 'rank0', not 'all'"):
+        save_consolidated({}, path, replicated="all")  # type: ignore[arg-type]
+    dist.barrier()
+
+
+def saves_among_the_ranks_of_a_process_group() -> None:
+    """The first of them does what rank 0 does, and the others are not asked."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group([world - 1])
+    path = SHARED / f"group-{world}.pt"
+    if rank == world - 1:
+        save_consolidated({"w": torch.ones(3)}, path, process_group=group)
+    everybody = dist.new_group(backend="gloo")
+    state = {"w": distribute_tensor(torch.arange(3.0), cpu_mesh(), [Shard(0)])}
+    save_consolidated(state, path, process_group=everybody)
+    assert torch.load(path)["w"].tolist() == [0, 1, 2]
+    dist.barrier()
+
+
 SAVES = (
+    merges_what_each_rank_has_under_names_of_its_own,
+    values_that_differ_between_ranks_are_never_mixed,
+    saves_among_the_ranks_of_a_process_group,
     writes_files,
     writes_a_module,
     writes_rank_0s_metadata,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,18 @@ from ranks import cpu_mesh, main
 from sharded_models import Odd, Staged, distribute, keep_stage, saved
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
 import torchlift
-from torchlift.distributed import simulate
+from torchlift._model.dtensor import spans_at, wrap
+from torchlift.distributed import (
+    StateDictOptions,
+    save_consolidated,
+    set_model_state_dict,
+    simulate,
+)
+from torchlift.distributed.gather import finish
 from torchlift.distributed.simulation import parse_mesh
 
 warnings.simplefilter("ignore")
@@ -169,6 +179,81 @@ def refuses_a_process_group_that_exists() -> None:
     assert everywhere(dist.get_rank()) == list(range(dist.get_world_size()))
 
 
+def in_every_order() -> Iterator[tuple[str, torch.Tensor, DTensorSpec]]:
+    """Yield whole tensors of uneven sizes, sharded by three mesh dimensions in every order.
+
+    Once as the spec says it, once as `_StridedShard` does; one tensor dimension may have them all.
+    """
+    mesh = cpu_mesh(2, 2, 2)
+    for count, size in ((3, 13), (2, 5)):
+        for axes in itertools.permutations(range(3), count):
+            for first in range(1, count + 1):  # so many shard the first tensor dimension
+                whole = torch.arange(size * 5.0).view(size, 5) + len(axes)
+                entries = [ShardOrderEntry(0, axes[:first])]
+                entries += [ShardOrderEntry(1, axes[first:])] if axes[first:] else []
+                placements: list[Any] = [Replicate()] * 3
+                for entry in entries:
+                    for axis in entry.mesh_dims:
+                        placements[axis] = Shard(entry.tensor_dim)
+                order, plain = tuple(entries), tuple(placements)
+                meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+                strided = DTensorSpec._convert_shard_order_to_StridedShard(order, plain, mesh)
+                text = f"{size} {axes[:first]} {axes[first:]}"
+                yield f"{text} order", whole, DTensorSpec(mesh, plain, meta, shard_order=order)
+                yield f"{text} strided", whole, DTensorSpec(mesh, strided, meta)
+
+
+def shards_in_every_order() -> None:
+    """Compared with what torch puts together, and every way in and out agrees with it."""
+    named, made = {}, nn.ParameterDict()
+    for number, (what, whole, spec) in enumerate(in_every_order()):
+        key = f"w{number}"
+        blank = DTensor(torch.empty(0), spec, requires_grad=False)
+        rows, columns = map(_indices, spans_at(blank, spec.mesh.get_coordinate()))
+        local = whole[rows][:, columns]
+        tensor = DTensor(local.clone(), spec, requires_grad=False)
+        assert torch.equal(tensor.full_tensor(), whole), what
+        named[key] = what, whole
+        made[key] = parameter(tensor)
+    assert len(named) == 60
+    state = dict(made)
+    own = simulate(made)
+    assert list(own.local_bytes) == everywhere(sum(local_of(t).nbytes for t in made.values()))
+    path = OUT / "orders.pt"
+    save_consolidated(state, path)
+    found = torch.load(path)
+    # Of a dict: the state_dict() of a module detaches, and torch forgets the order at that.
+    whole_state = finish(state, StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert len(whole_state) == (len(named) if dist.get_rank() == 0 else 0)
+    for key, (what, whole) in named.items():
+        assert torch.equal(found[key], whole), what
+        assert dist.get_rank() or torch.equal(whole_state[key], whole), what
+    with torch.no_grad():
+        target = nn.ParameterDict({k: parameter(v, zeros=True) for k, v in made.items()})
+    torchlift.load(target, path, source="read")
+    for key, (what, _) in named.items():
+        assert torch.equal(local_of(target[key]), local_of(made[key])), what
+    # A value whose order is another than the model's, with the very same placements.
+    keys = [k for k, (what, _) in named.items() if what.startswith("13 ") and "order" in what]
+    same = [k for k in keys if all(p == Shard(0) for p in made[k].placements)]
+    assert len(same) == 6
+    for mine, other in zip(same, [*same[1:], same[0]], strict=True):
+        one = nn.ParameterDict({"w": parameter(made[mine], zeros=True)})
+        set_model_state_dict(one, {"w": state[other]})
+        assert torch.equal(local_of(one["w"]), local_of(made[mine])), (named[mine], named[other])
+    dist.barrier()
+
+
+def parameter(tensor: torch.Tensor, zeros: bool = False) -> Any:
+    """Make a parameter in the order of a DTensor, which `nn.Parameter` forgets."""
+    local = local_of(tensor).detach()
+    return wrap(tensor, torch.zeros_like(local) if zeros else local, True, parameter=True)
+
+
+def _indices(spans: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    return torch.tensor([i for start, stop in spans for i in range(start, stop)], dtype=torch.int64)
+
+
 CHECKS: dict[str, Callable[[], None]] = {"refuses": refuses_a_process_group_that_exists}
 for _mesh in ELSEWHERE:
     if math.prod(parse_mesh(_mesh).values()) == int(OUT.name):
@@ -180,6 +265,9 @@ for _mesh in PIPELINES:
 for _mesh in MESHES[int(OUT.name)]:
     CHECKS[f"file {_mesh}"] = partial(from_one_file, _mesh)
     CHECKS[f"parts {_mesh}"] = partial(from_shards, _mesh)
+if int(OUT.name) == 8:
+    CHECKS["shard orders"] = shards_in_every_order
 
 if __name__ == "__main__":
-    main(CHECKS)
+    only = os.environ.get("ONLY")
+    main({name: run for name, run in CHECKS.items() if not only or name in only.split(";")})

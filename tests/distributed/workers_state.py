@@ -75,7 +75,7 @@ def a_key_that_one_rank_lacks_is_an_error_on_every_rank() -> None:
         before = state_of(model, optim)
         load = partial(ours.set_state_dict, model, optim, options=full)
         call = partial(load, model_state_dict=states[0], optim_state_dict=states[1])
-        raises(call, "on rank 1", "missing 'inp.weight'")
+        raises(call, "on rank 1", "Missing key(s) 'inp.weight'")
         same(state_of(model, optim), before)
 
 
@@ -188,7 +188,9 @@ def an_unexpected_key_on_rank_0_is_an_error_everywhere() -> None:
     full = ours.get_model_state_dict(model, options=ours.StateDictOptions(full_state_dict=True))
     full = {key: torch.zeros_like(value) for key, value in full.items()} | {"odd": torch.ones(3)}
     before = cloned(containers(model.state_dict()))
-    raises(lambda: ours.set_model_state_dict(model, full, options=options), "unexpected 'odd'")
+    raises(
+        lambda: ours.set_model_state_dict(model, full, options=options), "Unexpected key(s) 'odd'"
+    )
     same(containers(model.state_dict()), before)
 
 
@@ -223,10 +225,14 @@ def a_sharded_meta_model_receives_what_it_lacks() -> None:
         model = fsdp(model)
         options = ours.StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         given = cloned(full) if not broadcast or dist.get_rank() == 0 else {}
-        ours.set_model_state_dict(model, given, options=options)
+        # No state dict has a buffer that is not persistent: torch leaves it on meta in silence.
+        call = partial(ours.set_model_state_dict, model, given, options=options)
+        raises(call, "1 tensor is on meta", "hidden")
+        assert all(tensor.is_meta for tensor in model.parameters())
+        model.hidden = torch.zeros(3)
+        call()
         same(containers(model.state_dict()), containers(source.state_dict()))
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.hidden = torch.zeros(3)  # not persistent, so no state dict has it
         model(torch.ones(4, 5)).sum().backward()
         optim.step()
 
@@ -407,6 +413,115 @@ def no_step_is_taken_for_fully_sharded_data_parallel() -> None:
     other = torch.optim.Adam(model.parameters())
     ours.set_optimizer_state_dict(model, other, containers(saved), options=full)
     same(ours.get_optimizer_state_dict(model, other, options=full)["state"], saved["state"])
+
+
+@check(2, 4)
+def optimizer_states_with_other_placements_are_redistributed_or_refused() -> None:
+    """torch takes them as they are, and the next step raises."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    for wrap in ("fsdp blocks", "tensor parallel"):
+        source = built(wrap, "adamw", seed=5)
+        expected = ours.get_optimizer_state_dict(*source)
+        given = containers(expected)
+        moved = 0
+        for state in given["state"].values():
+            for key, value in state.items():
+                if isinstance(value, DTensor):
+                    state[key] = value.redistribute(placements=[Replicate()])
+                    moved += 1
+        assert moved
+        for steps in (0, 1):
+            model, optim = built(wrap, "adamw", steps=steps)
+            ours.set_optimizer_state_dict(model, optim, given)
+            same(ours.get_optimizer_state_dict(model, optim)["state"], expected["state"])
+            train(optim, 1)
+        assert all(
+            value.placements == (Replicate(),)
+            for state in given["state"].values()
+            for value in state.values()
+            if isinstance(value, DTensor)
+        )
+        other = cpu_mesh(dist.get_world_size(), 1)
+        for state in given["state"].values():
+            for key, value in state.items():
+                if isinstance(value, DTensor):
+                    whole = value.to_local()
+                    state[key] = DTensor.from_local(whole, other, [Replicate(), Replicate()])
+        model, optim = built(wrap, "adamw")
+        before = state_of(model, optim)
+        call = partial(ours.set_optimizer_state_dict, model, optim, given)
+        raises(call, "laid out in another way than its parameter", "full_state_dict=True")
+        same(state_of(model, optim), before)
+
+
+class Communicating(torch.optim.Optimizer):
+    """Exchanges what each rank computed, in its step, as distributed Muon does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("momentum", torch.zeros(3))
+                dist.all_reduce(state["momentum"])
+
+
+@check(2)
+def a_step_that_communicates_is_never_taken() -> None:
+    """On one rank alone it would wait for the others, and then give half a state."""
+    model = WRAPPERS["ddp"](net())
+    optim = Communicating(model.parameters())
+    if dist.get_rank() == 1:
+        found = ours.get_optimizer_state_dict(model, optim)
+        assert found["state"] == {}
+    dist.barrier()
+    saved = ours.get_optimizer_state_dict(model, optim)
+    report = ours.set_optimizer_state_dict(model, optim, saved)
+    assert set(report.left_out) == {name for name, _ in net().named_parameters()}
+    assert not optim.state
+    muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+    with_state = ours.get_optimizer_state_dict(model, muon)["state"]
+    assert all(not state["momentum_buffer"].any() for state in with_state.values())
+    assert with_state
+    assert not muon.state
+
+
+@check(2)
+def a_patched_fully_sharded_model_calls_torch_s_functions_once() -> None:
+    """Which call the methods that were patched, and would come back without end."""
+    for options in ({}, {"full_state_dict": True}):
+        chosen = ours.StateDictOptions(**options)
+        model, optim = fsdp1()
+        expected = ours.get_state_dict(model, optim, options=chosen)
+        ours.patch_model_state_dict(model, options=chosen)
+        ours.patch_optimizer_state_dict(model, optimizers=optim, options=chosen)
+        patches = model.state_dict, optim.load_state_dict
+        found = model.state_dict(), optim.state_dict()
+        assert (found[0].keys(), found[1].keys()) == (expected[0].keys(), expected[1].keys())
+        model.load_state_dict(found[0])
+        optim.load_state_dict(found[1])
+        if options:  # shards of FullyShardedDataParallel cannot be compared on the CPU
+            same(found, expected)
+            same(ours.get_state_dict(model, optim, options=chosen), expected)
+        assert patches == (model.state_dict, optim.load_state_dict)
+
+
+@check(2)
+def module_versions_of_a_fully_sharded_model_are_those_of_the_bare_one() -> None:
+    """torch drops them where it gathers."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    expected = {"": {"version": 1}, "0": {"version": 1}, "1": {"version": 2}}
+    assert dict(inner.state_dict()._metadata) == expected
+    model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+    for full in (False, True):
+        chosen = ours.StateDictOptions(full_state_dict=full)
+        found = ours.get_model_state_dict(model, options=chosen)
+        assert dict(found._metadata) == expected, found._metadata
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ POLYGLOTS = {
     "zip64 numbers beside others": (_zip64_beside_full_numbers, "two end records.*do not agree"),
     "an archive before the archive": (_bytes_before, "bytes before the first record"),
     "bytes behind": (_behind, "end with its end record"),
-    "names that differ in case": (_other_case, "two records have this name, but for the case"),
+    "names that differ in case": (_other_case, "two records have this name, or one that"),
     "a pickle in capitals": (
         lambda d: _names(d, (b"data.pkl", b"DATA.pkl")), "not written as torch writes it"),
     "a byte order in capitals": (

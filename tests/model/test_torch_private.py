@@ -83,11 +83,15 @@ def test_incompatible_keys_is_what_load_state_dict_returns() -> None:
 def test_compiled_and_checkpointed_modules_are_children_by_these_names() -> None:
     """Under another name the state dict of a wrapped model would get other keys in silence."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = nn.Linear(1, 1)
     compiled = torch.compile(model, backend="eager")
     assert compiled._modules == {private.COMPILED: model}
     assert checkpoint_wrapper(model)._modules == {private.CHECKPOINTED: model}
+    # It cannot be made without a process group; its attribute by that name is public.
+    names = FullyShardedDataParallel.module.fget.__code__.co_names  # type: ignore[attr-defined]
+    assert private.FULLY_SHARDED in names
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchlift._model.dtensor import held, is_sharded, wrap
-from torchlift._model.handlers import is_plain, is_wrapper
+from torchlift._model.handlers import clone_of, is_plain, is_wrapper
 from torchlift._model.holders import flat_references
 from torchlift._model.slots import Group, is_lazy
 from torchlift._model.torch_private import fits_data, make_subclass
@@ -205,7 +205,7 @@ class Commit:
         if tensor.is_meta or is_lazy(tensor):
             return
         local, grad = _once(held(tensor).detach()), tensor.requires_grad
-        before = local.clone()
+        before = clone_of(local)
 
         def undo() -> None:
             local.copy_(before)

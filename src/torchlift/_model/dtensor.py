@@ -343,13 +343,10 @@ def unwrap(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
         PlacementError: it is not a DTensor of the same layout.
     """
     assert is_dtensor(like)
-    if is_dtensor(made) and (made.device_mesh, made.placements) == (
-        like.device_mesh,
-        like.placements,
-    ):
+    if is_dtensor(made) and spread_of(made) == spread_of(like):
         return local_of(made)
-    layout = f"a DTensor with placements {_text(like.placements)}"
-    found = f"placements {_text(made.placements)}" if is_dtensor(made) else type(made).__name__
+    layout = f"a DTensor with placements {placed(like)}"
+    found = f"placements {placed(made)}" if is_dtensor(made) else type(made).__name__
     raise PlacementError(
         "transform got a DTensor, because the parameter is one, and returned another layout",
         entry=key,
@@ -360,8 +357,35 @@ def unwrap(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
     )
 
 
-def _text(placements: Sequence[object]) -> str:
-    return f"({', '.join(map(str, placements))})"
+def first_rank(tensor: torch.Tensor) -> int | None:
+    """Return the first rank of a DTensor's mesh; None for a plain tensor.
+
+    Example:
+        >>> first_rank(torch.zeros(2)) is None
+        True
+    """
+    return int(tensor.device_mesh.mesh.min()) if is_dtensor(tensor) else None
+
+
+def spread_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return what two DTensors have in common of which each rank holds the same part.
+
+    Placements alone do not say it: two that shard one dimension in another order are equal.
+
+    Example:
+        >>> spread_of(torch.zeros(2)) is None
+        True
+    """
+    if not is_dtensor(tensor):
+        return None
+    return tensor.device_mesh, tensor.placements, shard_order(tensor)
+
+
+def placed(tensor: DTensor) -> str:
+    """Return a DTensor's placements as text, and in which order they shard where that differs."""
+    order = [axes for axes in shard_order(tensor) if axes != tuple(sorted(axes))]
+    text = f"({', '.join(map(str, tensor.placements))})"
+    return f"{text} sharded by the mesh dimensions {order}" if order else text
 
 
 def layout_of(tensor: torch.Tensor) -> str | None:
@@ -373,7 +397,7 @@ def layout_of(tensor: torch.Tensor) -> str | None:
     """
     if not is_dtensor(tensor):
         return None
-    return f"{_text(tensor.placements)} on {tensor.device_mesh}"
+    return f"{placed(tensor)} on {tensor.device_mesh}"
 
 
 # ---- FSDP2: its sharded parameters in their slots, and its hooks

@@ -125,6 +125,39 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def oddity(tensor: torch.Tensor) -> str | None:
+    """Say what keeps values from being copied into a plain tensor; None where nothing does.
+
+    Example:
+        >>> oddity(torch.ones(2)), oddity(torch.eye(2).to_sparse())
+        (None, 'torch.sparse_coo')
+    """
+    if tensor.is_meta:
+        return "on meta, where nothing has values"
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    return str(tensor.dtype) if tensor.is_quantized else None
+
+
+def clone_of(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Copy a tensor with what it holds its values in; its class need not know how to clone.
+
+    Example:
+        >>> clone_of(torch.ones(2))
+        tensor([1., 1.])
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.detach().to(device or tensor.device, copy=True)
+    names, context = flatten()
+    inner = {name: clone_of(getattr(tensor, name), device) for name in names}
+    kind: Any = type(tensor)
+    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return made
+
+
 def handles(destination: type, source: type) -> bool:
     """Return whether a handler is registered for such a pair of tensors."""
     return bool(_handlers(destination, source))

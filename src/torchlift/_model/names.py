@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchlift._model.slots import ModuleTree
-from torchlift._model.torch_private import CHECKPOINTED, COMPILED
+from torchlift._model.torch_private import CHECKPOINTED, COMPILED, FULLY_SHARDED
 
 
 class Names:
@@ -104,7 +104,7 @@ def wrapped_by(module: nn.Module) -> tuple[str | None, bool]:
     """
     if isinstance(module, DistributedDataParallel):
         return "module", True
-    for child, in_keys in ((COMPILED, True), (CHECKPOINTED, False)):
+    for child, in_keys in ((COMPILED, True), (CHECKPOINTED, False), (FULLY_SHARDED, False)):
         if child in module._modules:
             return child, in_keys
     return None, True

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -51,6 +52,18 @@ def world_of() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
+def ranks_of(process_group: Any = None) -> list[int]:
+    """Return the ranks of a process group in order, by default of all processes.
+
+    Example:
+        >>> ranks_of()
+        [0]
+    """
+    if process_group is None or not has_group():
+        return list(range(world_of()[1]))
+    return sorted(torch.distributed.get_process_group_ranks(process_group))
+
+
 def rank() -> int:
     """Return this process's rank, 0 where there is no process group.
 
@@ -81,9 +94,11 @@ class RankGroup:
         self._kind = kind
 
     @classmethod
-    def of_all(cls, kind: type[CheckpointError] = CheckpointError) -> RankGroup:
-        """Take every process of the default process group."""
-        return cls([torch.distributed.group.WORLD] if has_group() else [], kind)
+    def of_all(
+        cls, kind: type[CheckpointError] = CheckpointError, process_group: Any = None
+    ) -> RankGroup:
+        """Take every process of a process group: of the default one where none is named."""
+        return cls([process_group or torch.distributed.group.WORLD] if has_group() else [], kind)
 
     @classmethod
     def of_model(
@@ -91,14 +106,38 @@ class RankGroup:
         tensors: Iterable[torch.Tensor],
         modules: Iterable[nn.Module] = (),
         kind: type[CheckpointError] = CheckpointError,
+        *,
+        collective: bool | None = None,
+        process_group: Any = None,
     ) -> RankGroup:
-        """Take the processes of the meshes of DTensors, and of DDP and FSDP1 among the modules."""
-        return cls(_groups(tensors, modules) if has_group() else [], kind)
+        """Take the processes of the meshes of DTensors, and of DDP and FSDP1 among the modules.
+
+        Args:
+            tensors: of the model.
+            modules: of the model.
+            kind: see the class.
+            collective: False: this process alone. True: all, where nothing ties the model to any.
+            process_group: its processes instead.
+
+        Raises:
+            ValueError: a process group, and nobody to talk to.
+        """
+        if collective is False or not has_group():
+            if process_group is not None:
+                raise ValueError(
+                    "process_group= is for a call that all its ranks make: leave it out, or "
+                    "collective=False"
+                )
+            return cls([], kind)
+        if process_group is not None:
+            return cls([process_group], kind)
+        found = cls(_groups(tensors, modules), kind)
+        return cls.of_all(kind) if collective and not found.groups else found
 
     def exchange(self, value: T) -> dict[int, T]:
         """Return a small value of each process, by its rank."""
         known = {rank(): value}
-        for group in self.groups:
+        for group in map(_on_cpu, self.groups):
             found = [known] * torch.distributed.get_world_size(group)
             if len(found) > 1:
                 torch.distributed.all_gather_object(found, known, group=group)
@@ -163,7 +202,9 @@ class RankGroup:
 
 
 @contextmanager
-def together(tensors: Iterable[torch.Tensor], collective: bool | None = None) -> Iterator[Agree]:
+def together(
+    tensors: Iterable[torch.Tensor], collective: bool | None = None, process_group: Any = None
+) -> Iterator[Agree]:
     """Let the ranks that share tensors enter the second half of the block together or not at all.
 
     The block gets a function to call when nothing has changed yet. It returns when every rank has
@@ -175,15 +216,14 @@ def together(tensors: Iterable[torch.Tensor], collective: bool | None = None) ->
         tensors: what the ranks share; those of its DTensors' meshes take part.
         collective: None: when there are DTensors among the tensors. True: also when there are none,
             and then over the whole process group. False: never.
+        process_group: whose ranks take part instead.
 
     Example:
         >>> with together([]) as agree:  # no process group: nobody to agree with
         ...     agree(False)
         False
     """
-    group = RankGroup([]) if collective is False else RankGroup.of_model(tensors)
-    if collective and not group.groups:
-        group = RankGroup.of_all()
+    group = RankGroup.of_model(tensors, collective=collective, process_group=process_group)
     with group.together() as agree:
         yield agree
 
@@ -192,6 +232,27 @@ def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield every parameter and buffer."""
     yield from model.parameters()
     yield from model.buffers()
+
+
+#: Process group of all ranks without a backend for the CPU -> one that has one.
+_COMPANIONS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _on_cpu(group: Any) -> Any:
+    """Return a process group of the same ranks over which a rank may wait for another.
+
+    NCCL's watchdog ends processes that wait longer than its timeout, such as for a slow fsync of
+    another, and every agreement would take memory of the accelerator. Only where all processes come
+    to the agreement, as to every save: of some, each would have to have made as many groups before,
+    since torch names a group by how many there are.
+    """
+    dist = torch.distributed
+    has_cpu = "cpu:" in dist.get_backend_config(group) or not dist.is_gloo_available()
+    if has_cpu or dist.get_world_size(group) < dist.get_world_size():
+        return group
+    if group not in _COMPANIONS:
+        _COMPANIONS[group] = dist.new_group(backend="gloo")
+    return _COMPANIONS[group]
 
 
 def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> list[Any]:

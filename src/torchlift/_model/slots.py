@@ -1,19 +1,24 @@
 """The places in a module where a tensor can go, and which of them are one tensor: ties.
 
-Reads modules only; nothing here changes one.
+Reads modules only; nothing here changes one. Who does, keeps other threads out: `locked`.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from torchlift._model.dtensor import reshard
 from torchlift._model.torch_private import LAZY
+from torchlift.errors import PlacementError
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +176,62 @@ def _meta_tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
 def collect(model: nn.Module) -> list[Group]:
     """Group every parameter and buffer of `model` by identity, in the order of ``state_dict``."""
     return ModuleTree(model).groups
+
+
+# ---- one thread at a time
+
+#: What threads load into: the thread, and the identities of the modules and tensors.
+_loading: list[tuple[int, set[int]]] = []
+_changed = threading.Condition()
+
+
+@contextmanager
+def locked(model: nn.Module) -> Iterator[ModuleTree]:
+    """Walk over a model and keep the loads of other threads out of it inside the block.
+
+    One that is inside already, of this model, of a part of it or of what shares a tensor with it,
+    is waited for. One thread may be inside several times.
+
+    Raises:
+        PlacementError: this thread would have to wait inside of another such block.
+    """
+    me = threading.get_ident()
+    with _changed:
+        while True:
+            # Again after each wait: what loaded meanwhile may have put other tensors there.
+            tree = ModuleTree(model)
+            mine = me, _identities(tree)
+            if all(thread == me or found.isdisjoint(mine[1]) for thread, found in _loading):
+                break
+            if any(thread == me for thread, _ in _loading):
+                raise PlacementError(
+                    "another thread is loading into this model, and this one is inside of a load "
+                    "too: each could wait for the other",
+                    hint="Load into one model after the other, not into one from inside of "
+                    "another's load.",
+                )
+            _changed.wait()
+        _loading.append(mine)
+    try:
+        reshard(tree.modules)
+        yield tree
+    finally:
+        with _changed:
+            _loading.remove(mine)
+            _changed.notify_all()
+
+
+def _identities(tree: ModuleTree) -> set[int]:
+    registered = [(m, *m._parameters.values(), *m._buffers.values()) for m in tree.modules]
+    return {id(item) for items in registered for item in items if item is not None}
+
+
+def _leave_other_threads_behind() -> None:
+    """Forget, in a forked child, the loads of threads that it does not have."""
+    global _changed
+    _changed = threading.Condition()
+    _loading[:] = [one for one in _loading if one[0] == threading.get_ident()]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_other_threads_behind)

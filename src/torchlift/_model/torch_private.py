@@ -35,8 +35,10 @@ SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 TRUNC_NORMAL = "_no_grad_trunc_normal_"
 #: A recurrent layer's weak references to its own weights: their list, and the weights.
 FLAT_REFERENCES, FLAT_WEIGHTS = "_flat_weight_refs", "_flat_weights"
-#: Children in which torch.compile and activation checkpointing hold the module that they wrap.
+#: Children in which torch.compile, activation checkpointing and FullyShardedDataParallel hold the
+#: module that they wrap.
 COMPILED, CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
+FULLY_SHARDED = "_fsdp_wrapped_module"
 
 
 #: What tells a storage from others. In C: a recorder asks for every call that it sees.

@@ -27,7 +27,7 @@ from torchlift._model.torch_private import storage_key
 from torchlift._plan import rules
 from torchlift._plan.report import Mode, Route, Source
 from torchlift._plan.steps import Base, Candidate, Making, Match, Step
-from torchlift._skeleton.skeleton import construction_of, constructions_of
+from torchlift._skeleton.skeleton import constructions_of
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, TensorEntry
@@ -48,6 +48,15 @@ def steps_for(matched: Match, path: str, options: rules.Options) -> list[Step]:
     return _final_modes(_unshare(_share(steps)), options.mode)
 
 
+def owns_all(source: rules.AnySource, *, live: bool) -> bool:
+    """Return whether what a model keeps after the load is the process's own, and no file's map.
+
+    A file that is overwritten in place ends the process that has mapped it. What is live had memory
+    of its own, and has it afterwards unless the caller asks for the map.
+    """
+    return source == "read" or (source == "auto" and live)
+
+
 def makings_for(groups: Iterable[Group], options: rules.Options) -> Iterator[Making]:
     """Decide what happens to the tensors that no source has.
 
@@ -55,10 +64,6 @@ def makings_for(groups: Iterable[Group], options: rules.Options) -> Iterator[Mak
         PlacementError: a tensor is on meta and no skeleton recorded how it is made.
     """
     groups = [group for group in groups if not is_lazy(group.tensor)]  # they stay as they are
-    if options.may_stay:
-        groups = [
-            g for g in groups if g.persistent or g.is_parameter or construction_of(g) is not None
-        ]
     constructions_of(group for group in groups if group.tensor.is_meta)
     for group in groups:
         tensor = group.tensor
@@ -105,10 +110,11 @@ def _decide(
     source: Source = "memory"
     if entry is not None:
         filled = changes and not in_place and not handled
+        kept = not in_place and owns_all(options.source, live=not tensor.is_meta)
         source = options.source if options.source != "auto" else "mmap"
         # Of the file, not of its folder: it may be a link to elsewhere.
         file = entry.chunks[0].file if entry.chunks else path
-        if options.source == "auto" and (filled or is_network(file)):
+        if options.source == "auto" and (filled or kept or is_network(file)):
             source = "read"
         if source == "mmap" and not _fits_map(entry, copied=in_place or changes):
             source, note = "read", "its layout in the file cannot be used in place"

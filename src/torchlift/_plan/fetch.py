@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from torchlift._model.commit import ordinary_tensors
-from torchlift._model.dtensor import everything, is_sharded, local_shape, unwrap, wrap
-from torchlift._model.handlers import apply, handles, is_plain
+from torchlift._model.dtensor import everything, held, is_sharded, local_shape, unwrap, wrap
+from torchlift._model.handlers import apply, clone_of, handles, is_plain, is_wrapper, oddity
 from torchlift._model.slots import Group, is_lazy
 from torchlift._plan.decide import candidate_dtype, is_dense, overlapping, swapped, untransformed
 from torchlift._plan.plan import LoadPlan
@@ -83,6 +83,7 @@ def _fetch_steps(
     for step, value in zip(as_they_are, _by_route(as_they_are, origin, advance), strict=True):
         if isinstance(value, torch.Tensor):
             value = _wrapped(step, _without_old_scalar(step, value))
+            _check_class(step, value, path)
         found.append((step, value))
     rest = [step for step in steps if transform is not None or step.handled]
     # A transform may write to what it gets: of two views of the same bytes, each would see what
@@ -114,6 +115,10 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[t
             case "view":
                 tensors.append(_view(step.candidate, origin))
             case "compute":
+                value = step.candidate.value
+                if isinstance(value, torch.Tensor) and is_wrapper(value) and step.spans is None:
+                    tensors.append(clone_of(value, step.memory).to(step.dtype))
+                    continue
                 copies.append(_copy(step))
                 tensors.append(copies[-1].target)
             case "read":
@@ -270,13 +275,13 @@ def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str)
     if not isinstance(made, torch.Tensor):
         raise TypeError(f"transform({step.key!r}, ...) returned {type(made).__name__}, no tensor")
     # Found out while placing, these would leave the model half loaded.
-    if made.is_meta or made.layout != torch.strided or made.is_quantized:
+    if odd := oddity(made):
         raise PlacementError(
             "transform returned a tensor that cannot be placed",
             file=path,
             entry=step.key,
             expected="a dense tensor with values",
-            found=f"{made.layout}, {made.dtype}, on {made.device}",
+            found=odd,
         )
     made = _without_old_scalar(step, made)
     if not is_lazy(step.group.tensor) and made.shape != step.group.tensor.shape:
@@ -319,6 +324,24 @@ def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
     except (NotImplementedError, RuntimeError):
         return False
     return True
+
+
+def _check_class(step: Step, value: torch.Tensor, path: str) -> None:
+    """Copy into a copy first where a class has the say: a live tensor would be half written."""
+    live = held(step.group.tensor)
+    if step.in_place and (is_wrapper(live) or is_wrapper(value)):
+        try:
+            clone_of(live).copy_(value)
+        except Exception as error:
+            raise PlacementError(
+                "its class does not take such values",
+                file=path,
+                entry=step.key,
+                expected=type(live).__name__,
+                found=f"{type(value).__name__} ({str(error).partition(chr(10))[0][:200]})",
+                hint="Save it from a model of the same classes, or register a handler: "
+                "swap.module_load(...).",
+            ) from error
 
 
 def _check_ties(step: Step, origin: Origin) -> None:

@@ -23,7 +23,7 @@ from torchlift._model.commit import ordinary_tensors
 from torchlift._model.dtensor import is_fsdp
 from torchlift._model.handlers import is_wrapper
 from torchlift._model.slots import ModuleTree, is_blank, is_lazy
-from torchlift._model.torch_private import LAZY_HOOK, IncompatibleKeys, NormBase
+from torchlift._model.torch_private import LAZY_HOOK, IncompatibleKeys, NormBase, storage_key
 from torchlift._plan.sources import Origin
 from torchlift._plan.steps import Candidate
 from torchlift._skeleton.recording import version_of
@@ -66,6 +66,7 @@ def run_hooks(
     objects: Mapping[str, str],
     like: Mapping[str, torch.Tensor],
     strict: bool,
+    own: bool,
 ) -> Outcome:
     """Run the loading code of modules, as `load_state_dict` would.
 
@@ -79,12 +80,16 @@ def run_hooks(
         objects: the same for leaves that are not tensors.
         like: name -> tensor of the model.
         strict: passed on to the code.
+        own: whether what modules keep besides their tensors is copied, as a file's map is not
+            their own.
     """
     prefixes = tuple(prefix for prefix, _ in modules)
     with ordinary_tensors():
         run = _Run(prefixes, origin, names, objects, like, strict)
         for prefix, module in modules:
             run.visit(prefix, module)
+        if own:
+            run.own()
         return run.finish()
 
 
@@ -264,6 +269,24 @@ class _Run:
                 entry=prefix[:-1] or None,
             )
 
+    def own(self) -> None:
+        """Copy what modules are about to keep of the source besides their tensors."""
+        given = {_memory(tensor) for _, tensor, _ in self.known.values()} - {None}
+
+        def copied(state: object) -> Any:
+            copies = {
+                id(leaf): leaf.clone()
+                for leaf in leaves(state).values()
+                if isinstance(leaf, torch.Tensor) and _memory(leaf) in given
+            }
+            if not copies:
+                return state
+            return map_leaves(state, lambda leaf, _: copies.get(id(leaf), leaf))
+
+        outcome = self.outcome
+        outcome.extra = [(module, copied(state)) for module, state in outcome.extra]
+        outcome.attributes = [(m, name, copied(value)) for m, name, value in outcome.attributes]
+
     def finish(self) -> Outcome:
         """Return the outcome, with everything that no override took."""
         for name, value in self.state.items():
@@ -280,6 +303,13 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     # A conjugate is the same numbers in the same place, shown otherwise.
     shown = tensor.is_conj(), tensor.is_neg()
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), shown)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError, ValueError):  # it has none of its own
+        return None
 
 
 def _takes_extra(module: nn.Module) -> bool:

@@ -15,10 +15,10 @@ from torch import nn
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.commit import Commit, content_bytes
-from torchlift._model.dtensor import held, local_shape, reshard
+from torchlift._model.dtensor import held, local_shape
 from torchlift._model.handlers import is_plain
-from torchlift._model.slots import Group, ModuleTree, is_lazy
-from torchlift._plan.decide import makings_for, steps_for
+from torchlift._model.slots import Group, ModuleTree, is_lazy, locked
+from torchlift._plan.decide import makings_for, owns_all, steps_for
 from torchlift._plan.hooks import (
     has_post_hooks,
     hooked_modules,
@@ -113,9 +113,8 @@ def plan(
 
 def plan_only(model: nn.Module, ckpt: Checkpoint, options: Options) -> LoadPlan:
     """Plan a load from an open checkpoint, and leave the model as it was."""
-    tree, origin = ModuleTree(model), FileSource(ckpt)
-    reshard(tree.modules)  # not to be taken back
-    with closing(origin), Commit() as commit:
+    origin = FileSource(ckpt)
+    with closing(origin), locked(model) as tree, Commit() as commit:
         try:
             return make_plan(tree, origin, options, commit)
         finally:
@@ -164,7 +163,8 @@ def make_plan(
     prefixes = tuple(prefix for prefix, _ in modules)
     origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
-    outcome = run_hooks(modules, origin, names, objects, like, options.strict)
+    own = owns_all(options.source, live=not any(tensor.is_meta for tensor in like.values()))
+    outcome = run_hooks(modules, origin, names, objects, like, options.strict, own)
     if modules:
         tree.walk()  # again: a hook may have put other tensors in their slots
     matched = match(tree.groups, outcome.candidates, check_shapes=check_shapes)

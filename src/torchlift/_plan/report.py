@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -52,6 +52,11 @@ class KeyReport:
     cast_from: str | None = None
     note: str | None = None
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the model's tensor is the file's map, and not a copy of it."""
+        return (self.source, self.route) == ("mmap", "view") and self.mode != "copy"
+
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -98,7 +103,7 @@ class LoadReport:
     @property
     def nbytes(self) -> int:
         """Bytes of all loaded tensors in the checkpoint, ties counted once."""
-        return sum({id(item): item.nbytes for item in self.loaded.values()}.values())
+        return _bytes_of(self.loaded.values())
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -133,6 +138,12 @@ def summarise(report: LoadReport) -> list[str]:
     lines = []
     ways = Counter((item.mode, item.source) for item in report.loaded.values())
     lines += [f"  {mode} from {source}: {n}" for (mode, source), n in sorted(ways.items())]
+    mapped = [item for item in report.loaded.values() if item.is_mapped]
+    if mapped:
+        lines.append(
+            f"  mapped: {count_of(len(mapped), 'tensor')}, {human(_bytes_of(mapped))}: these bytes "
+            'are the file\'s; never overwrite it in place, or load with source="read"'
+        )
     casts = Counter(
         f"{item.cast_from} to {item.dtype}" for item in report.loaded.values() if item.cast_from
     )
@@ -148,6 +159,11 @@ def summarise(report: LoadReport) -> list[str]:
     notes = Counter(item.note for item in report.loaded.values() if item.note)
     lines += [f"  note: {note} ({count_of(n, 'tensor')})" for note, n in notes.items()]
     return lines
+
+
+def _bytes_of(reports: Iterable[KeyReport]) -> int:
+    """Return bytes in the checkpoint, those of a tie counted once."""
+    return sum({id(item): item.nbytes for item in reports}.values())
 
 
 def names_of(report: LoadReport) -> dict[str, object]:

@@ -29,8 +29,6 @@ class Options:
 
     Attributes:
         present: whether the devices must exist here; False for a plan that is only looked at.
-        may_stay: whether non-persistent buffers on meta that nothing can make stay there, for the
-            program to fill, as torch's own functions leave them.
     """
 
     rename: Rename | None = None
@@ -41,7 +39,6 @@ class Options:
     mode: AnyMode = "auto"
     source: AnySource = "auto"
     present: bool = True
-    may_stay: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in (("mode", AnyMode), ("source", AnySource)):

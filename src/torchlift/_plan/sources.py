@@ -64,6 +64,9 @@ class Origin:
     def receive(self, keys: Sequence[str]) -> None:
         """Have the tensors of these keys at hand, for code that looks at values."""
 
+    def reserve(self) -> None:
+        """Take the memory that `fill` needs beside its targets."""
+
     def fill(self, copies: Sequence[Copy]) -> None:
         """Execute the copies."""
         copy_values(apart(copies))
@@ -150,7 +153,8 @@ def place(values: torch.Tensor, block: Sequence[Span], item: Copy) -> None:
     if target.dim() != values.dim() or (
         target.shape == values.shape and item.spans == tuple((span,) for span in block)
     ):
-        target.copy_(values.reshape(target.shape))
+        # Not reshaped where it need not be: a subclass may not know how.
+        target.copy_(values if values.shape == target.shape else values.reshape(target.shape))
         return
     for into, out_of in overlaps(item.spans, block):
         target[into].copy_(values[out_of])

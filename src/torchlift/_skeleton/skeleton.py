@@ -11,7 +11,7 @@ from torch import nn
 from torchlift._model.commit import CONSTRUCTION, Commit, exchange, ordinary_tensors, successor_of
 from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import is_sharded, shard_of_value, wrap
-from torchlift._model.slots import Group, ModuleTree, is_lazy
+from torchlift._model.slots import Group, ModuleTree, is_lazy, locked
 from torchlift._model.torch_private import without_subclasses
 from torchlift._skeleton.recorder import Recorder, recordable
 from torchlift._skeleton.recording import Construction, Ref
@@ -94,17 +94,17 @@ def materialize(
         >>> torchlift.materialize(model)
         ['weight', 'bias']
     """
-    tree = ModuleTree(model)
-    groups = tree.on_meta
-    if names is not None:
-        groups = _named(groups, [names] if isinstance(names, str) else list(names), tree)
     where = usable_device("cpu" if device is None else device, "materialize")
-    with ordinary_tensors():
-        made = make(groups, [where] * len(groups))
-    with Commit() as commit:
-        for group, tensor in zip(groups, made, strict=True):
-            commit.put(group, tensor)
-    forget(tree)
+    with locked(model) as tree:
+        groups = tree.on_meta
+        if names is not None:
+            groups = _named(groups, [names] if isinstance(names, str) else list(names), tree)
+        with ordinary_tensors():
+            made = make(groups, [where] * len(groups))
+        with Commit() as commit:
+            for group, tensor in zip(groups, made, strict=True):
+                commit.put(group, tensor)
+        forget(tree)
     return [name for group in groups for name in group.names]
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torchlift._model.dtensor import Span, blocks
-from torchlift._model.ranks import rank
+from torchlift._model.handlers import oddity
+from torchlift._model.ranks import rank, ranks_of
 from torchlift._plan import (
     Candidate,
     Copy,
@@ -23,9 +24,11 @@ from torchlift._plan import (
 )
 from torchlift.errors import PlacementError
 
+T = TypeVar("T")
+
 #: Bytes in flight at once, in two buffers of half the size: one is filled while the other travels.
 BUDGET = 64 * 2**20
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 
 class BroadcastSource(StateSource):
@@ -37,6 +40,7 @@ class BroadcastSource(StateSource):
         tensors: what rank 0 sends: the tensors there, their descriptions elsewhere.
         device: where values are received that the model's own code looks at.
         kind: device type of the model.
+        process_group: the ranks that take part; by default all.
     """
 
     collective = True
@@ -48,20 +52,41 @@ class BroadcastSource(StateSource):
         tensors: Sequence[torch.Tensor | Sent],
         device: torch.device,
         kind: str,
+        process_group: Any = None,
     ) -> None:
         super().__init__(state, versions, whole=True)
-        self._tensors, self._device, self._kind = tensors, device, kind
+        self._tensors, self._device = tensors, device
+        self._group = carrier(process_group)
+        self._wire = wire(kind, self._group)
         self._received: dict[int, torch.Tensor] = {}
+        self._stages: list[torch.Tensor] = []
+
+    def reserve(self) -> None:
+        """Take the two buffers of all buckets, before the ranks agree to go on."""
+        if self._stages:
+            return
+        limit = BUDGET // 2
+        sizes = [each.dtype.itemsize * math.prod(each.shape) + ALIGNMENT for each in self._tensors]
+        size = max(min(sum(sizes), limit), *(each.dtype.itemsize for each in self._tensors), 0, 0)
+        count = 2 if sum(sizes) > limit else 1
+        self._stages = [
+            torch.empty(size, dtype=torch.uint8, device=self._wire) for _ in range(count)
+        ]
 
     def receive(self, keys: Sequence[str]) -> None:
         """Receive whole tensors; all ranks take part, also those that need none."""
         copies = []
-        for key in keys:
-            sent = self.candidates[key].value
-            assert isinstance(sent, Sent)
-            target = torch.empty(sent.shape, dtype=sent.dtype, device=self._device)
-            self._received[sent.index] = target
-            copies.append(whole_copy(sent, target))
+        try:
+            self.reserve()
+            for key in keys:
+                sent = self.candidates[key].value
+                assert isinstance(sent, Sent)
+                target = torch.empty(sent.shape, dtype=sent.dtype, device=self._device)
+                self._received[sent.index] = target
+                copies.append(whole_copy(sent, target))
+        except RuntimeError:  # no memory: the others are not to wait for this rank
+            self._choose((), failed=True)
+            raise
         self.fill(copies)
 
     def tensor(  # noqa: D102
@@ -84,34 +109,41 @@ class BroadcastSource(StateSource):
         for item in copies:
             if isinstance(item.source, Sent):
                 taken.setdefault(item.source.index, []).append(item)
-        device = wire(self._kind)
-        flags = torch.zeros(len(self._tensors), dtype=torch.uint8, device=device)
-        flags[list(taken)] = 1
-        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
-        chosen = [index for index, flag in enumerate(flags.tolist()) if flag]
-        for bucket, stage in self._travel(chosen, device):
+        for bucket, stage in self._travel(self._choose(taken)):
             for block in bucket:
                 for item in taken.get(block.index, ()):
                     place(block.view(stage), block.spans, item)
 
-    def _travel(
-        self, chosen: Sequence[int], device: torch.device
-    ) -> Iterator[tuple[list[_Block], torch.Tensor]]:
+    def _choose(self, taken: Iterable[int], failed: bool = False) -> list[int]:
+        """Return the numbers of the tensors that any rank takes; all ranks take part.
+
+        Raises:
+            PlacementError: another rank failed.
+        """
+        flags = torch.zeros(len(self._tensors) + 1, dtype=torch.uint8, device=self._wire)
+        flags[list(taken)] = 1
+        flags[-1] = int(failed)
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, self._group)
+        *chosen, any_failed = flags.tolist()
+        if any_failed and not failed:
+            raise PlacementError("a rank has not enough memory for what rank 0 sends")
+        return [index for index, flag in enumerate(chosen) if flag]
+
+    def _travel(self, chosen: Sequence[int]) -> Iterator[tuple[list[_Block], torch.Tensor]]:
         """Yield each bucket when it has arrived, with the next one on its way."""
         buckets = list(_buckets(chosen, self._tensors, BUDGET // 2))
-        size = max((bucket[-1].stop for bucket in buckets), default=0)
-        stages = [torch.empty(size, dtype=torch.uint8, device=device) for _ in buckets[:2]]
+        self.reserve()
         before: tuple[Any, list[_Block], torch.Tensor] | None = None
         for turn, bucket in enumerate([*buckets, None]):
             now = None
             if bucket is not None:
-                stage = stages[turn % 2]
+                stage = self._stages[turn % len(self._stages)]
                 for block in bucket if rank() == 0 else ():
                     source = self._tensors[block.index]
                     assert isinstance(source, torch.Tensor)
                     block.view(stage).copy_(source[tuple(slice(*span) for span in block.spans)])
                 used = stage[: bucket[-1].stop]
-                now = torch.distributed.broadcast(used, src=0, async_op=True), bucket, stage
+                now = torch.distributed.broadcast(used, 0, self._group, True), bucket, stage
             if before is not None:
                 work, arrived, stage = before
                 if work is not None:
@@ -140,25 +172,50 @@ def _buckets(
     chosen: Sequence[int], tensors: Sequence[torch.Tensor | Sent], limit: int
 ) -> Iterator[list[_Block]]:
     """Yield what travels together: the same on every rank, as shapes and dtypes are."""
-    bucket: list[_Block] = []
+    items = (
+        ((index, spans, dtype), dtype.itemsize * math.prod(stop - start for start, stop in spans))
+        for index in chosen
+        for dtype in [tensors[index].dtype]
+        for spans in blocks(tensors[index].shape, limit // dtype.itemsize)
+    )
+    for message in packed(items, limit):
+        yield [_Block(*block, start, stop) for block, start, stop in message]
+
+
+def packed(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[tuple[T, int, int]]]:
+    """Yield messages of at most `limit` bytes: items, each with where its bytes start and stop.
+
+    Example:
+        >>> list(packed([("a", 4), ("b", 4), ("c", 20)], 32))
+        [[('a', 0, 4), ('b', 16, 20)], [('c', 0, 20)]]
+    """
+    message: list[tuple[T, int, int]] = []
     used = 0
-    for index in chosen:
-        dtype = tensors[index].dtype
-        for spans in blocks(tensors[index].shape, limit // dtype.itemsize):
-            nbytes = dtype.itemsize * math.prod(stop - start for start, stop in spans)
-            used += -used % _ALIGNMENT
-            if bucket and used + nbytes > limit:
-                yield bucket
-                bucket, used = [], 0
-            bucket.append(_Block(index, spans, dtype, used, used + nbytes))
-            used += nbytes
-    if bucket:
-        yield bucket
+    for item, nbytes in items:
+        used += -used % ALIGNMENT
+        if message and used + nbytes > limit:
+            yield message
+            message, used = [], 0
+        message.append((item, used, used + nbytes))
+        used += nbytes
+    if message:
+        yield message
 
 
-def wire(kind: str) -> torch.device:
-    """Return the device on which the process group takes tensors of a model on `kind`."""
-    kinds = [part.partition(":")[0] for part in torch.distributed.get_backend_config().split(",")]
+def carrier(process_group: Any) -> Any:
+    """Return the process group that carries weights of the ranks of another one.
+
+    The default one where they are all ranks: what is named for agreements may be gloo, and slow.
+    """
+    if process_group is not None and ranks_of(process_group) == ranks_of():
+        return None
+    return process_group
+
+
+def wire(kind: str, group: Any = None) -> torch.device:
+    """Return the device on which a process group takes tensors of a model on `kind`."""
+    backends = torch.distributed.get_backend_config(group).split(",")
+    kinds = [backend.partition(":")[0] for backend in backends]
     if kind not in kinds:
         kind = kinds[0]
     if kind == "cpu":
@@ -170,18 +227,19 @@ def sendable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Check that a tensor can travel as bytes.
 
     Raises:
-        PlacementError: it is sparse, quantized or a subclass such as DTensor.
+        PlacementError: it is on meta, sparse, quantized or a subclass such as DTensor.
 
     Example:
         >>> sendable(torch.ones(2), "weight")
         tensor([1., 1.])
     """
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
+    odd = oddity(tensor)
+    if not plain or odd:
         raise PlacementError(
             "broadcast_from_rank0 sends whole plain tensors",
             entry=name,
-            found=f"{type(tensor).__name__} with layout {tensor.layout}",
+            found=f"a tensor that is {odd}" if odd else type(tensor).__name__,
             hint="Load it without broadcast_from_rank0, or make it a plain tensor first.",
         )
     return tensor.detach()

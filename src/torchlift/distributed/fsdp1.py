@@ -16,9 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as own
 
+from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, rank
+from torchlift._model.slots import ModuleTree
 from torchlift._system import leaves, map_leaves
 from torchlift.distributed.gather import Sequence, run_alike
+from torchlift.distributed.model_state import unpatched, versioned, versions_of
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import initial_state
 from torchlift.distributed.options import (
@@ -54,11 +57,13 @@ def read(
     run_alike(_group(model), begin)
     chosen = own.StateDictOptions(**vars(options))
     state: list[dict[str, Any]] = [{}, {}]
-    if Part.MODEL in part:
-        state[0] = own.get_model_state_dict(model, submodules=submodules, options=chosen)
-    if optimizers:
-        with _without_step(optimizers):
-            state[1] = own.get_optimizer_state_dict(model, optimizers, options=chosen)
+    with unpatched(model, *optimizers):
+        if Part.MODEL in part:
+            found = own.get_model_state_dict(model, submodules=submodules, options=chosen)
+            state[0] = versioned(found, _versions(model, found))
+        if optimizers:
+            with _without_step(optimizers):
+                state[1] = own.get_optimizer_state_dict(model, optimizers, options=chosen)
     return state
 
 
@@ -76,7 +81,7 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
     def begin() -> tuple[tuple[Any, Any], Sequence, bool]:
         several(found, call.part)
         strict = chosen.strict and not receives
-        model = _copied(call.model_dict(strict))
+        model = _add_paths(call.model, _copied(call.model_dict(strict)))
         strict = strict and (rank() == 0 or not offloads)
         optim = _copied(call.optim_dict(strict)) if found else None
         steps = {"call": _call(found, chosen)}
@@ -93,13 +98,39 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
     # nothing, and those that rank 0 sends to need nothing.
     theirs = own.StateDictOptions(**vars(chosen))
     report = OptimizerReport()
-    if optim_state is not None:
-        report.loaded.extend(sorted(map(str, optim_state.get("state", ()))))
-        with _without_step(found, keep=True):
-            own.set_optimizer_state_dict(call.model, found, optim_state, options=theirs)
-    if model_state is None:
-        return [], [], report
-    return *own.set_model_state_dict(call.model, model_state, options=theirs), report
+    with unpatched(call.model, *found):
+        if optim_state is not None:
+            report.loaded.extend(sorted(map(str, optim_state.get("state", ()))))
+            with _without_step(found, keep=True):
+                own.set_optimizer_state_dict(call.model, found, optim_state, options=theirs)
+        if model_state is None:
+            return [], [], report
+        return *own.set_model_state_dict(call.model, model_state, options=theirs), report
+
+
+def _versions(model: nn.Module, state: Any) -> Any:
+    """Return the module versions of a state dict by canonical path, which torch's have not.
+
+    Where it gathers, it leaves them out.
+    """
+    tree = ModuleTree(model)
+    raw: Any = OrderedDict()
+    raw._metadata = {path[:-1]: {"version": module._version} for path, module in tree.paths}
+    raw._metadata.update(getattr(state, "_metadata", None) or {})
+    return versions_of(raw, Names(tree).canonical)
+
+
+def _add_paths(model: nn.Module, state: Any) -> Any:
+    """Add to a copy of a state dict the versions under the paths at which torch looks for them."""
+    known = getattr(state, "_metadata", None)
+    if known:
+        tree = ModuleTree(model)
+        names = Names(tree)
+        for path, _ in tree.paths:
+            canonical = names.canonical(f"{path}x")[:-1].removesuffix(".")
+            if canonical in known:
+                known.setdefault(path[:-1], known[canonical])
+    return state
 
 
 def _group(model: nn.Module) -> RankGroup:

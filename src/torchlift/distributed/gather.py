@@ -9,16 +9,40 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+import math
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from torchlift._model.dtensor import Index, Spans, blocks, is_dtensor, overlaps, spans_at
-from torchlift._model.ranks import RankGroup, has_group, rank
+from torchlift._model.dtensor import (
+    Index,
+    Spans,
+    blocks,
+    everything,
+    held,
+    is_dtensor,
+    overlaps,
+    placed,
+    shard_of_value,
+    shard_spans,
+    spread_of,
+    wrap,
+)
+from torchlift._model.handlers import is_wrapper
+from torchlift._model.ranks import RankGroup, has_group, rank, ranks_of
+from torchlift._model.torch_private import shard_order
 from torchlift._system import leaves, map_leaves
-from torchlift.distributed.broadcast import BUDGET, wire
+from torchlift.distributed.broadcast import ALIGNMENT, BUDGET, carrier, packed, wire
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -49,8 +73,7 @@ def sequence(tree: Any, shared: Iterable[torch.Tensor] = ()) -> Sequence:
     for path, tensor in named:
         if tensor.device_mesh in ranks:
             what = f"{'.'.join(map(str, path))} {list(tensor.shape)} of {tensor.dtype}"
-            where = ", ".join(map(str, tensor.placements))
-            found[ranks[tensor.device_mesh]].append(f"{what} placed {where}")
+            found[ranks[tensor.device_mesh]].append(f"{what} placed {placed(tensor)}")
     return found
 
 
@@ -107,7 +130,10 @@ def _digest(text: str) -> str:
 
 
 def finish(
-    state: dict[str, Any], options: StateDictOptions, all_offload: bool = True
+    state: dict[str, Any],
+    options: StateDictOptions,
+    all_offload: bool = True,
+    group: RankGroup | None = None,
 ) -> dict[str, Any]:
     """Gather and offload what `state` holds, as the options say.
 
@@ -116,19 +142,36 @@ def finish(
         options: `full_state_dict` and `cpu_offload` are looked at.
         all_offload: whether all ranks that gather have the same `cpu_offload` as this one; where
             one keeps its result, all gather every tensor, and those on other ranks drop it.
+        group: the ranks that gather, by default all of the process group.
 
     Returns:
-        With both options a complete dict on rank 0 and an empty one elsewhere; the memory this
-        takes is the result on rank 0 plus a fixed budget, and the latter elsewhere.
+        With both options a complete dict on the first rank and an empty one elsewhere; the memory
+        this takes is the result there plus a fixed budget, and the latter elsewhere. Ranks that
+        have names of their own, as the stages of a pipeline, add them.
+
+    Raises:
+        StateDictMismatch: on every rank, when two hold unlike things under one name.
     """
     if options.full_state_dict and options.cpu_offload and has_group():
-        found: dict[str, Any] = map_tensors(state, _to_rank0 if all_offload else _kept_by_rank0)
+        group = group or RankGroup.of_all(StateDictMismatch)
+        if group.groups and all_offload:
+            return _to_first(state, group)
+        found: dict[str, Any] = map_tensors(state, _kept_by_rank0)
         return found if rank() == 0 else {}
     if options.full_state_dict:
         state = map_tensors(state, _whole)
     if options.cpu_offload:
         state = map_tensors(state, lambda tensor: tensor.to("cpu"))
     return state
+
+
+def relaid(value: DTensor, like: DTensor) -> DTensor:
+    """Return a DTensor as another one on its mesh is laid out; the ranks of the mesh take part."""
+    made = value.redistribute(placements=like.placements)
+    if spread_of(made) == spread_of(like):
+        return made
+    # It cannot be asked for another order in which mesh dimensions shard.
+    return wrap(like, shard_of_value(value.full_tensor(), like, "a value"))
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -139,6 +182,22 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         {'a': [2, 3]}
     """
     return map_leaves(tree, lambda leaf, _: change(leaf) if torch.is_tensor(leaf) else leaf)
+
+
+def require_within(state: Any) -> None:
+    """Refuse to gather on a rank that is not in the mesh of a tensor: it would have no values.
+
+    Raises:
+        StateDictMismatch: there is such a tensor.
+    """
+    for path, leaf in leaves(state).items():
+        if is_dtensor(leaf) and leaf.device_mesh.get_coordinate() is None:
+            raise StateDictMismatch(
+                "this rank is not in the mesh of a tensor that it is to have as a whole",
+                entry=".".join(map(str, path)),
+                found=f"rank {rank()}, and {leaf.device_mesh}",
+                hint="Pass cpu_offload=True, which gathers on rank 0 from any mesh.",
+            )
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,38 +214,282 @@ def _kept_by_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
     return whole.to("cpu") if rank() == 0 else None
 
 
-def _to_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the whole tensor on the CPU of rank 0, sent there block by block; None elsewhere."""
+@dataclass(frozen=True)
+class TensorLayout:
+    """A tensor of a state dict, as ranks tell each other of it.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of its elements.
+        path: in the state dict of the rank that tells.
+        who: that rank.
+        ranks: those of its mesh in row-major order; none for a plain tensor.
+        sizes: of its mesh.
+        placements: one per dimension of the mesh.
+        order: see `shard_spans`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    path: tuple[Any, ...] = field(compare=False)
+    who: int = field(compare=False)
+    ranks: tuple[int, ...] = field(default=(), compare=False)
+    sizes: tuple[int, ...] = ()
+    placements: tuple[Any, ...] = ()
+    order: tuple[tuple[int, ...], ...] = ()
+
+    def owners(self, first: int) -> Iterator[tuple[int, Spans]]:
+        """Yield ranks that hold every value once together, and what each holds.
+
+        Of replicas those of the first rank of all are preferred.
+        """
+        if not self.ranks:
+            yield self.who, everything(self.shape)
+            return
+        grid = torch.tensor(self.ranks).view(self.sizes)
+        nearest = (grid == first).nonzero().tolist() or [[0] * len(self.sizes)]
+        axes = [
+            [nearest[0][axis]] if placement.is_replicate() else range(self.sizes[axis])
+            for axis, placement in enumerate(self.placements)
+        ]
+        for at in itertools.product(*axes):
+            spans = shard_spans(self.shape, self.sizes, self.placements, at, self.order)
+            yield int(grid[at]), spans
+
+
+def _described(tensor: torch.Tensor, path: tuple[Any, ...]) -> TensorLayout:
+    found = TensorLayout(tuple(tensor.shape), tensor.dtype, path, rank())
     if not is_dtensor(tensor):
-        return tensor.to("cpu") if rank() == 0 else None
+        return found
     mesh = tensor.device_mesh
-    nearest = (mesh.mesh == 0).nonzero().tolist()
-    if not nearest:  # rank 0 is not in this mesh, so nobody keeps the tensor
-        return None
-    if any(placement.is_partial() for placement in tensor.placements):
-        return _kept_by_rank0(tensor)
-    local, device = tensor.to_local().detach(), wire(mesh.device_type)
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype) if rank() == 0 else None
-    # These hold every value once together; of replicas, rank 0's is preferred.
-    axes = [
-        [nearest[0][axis]] if placement.is_replicate() else range(mesh.shape[axis])
-        for axis, placement in enumerate(tensor.placements)
-    ]
-    for coordinate in itertools.product(*axes):
-        owner = int(mesh.mesh[coordinate])
-        for there, here in _blocks(spans_at(tensor, coordinate), BUDGET // tensor.dtype.itemsize):
-            if whole is not None and owner == 0:
-                whole[here].copy_(local[there])
-            elif whole is not None:
-                values = torch.empty(whole[here].shape, dtype=whole.dtype, device=device)
-                torch.distributed.recv(_bytes(values), src=owner)
-                whole[here].copy_(values)
-            elif owner == rank():
-                torch.distributed.send(_bytes(local[there].to(device).contiguous()), dst=0)
-    return whole
+    ranks, sizes = tuple(mesh.mesh.flatten().tolist()), tuple(mesh.shape)
+    order = shard_order(tensor)
+    return replace(found, ranks=ranks, sizes=sizes, placements=tensor.placements, order=order)
 
 
-def _blocks(spans: Spans, limit: int) -> Iterator[tuple[Index, Index]]:
+def _to_first(state: dict[str, Any], group: RankGroup) -> dict[str, Any]:
+    """Return the whole state dict on the CPU of the first rank; an empty one elsewhere."""
+    process_group = group.groups[0]
+    first = ranks_of(process_group)[0]
+    tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def describe(leaf: Any, path: tuple[Any, ...]) -> Any:
+        if not torch.is_tensor(leaf):
+            return leaf
+        tensor, plain = _in_blocks(leaf)
+        if not plain:
+            return tensor.to("cpu")
+        tensors[path] = tensor
+        return _described(tensor, path)
+
+    def begin() -> tuple[Any, tuple[str, str, str]]:
+        tree = map_leaves(state, describe)
+        found = leaves(tree)
+        told = [leaf for leaf in found.values() if isinstance(leaf, TensorLayout)]
+        same = [(item.path, item.shape, item.dtype, *_layout(item)) for item in told]
+        kinds = {held(tensor).device.type for tensor in tensors.values()} - {"cpu"}
+        where = _digest(repr([item.ranks for item in told]))
+        return tree, (_digest(repr((list(found), same))), where, min(kinds, default="cpu"))
+
+    tree, known = group.run(begin)
+    # A rank tells few bytes: names take room, and are exchanged only where they differ, by one
+    # rank of those that have the same.
+    if len({(names, where) for names, where, _ in known.values()}) > 1:
+        tellers = {names: who for who, (names, *_) in sorted(known.items(), reverse=True)}.values()
+        mine = tree if rank() in tellers else None
+        _, sent = group.run(lambda: (None, mine and pickle.dumps(mine)))
+        trees = [sent[who] for who in sorted(tellers)]
+        tree, _ = group.run(lambda: (reduce(_merged, map(pickle.loads, trees)), None))
+    else:
+        tree = map_leaves(tree, lambda leaf, _: _told_by(first, leaf))
+    chosen = [leaf for leaf in leaves(tree).values() if isinstance(leaf, TensorLayout)]
+    device = wire(max(kind for *_, kind in known.values()), carrier(process_group))
+    # All memory is there before the ranks go on: one that has none would leave others waiting.
+    gathering, _ = group.run(lambda: (_Gathering(chosen, tensors, first, device), None))
+    if len(known) > 1:
+        gathering.run(carrier(process_group))
+    if rank() != first:
+        return {}
+    whole = {id(item): tensor for item, tensor in zip(chosen, gathering.whole, strict=True)}
+    found: dict[str, Any] = map_leaves(tree, lambda leaf, _: whole.get(id(leaf), leaf))
+    return found
+
+
+def _in_blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Return a tensor, whole if only its class knows how, and whether blocks of it can be sent."""
+    local = held(tensor)
+    if is_dtensor(tensor) and (is_wrapper(local) or any(p.is_partial() for p in tensor.placements)):
+        tensor = local = _whole(tensor)
+    plain = local.layout is torch.strided and not (local.is_quantized or local.is_meta)
+    return tensor, plain and not is_wrapper(local)
+
+
+def _layout(item: TensorLayout) -> tuple[str, ...]:
+    return tuple(map(str, (item.sizes, item.placements, item.order)))
+
+
+def _told_by(who: int, leaf: Any) -> Any:
+    return replace(leaf, who=who) if isinstance(leaf, TensorLayout) else leaf
+
+
+def _merged(one: Any, two: Any, path: tuple[Any, ...] = ()) -> Any:
+    """Return what two ranks have; of what both have, the first one's.
+
+    Raises:
+        StateDictMismatch: they have unlike tensors under one name.
+    """
+    if isinstance(one, dict) and isinstance(two, dict):
+        both = {key: _merged(one[key], two[key], (*path, key)) for key in one if key in two}
+        return {**one, **two, **both}
+    if isinstance(one, list) and isinstance(two, list) and path[-1:] == ("param_groups",):
+        return [*one, *(group for group in two if group not in one)]
+    if isinstance(one, TensorLayout) and isinstance(two, TensorLayout) and one != two:
+        raise StateDictMismatch(
+            "two ranks hold unlike tensors under one name",
+            entry=".".join(map(str, path)),
+            expected=f"{_text(one)}, as on rank {one.who}",
+            found=f"{_text(two)} on rank {two.who}",
+            hint="Give what is not the same other names, or make the shards DTensors.",
+        )
+    return one
+
+
+def _text(item: TensorLayout) -> str:
+    where = f" placed ({', '.join(map(str, item.placements))})" if item.sizes else ""
+    return f"{item.dtype} {list(item.shape)}{where}"
+
+
+#: A block on its way: number of the tensor, index in the local and in the whole tensor.
+_Block = tuple[int, Index, Index]
+IN_FLIGHT = 8  # messages that the first rank receives at once, each from another rank
+
+
+class _Gathering:
+    """Tensors on their way to the first rank, in messages of many blocks.
+
+    Messages are received over one communicator of all ranks: under NCCL a send alone makes one for
+    its two ranks.
+
+    Attributes:
+        whole: on the first rank, the tensors.
+        messages: rank -> what it sends, in order; on other ranks than the first only its own.
+    """
+
+    def __init__(
+        self,
+        chosen: Many[TensorLayout],
+        tensors: Mapping[tuple[Any, ...], torch.Tensor],
+        first: int,
+        device: torch.device,
+    ) -> None:
+        """Plan what is sent, and take all memory that it needs."""
+        self.local = [held(tensors[c.path]).detach() if c.path in tensors else None for c in chosen]
+        self.first, self.messages = first, messages_to(first, chosen, only=rank())
+        self.dtypes = [item.dtype for item in chosen]
+        self.whole: list[torch.Tensor] = []
+        longest = max((m[-1][2] for sent in self.messages.values() for m in sent), default=0)
+        self.slot = longest + -longest % ALIGNMENT
+        receives = rank() == first
+        self.stage = torch.empty(
+            self.slot * (min(len(self.messages), IN_FLIGHT) if receives else 1),
+            dtype=torch.uint8,
+            device=device,
+        )
+        for number, item in enumerate(chosen if receives else ()):
+            local = self.local[number]
+            if not item.ranks and item.who == first:
+                assert local is not None
+                self.whole.append(local.to("cpu"))
+                continue
+            whole = torch.empty(item.shape, dtype=item.dtype)
+            self.whole.append(whole)
+            for owner, spans in item.owners(first):
+                for there, here in (
+                    local_blocks(spans, math.prod(item.shape)) if owner == first else ()
+                ):
+                    assert local is not None
+                    whole[here].copy_(local[there])
+
+    def run(self, process_group: Any) -> None:
+        """Send, or receive."""
+        dist = torch.distributed
+        # All ranks make the communicator, also those that send nothing.
+        dist.all_reduce(torch.zeros(1, device=self.stage.device), group=process_group)
+        if rank() != self.first:
+            for message in self.messages.get(rank(), ()):
+                for block, view in self._views(message, 0):
+                    local = self.local[block[0]]
+                    assert local is not None
+                    view.copy_(local[block[1]])
+                sent = self.stage[: message[-1][2]]
+                _wait([dist.P2POp(dist.isend, sent, self.first, process_group)])
+            return
+        queue = deque((owner, deque(messages)) for owner, messages in self.messages.items())
+        while queue:
+            batch = [queue.popleft() for _ in range(min(len(queue), IN_FLIGHT))]
+            arriving = [(owner, messages.popleft()) for owner, messages in batch]
+            _wait(
+                [
+                    dist.P2POp(dist.irecv, self._room(n, message[-1][2]), owner, process_group)
+                    for n, (owner, message) in enumerate(arriving)
+                ]
+            )
+            for n, (_, message) in enumerate(arriving):
+                for block, view in self._views(message, n):
+                    self.whole[block[0]][block[2]].copy_(view)
+            queue.extend(item for item in batch if item[1])
+
+    def _room(self, n: int, nbytes: int) -> torch.Tensor:
+        return self.stage[n * self.slot : n * self.slot + nbytes]
+
+    def _views(
+        self, message: Many[tuple[_Block, int, int]], n: int
+    ) -> Iterator[tuple[_Block, torch.Tensor]]:
+        for block, start, stop in message:
+            shape = [s.stop - s.start for s in block[2]]
+            dtype = self.dtypes[block[0]]
+            yield block, self._room(n, self.slot)[start:stop].view(dtype).view(shape)
+
+
+def longest_message() -> int:
+    """Return the bytes that a message to the first rank has at most.
+
+    Example:
+        >>> longest_message()
+        8388608
+    """
+    return max(1, BUDGET // IN_FLIGHT)
+
+
+def messages_to(
+    first: int, chosen: Many[TensorLayout], only: int | None = None
+) -> dict[int, list[list[tuple[_Block, int, int]]]]:
+    """Return rank -> the messages that it sends to the first one.
+
+    Args:
+        first: who receives.
+        chosen: what is gathered.
+        only: another rank, whose messages alone are asked for.
+    """
+    limit = longest_message()
+    sent: dict[int, list[tuple[_Block, int]]] = {}
+    for number, item in enumerate(chosen):
+        size = item.dtype.itemsize
+        for owner, spans in item.owners(first):
+            if owner == first or (only not in (None, first) and owner != only):
+                continue
+            for there, here in local_blocks(spans, max(1, limit // size)):
+                nbytes = size * math.prod(s.stop - s.start for s in here)
+                sent.setdefault(owner, []).append(((number, there, here), nbytes))
+    return {owner: list(packed(blocks, limit)) for owner, blocks in sent.items()}
+
+
+def _wait(operations: list[Any]) -> None:
+    for work in torch.distributed.batch_isend_irecv(operations):
+        work.wait()
+
+
+def local_blocks(spans: Spans, limit: int) -> Iterator[tuple[Index, Index]]:
     """Yield, for blocks of at most `limit` elements, the index in the local and the whole tensor.
 
     The same on every rank, so that what one sends is what another receives.
@@ -197,8 +500,3 @@ def _blocks(spans: Spans, limit: int) -> Iterator[tuple[Index, Index]]:
             part = [(low + start, low + stop) for (low, _), (start, stop) in offsets]
             for local, _ in overlaps(spans, part):
                 yield local, tuple(slice(*span) for span in part)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View the memory as bytes: a backend need not know the dtype."""
-    return tensor.view(-1).view(torch.uint8)

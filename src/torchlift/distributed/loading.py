@@ -7,38 +7,42 @@ what travels between ranks, and results as torch's functions have them.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import partial, reduce
+from operator import and_
 from typing import Any
 
 import torch
 
 from torchlift._load import Agreed, place
 from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor, reshard
+from torchlift._model.dtensor import is_dtensor, layout_of, reshard, spread_of
 from torchlift._model.names import Names
-from torchlift._model.ranks import RankGroup, portable, rank
+from torchlift._model.ranks import RankGroup, portable, rank, ranks_of
 from torchlift._model.slots import ModuleTree
 from torchlift._plan import LoadPlan, Match, Options, Sent, StateSource, fetch_all, make_plan
-from torchlift._system import uninterrupted
+from torchlift._system import leaves, map_leaves, uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
-from torchlift.distributed.gather import Sequence, map_tensors, run_alike, sequence
+from torchlift.distributed.gather import Sequence, map_tensors, relaid, run_alike, sequence
 from torchlift.distributed.model_state import by_name, versions_of
 from torchlift.distributed.optimizer_load import (
     OptimizerPlan,
     OptimizerReport,
     apply_optimizer,
     is_left_to_us,
+    layout_for,
     merged,
     plan_optimizers,
 )
 from torchlift.distributed.optimizer_state import Saved, normalised
 from torchlift.distributed.options import (
+    MISSING,
+    UNEXPECTED,
     LoadCall,
     StateDictMismatch,
     StateDictOptions,
-    check_layout,
+    check_value,
     checked,
     misfit,
     several,
@@ -74,6 +78,7 @@ class _Job:
     optimizers: tuple[torch.optim.Optimizer, ...]
     options: StateDictOptions
     state: State
+    process_group: Any = None
 
 
 def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
@@ -91,7 +96,10 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
     tree = ModuleTree(call.model)
     reshard(tree.modules)
     tensors = [group.tensor for group in tree.groups]
-    group = RankGroup.of_model(tensors, tree.modules, StateDictMismatch)
+    among: dict[str, Any] = {
+        "collective": call.collective, "process_group": call.process_group
+    }  # fmt: skip
+    group = RankGroup.of_model(tensors, tree.modules, StateDictMismatch, **among)
     # Where one rank of a model sends to all processes, the others take part, and then refuse.
     asked = set(group.exchange(bool(getattr(call.options, "broadcast_from_rank0", False))).values())
     begin = partial(_begin, call, tree)
@@ -100,19 +108,32 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         job = begin()
         loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
         loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
-        other = {name: value for name, value, _ in _other_layouts(job)}
+        other: dict[str, torch.Tensor] = {}
+        _each_other_layout(job, lambda name, value, _: other.setdefault(name, value))
         return job, {"call": loading, **sequence(other, tensors)}, None
 
     try:
         with torch.no_grad():
             if True in asked:
-                group = RankGroup.of_all(StateDictMismatch)
+                if call.collective is False:
+                    raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
+                group = RankGroup.of_all(StateDictMismatch, call.process_group)
                 return _load(_received(group, begin, alike=len(asked) == 1), group)
             job, _ = run_alike(group, begin_alike)
+
             # This communicates: now, when no rank can be stopped by its modules' code.
-            for name, value, live in list(_other_layouts(job)):
-                assert job.state.model is not None
-                job.state.model[name] = value.redistribute(placements=live.placements)
+            def laid_out(name: str, value: Any, live: Any) -> Any:
+                if call.collective is False:
+                    raise StateDictMismatch(
+                        "a value has another layout than the model, which ranks change together",
+                        entry=name,
+                        expected=layout_of(live),
+                        found=layout_of(value),
+                        hint="Leave collective=False out.",
+                    )
+                return relaid(value, live)
+
+            _each_other_layout(job, laid_out)
             return _load(job, group)
     except CheckpointError as error:
         if isinstance(error, StateDictMismatch):
@@ -123,13 +144,13 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
 def _begin(call: LoadCall, tree: ModuleTree) -> _Job:
     chosen, found = checked(call.options), several(call.optimizers, call.part)
     names = Names(tree, chosen.dsd_fqn_modifiers)
-    job = _Job(names, tree, found, chosen, State(kind=_kind(tree)))
+    job = _Job(names, tree, found, chosen, State(kind=_kind(tree)), call.process_group)
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job
     model_state = call.model_dict(chosen.strict)
     if model_state is not None:
         job.state.model = by_name(model_state, names)
-        job.state.versions = versions_of(model_state, names.key)
+        job.state.versions = versions_of(job.state.model, names.key)
     if found:
         job.state.optimizer = normalised(call.optim_dict(chosen.strict), found, names)
     return job
@@ -140,6 +161,7 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
     broadcasts = options.broadcast_from_rank0
     missing: list[str] = []
     unexpected: list[str] = []
+    numbers = {names.key(name): number for number, name in enumerate(state.model or ())}
     with Commit() as commit:
 
         def prepare() -> tuple[tuple[LoadPlan | None, list[OptimizerPlan]], Any]:
@@ -149,9 +171,12 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
                 plan = make_plan(tree, source, asked, commit, check=check)
             if state.optimizer is not None:
                 plans = plan_optimizers(names, job.optimizers, state.optimizer, options)
-            extra = [names.canonical(name) for name in plan.unexpected_keys] if plan else []
+            extra = 0  # a bit for each name of rank 0's, which all ranks know in one order
+            if broadcasts and plan is not None:
+                extra = sum(1 << numbers[name] for name in plan.unexpected_keys)
             refuses = any(not is_left_to_us(each.optimizer) for each in plans)
-            return (plan, plans), (refuses, options.strict, set(extra))
+            source.reserve()  # before the ranks go on: one without memory stops all
+            return (plan, plans), (refuses, options.strict, extra)
 
         source = _source(job)
         (plan, plans), told = group.run(prepare)
@@ -159,9 +184,10 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
         refuses, strict = (any(each[at] for each in told.values()) for at in (0, 1))
         if broadcasts:
             # Unexpected is what no rank takes: the stages of a pipeline share one state dict.
-            unexpected = sorted(set.intersection(*(extra for *_, extra in told.values())))
+            nobodys = reduce(and_, (extra for *_, extra in told.values()))
+            unexpected = sorted(n for at, n in enumerate(state.model or ()) if nobodys >> at & 1)
             if unexpected and strict:
-                raise misfit("model", {"unexpected": unexpected}, unexpected_keys=unexpected)
+                raise misfit("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
         again = refuses or broadcasts
         with uninterrupted() as deliver, group.together() as agree:
             more = True
@@ -200,7 +226,9 @@ def _source(job: _Job) -> StateSource:
     values = {job.names.key(name): value for name, value in (state.model or {}).items()}
     if options.broadcast_from_rank0:
         device = _device(job)
-        return BroadcastSource(values, state.versions, state.tensors, device, state.kind)
+        return BroadcastSource(
+            values, state.versions, state.tensors, device, state.kind, job.process_group
+        )
     return StateSource(values, state.versions, whole=options.full_state_dict)
 
 
@@ -218,7 +246,7 @@ def _engine_options(job: _Job) -> Options:
         for name in group.names
     }
     strict = job.options.strict
-    return Options(device=lambda entry: device.get(entry.key), strict=strict, may_stay=True)
+    return Options(device=lambda entry: device.get(entry.key), strict=strict)
 
 
 def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
@@ -229,7 +257,7 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         left_out = {name for name in names.frozen if not names.tensors[name].is_meta}
         matched.missing = [n for n in matched.missing if names.canonical(n) not in left_out]
     for group, name, (candidate, *_) in matched.pairs:
-        check_layout(names.canonical(name), group.tensor, candidate.value, chosen)
+        check_value(names.canonical(name), group.tensor, candidate.value, chosen)
     missing = [names.canonical(name) for name in matched.missing] if chosen.strict else []
     alone = chosen.strict and not chosen.broadcast_from_rank0
     unexpected = [names.canonical(name) for name in matched.unexpected] if alone else []
@@ -241,7 +269,7 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         wrong = [f"{n}: model {list(a)}, state dict {list(b)}" for n, (a, b) in shapes.items()]
         raise misfit(
             "model",
-            {"missing": missing, "unexpected": unexpected, "size mismatch for": wrong},
+            {MISSING: missing, UNEXPECTED: unexpected, "size mismatch for": wrong},
             missing_keys=missing,
             unexpected_keys=unexpected,
             mismatched=shapes,
@@ -261,14 +289,36 @@ def _kind(tree: ModuleTree) -> str:
     return "cpu"
 
 
-def _other_layouts(job: _Job) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, live tensor) of values with other placements than the model's tensor."""
-    for name, live in job.names.tensors.items():
-        value = (job.state.model or {}).get(name)
-        if not (is_dtensor(value) and is_dtensor(live)) or live.is_meta:
-            continue
-        if value.device_mesh == live.device_mesh and value.placements != live.placements:
-            yield name, value, live
+def _each_other_layout(job: _Job, change: Callable[[str, Any, Any], Any]) -> None:
+    """Replace values that are laid out otherwise on the mesh than the tensor they are for.
+
+    Args:
+        job: its state, not the caller's, is changed.
+        change: called with a name, the value and the model's or optimizer's tensor.
+    """
+
+    def changed(name: str, value: Any, live: Any) -> Any:
+        if not (is_dtensor(value) and is_dtensor(live)) or value.device_mesh != live.device_mesh:
+            return value
+        return value if spread_of(value) == spread_of(live) else change(name, value, live)
+
+    model, saved = job.state.model or {}, job.state.optimizer or Saved()
+    for name, tensor in job.names.tensors.items():  # on every rank in the same order
+        if name in model:
+            model[name] = changed(name, model[name], tensor)
+    for optimizer in job.optimizers:
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            live = leaves(optimizer.state.get(param, {})) if is_dtensor(param) else {}
+
+            def of_state(
+                value: Any, path: Any, live: Any = live, param: torch.Tensor = param
+            ) -> Any:
+                like = layout_for(value, live.get(path[1:]), param)
+                return changed(".".join(map(str, path)), value, like)
+
+            for name in job.names.fqns(param) if is_dtensor(param) else ():
+                if name in saved.state:
+                    saved.state[name] = map_leaves(saved.state[name], of_state, (name,))
 
 
 def _received(group: RankGroup, begin: Callable[[], _Job], alike: bool) -> _Job:
@@ -276,6 +326,8 @@ def _received(group: RankGroup, begin: Callable[[], _Job], alike: bool) -> _Job:
 
     def pack() -> tuple[tuple[_Job, bytes | None], bool]:
         job = begin()  # first, for what is wrong with the options themselves
+        if 0 not in ranks_of(job.process_group):
+            raise ValueError("broadcast_from_rank0=True needs rank 0 in process_group=")
         if not torch.distributed.is_initialized():
             raise StateDictMismatch(
                 "broadcast_from_rank0=True needs a process group",
@@ -290,7 +342,7 @@ def _received(group: RankGroup, begin: Callable[[], _Job], alike: bool) -> _Job:
     if not all(told.values()):
         raise StateDictMismatch("broadcast_from_rank0 must be the same on every rank")
     box = [message]
-    torch.distributed.broadcast_object_list(box, src=0)
+    torch.distributed.broadcast_object_list(box, src=0, group=group.groups[0])
     state, _ = group.run(unpack)
     if rank() == 0:
         state.tensors = job.state.tensors

@@ -6,8 +6,10 @@ import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchlift._model.names import Names
@@ -31,6 +33,25 @@ def own(obj: Any, method: str) -> Any:
     return found
 
 
+@contextmanager
+def unpatched(*objects: nn.Module | torch.optim.Optimizer) -> Iterator[None]:
+    """Take our patches off inside the block, where torch's functions call the methods.
+
+    Theirs know their own patches only, and would call ours, which calls theirs.
+    """
+    kept = [
+        (vars(obj), method, vars(obj).pop(method))
+        for obj in objects
+        for method in ("state_dict", "load_state_dict")
+        if hasattr(vars(obj).get(method), PATCH)
+    ]
+    try:
+        yield
+    finally:
+        for attributes, method, patch in kept:
+            attributes[method] = patch
+
+
 def read_model(
     model: nn.Module, names: Names, submodules: set[nn.Module] | None, options: StateDictOptions
 ) -> dict[str, Any]:
@@ -40,19 +61,32 @@ def read_model(
         StateDictMismatch: two keys have one canonical name.
     """
     raw = own(model, "state_dict")()
-    found: OrderedDict[str, Any] = OrderedDict(
-        unique((names.canonical(key), value) for key, value in raw.items())
-    )
-    if hasattr(raw, "_metadata"):
-        # Module versions tell a later load which tensors to expect (BatchNorm has one more since
-        # its version 2).
-        found._metadata = versions_of(raw, names.canonical)  # type: ignore[attr-defined]
+    found = unique((names.canonical(key), value) for key, value in raw.items())
+    versions = versions_of(raw, names.canonical)
     if options.ignore_frozen_params:
         for name in names.frozen:
             found.pop(name, None)
     if submodules:
-        return _only(found, names.prefixes(submodules), options.keep_submodule_prefixes)
-    return found
+        prefixes, keep = names.prefixes(submodules), options.keep_submodule_prefixes
+        found = unique(_only(found, prefixes, keep))
+        paths = {f"{path}.": value for path, value in (versions or {}).items()}
+        inside = {path[:-1]: value for path, value in _only(paths, prefixes, keep)}
+        versions = None if versions is None else OrderedDict(inside)
+    return versioned(found, versions)
+
+
+def versioned(
+    state: dict[str, Any], versions: Mapping[str, Mapping[str, object]] | None
+) -> dict[str, Any]:
+    """Return a state dict with module versions (``_metadata``), where there are any.
+
+    They tell a later load which tensors to expect: BatchNorm has one more since its version 2.
+    """
+    if versions is None or not state:
+        return state
+    state = OrderedDict(state)
+    state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return state
 
 
 def versions_of(
@@ -75,9 +109,9 @@ def versions_of(
     )
 
 
-def _only(state: dict[str, Any], prefixes: list[str], keep: bool) -> dict[str, Any]:
+def _only(state: Mapping[str, Any], prefixes: list[str], keep: bool) -> Iterator[tuple[str, Any]]:
     longest = sorted(prefixes, key=len, reverse=True)
-    return unique(
+    return (
         (key if keep else key[len(prefix) :], value)
         for key, value in state.items()
         for prefix in itertools.islice(filter(key.startswith, longest), 1)
@@ -97,6 +131,7 @@ def by_name(model_state: Any, names: Names) -> dict[str, Any]:
         ['0.bias', '0.weight']
     """
     copy: dict[Any, Any] = {}
+    versions = dict(getattr(model_state, "_metadata", None) or {})
     for key, value in dict(model_state).items():
         if not isinstance(key, nn.Module):
             copy[key] = value
@@ -114,6 +149,8 @@ def by_name(model_state: Any, names: Names) -> dict[str, Any]:
             )
         for prefix in prefixes:
             copy.update({prefix + name: item for name, item in value.items()})
+            for path, version in (getattr(value, "_metadata", None) or {}).items():
+                versions[(prefix + path).removesuffix(".")] = version
     for key in copy:
         if not isinstance(key, str):
             raise StateDictMismatch("a key of the state dict is no string", found=repr(key))
@@ -123,7 +160,7 @@ def by_name(model_state: Any, names: Names) -> dict[str, Any]:
                 entry=key,
                 hint="Pass the root module, not a part of it.",
             )
-    return copy
+    return versioned(copy, versions or None)
 
 
 def unique(pairs: Iterator[tuple[str, object]]) -> dict[str, object]:

@@ -6,17 +6,28 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import everything, held, is_dtensor, local_shape, spans_of, wrap
+from torchlift._model.dtensor import (
+    everything,
+    held,
+    is_dtensor,
+    layout_of,
+    local_shape,
+    overlaps,
+    spans_of,
+    wrap,
+)
+from torchlift._model.handlers import clone_of, is_wrapper
 from torchlift._model.names import Names
 from torchlift._plan import Copy, Sent
 from torchlift._system import leaves, map_leaves
 from torchlift.distributed.model_state import own
-from torchlift.distributed.optimizer_state import Saved, first_name, initial_state
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_layout, misfit
+from torchlift.distributed.optimizer_state import Saved, first_name, initial_state, once
+from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ def _plan(
     stateless = []
     for group in optimizer.param_groups:
         plan.hyper.append(_hyper(group, names, saved, plan.report))
-        for param in group["params"]:
+        for param in once(group["params"]):
             name = _saved_name(param, names, saved.state)
             if name is None:
                 stateless.append((group, param))
@@ -185,7 +196,7 @@ def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str)
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Target:
     """The parameter whose state is being loaded, by its name, in a group of a plan's optimizer."""
 
@@ -194,6 +205,15 @@ class _Target:
     group: dict[str, Any]
     plan: OptimizerPlan
     options: StateDictOptions
+
+    @cached_property
+    def initial(self) -> dict[tuple[Any, ...], torch.Tensor]:
+        """The tensors that the optimizer itself would start from."""
+        return _tensors(initial_state(self.plan.optimizer, self.group, self.param))
+
+    def entry(self, path: tuple[Any, ...]) -> str:
+        """Return what an error calls the state at a path."""
+        return ".".join(map(str, (self.name, *path)))
 
 
 def _new_state(target: _Target, saved: Any) -> dict[Any, Any]:
@@ -210,11 +230,16 @@ def _new_state(target: _Target, saved: Any) -> dict[Any, Any]:
     tensors = _tensors(state)
 
     def place(value: Any, path: tuple[Any, ...]) -> Any:
-        if not isinstance(value, (torch.Tensor, Sent)):
-            return copy.deepcopy(value)
         live = tensors.get(path)
+        for inside in range(1, len(path)):  # a list of numbers in place of a tensor
+            _require_no_tensor(target, [], tensors.get(path[:inside]), path[:inside])
+        if not isinstance(value, (torch.Tensor, Sent)):
+            _require_no_tensor(target, value, live, path)
+            return copy.deepcopy(value)
         like = _layout_for(target, value, live, path)
         device, dtype = _device(target, value, live, path)
+        if isinstance(value, torch.Tensor) and is_wrapper(held(value)):
+            return value if value is live else _wrapper_like(target, value, like, device, path)
         needed = (value.shape, device, dtype, torch.strided, _mesh(like))
         if live is None or needed != (
             live.shape,
@@ -245,15 +270,13 @@ def _layout_for(
         StateDictMismatch: it has another shape than the saved one, or is sharded and that is not.
     """
     if not value.shape:
+        check_value(target.entry(path), None, value, target.options)
         return value if is_dtensor(value) else None
-    expected = live
-    if live is None and value.shape == target.param.shape:
-        expected = target.param
-    elif live is None:
+    expected = layout_for(value, live, target.param)
+    if expected is None:
         # Factored moments (Adafactor) have a shape of their own, so only the optimizer knows.
-        initial = initial_state(target.plan.optimizer, target.group, target.param)
-        expected = _tensors(initial).get(path)
-    where = ".".join(map(str, (target.name, *path)))
+        expected = target.initial.get(path)
+    where = target.entry(path)
     if expected is not None and expected.shape != value.shape:
         raise StateDictMismatch(
             "a saved state has another shape than the optimizer's",
@@ -262,18 +285,96 @@ def _layout_for(
             found=list(value.shape),
             mismatched={where: (tuple(expected.shape), tuple(value.shape))},
         )
-    check_layout(where, expected, value, target.options)
+    check_value(where, expected, value, target.options)
+    if is_dtensor(value):
+        # One that has a shape of its own may be sharded as it likes, on the mesh of its parameter.
+        other = (
+            _mesh(value) != _mesh(expected)
+            if expected is not None
+            else (not is_dtensor(target.param) or value.device_mesh != target.param.device_mesh)
+        )
+        if other:
+            raise StateDictMismatch(
+                "a saved state is laid out in another way than its parameter",
+                entry=where,
+                expected=layout_of(target.param if expected is None else expected)
+                or "a plain tensor",
+                found=layout_of(value),
+                hint="Pass whole tensors and full_state_dict=True: each rank takes its own slice.",
+            )
     return value if is_dtensor(value) else expected
+
+
+def layout_for(value: Any, live: Any, param: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of an optimizer that tells how a saved one is laid out, where any does."""
+    if torch.is_tensor(live):
+        return live
+    return param if getattr(value, "shape", None) == param.shape else None
+
+
+def _require_no_tensor(
+    target: _Target, value: object, live: torch.Tensor | None, path: tuple[Any, ...]
+) -> None:
+    """Refuse a number, say, where the optimizer has a tensor with dimensions.
+
+    Raises:
+        StateDictMismatch: it has, and would only find out in its next step.
+    """
+    if value is None and isinstance(target.plan.optimizer, torch.optim.SGD):
+        return  # older ones saved no momentum as None, and make it then
+    expected = target.initial.get(path) if live is None else live
+    if expected is not None and expected.dim():
+        raise StateDictMismatch(
+            "a saved state is no tensor",
+            entry=target.entry(path),
+            expected=f"a tensor of shape {list(expected.shape)}",
+            found=type(value).__name__,
+        )
+
+
+def _wrapper_like(
+    target: _Target,
+    value: torch.Tensor,
+    like: torch.Tensor | None,
+    device: torch.device,
+    path: tuple[Any, ...],
+) -> torch.Tensor:
+    """Copy a tensor whose class keeps its values in others (low-bit state), or this rank's slice.
+
+    A live one is replaced, not written to: what its class takes only it knows.
+
+    Raises:
+        StateDictMismatch: its class cannot be sliced as the parameter is sharded.
+    """
+    if is_dtensor(value):
+        return wrap(value, clone_of(held(value), device))
+    if not is_dtensor(like):
+        return clone_of(value, device)
+    whole = [(0, size) for size in value.shape]
+    try:
+        ((_, out_of),) = overlaps(spans_of(like), whole)
+        return wrap(like, clone_of(value[out_of], device))
+    except Exception as error:
+        raise StateDictMismatch(
+            f"a whole {type(value).__name__} cannot be sliced as its parameter is sharded",
+            entry=target.entry(path),
+            found=f"{type(error).__name__}: {error}",
+            hint="Save it without full_state_dict, on the same mesh.",
+        ) from error
 
 
 def _device(
     target: _Target, value: torch.Tensor | Sent, live: torch.Tensor | None, path: tuple[Any, ...]
 ) -> tuple[torch.device, torch.dtype]:
-    """Decide as `torch.optim.Optimizer.load_state_dict` does, except that no dtype is changed."""
+    """Decide as `torch.optim.Optimizer.load_state_dict` does, except that no dtype is changed.
+
+    It leaves ``step`` where it was saved, except in groups that need it beside the parameter.
+    """
     if path[-1] == "step":
         if target.group.get("capturable") or target.group.get("fused"):
             return target.param.device, torch.float32
-        return torch.device("cpu"), value.dtype
+        here = value if isinstance(value, torch.Tensor) else live
+        return torch.device("cpu") if here is None else here.device, value.dtype
     near = live if live is not None and not value.shape else target.param
     return near.device, value.dtype
 

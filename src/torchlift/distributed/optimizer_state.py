@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torchlift._model.names import Names
 from torchlift.distributed.model_state import own
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+
+T = TypeVar("T")
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 
@@ -32,9 +35,12 @@ def read_optimizers(
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
         packed = own(optimizer, "state_dict")()
-        # torch numbers parameters in the order of the groups, each parameter once.
-        params = {id(param): param for param in _params(optimizer)}.values()
-        by_number = {number: first_name(param, names) for number, param in enumerate(params)}
+        # By position: after a parameter that is listed twice torch leaves a number out.
+        by_number = {
+            number: first_name(param, names)
+            for numbers, group in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
+            for number, param in zip(numbers[_PARAMS], group[_PARAMS], strict=True)
+        }
         for key, value in packed[_STATE].items():
             state[by_number.get(key, key) if isinstance(key, int) else key] = value
         for group in optimizer.param_groups:
@@ -43,9 +49,20 @@ def read_optimizers(
                 if not state.get(name) and (initial := initial_state(optimizer, group, param)):
                     state[name] = initial
         for group in packed[_GROUPS]:
-            groups.append({**group, _PARAMS: [by_number[number] for number in group[_PARAMS]]})
+            named = [by_number[number] for number in once(group[_PARAMS])]
+            groups.append({**group, _PARAMS: named})
     found = {_STATE: state, _GROUPS: groups}
     return _flatten(found) if options.flatten_optimizer_state_dict else found
+
+
+def once(items: Iterable[T]) -> list[T]:
+    """Return the items, each one once, told apart by what they are: a parameter listed twice.
+
+    Example:
+        >>> once([1, 2, 1])
+        [1, 2]
+    """
+    return list({id(item): item for item in items}.values())
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -116,7 +133,7 @@ def _flatten(found: dict[str, Any]) -> dict[str, Any]:
     def visit(prefix: str, value: Any) -> None:
         if isinstance(value, dict):
             for key, item in value.items():
-                visit(f"{prefix}.{key}", item)
+                visit(f"{prefix}.{_flat_key(key)}", item)
         else:
             flat[prefix] = value
 
@@ -126,6 +143,21 @@ def _flatten(found: dict[str, Any]) -> dict[str, Any]:
         for name in group[_PARAMS]:
             flat.update({f"{_GROUPS}.{name}.{key}": value for key, value in hyper.items()})
     return flat
+
+
+def _flat_key(key: object) -> str:
+    """Write a key, and one that is text and reads like a number as 'text'."""
+    return repr(key) if isinstance(key, str) and _NUMBER.fullmatch(key) else str(key)
+
+
+def _unflat_key(text: str) -> int | str:
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    return text[1:-1] if _NUMBER.fullmatch(text[1:-1]) and text[0] == text[-1] == "'" else text
+
+
+#: How ``str`` writes an integer, no other text.
+_NUMBER = re.compile(r"0|-?[1-9][0-9]*")
 
 
 @dataclass
@@ -243,10 +275,10 @@ def _owner(rest: str, known: Mapping[str, Any]) -> str:
 
 
 def _insert(state: dict[Any, Any], path: str, value: Any, live: Any) -> None:
-    """Rebuild nesting from dots; where the live state counts with integers, so does the result."""
+    """Rebuild nesting from dots, and keys that are integers, or whatever the live state has."""
     like = live if isinstance(live, Mapping) else {}
     head, _, rest = (path, "", "") if path in like else path.partition(".")
-    key: Any = next((k for k in like if not isinstance(k, str) and str(k) == head), head)
+    key: Any = next((k for k in like if _flat_key(k) == head), _unflat_key(head))
     if rest:
         _insert(state.setdefault(key, {}), rest, value, like.get(key))
     else:

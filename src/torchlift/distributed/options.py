@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import is_dtensor, layout_of
+from torchlift._model.dtensor import held, is_dtensor, layout_of
+from torchlift._model.handlers import oddity
 from torchlift.errors import MismatchError
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -33,7 +34,8 @@ class StateDictOptions:
             state dict holds whole tensors, of which every rank takes its own slice. Must be the
             same on every rank: one that does not gather talks to nobody, and others wait for it.
         cpu_offload: move tensors to the CPU. With `full_state_dict` only rank 0 gets the result,
-            the other ranks get an empty dict.
+            the other ranks get an empty dict: all ranks must call it, and what they have under
+            names of their own, as the stages of a pipeline, is in that result.
         ignore_frozen_params: leave parameters out whose ``requires_grad`` is False; a strict load
             does not miss them then.
         keep_submodule_prefixes: with ``submodules=``, keep the full name of every key.
@@ -127,6 +129,8 @@ class LoadCall:
         model_state: by canonical name or by module.
         optim_state: in any form that `normalised` knows.
         options: how to load.
+        collective: see `RankGroup.of_model`.
+        process_group: see `RankGroup.of_model`.
     """
 
     part: Part
@@ -135,6 +139,8 @@ class LoadCall:
     model_state: Any
     optim_state: Any
     options: Any
+    collective: bool | None = None
+    process_group: Any = None
 
     def model_dict(self, strict: bool) -> Mapping[Any, Any] | None:
         """Return the model's state dict, None when the model is to be left alone."""
@@ -171,6 +177,10 @@ def _state_dict(state: Any, argument: str, strict: bool) -> Mapping[Any, Any]:
     return {} if state is None else state
 
 
+#: How torch's errors begin their lists: programs look for these words.
+MISSING, UNEXPECTED = "Missing key(s)", "Unexpected key(s)"
+
+
 def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> StateDictMismatch:
     """Return the one error that lists everything that does not fit.
 
@@ -180,8 +190,8 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
         fields: attributes of the error.
 
     Example:
-        >>> print(misfit("model", {"missing": ["a"], "unexpected": []}, missing_keys=["a"]))
-        the state dict does not fit the model: missing 'a'. Pass strict=False to load what fits.
+        >>> print(misfit("model", {UNEXPECTED: ["a"], MISSING: []}))
+        the state dict does not fit the model: Unexpected key(s) 'a'. Pass strict=False to load...
     """
     texts = []
     for problem, names in problems.items():
@@ -195,12 +205,25 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
     )
 
 
-def check_layout(name: str, expected: object, value: object, options: StateDictOptions) -> None:
-    """Check that a whole value meets a sharded tensor only where the options say so.
+def check_value(
+    name: str, expected: torch.Tensor | None, value: object, options: StateDictOptions
+) -> None:
+    """Check what would fail, or leave a part of the model without values, half-way.
 
     Raises:
-        StateDictMismatch: they do not.
+        StateDictMismatch: a value cannot be copied; or a whole one meets a sharded tensor, and the
+            options do not say so.
     """
+    odd = oddity(held(value)) if isinstance(value, torch.Tensor) else None
+    like = None if expected is None or expected.is_meta else oddity(expected)
+    if odd and odd != like:  # one of the same odd kind takes it
+        raise StateDictMismatch(
+            "a value of the state dict cannot be copied",
+            entry=name,
+            expected="a dense tensor with values",
+            found=f"a tensor that is {odd}",
+            hint="Make it dense (to_dense, dequantize) on a device that has its values.",
+        )
     if is_dtensor(expected) and not is_dtensor(value) and not options.full_state_dict:
         raise StateDictMismatch(
             "the state dict has another layout than the model",

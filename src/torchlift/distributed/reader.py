@@ -85,7 +85,9 @@ class CheckpointReader(StorageReader):
             )
             for key, entry in self._ckpt.entries.items()
         }
-        described.update({key: BytesStorageMetadata() for key in self._ckpt.objects})
+        # What is blocked is there, and not missing: a plan that asks for it is refused by name.
+        plain = (*self._ckpt.objects, *self._ckpt.blocked_keys)
+        described.update({key: BytesStorageMetadata() for key in plain})
         return Metadata(
             described,
             planner_data={key: (key,) for key in described},
@@ -99,7 +101,14 @@ class CheckpointReader(StorageReader):
         """Do nothing: the index is all that is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan as it is, before anything is read.
+
+        Raises:
+            UnsafeError: it asks for what only unpickling could rebuild.
+        """
+        for item in plan.items:
+            if item.storage_index.fqn in self._ckpt.blocked_keys:
+                raise self._ckpt.refusal(item.storage_index.fqn)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -6,8 +6,10 @@ the results wherever torch's are right: a program that changes the import keeps 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,11 +18,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torchlift._model.dtensor import reshard
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, tensors_of
-from torchlift._model.slots import ModuleTree
+from torchlift._model.slots import ModuleTree, locked
 from torchlift._system import collection_paused
-from torchlift.distributed.gather import Sequence, finish, run_alike, sequence
+from torchlift.distributed.gather import Sequence, finish, require_within, run_alike, sequence
 from torchlift.distributed.loading import load
-from torchlift.distributed.model_state import PATCH, read_model
+from torchlift.distributed.model_state import PATCH, read_model, versioned
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import read_optimizers
 from torchlift.distributed.options import (
@@ -32,6 +34,9 @@ from torchlift.distributed.options import (
     checked,
     several,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class LoadedKeys(_IncompatibleKeys):
@@ -51,6 +56,7 @@ def get_model_state_dict(
     *,
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return the state dict of a model under canonical names, whatever the model is wrapped in.
 
@@ -58,6 +64,8 @@ def get_model_state_dict(
         model: the model: plain, compiled, DDP, FSDP2, tensor parallel, or any nesting of these.
         submodules: return only what lies under these modules.
         options: whether to gather, move to the CPU, leave frozen parameters out.
+        process_group: the ranks that call this; by default those that the model's meshes, or with
+            ``cpu_offload`` also its stages, need. What ranks agree on travels over it.
 
     Returns:
         Canonical name -> tensor (sharing memory with the model unless gathered) or extra state.
@@ -73,7 +81,7 @@ def get_model_state_dict(
         >>> sorted(get_model_state_dict(model))
         ['0.bias', '0.weight']
     """
-    return _read(Part.MODEL, model, (), submodules, options)[0]
+    return _read(Part.MODEL, model, (), submodules, options, process_group)[0]
 
 
 def get_optimizer_state_dict(
@@ -82,6 +90,7 @@ def get_optimizer_state_dict(
     *,
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return the state of one or more optimizers, under the canonical names of their parameters.
 
@@ -96,6 +105,8 @@ def get_optimizer_state_dict(
         optimizers: one or several.
         submodules: accepted as torch accepts it; the state of every parameter is returned.
         options: whether to gather, move to the CPU, flatten.
+        process_group: the ranks that call this; by default those that the model's meshes, or with
+            ``cpu_offload`` also its stages, need. What ranks agree on travels over it.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, or one flat
@@ -112,7 +123,7 @@ def get_optimizer_state_dict(
         >>> found["state"]["weight"]["step"], found["param_groups"][0]["params"]
         (tensor(0.), ['weight'])
     """
-    return _read(Part.OPTIMIZERS, model, optimizers, None, options)[1]
+    return _read(Part.OPTIMIZERS, model, optimizers, None, options, process_group)[1]
 
 
 def get_state_dict(
@@ -121,6 +132,7 @@ def get_state_dict(
     *,
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dicts of a model and of its optimizers, read together.
 
@@ -129,6 +141,8 @@ def get_state_dict(
         optimizers: one, several or none.
         submodules: return only the model state under these modules.
         options: see `StateDictOptions`.
+        process_group: the ranks that call this; by default those that the model's meshes, or with
+            ``cpu_offload`` also its stages, need. What ranks agree on travels over it.
 
     Returns:
         The model's and the optimizers' state dict; the latter is empty without optimizers.
@@ -139,7 +153,7 @@ def get_state_dict(
         >>> sorted(found[0]), found[1]["param_groups"][0]["lr"]
         (['bias', 'weight'], 0.1)
     """
-    state, optimizer_state = _read(Part.BOTH, model, optimizers, submodules, options)
+    state, optimizer_state = _read(Part.BOTH, model, optimizers, submodules, options, process_group)
     return state, optimizer_state
 
 
@@ -148,6 +162,8 @@ def set_model_state_dict(
     model_state_dict: dict[str, Any] | dict[nn.Module, dict[str, Any]],
     *,
     options: StateDictOptions | None = None,
+    collective: bool | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> _IncompatibleKeys:
     """Load a state dict with canonical names into a model, whatever it is wrapped in.
 
@@ -164,20 +180,26 @@ def set_model_state_dict(
         model_state_dict: by canonical name, or by submodule.
         options: with ``full_state_dict`` the values are whole tensors and each rank copies its own
             slice, without communication; with ``broadcast_from_rank0`` too, only rank 0 needs them.
+        collective: None: the ranks that a mesh or DDP ties to this model load together, an error
+            on one being an error on all. True: so do replicas that nothing ties. False: this rank
+            loads alone, such as one that starts again from a replica.
+        process_group: the ranks that load together instead; over gloo, what they agree on travels
+            beside NCCL.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, by canonical name.
 
     Raises:
-        StateDictMismatch: keys or shapes do not fit, there is no state dict (None), or another
-            rank met an error; it is a `RuntimeError` as well.
+        StateDictMismatch: keys or shapes do not fit, a value cannot be copied (on meta, sparse),
+            nothing says how a tensor on meta that no state dict has is made, there is no state dict
+            (None), or another rank met an error; it is a `RuntimeError` as well.
 
     Example:
         >>> model = torch.compile(nn.Linear(2, 1), backend="eager")
         >>> set_model_state_dict(model, nn.Linear(2, 1).state_dict())
         <All keys matched successfully>
     """
-    return _load(Part.MODEL, model, (), model_state_dict, None, options)
+    return _load(Part.MODEL, model, (), model_state_dict, None, options, collective, process_group)
 
 
 def set_optimizer_state_dict(
@@ -186,6 +208,8 @@ def set_optimizer_state_dict(
     optim_state_dict: dict[str, Any],
     *,
     options: StateDictOptions | None = None,
+    collective: bool | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> OptimizerReport:
     """Load optimizer state by the canonical names of parameters, groups in any order.
 
@@ -199,13 +223,18 @@ def set_optimizer_state_dict(
         optim_state_dict: as `get_optimizer_state_dict` returns it, nested or flat, or an
             optimizer's own ``state_dict()``. It is not changed.
         options: see `StateDictOptions`.
+        collective: None: the ranks that a mesh or DDP ties to this model load together, an error
+            on one being an error on all. True: so do replicas that nothing ties. False: this rank
+            loads alone, such as one that starts again from a replica.
+        process_group: the ranks that load together instead; over gloo, what they agree on travels
+            beside NCCL.
 
     Returns:
         What was loaded, missing, unexpected and left out. torch returns None.
 
     Raises:
         RuntimeError: no optimizer was passed.
-        StateDictMismatch: state is missing or has another shape.
+        StateDictMismatch: state is missing, has another shape or another mesh, or cannot be copied.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -217,7 +246,8 @@ def set_optimizer_state_dict(
         loaded the state of 1 parameters
           missing (1): bias
     """
-    return _load(Part.OPTIMIZERS, model, optimizers, None, optim_state_dict, options).optimizer
+    call = Part.OPTIMIZERS, model, optimizers, None, optim_state_dict, options
+    return _load(*call, collective, process_group).optimizer
 
 
 def set_state_dict(
@@ -227,6 +257,8 @@ def set_state_dict(
     model_state_dict: dict[str, Any] | dict[nn.Module, dict[str, Any]],
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
+    collective: bool | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> _IncompatibleKeys:
     """Load a model and its optimizers together: both, or neither if anything does not fit.
 
@@ -236,6 +268,11 @@ def set_state_dict(
         model_state_dict: by canonical name or by submodule; an empty one leaves the model alone.
         optim_state_dict: see `set_optimizer_state_dict`.
         options: see `StateDictOptions`.
+        collective: None: the ranks that a mesh or DDP ties to this model load together, an error
+            on one being an error on all. True: so do replicas that nothing ties. False: this rank
+            loads alone, such as one that starts again from a replica.
+        process_group: the ranks that load together instead; over gloo, what they agree on travels
+            beside NCCL.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys`` of the model; its attribute ``optimizer`` is the
@@ -253,7 +290,8 @@ def set_state_dict(
         >>> done, done.optimizer.loaded
         (<All keys matched successfully>, ['weight', 'bias'])
     """
-    return _load(Part.BOTH, model, optimizers, model_state_dict, optim_state_dict, options)
+    call = Part.BOTH, model, optimizers, model_state_dict, optim_state_dict, options
+    return _load(*call, collective, process_group)
 
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
@@ -321,7 +359,12 @@ def _patch(obj: nn.Module | torch.optim.Optimizer, state_dict: Any, load_state_d
 
 
 def _read(
-    part: Part, model: nn.Module, optimizers: Any, submodules: Any, options: Any
+    part: Part,
+    model: nn.Module,
+    optimizers: Any,
+    submodules: Any,
+    options: Any,
+    process_group: ProcessGroup | None,
 ) -> list[dict[str, Any]]:
     """Return the state dicts of a model and its optimizers; empty where they are not asked for.
 
@@ -340,6 +383,13 @@ def _read(
         from torchlift.distributed import fsdp1
 
         return fsdp1.read(part, model, found, inside, chosen, check)
+    if submodules:
+        warnings.warn(
+            "Getting submodules only model/optim state_dict is deprecated, as in torch: pick the "
+            "keys you need from the whole state dict",
+            FutureWarning,
+            stacklevel=3,
+        )
     shared: list[torch.Tensor] = []
     if chosen.full_state_dict:
         # Submodules may have nothing to gather, and then not every rank need ask for them.
@@ -355,25 +405,55 @@ def _read(
             read_model(model, names, inside, chosen) if Part.MODEL in part else {},
             read_optimizers(names, found, chosen) if found else {},
         ]
+        if chosen.full_state_dict and not chosen.cpu_offload:
+            require_within(state)
         steps = sequence({"model": state[0], "optimizer": state[1]}, shared) if group.groups else {}
         return state, steps, chosen.cpu_offload
 
-    group = RankGroup.of_model(shared, kind=StateDictMismatch)
+    group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
+    if chosen.full_state_dict and chosen.cpu_offload and process_group is None:
+        group = _all_stages(model, group, bool(inside) and not found)
     with collection_paused(), torch.no_grad():
         state, offloads = run_alike(group, read)
-        return [finish(each, chosen, all(offloads.values())) for each in state]
+        every = all(offloads.values())
+        return [
+            versioned(finish(each, chosen, every, group), getattr(each, "_metadata", None))
+            for each in state
+        ]
+
+
+def _all_stages(model: nn.Module, group: RankGroup, only_submodules: bool) -> RankGroup:
+    """Return the ranks of which the first one is to have everything.
+
+    Other ranks may hold other stages of a pipeline, which would be lost: unless all of them are
+    tied to this model, all take part. A replica without a mesh has nothing to gather.
+    """
+    tied = RankGroup.of_model((), model.modules(), StateDictMismatch).groups
+    everybody = RankGroup.of_all(StateDictMismatch)
+    if not group.groups and (only_submodules or tied == everybody.groups):
+        return group
+    return everybody
 
 
 def _load(*arguments: Any) -> LoadedKeys:
     """Load what a call with these arguments is about, or nothing at all, on every rank."""
     call = LoadCall(*arguments)
-    if uses_fsdp1(call.model):
-        from torchlift.distributed import fsdp1
+    with locked(call.model):
+        if uses_fsdp1(call.model):
+            from torchlift.distributed import fsdp1
 
-        *keys, report = fsdp1.write(call)
-    else:
-        with collection_paused():
-            *keys, report = load(call)
+            *keys, report = fsdp1.write(call)
+        else:
+            given = call.model_state
+            if isinstance(given, Mapping) and any(isinstance(key, nn.Module) for key in given):
+                warnings.warn(
+                    "Passing model_state_dict as a dict of modules is deprecated, as in torch: put "
+                    "the module's name before the keys",
+                    FutureWarning,
+                    stacklevel=3,
+                )
+            with collection_paused():
+                *keys, report = load(call)
     done = LoadedKeys(*keys)
     done.optimizer = report
     return done

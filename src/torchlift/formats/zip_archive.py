@@ -43,8 +43,6 @@ ALIGNMENT = 64
 _WINDOW = 1 << 20
 _DENSE = 1 << 14
 
-_TWICE = "Programs disagree on which of the two counts; write the file again."
-
 #: Price of a byte that is inflated.
 _INFLATED = 8
 
@@ -91,11 +89,13 @@ def read_directory(source: Source) -> dict[str, Record]:
     buffer, start, previous_end = b"", 0, 0
     unpack, fixed = LOCAL.unpack_from, LOCAL.size
     records: dict[str, Record] = {}
-    for header, raw, packed, size, crc, method in sorted(
-        _entries(source.read(limit, nbytes), count)
-    ):
+    entries = sorted(_entries(source.read(limit, nbytes), count))
+    if entries and entries[0][0]:
+        what, hint = "bytes before the first record", "Remove what is before the archive."
+        raise FormatError(what, entry=_text(entries[0][1]), hint=hint)
+    for header, raw, packed, size, crc, method in entries:
         at, length = header - start, fixed + len(raw)
-        problem = hint = None
+        problem = None
         if header + length > limit:
             raise FormatError("a record's header lies outside the archive", entry=_text(raw))
         if at + length > len(buffer):
@@ -109,10 +109,6 @@ def read_directory(source: Source) -> dict[str, Record]:
             raise FormatError("a record's name is not UTF-8", entry=_text(raw)) from error
         if magic != LOCAL_MAGIC or buffer[at + fixed : at + fixed + n_name] != raw:
             problem = "a record's own header is damaged or names another record"
-        elif name in records:
-            problem, hint = "two records have this name", _TWICE
-        elif not records and header:
-            problem, hint = "bytes before the first record", "Remove what is before the archive."
         elif header < previous_end:
             problem = "two records overlap"
         elif payload + packed > limit:
@@ -122,18 +118,20 @@ def read_directory(source: Source) -> dict[str, Record]:
         elif local_method != method or (method == STORED and packed != size):
             problem = "a record's headers disagree about its compression"
         if problem is not None:
-            raise FormatError(problem, entry=name, hint=hint)
+            raise FormatError(problem, entry=name)
         previous_end = payload + packed
         records[name] = Record(name, payload, packed, size, crc, method)
     if "\0" in "".join(records):
         name = next(name for name in records if "\0" in name)
         what = "a record's name has a zero byte, at which many programs end it"
         raise FormatError(what, entry=name)
-    if len(set(map(str.lower, records))) < len(records):
-        counts = Counter(map(str.lower, records))
-        name = next(name for name in records if counts[name.lower()] > 1)
-        what = "two records have this name, but for the case of its letters"
-        raise FormatError(what, entry=name, hint=_TWICE)
+    if len(set(map(str.lower, records))) < count:
+        counts = Counter(_text(raw).lower() for _, raw, *_ in entries)
+        raise FormatError(
+            "two records have this name, or one that differs only in capital letters",
+            entry=next(name for name in records if counts[name.lower()] > 1),
+            hint="Programs disagree on which of the two counts; write the file again.",
+        )
     return records
 
 

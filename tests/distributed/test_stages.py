@@ -1,0 +1,59 @@
+"""Pipelines, meshes without rank 0, named process groups: gathered, saved and loaded on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_workers
+from torch import nn
+
+import torchlift
+from torchlift.distributed import StateDictOptions, get_model_state_dict, simulate
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Every check on every rank."""
+    out = tmp_path_factory.mktemp("stages")
+    return run_workers(Path(__file__).with_name("workers_stages.py"), request.param, out)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "check",
+    [
+        "a_full_state_dict_has_every_stage",
+        "stages_that_do_not_fit_are_one_error_on_every_rank",
+        "a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0",
+        "few_messages_over_one_communicator",
+        "memory_that_a_rank_lacks_stops_all_before_anything_travels",
+        "a_replica_loads_alone",
+        "the_ranks_of_a_process_group_load_and_read_together",
+        "a_group_without_a_backend_for_the_cpu_agrees_over_gloo",
+    ],
+)
+def test_ranks_with_other_tensors_end_the_same_way(results: dict[str, str], check: str) -> None:
+    """Nothing is lost, nobody waits for ever, and one rank's fault is everybody's."""
+    assert results[check] == ""
+
+
+def test_a_thousand_ranks_need_one_communicator_and_few_messages() -> None:
+    """Of each rank as many messages as its bytes fill, not one for each tensor."""
+    model = torchlift.skeleton(nn.Sequential, *(nn.Linear(1024, 1024) for _ in range(50)))
+    found = simulate(model, "fsdp=1024")
+    assert found.messages["gather"] == 1023
+    assert found.communicators == 1
+    # Buckets of 32 MiB, of weights of 4 MiB and biases that come between them.
+    assert found.messages["broadcast"] == 8
+    assert "rank 0 gathers all of it in 1,023 messages, or sends it in 8 messages" in str(found)
+    assert found.to_dict()["messages"] == found.messages
+
+
+def test_one_process_gathers_its_own() -> None:
+    """Without a process group nothing is exchanged."""
+    model = nn.Linear(2, 2)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    assert torch.equal(get_model_state_dict(model, options=options)["bias"], model.bias)
