@@ -28,7 +28,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     Attributes:
         path: the file or directory, absolute.
-        format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``.
+        format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
+            ``"safetensors"``, ``"sharded"`` or ``"dcp"``.
         entries: key -> `TensorEntry`, in file order.
         objects: key -> leaf that is not a tensor.
         metadata: what the format itself records.
@@ -156,7 +157,7 @@ class MappedViews:
     def __init__(self, index: Index) -> None:
         self.index = index
         self.files = Files(index.files)
-        self._bases: dict[str, torch.UntypedStorage] = {}
+        self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._lock = threading.Lock()
 
     def view(self, entry: TensorEntry) -> torch.Tensor:
@@ -170,13 +171,13 @@ class MappedViews:
         (chunk,) = entry.chunks
         if entry.storage not in self.index.storages:
             return self._box(entry, chunk, dtype)
-        base = self._base(entry.storage, dtype.itemsize)
+        base = self._base(entry, dtype)
         first = (chunk.offset - self.index.storages[entry.storage].offset) // dtype.itemsize
         # set_ on a new tensor instead of view().as_strided(): storage sizes need not be a
         # multiple of the item size when entries of several dtypes share one. The device is named,
         # because a caller may have set another default.
         empty = torch.empty(0, dtype=dtype, device="cpu")
-        return empty.set_(base, first, entry.shape, entry.stride)
+        return _shown(entry, empty.set_(base, first, entry.shape, entry.stride))
 
     def fill(self, target: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
         """Copy every chunk of `entry` out of the map into its box of `target`, which is returned.
@@ -190,7 +191,8 @@ class MappedViews:
                 box = box.narrow(dim, start, size)
             steps = steps_in_file(entry, chunk)
             whole_rows = box.dim() and box.stride(-1) == steps[-1] == 1
-            if whole_rows and box.dtype == dtype and chunk.offset % dtype.itemsize:
+            as_it_is = box.dtype == dtype and not entry.encoding
+            if whole_rows and as_it_is and chunk.offset % dtype.itemsize:
                 # As bytes, which may lie anywhere: as numbers, they would have to be cloned first.
                 size = dtype.itemsize
                 raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
@@ -203,29 +205,49 @@ class MappedViews:
 
     def _box(self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         """Return the box of a chunk as a view of the map, in a storage that is its run of bytes."""
-        raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
-        if raw.data_ptr() % dtype.itemsize:
-            raw = raw.clone()
+        raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes).untyped_storage()
         empty = torch.empty(0, dtype=dtype, device="cpu")
         steps = steps_in_file(entry, chunk)
-        return empty.set_(raw.untyped_storage(), 0, chunk.shape, steps)
+        return _shown(entry, empty.set_(_usable(raw, entry, dtype), 0, chunk.shape, steps))
 
-    def _base(self, name: str, itemsize: int) -> torch.UntypedStorage:
+    def _base(self, entry: TensorEntry, dtype: torch.dtype) -> torch.UntypedStorage:
+        # Of bytes in another order, each dtype has a copy of its own.
+        key = (entry.storage, dtype if "big-endian" in entry.encoding else None)
         with self._lock:
-            base = self._bases.get(name)
+            base = self._bases.get(key)
             if base is None:
-                where = self.index.storages[name]
-                base = self.files.mapped(where.file, where.offset, where.nbytes).untyped_storage()
-                self._bases[name] = base
-            if base.data_ptr() % itemsize:
-                # Loads at odd addresses are undefined behaviour in C++ and a fault on some CPUs.
-                base = self._bases[name] = base.clone()  # type: ignore[no-untyped-call]
+                where = self.index.storages[entry.storage]
+                raw = self.files.mapped(where.file, where.offset, where.nbytes).untyped_storage()
+                base = self._bases[key] = _usable(raw, entry, dtype)
+            elif base.data_ptr() % dtype.itemsize:  # a smaller dtype was the first to ask
+                base = self._bases[key] = _usable(base, entry, dtype)
             return base
 
     def close(self) -> None:
         """Close the files; tensors already made stay valid."""
         self.files.close()
         self._bases.clear()
+
+
+def _usable(
+    raw: torch.UntypedStorage, entry: TensorEntry, dtype: torch.dtype
+) -> torch.UntypedStorage:
+    """Return stored bytes as numbers of this machine: as they are, or else a copy."""
+    swapped = "big-endian" in entry.encoding
+    # Loads at odd addresses are undefined behaviour in C++ and a fault on some CPUs.
+    if raw.data_ptr() % dtype.itemsize or swapped:
+        raw = raw.clone()  # type: ignore[no-untyped-call]
+    if swapped:
+        raw.byteswap(dtype)  # type: ignore[no-untyped-call]
+    return raw
+
+
+def _shown(entry: TensorEntry, stored: torch.Tensor) -> torch.Tensor:
+    """Return the values of an entry, given the stored numbers."""
+    if "conjugate" in entry.encoding:
+        stored = stored.conj()
+    # Not as a view, unlike in torch: what makes one is private.
+    return stored.neg() if "negative" in entry.encoding else stored
 
 
 def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint:

@@ -327,7 +327,7 @@ def _share(steps: Sequence[Step]) -> list[Step]:
 def _memory(step: Step) -> object:
     """Return what steps have in common that look into one memory alike in model and file."""
     entry, tensor = step.entry, step.group.tensor
-    if entry is None or len(entry.chunks) != 1 or step.in_place or step.handled:
+    if entry is None or len(entry.chunks) != 1 or step.in_place or step.handled or entry.encoding:
         return None
     if type(tensor) not in (torch.Tensor, nn.Parameter) or is_lazy(tensor):
         return None

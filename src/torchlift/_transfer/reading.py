@@ -386,8 +386,8 @@ SMALL_RUN = 4096
 
 
 def is_readable(entry: TensorEntry) -> bool:
-    """Whether a tensor's runs of bytes are long enough to be read one by one."""
-    return shortest_run(entry) >= SMALL_RUN
+    """Whether a tensor's runs of bytes are its values, long enough to be read one by one."""
+    return not entry.encoding and shortest_run(entry) >= SMALL_RUN
 
 
 def requests_for(

@@ -82,7 +82,7 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
     # Made anew: dataclasses.replace takes five times as long, for every tensor on every rank.
     return TensorEntry(
         entry.key, entry.dtype, shape, row_major(shape), nbytes, entry.location, "", chunks,
-        entry.requires_grad, entry.is_parameter,
+        entry.requires_grad, entry.is_parameter, entry.encoding,
     )  # fmt: skip
 
 

@@ -16,25 +16,21 @@ from torchlift._system import collection_paused
 from torchlift.errors import FormatError
 from torchlift.formats.dcp import metadata_files, read_dcp
 from torchlift.formats.index import Index
+from torchlift.formats.pt2 import is_pt2, read_pt2
 from torchlift.formats.safetensors import read_safetensors
 from torchlift.formats.sharded import locate, read_set, read_sharded
 from torchlift.formats.source import Source, errors_name
+from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy, read_torch_tar
 from torchlift.formats.torch_zip import read_torch_zip
-from torchlift.formats.zip_archive import END_MAGIC, LOCAL_MAGIC
+from torchlift.formats.torchscript import is_torchscript, read_torchscript
+from torchlift.formats.zip_archive import END_MAGIC, LOCAL_MAGIC, read_directory
 
 #: Bytes at the start of a file that decide on its format.
 _HEAD = 512
 
 _EXPECTED = "a torch or safetensors file, or an *.index.json"
-_SAVE_AGAIN = "Where you trust the file, load it with torch.load and save it again with torch.save."
-
 #: (offset, magic, what it is, what to do). The first that fits counts.
 _FOREIGN: tuple[tuple[int, bytes, str, str], ...] = (
-    (0, b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-     "a torch file in the format used before torch 1.6, which torchlift does not read yet",
-     _SAVE_AGAIN),
-    (257, b"ustar", "a tar archive (torch's oldest format is one)",
-     f"Unpack it first, or: {_SAVE_AGAIN}"),
     (0, b"version https://git-lfs.github.com/spec/",
      "a git-lfs pointer: the place of the weights, not the weights",
      "Fetch the file itself: git lfs pull."),
@@ -149,11 +145,25 @@ def _is_text(head: bytes) -> bool:
     return bool(text) and all(c.isprintable() or c in "\r\n\t" for c in text)
 
 
+def _read_zip(source: Source) -> Index:
+    """Read an archive of any kind; its records say of which."""
+    records = read_directory(source)
+    for fits, read in _ZIPS:
+        if fits(records):
+            return read(source, records)
+    return read_torch_zip(source, records=records)
+
+
+#: The records of an archive -> its reader; any other is one of torch.save.
+_ZIPS = ((is_torchscript, read_torchscript), (is_pt2, read_pt2))
+
 _Reader = tuple[Callable[[bytes], bool], Callable[[Source], Index]]
 
 #: How a file starts -> its reader. A text is not taken for safetensors, so the order is free.
 _SHARD_READERS: tuple[_Reader, ...] = (
-    (_is_zip, read_torch_zip),
+    (_is_zip, _read_zip),
+    (is_legacy, read_torch_legacy),
+    (is_tar, read_torch_tar),
     (_is_safetensors, read_safetensors),
 )
 _READERS: tuple[_Reader, ...] = (
@@ -223,14 +233,15 @@ def _ending(*suffixes: str) -> Callable[[str, list[str]], list[str]]:
 
 
 def _torch_files(path: str, names: list[str]) -> list[str]:
-    return [n for n in names if n.endswith(_PICKLED) and _starts_as_zip(os.path.join(path, n))]
+    return [n for n in names if n.endswith(_PICKLED) and _starts_as_torch(os.path.join(path, n))]
 
 
-def _starts_as_zip(path: str) -> bool:
+def _starts_as_torch(path: str) -> bool:
     if not os.path.isfile(path):
         return False
     with open(path, "rb", buffering=0) as file:
-        return _is_zip(file.read(4))
+        head = file.read(_HEAD)
+    return _is_zip(head) or is_legacy(head) or is_tar(head)
 
 
 #: (directory, its names) -> the names that make it a checkpoint of a kind; how they are read.

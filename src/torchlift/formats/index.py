@@ -82,6 +82,8 @@ class TensorEntry:
         chunks: where the bytes are. One chunk covers the span from the first to the last element
             of a strided tensor; an empty tensor has none. Several are boxes that together are the
             tensor, as a distributed checkpoint stores it.
+        encoding: how the stored bytes differ from the values, in the order in which it is undone:
+            any of ``"big-endian"``, ``"conjugate"`` and ``"negative"``; empty if they do not.
     """
 
     key: str
@@ -94,6 +96,7 @@ class TensorEntry:
     chunks: tuple[Chunk, ...]
     requires_grad: bool = False
     is_parameter: bool = False
+    encoding: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -107,9 +110,10 @@ class TensorEntry:
 
     @property
     def is_pieced(self) -> bool:
-        """Return whether the bytes must be put together, or apart, before they are a tensor."""
+        """Return whether the bytes must be put together, apart or right to be a tensor."""
         chunks = self.chunks
-        return len(chunks) > 1 or (len(chunks) == 1 and chunks[0].stride is not None)
+        is_box = len(chunks) == 1 and chunks[0].stride is not None
+        return len(chunks) > 1 or is_box or bool(self.encoding)
 
     @property
     def is_contiguous(self) -> bool:
@@ -181,7 +185,8 @@ class Index:
 
     Attributes:
         path: the file or directory that was opened, absolute.
-        format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``.
+        format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
+            ``"safetensors"``, ``"sharded"`` or ``"dcp"``.
         entries: key -> entry, in file order.
         storages: storage identity -> where its bytes are.
         files: every data file involved -> its stamp at the time of reading.

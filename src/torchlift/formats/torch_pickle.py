@@ -26,7 +26,11 @@ STORAGE_DTYPES: dict[str, str] = {
 
 #: Storages that say nothing about their elements; their length is in bytes.
 _UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
-_STORAGES = {**STORAGE_DTYPES, **dict.fromkeys(_UNTYPED)}
+#: Every storage type -> the dtype of its elements, or None.
+STORAGES: dict[str, str | None] = {**STORAGE_DTYPES, **dict.fromkeys(_UNTYPED)}
+
+#: Views that store other numbers than they show: torch's name -> that in ``TensorEntry.encoding``.
+LAZY = {"conj": "conjugate", "neg": "negative"}
 
 #: Types whose instances are plain tensors, whatever attributes were set on them.
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
@@ -75,17 +79,27 @@ class OrderedRecord(dict[Any, Any]):
 
 @dataclass(slots=True, eq=False)
 class StorageRef:
-    """A persistent id: the storage that holds a tensor's bytes."""
+    """A persistent id: the storage that holds a tensor's bytes.
+
+    Attributes:
+        view: (first element, number of elements) of a part of it that stands for the whole, as
+            files from before torch 1.6 can say; unchecked.
+    """
 
     dtype: str | None
     key: str
     location: str
     numel: int
+    view: tuple[int, int] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class TensorRef:
-    """The arguments of a rebuilder, unchecked: whoever knows the tensor's key checks them."""
+    """The arguments of a rebuilder, unchecked: whoever knows the tensor's key checks them.
+
+    Attributes:
+        lazy: what a view shows instead of the stored numbers: see ``TensorEntry.encoding``.
+    """
 
     storage: StorageRef
     dtype: str
@@ -94,6 +108,7 @@ class TensorRef:
     stride: object
     requires_grad: object = False
     is_parameter: bool = False
+    lazy: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +164,7 @@ class TorchWorld:
                 "a global is called with arguments it does not take", entry=function.name
             ) from error
 
-    def persistent(self, identity: object) -> StorageRef | Blocked:
+    def persistent(self, identity: object) -> object:
         """Return the storage that a persistent id describes."""
         kind, storage_type, key, location, numel = (
             identity if type(identity) is tuple and len(identity) == 5 else (None,) * 5
@@ -163,7 +178,7 @@ class TorchWorld:
         if isinstance(storage_type, Blocked):
             return Blocked(storage_type.name, called=True)
         name = storage_type.name if isinstance(storage_type, Global) else ""
-        if name not in _STORAGES:
+        if name not in STORAGES:
             raise FormatError("a persistent id names no storage type", entry=key, found=name)
         if type(numel) is not int or not 0 <= numel < 1 << 62:
             raise FormatError(
@@ -172,7 +187,7 @@ class TorchWorld:
                 expected="a whole number from 0 to 2**62",
                 found=numel if isinstance(numel, (int, float)) else type(numel).__name__,
             )
-        return StorageRef(_STORAGES[name], key, location, numel)
+        return StorageRef(STORAGES[name], key, location, numel)
 
     def build(self, target: object, state: object) -> None:
         """Keep the state that means something: torch's metadata and what a module holds."""
@@ -220,12 +235,14 @@ def _tensor(
     if isinstance(storage, Blocked):
         return storage
     _checked(storage, StorageRef)
-    # Conjugate and negative views store other numbers than they show.
-    if isinstance(metadata, dict) and any(metadata.values()):
-        what = "torch._utils._rebuild_tensor_v2 of a conjugate or negative view"
-        return world.block(what, called=True)
     assert isinstance(storage, StorageRef)
-    return TensorRef(storage, storage.dtype or "uint8", offset, size, stride, requires_grad)
+    dtype = storage.dtype or "uint8"
+    made = TensorRef(storage, dtype, offset, size, stride, requires_grad)
+    if isinstance(metadata, dict) and any(metadata.values()):
+        if not metadata.keys() <= LAZY.keys():  # what a backend keeps beside its tensors
+            return world.block("torch._utils._rebuild_tensor_v2 with metadata", called=True)
+        made.lazy = tuple(LAZY[name] for name in LAZY if metadata.get(name))
+    return made
 
 
 def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
@@ -337,7 +354,7 @@ _CALLS: dict[str, Callable[..., object]] = {
 
 #: Names that are values, not functions: kept as text where a file stores the name itself.
 _VALUES = {
-    *_STORAGES,
+    *STORAGES,
     *_PLAIN_TYPES,
     *(f"torch.{dtype}" for dtype in ITEMSIZE),
     *(f"builtins.{name}" for name in ("int", "float", "list", "dict", "str", "bool", "tuple")),
@@ -469,9 +486,9 @@ def _look_up(m: Machine, gets: tuple[bytes, ...]) -> tuple[str | None, str] | No
         return None
     if type(hooks) is not Global or hooks.name != "collections.OrderedDict":
         return None
-    if type(kind) is not Global or kind.name not in _STORAGES:
+    if type(kind) is not Global or kind.name not in STORAGES:
         return None
-    return _STORAGES[kind.name], location
+    return STORAGES[kind.name], location
 
 
 def _int(code: bytes) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from torchlift.errors import FormatError
@@ -57,6 +57,7 @@ def read_torch_zip(
     key: str | None = None,
     prefix: str = "",
     known: dict[bytes, object] | None = None,
+    records: dict[str, Record] | None = None,
 ) -> Index:
     """Read the index of an archive that may be a window of a file.
 
@@ -65,35 +66,60 @@ def read_torch_zip(
         key: a name for the whole object, under which everything in it comes; None for no name.
         prefix: of the names of its storages.
         known: pickle -> what it describes, for archives that have equal ones.
+        records: its directory, where that was read already.
 
     Raises:
         FormatError: not such an archive, damaged, or inconsistent.
     """
-    records = read_directory(source)
-    top = _top_directory(records)
-    notes = _read_notes(source, records, top)
-    pickled = records[top + "data.pkl"]
-    limit = _MAX_PICKLE
-    if pickled.method != STORED:
-        limit = _MAX_INFLATED + _MAX_RATIO * pickled.nbytes
-    data = read_record(source, pickled, limit)
+    records = read_directory(source) if records is None else records
+    top = top_directory(records)
+    notes = read_notes(source, records, top)
+    data = read_content(source, records[top + "data.pkl"])
     world = TorchWorld()
     root = known.get(data) if known else None
     if root is None:
         root = read_torch_pickle(data, world)
         if known is not None and not world.blocked and len(data) < _MAX_KNOWN > len(known):
             known[data] = root
+    stored = ZipStorages(source, records, top + "data/", prefix + "data/")
+    resolver = Resolver(source.path, stored.find, notes.get("byteorder") == "big")
+    root = root if key is None else {key: root}
+    return index_of(source, "torch-zip", root, world, len(data), resolver, notes)
+
+
+def index_of(
+    source: Source,
+    format: str,
+    root: object,
+    world: TorchWorld,
+    length: int,
+    resolver: Resolver,
+    metadata: dict[str, str],
+) -> Index:
+    """Return the index of what a pickle describes.
+
+    Args:
+        source: the file.
+        format: its format.
+        root: what the pickle describes.
+        world: what it named while it was read.
+        length: of the pickle, in bytes.
+        resolver: makes the entries.
+        metadata: what the format itself records.
+
+    Raises:
+        FormatError: a whole module, two names for one key, or claims about bytes that are wrong.
+    """
     _refuse_module(root)
-    flat = flatten(root if key is None else {key: root}, len(data))
-    resolver = _Resolver(source, records, top, prefix)
+    flat = flatten(root, length)
     return Index(
         path=source.path,
-        format="torch-zip",
+        format=format,
         entries={name: resolver.entry(name, ref) for name, ref in flat.tensors.items()},
         storages=resolver.storages,
         files={source.path: source.stamp},
         objects=flat.objects,
-        metadata=notes,
+        metadata=metadata,
         blocked=tuple(world.blocked),
         module_versions=flat.versions,
         blocked_keys=flat.blocked,
@@ -101,19 +127,21 @@ def read_torch_zip(
     )
 
 
-def _top_directory(records: dict[str, Record]) -> str:
+def read_content(source: Source, record: Record) -> bytes:
+    """Read a record that describes others, unless it inflates as no description does."""
+    limit = _MAX_PICKLE
+    if record.method != STORED:
+        limit = _MAX_INFLATED + _MAX_RATIO * record.nbytes
+    return read_record(source, record, limit)
+
+
+def top_directory(records: dict[str, Record]) -> str:
     """Return the directory that all records are in, with its slash."""
     first = next(iter(records), "")
     top = first[: first.find("/") + 1]
     outside = next((name for name in records if not top or not name.startswith(top)), None)
     if outside is not None and any(name.endswith(".npy") for name in records):
         raise FormatError("a numpy .npz archive, not a checkpoint", hint="Read it with numpy.load.")
-    if outside is None and top + "constants.pkl" in records:
-        raise FormatError(
-            "a TorchScript archive: a program together with its weights",
-            entry=top + "constants.pkl",
-            hint="Load it with torch.jit.load and save its state_dict() with torch.save.",
-        )
     if outside is not None or top + "data.pkl" not in records:
         raise FormatError(
             "a zip archive that torch.save did not write",
@@ -125,7 +153,7 @@ def _top_directory(records: dict[str, Record]) -> str:
     return top
 
 
-def _read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
+def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
     """Read the small text records beside the pickle; they may be missing but not absurd."""
     notes = {}
     for name in (".format_version", ".storage_alignment", "byteorder", "version"):
@@ -134,21 +162,13 @@ def _read_notes(source: Source, records: dict[str, Record], top: str) -> dict[st
             continue
         text = read_record(source, record, _MAX_NOTE).decode("ascii", "replace").strip()
         notes[name.lstrip(".")] = text
-        if text == "big" and name == "byteorder":
-            raise FormatError(
-                "numbers are stored big-endian, which torchlift does not read yet",
-                entry=record.name,
-                expected="little",
-                found=text,
-                hint="Load it with torch.load and save it again on a little-endian machine.",
-            )
         # 19 digits: a longer number is absurd anyhow and could be slow to convert.
         is_number = text.isdigit() and len(text) < 19 and int(text) > 0
-        if not (text == "little" if name == "byteorder" else is_number):
+        if not (text in ("little", "big") if name == "byteorder" else is_number):
             raise FormatError(
                 "a record of the archive makes no sense",
                 entry=record.name,
-                expected="little" if name == "byteorder" else "a positive whole number",
+                expected="little or big" if name == "byteorder" else "a positive whole number",
                 found=text,
             )
     return notes
@@ -166,22 +186,36 @@ def _refuse_module(root: object) -> None:
         )
 
 
-class _Resolver:
-    """Tensor records + zip records -> entries, with every claim about bytes checked."""
+_COMPLEX = ("complex32", "complex64", "complex128")
+_SIGNED = {
+    "conjugate": _COMPLEX,
+    "negative": (*_COMPLEX, "float16", "bfloat16", "float32", "float64"),
+}
 
-    def __init__(self, source: Source, records: dict[str, Record], top: str, prefix: str) -> None:
-        self.path = source.path
-        self.start = source.start
-        self.records = records
-        self.top = top
-        self.prefix = prefix
+#: (the tensor's key, what it says of its storage) -> identity of the storage, where it is.
+Find = Callable[[str, StorageRef], tuple[str, Storage]]
+
+
+class Resolver:
+    """Tensor records -> entries, with every claim about bytes checked.
+
+    Attributes:
+        storages: identity -> the storages that the entries use.
+    """
+
+    def __init__(self, path: str, find: Find, big_endian: bool = False) -> None:
+        self.path = path
         self.storages: dict[str, Storage] = {}
+        self._find = find
+        self._order = ("big-endian",) if big_endian else ()
         self._layouts: dict[tuple[int, int], _Layout] = {}
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """Return the checked entry of one tensor."""
-        name, storage = self._storage(key, ref.storage)
+        name, storage = self._find(key, ref.storage)
+        self.storages.setdefault(name, storage)
         itemsize = ITEMSIZE[ref.dtype]
+        start, end = _view_of(storage, ref.storage, key)
         # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
         # tuples stay alive as long as this object's input does.
         layout = self._layouts.get((id(ref.size), id(ref.stride)))
@@ -194,14 +228,14 @@ class _Resolver:
         nbytes = numel * itemsize
         chunks: tuple[Chunk, ...] = ()
         if numel:
-            if (offset + span) * itemsize > storage.nbytes:
+            if (offset + span) * itemsize > end - start:
                 raise FormatError(
                     "a tensor reaches outside its storage",
                     entry=key,
-                    expected=f"at most {storage.nbytes} bytes in {name}",
+                    expected=f"at most {end - start} bytes in {name}",
                     found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
                 )
-            start = storage.offset + offset * itemsize
+            start += offset * itemsize
             chunks = (Chunk(self.path, start, span * itemsize, origin, shape),)
         if nbytes > max(storage.nbytes, _MAX_REPEATED, _MAX_REPEAT * storage.nbytes):
             raise FormatError(
@@ -210,15 +244,54 @@ class _Resolver:
                 found=f"shape {shape}, {nbytes} bytes over {storage.nbytes} stored ones",
             )
         location, is_trained = ref.storage.location, ref.requires_grad is True
+        if ref.lazy and ref.dtype not in _SIGNED[ref.lazy[0]]:
+            raise FormatError(f"a {ref.lazy[0]} view of numbers that have none", entry=key)
+        encoding = (self._order if itemsize > 1 else ()) + ref.lazy if numel else ()
         return TensorEntry(
             key, ref.dtype, shape, stride, nbytes, location, name, chunks, is_trained,
-            ref.is_parameter,
+            ref.is_parameter, encoding,
         )  # fmt: skip
 
-    def _storage(self, key: str, ref: StorageRef) -> tuple[str, Storage]:
+
+def _view_of(storage: Storage, ref: StorageRef, key: str) -> tuple[int, int]:
+    """Return the first byte in the file, and that behind the last, which a tensor may look into."""
+    if ref.view is None:
+        return storage.offset, storage.offset + storage.nbytes
+    itemsize = ITEMSIZE[ref.dtype or "uint8"]
+    first, numel = whole_numbers(ref.view, key, "view of its storage", "pair")
+    if (first + numel) * itemsize > storage.nbytes:
+        raise FormatError(
+            "a view reaches outside its storage",
+            entry=key,
+            expected=f"at most {storage.nbytes} bytes in storage {ref.key}",
+            found=f"{numel} elements from number {first} on",
+        )
+    return storage.offset + first * itemsize, storage.offset + (first + numel) * itemsize
+
+
+class ZipStorages:
+    """The records of an archive that hold storages.
+
+    Args:
+        source: the archive.
+        records: its directory.
+        folder: where they are in the archive.
+        prefix: before their keys, to name them.
+    """
+
+    def __init__(
+        self, source: Source, records: dict[str, Record], folder: str, prefix: str
+    ) -> None:
+        self.source = source
+        self.records = records
+        self.folder = folder
+        self.prefix = prefix
+        self._found: dict[str, Storage] = {}
+
+    def find(self, key: str, ref: StorageRef) -> tuple[str, Storage]:
         """Return the storage of a tensor, whose record must have exactly the declared size."""
-        name = "data/" + ref.key
-        record = self.records.get(self.top + name)
+        record = self.records.get(self.folder + ref.key)
+        name = self.prefix + ref.key
         if record is None:
             raise FormatError("a tensor's storage is missing", entry=key, expected=f"record {name}")
         if record.method != STORED:
@@ -236,13 +309,12 @@ class _Resolver:
                 expected=f"{ref.numel} elements, {nbytes} bytes",
                 found=f"{record.nbytes} bytes",
             )
-        name = self.prefix + name
-        storage = self.storages.get(name)
-        if storage is None:
-            start, crc = self.start + record.offset, record.crc32 or None
-            storage = Storage(self.path, start, nbytes, ref.location, crc)
-            self.storages[name] = storage
-        return name, storage
+        found = self._found.get(ref.key)
+        if found is None:
+            start, crc = self.source.start + record.offset, record.crc32 or None
+            found = Storage(self.source.path, start, nbytes, ref.location, crc)
+            self._found[ref.key] = found
+        return name, found
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]

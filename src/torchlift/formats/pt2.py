@@ -1,0 +1,207 @@
+"""Exported programs (``torch.export.save``): the weights and constants, without the program.
+
+Since torch 2.8: records of bytes below ``data/weights`` and ``data/constants``, and beside them a
+JSON text that says which tensor of which name looks into which record. Before: whole files of
+``torch.save`` inside the archive, which are read where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchlift.errors import FormatError
+from torchlift.formats.index import Index, TensorEntry, join
+from torchlift.formats.source import Source, errors_name, parse_json
+from torchlift.formats.torch_pickle import StorageRef, TensorRef
+from torchlift.formats.torch_zip import (
+    Resolver,
+    ZipStorages,
+    read_content,
+    read_notes,
+    read_torch_zip,
+)
+from torchlift.formats.torchscript import CONSTANTS
+from torchlift.formats.zip_archive import STORED, Record
+
+_FORMAT = "archive_format"
+#: (suffix of the records that list tensors, their folder, under which name they come).
+_KINDS = (
+    ("_weights_config.json", "data/weights/", ""),
+    ("_constants_config.json", "data/constants/", CONSTANTS),
+)
+#: Before torch 2.9: (file of torch.save, under which name its content comes).
+_OLD = (("serialized_state_dict.pt", ""), ("serialized_constants.pt", CONSTANTS))
+
+_STRIDED = 7
+
+#: Numbers of the schema (torch/_export/serde/schema.py, ``ScalarType``).
+_DTYPES = {
+    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32",
+    8: "float64", 9: "complex32", 10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16",
+    28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2", 31: "float8_e4m3fnuz",
+    32: "float8_e5m2fnuz", 33: "float8_e8m0fnu", 34: "uint32", 35: "uint64",
+}  # fmt: skip
+
+
+def is_pt2(records: Mapping[str, Record]) -> bool:
+    """Return whether these are the records of an exported program."""
+    first = next(iter(records), "")
+    top = first[: first.find("/") + 1]
+    return top + _FORMAT in records or _OLD[0][0] in records
+
+
+def read_pt2(source: Source, records: dict[str, Record]) -> Index:
+    """Read the index of an exported program, or of several in one archive.
+
+    Args:
+        source: the file.
+        records: its directory.
+
+    Returns:
+        The state dict under its own names, below ``CONSTANTS`` the constants; of several programs,
+        each below its own name.
+
+    Raises:
+        FormatError: not such an archive, damaged, or inconsistent.
+    """
+    if _OLD[0][0] in records:
+        found = [_nested(source, records[name], under) for name, under in _OLD if name in records]
+        return _joined(source, found, {})
+    first = next(iter(records))
+    top = first[: first.find("/") + 1]
+    notes = read_notes(source, records, top)
+    models = [
+        name.removeprefix(f"{top}models/").removesuffix(".json")
+        for name in records
+        if name.startswith(f"{top}models/") and name.endswith(".json")
+    ]
+    if not models:
+        raise FormatError(
+            "a package of compiled programs, whose weights are in the programs",
+            expected="exported programs, with their weights beside them",
+            hint="Save the exported program itself: torch.export.save.",
+        )
+    found = []
+    for model in models:
+        prefix = model + "." if len(models) > 1 else ""
+        for suffix, folder, name in _KINDS:
+            under = prefix + name if name else prefix.removesuffix(".")
+            whole, config = f"{top}{folder}{model}.pt", f"{top}{folder}{model}{suffix}"
+            if whole in records:
+                found.append(_nested(source, records[whole], under))
+            elif config in records:
+                stored = ZipStorages(source, records, top + folder, folder)
+                resolver = Resolver(source.path, stored.find, notes.get("byteorder") == "big")
+                found.append(_listed(source, records, config, resolver, top + folder, under))
+            else:
+                raise FormatError("a program without its weights", entry=config)
+    return _joined(source, found, notes)
+
+
+def _joined(source: Source, found: list[Index], notes: dict[str, str]) -> Index:
+    return join(source.path, "pt2", found, notes, "two weights of an exported program have one key")
+
+
+def _nested(source: Source, record: Record, under: str) -> Index:
+    """Read a file of ``torch.save`` inside the archive."""
+    with errors_name(source.path, record.name):
+        if record.method != STORED:
+            raise FormatError(
+                "a compressed file in an archive, whose bytes are not numbers",
+                hint="Unpack the archive and pack it again without compression.",
+            )
+        window = source.window(record.offset, record.nbytes)
+        return read_torch_zip(window, under or None, f"{record.name}/")
+
+
+def _listed(
+    source: Source,
+    records: dict[str, Record],
+    config: str,
+    resolver: Resolver,
+    folder: str,
+    under: str,
+) -> Index:
+    """Read a list of tensors and the records they look into."""
+    with errors_name(source.path, config):
+        text = read_content(source, records[config])
+        listed = parse_json(text, "the list of tensors").get("config")
+        if not isinstance(listed, dict):
+            raise FormatError("the list of tensors has no config")
+    entries: dict[str, TensorEntry] = {}
+    blocked: dict[str, str] = {}
+    nested: list[Index] = []
+    opened: set[str] = set()
+    for name, meta in listed.items():
+        key = f"{under}.{name}" if under else name
+        with errors_name(source.path, key):
+            path = _field(meta, "path_name", str)
+            stored = records.get(folder + path)
+            if stored is None:
+                raise FormatError("a tensor's record is missing", expected=folder + path)
+            tensor = meta.get("tensor_meta")
+            if tensor is None:
+                blocked[key] = "a custom object"
+            elif _field(meta, "use_pickle", bool):
+                if path in opened:  # each would be read again
+                    raise FormatError("two tensors in one pickled file", expected="one each")
+                opened.add(path)
+                nested.append(_nested(source, stored, key))
+            elif _field(tensor, "layout", int) != _STRIDED:
+                blocked[key] = "a sparse tensor"
+            else:
+                ref, shape = _tensor(meta, tensor, path, stored)
+                if stored.nbytes or 0 in shape:
+                    entries[key] = resolver.entry(key, ref)
+                else:  # of a program that was exported with fake tensors
+                    blocked[key] = "values, which were not saved"
+    mine = Index(
+        path=source.path,
+        format="pt2",
+        entries=entries,
+        storages=resolver.storages,
+        files={source.path: source.stamp},
+        blocked=tuple(dict.fromkeys(blocked.values())),
+        blocked_keys=blocked,
+    )
+    return _joined(source, [mine, *nested], {})
+
+
+def _tensor(
+    meta: Any, tensor: Any, path: str, stored: Record
+) -> tuple[TensorRef, tuple[object, ...]]:
+    """Return what the list says of a tensor, and its shape."""
+    number = _field(tensor, "dtype", int)
+    if number not in _DTYPES:
+        raise FormatError("a dtype that torchlift does not know", found=number)
+    device = _field(tensor, "device", dict)
+    location, index = _field(device, "type", str), device.get("index")
+    location = f"{location}:{index}" if type(index) is int else location
+    shape = tuple(map(_whole, _field(tensor, "sizes", list)))
+    ref = TensorRef(
+        StorageRef(None, path, location, stored.nbytes),
+        _DTYPES[number],
+        _whole(_field(tensor, "storage_offset", dict)),
+        shape,
+        tuple(map(_whole, _field(tensor, "strides", list))),
+        tensor.get("requires_grad"),
+        is_parameter=meta.get("is_param") is True,
+    )
+    return ref, shape
+
+
+def _whole(number: object) -> object:
+    """Return a size; one that is an expression is no number, which whoever checks it says."""
+    return number.get("as_int") if isinstance(number, dict) else number
+
+
+def _field(record: object, name: str, kind: type) -> Any:
+    found = record.get(name) if isinstance(record, dict) else None
+    if type(found) is not kind:
+        raise FormatError(
+            f"what is known of it has no {name}",
+            expected=f"a {kind.__name__}",
+            found=f"a {type(found).__name__}",
+        )
+    return found

@@ -1,0 +1,431 @@
+"""Files of ``torch.save`` before torch 1.6: a stream of pickles and storages, or the older tar.
+
+The stream: five pickles (magic, protocol, what the machine was, the object, the keys of its
+storages), then for each key an int64 count of elements and their bytes, without any alignment. The
+tar: ``storages`` and ``tensors``, in which pickles and bytes alternate, and ``pickle``, which
+refers to both. All numbers are little-endian, whatever the machine was: torch converts them when it
+writes (torch/csrc/serialization.cpp, ``THPStorage_writeFileRaw``) and reads ``little_endian``
+nowhere.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from torchlift.errors import FormatError, UnsafeError
+from torchlift.formats.index import ITEMSIZE, Index, Storage
+from torchlift.formats.source import Source, errors_name
+from torchlift.formats.torch_pickle import (
+    STORAGES,
+    Global,
+    StorageRef,
+    TensorRef,
+    TorchWorld,
+)
+from torchlift.formats.torch_zip import Resolver, index_of
+from torchlift.formats.unpickle import read_pickle
+
+_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+#: The magic number as pickles spell it: in binary, and in protocols 0 and 1 as text.
+_MAGIC_BYTES = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
+_MAGIC_TEXT = b"L%dL\n." % _MAGIC
+
+#: Most bytes of one pickle, and bytes that are read first of a long and of a short one.
+_MAX_PICKLE, _LONG, _SHORT = 1 << 30, 1 << 20, 1 << 9
+
+_TAR_MAGIC, _TAR_MAGIC_AT, _BLOCK = b"ustar", 257, 512
+_MEMBERS = ("sys_info", "pickle", "storages", "tensors")
+#: What a tar may say besides names and sizes: in an extended header, as Python writes for times.
+_TIMES = (b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname")
+
+_World = TypeVar("_World", bound=TorchWorld)
+
+
+def is_legacy(head: bytes) -> bool:
+    """Return whether a file starts like a stream."""
+    return _MAGIC_BYTES in head[:32] if head[:1] == b"\x80" else head.startswith(_MAGIC_TEXT)
+
+
+def is_tar(head: bytes) -> bool:
+    """Return whether a file starts like a tar archive."""
+    return head.startswith(_TAR_MAGIC, _TAR_MAGIC_AT)
+
+
+class _Stream:
+    """Pickles and bytes that follow each other.
+
+    Attributes:
+        pos: the next byte.
+    """
+
+    def __init__(self, source: Source, what: str) -> None:
+        self.source = source
+        self.what = what
+        self.pos = 0
+
+    def pickle(
+        self, what: str, make: Callable[[], _World], first: int = _SHORT
+    ) -> tuple[object, _World, int]:
+        """Read one pickle.
+
+        Args:
+            what: what it is, for errors.
+            make: makes the world that gives its names a meaning.
+            first: bytes to try first.
+
+        Returns:
+            What it describes, the world, and its length in bytes.
+        """
+        while True:
+            rest = min(self.source.size - self.pos, _MAX_PICKLE)
+            data = self.source.read(self.pos, min(first, rest), what)
+            world = make()
+            try:
+                with errors_name(self.source.path, what):
+                    found, end = read_pickle(data, world)
+            except FormatError as error:
+                # Where a pickle ends is not known before it was read: it may only need more bytes.
+                is_short = isinstance(error.__cause__, (IndexError, ValueError, struct.error))
+                if first >= rest or not is_short:
+                    raise
+                first *= 4
+                continue
+            self.pos += end
+            return found, world, end
+
+    def plain(self, what: str) -> object:
+        """Read a pickle of plain data.
+
+        Raises:
+            UnsafeError: it names a global.
+        """
+        found, world, _ = self.pickle(what, TorchWorld)
+        if world.blocked:
+            raise UnsafeError(
+                "a pickle of plain data names a global: unpickling it would run code",
+                entry=what,
+                found=next(iter(world.blocked)),
+            )
+        return found
+
+    def numbers(self, layout: str) -> tuple[int, ...]:
+        """Read numbers."""
+        data = self.source.read(self.pos, struct.calcsize(layout), self.what)
+        self.pos += len(data)
+        return struct.unpack(layout, data)
+
+    def storage(self, ref: StorageRef, what: str) -> Storage:
+        """Skip a count of elements and their bytes; return where they are.
+
+        Raises:
+            FormatError: another count than the tensors say, or the file ends before.
+        """
+        (count,) = self.numbers("<q")
+        start, nbytes = self.pos, ref.numel * ITEMSIZE[ref.dtype or "uint8"]
+        if count != ref.numel:
+            raise FormatError(
+                "a storage does not have the size its tensors say",
+                entry=what,
+                expected=f"{ref.numel} elements",
+                found=f"{count}",
+            )
+        if start + nbytes > self.source.size:
+            raise FormatError(
+                "a storage reaches past the end of the file",
+                entry=what,
+                expected=f"{nbytes} bytes",
+                found=f"{self.source.size - start}",
+                hint="The file is truncated: an interrupted save or download. Fetch it again.",
+            )
+        self.pos += nbytes
+        return Storage(self.source.path, self.source.start + start, nbytes, ref.location)
+
+
+class _StreamWorld(TorchWorld):
+    """Persistent ids of a stream.
+
+    Attributes:
+        storages: key -> the storage as the pickle describes it first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[str, StorageRef] = {}
+        self._views: dict[str, tuple[str, int, int]] = {}
+
+    def persistent(self, identity: object) -> object:
+        """Return the storage, or the class of a module, that a persistent id describes."""
+        if type(identity) is tuple and len(identity) == 4 and identity[0] == "module":
+            return identity[1]  # a class, with the text of its source
+        if type(identity) is not tuple or len(identity) != 6:
+            return super().persistent(None)
+        ref = super().persistent(identity[:5])
+        if not isinstance(ref, StorageRef):
+            return ref
+        first = self.storages.setdefault(ref.key, ref)
+        if (ref.dtype, ref.numel) != (first.dtype, first.numel):
+            raise FormatError(
+                "two tensors disagree about their storage",
+                entry=ref.key,
+                expected=f"{first.numel} elements of {first.dtype}",
+                found=f"{ref.numel} of {ref.dtype}",
+            )
+        if identity[5] is None:
+            return first
+        key, start, numel = _fields(identity[5], (str, int, int), "a view of a storage", ref.key)
+        if self._views.setdefault(key, (ref.key, start, numel)) != (ref.key, start, numel):
+            raise FormatError("two views of storages have one key", entry=key)
+        return replace(first, view=(start, numel))
+
+
+def _fields(found: object, kinds: Sequence[type], what: str, entry: str) -> tuple[Any, ...]:
+    """Return a tuple of fields of the kinds that are expected."""
+    fields = found if type(found) is tuple and len(found) == len(kinds) else ()
+    if not fields or not all(map(isinstance, fields, kinds)):
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise FormatError(
+            f"{what} is not ({names})", entry=entry, found=f"a {type(found).__name__}"
+        )
+    return fields
+
+
+def read_torch_legacy(source: Source) -> Index:
+    """Read the index of a stream.
+
+    What follows the last storage is left alone, as torch leaves it: several objects may have been
+    saved into one file, and the first one counts.
+
+    Raises:
+        FormatError: not such a file, damaged, truncated or inconsistent.
+        UnsafeError: a pickle of plain numbers names a global.
+    """
+    stream = _Stream(source, "the storages")
+    for what, expected in (("the magic number", _MAGIC), ("the protocol", _PROTOCOL)):
+        found = stream.plain(what)
+        if type(found) is not int or found != expected:
+            raise FormatError("not a torch file, or damaged", entry=what, expected=expected)
+    metadata = _machine(stream.plain("sys_info"))
+    root, world, length = stream.pickle("the object", _StreamWorld, _LONG)
+    keys = stream.plain("the storage keys")
+    if not isinstance(keys, list):
+        raise FormatError("the storage keys are not a list", found=f"a {type(keys).__name__}")
+    storages: dict[str, Storage] = {}
+    for key in keys:
+        ref = world.storages.get(key) if type(key) is str else None
+        if ref is None or key in storages:
+            problem = "a storage that no tensor uses" if ref is None else "a storage is there twice"
+            raise FormatError(problem, entry=str(key) if isinstance(key, (str, int)) else None)
+        storages[key] = stream.storage(ref, key)
+    resolver = Resolver(source.path, _finder(storages))
+    return index_of(source, "torch-legacy", root, world, length, resolver, metadata)
+
+
+def _machine(info: object) -> dict[str, str]:
+    """Return what the file says about the machine that wrote it."""
+    if not isinstance(info, dict):
+        raise FormatError("sys_info is not a dict", entry="sys_info", found=type(info).__name__)
+    return {
+        key: str(value)
+        for key, value in info.items()
+        if type(key) is str and type(value) in (bool, int, str)
+    }
+
+
+def _finder(storages: Mapping[str, Storage]) -> Callable[[str, StorageRef], tuple[str, Storage]]:
+    def find(key: str, ref: StorageRef) -> tuple[str, Storage]:
+        storage = storages.get(ref.key)
+        if storage is None:
+            raise FormatError(
+                "a tensor's storage is missing", entry=key, expected=f"storage {ref.key}"
+            )
+        return ref.key, storage
+
+    return find
+
+
+# ---- the tar
+
+
+class _TarWorld(TorchWorld):
+    """Persistent ids of the ``pickle`` in a tar: the numbers of tensors and storages."""
+
+    def __init__(self, made: Mapping[str, object]) -> None:
+        super().__init__()
+        self._made = made
+
+    def persistent(self, identity: object) -> object:
+        """Return the tensor or storage with a number, or the class of a module."""
+        if type(identity) is tuple and identity:
+            return identity[0]
+        found = self._made.get(_number(identity, "a persistent id"))
+        if found is None:
+            raise FormatError("the pickle refers to a tensor that is not there", found=identity)
+        return found
+
+
+def read_torch_tar(source: Source) -> Index:
+    """Read the index of a tar.
+
+    Raises:
+        FormatError: not one of torch, damaged, truncated or inconsistent.
+        UnsafeError: a member would leave the directory, or a pickle of numbers names a global.
+    """
+    members = _members(source)
+    missing = [name for name in _MEMBERS[1:] if name not in members]
+    if missing:
+        raise FormatError(
+            "a tar archive that torch.save did not write",
+            expected=f"the members {', '.join(_MEMBERS)}",
+            found=", ".join(list(members)[:10]) or "none",
+            hint="Unpack it first.",
+        )
+    metadata = {}
+    if "sys_info" in members:
+        metadata = _machine(_Stream(members["sys_info"], "sys_info").plain("sys_info"))
+    storages, made = _tar_storages(_Stream(members["storages"], "storages"))
+    named = _tar_tensors(_Stream(members["tensors"], "tensors"), made)
+    stream = _Stream(members["pickle"], "pickle")
+    root, world, length = stream.pickle("pickle", partial(_TarWorld, made), _LONG)
+    world.blocked = {**named, **world.blocked}
+    resolver = Resolver(source.path, _finder(storages))
+    return index_of(source, "torch-legacy", root, world, length, resolver, metadata)
+
+
+_TENSOR_TYPES = {
+    prefix + name.removeprefix("torch.").replace("Storage", "Tensor")
+    for name in STORAGES
+    for prefix in ("torch.", "torch.cuda.")
+}
+
+
+def _tar_storages(stream: _Stream) -> tuple[dict[str, Storage], dict[str, object]]:
+    """Read ``storages``: where each one is; and what its number, or that of a view, stands for."""
+    storages: dict[str, Storage] = {}
+    made: dict[str, object] = {}
+    for _ in range(_count(stream)):
+        found, _, _ = stream.pickle("storages", TorchWorld)
+        key, location, kind = _fields(found, (object, str, Global), "a storage", "storages")
+        name = _number(key, "storages")
+        if kind.name not in STORAGES or name in made:
+            raise FormatError("a storage of no known type, or twice", entry=name, found=kind.name)
+        (numel,) = stream.numbers("<q")
+        if not 0 <= numel < 1 << 62:
+            raise FormatError("a storage has an impossible size", entry=name, found=numel)
+        stream.pos -= 8
+        made[name] = ref = StorageRef(STORAGES[kind.name], name, location, numel)
+        storages[name] = stream.storage(ref, name)
+    views = stream.plain("the views in storages")
+    for view in views if isinstance(views, list) else [None]:
+        kinds = (object, object, int, int)
+        target, root, first, numel = _fields(view, kinds, "a view of a storage", "storages")
+        base, name = made.get(_number(root, "storages")), _number(target, "storages")
+        if not isinstance(base, StorageRef) or base.view or name in made:
+            raise FormatError("a view of a storage that is not there, or twice", entry=name)
+        made[name] = replace(base, view=(first, numel))
+    return storages, made
+
+
+def _tar_tensors(stream: _Stream, made: dict[str, object]) -> dict[str, None]:
+    """Read ``tensors`` and add what their numbers stand for; return the globals named in it."""
+    named: dict[str, None] = {}
+    for _ in range(_count(stream)):
+        found, world, _ = stream.pickle("tensors", TorchWorld)
+        key, storage, _ = _fields(found, (object, object, object), "a tensor", "tensors")
+        # Their types are only named; whatever else is named there, torch would import.
+        named.update(dict.fromkeys(world.blocked.keys() - _TENSOR_TYPES))
+        name, ref = _number(key, "tensors"), made.get(_number(storage, "tensors"))
+        if not isinstance(ref, StorageRef) or name in made:
+            raise FormatError("a tensor without its storage, or twice", entry=name)
+        (ndim,) = stream.numbers("<i4x")
+        if not 0 <= ndim <= 64:
+            raise FormatError("a tensor of absurd dimensions", entry=name, found=ndim)
+        size, stride = stream.numbers(f"<{ndim}q"), stream.numbers(f"<{ndim}q")
+        (offset,) = stream.numbers("<q")
+        made[name] = TensorRef(ref, ref.dtype or "uint8", offset, size, stride)
+    return named
+
+
+def _count(stream: _Stream) -> int:
+    count = stream.plain(f"the count in {stream.what}")
+    if type(count) is not int or not 0 <= count <= stream.source.size:
+        raise FormatError("an impossible count", entry=stream.what)
+    return count
+
+
+def _number(key: object, what: str) -> str:
+    """Return a key, which torch wrote as an integer in one place and as its text in another."""
+    if type(key) is int and key.bit_length() < 65:
+        return str(key)
+    if type(key) is not str or len(key) > 30:
+        raise FormatError("a key is not a number", entry=what, found=f"a {type(key).__name__}")
+    return key
+
+
+def _members(source: Source) -> dict[str, Source]:
+    """Return the files of a tar by name.
+
+    Written for archives that nobody vouches for: nothing is unpacked, and a link, a device or a
+    name that leads elsewhere is refused.
+    """
+    members: dict[str, Source] = {}
+    at = 0
+    while at + _BLOCK <= source.size:
+        header = source.read(at, _BLOCK)
+        if not header.strip(b"\0"):
+            break
+        name = header[:100].rstrip(b"\0").decode("utf-8", "replace")
+        kind, size = header[156:157], _octal(header[124:136], name)
+        if _octal(header[148:156], name) != sum(header[:148]) + sum(header[156:]) + 8 * 32:
+            raise FormatError("the header of a member of the tar is damaged", entry=name)
+        start = at + _BLOCK
+        if start + size > source.size:
+            raise FormatError(
+                "a member of the tar reaches past the end of the file",
+                entry=name,
+                expected=f"{size} bytes",
+                found=f"{source.size - start}",
+                hint="The file is truncated: fetch it again.",
+            )
+        at = start + -(-size // _BLOCK) * _BLOCK
+        if kind == b"x":
+            what = "an extended header of the tar"
+            _check_extended(source.window(start, size).read_all(1 << 16, what))
+        if kind in b"x5":  # of the next member, and a directory
+            continue
+        name = name.removeprefix("./")
+        if kind not in b"0\0" or name.startswith("/") or ".." in name.split("/"):
+            raise UnsafeError(
+                "a member of the tar is a link or a device, or leaves the directory",
+                entry=name,
+                expected=f"plain files {', '.join(_MEMBERS)}",
+            )
+        if name in members:
+            raise FormatError("two members of the tar have this name", entry=name)
+        if len(members) > 1000:
+            raise FormatError("a tar archive of many files", hint="Unpack it first.")
+        members[name] = source.window(start, size)
+    return members
+
+
+def _octal(field: bytes, name: str) -> int:
+    text = field.strip(b" \0")
+    if not text.isdigit() or b"8" in text or b"9" in text:
+        raise FormatError("a member of the tar has an impossible size", entry=name, found=field)
+    return int(text, 8)
+
+
+def _check_extended(data: bytes) -> None:
+    """Refuse extended headers that change what a member is: those of torch hold times only."""
+    at = 0
+    while at < len(data):
+        length, _, _ = data[at : at + 20].partition(b" ")
+        if not length.isdigit() or not 0 < int(length) <= len(data) - at:
+            raise FormatError("an extended header of the tar is damaged")
+        name = data[at + len(length) + 1 : at + int(length)].partition(b"=")[0]
+        if name not in _TIMES:
+            raise FormatError("an extended header of the tar that torch does not write", found=name)
+        at += int(length)

@@ -1,0 +1,219 @@
+"""TorchScript archives: the tensors of the module tree, without the program.
+
+``data.pkl`` holds the tree: objects whose classes are source text in the archive, each with a dict
+of attributes. Which attributes are parameters and which are buffers stands only in that text, in
+two lines that the printer writes at the top of each class; they are matched, and nothing of the
+text is parsed or run. ``constants.pkl`` holds what the program refers to as ``CONSTANTS.c0``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torchlift.errors import FormatError
+from torchlift.formats.index import Index
+from torchlift.formats.source import Source, errors_name
+from torchlift.formats.torch_pickle import (
+    Blocked,
+    Global,
+    StorageRef,
+    TensorRef,
+    TorchWorld,
+    read_torch_pickle,
+)
+from torchlift.formats.torch_zip import (
+    Resolver,
+    ZipStorages,
+    index_of,
+    read_content,
+    read_notes,
+    top_directory,
+)
+from torchlift.formats.zip_archive import Record
+
+#: Under which the tensors come that are neither parameters nor buffers.
+CONSTANTS, ATTRIBUTES = "CONSTANTS", "ATTRIBUTES"
+
+_MAX_DEPTH = 100
+_CLASS = re.compile(
+    r'^class (\w+)\(Module\):\n  __parameters__ = \[(.*)\]\n(?:  __buffers__ = \[(.*)\]\n)?',
+    re.MULTILINE,
+)  # fmt: skip
+_NAME = re.compile(r'"([^"\\]*)"')
+
+#: Calls that only say of what type a list is.
+_TYPED = "torch.jit._pickle."
+_LISTS = ("intlist", "tensorlist", "doublelist", "boollist")
+_TYPED_CALLS = ("restore_type_tag", *(f"build_{kind}" for kind in _LISTS))
+
+
+def is_torchscript(records: Mapping[str, Record]) -> bool:
+    """Return whether these are the records of a TorchScript archive."""
+    first = next(iter(records), "")
+    return f"{first.partition('/')[0]}/constants.pkl" in records
+
+
+class _Class(NamedTuple):
+    """What the text of a class lists; buffers None: each tensor that is no parameter is one."""
+
+    is_module: bool
+    parameters: frozenset[str] = frozenset()
+    buffers: frozenset[str] | None = None
+
+
+class _Object(dict[Any, Any]):
+    """An object: its attributes by name."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+
+class _ScriptWorld(TorchWorld):
+    """The names in a TorchScript archive's pickles.
+
+    Attributes:
+        folder: where the storages of the pickle are that is being read.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+        self._classes: dict[str, Global] = {}
+
+    def find(self, module: str, name: str) -> Global | Blocked:
+        """Return a stand-in; classes whose text is in the archive are not blocked."""
+        dotted = f"{module}.{name}"
+        is_typed = dotted.removeprefix(_TYPED) in _TYPED_CALLS
+        if is_typed or (dotted.startswith("__torch__.") and ".torch.classes." not in dotted):
+            return self._classes.setdefault(dotted, Global(dotted))
+        return super().find(module, name)
+
+    def call(self, function: object, arguments: object) -> object:
+        """Return a record of a call."""
+        if isinstance(function, Global) and isinstance(arguments, tuple):
+            if function.name.startswith("__torch__."):
+                return arguments or _Object(function.name)  # a named tuple or an enum; or an object
+            if function.name.startswith(_TYPED) and arguments:
+                return arguments[0]
+        return super().call(function, arguments)
+
+    def persistent(self, identity: object) -> object:
+        """Return the storage that a persistent id describes."""
+        ref = super().persistent(identity)
+        return replace(ref, key=self.folder + ref.key) if isinstance(ref, StorageRef) else ref
+
+    def build(self, target: object, state: object) -> None:
+        """Give an object its attributes."""
+        if isinstance(target, _Object):
+            target.update(state if isinstance(state, dict) else {"__getstate__": state})
+        else:
+            super().build(target, state)
+
+
+def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
+    """Read the index of a TorchScript archive.
+
+    Args:
+        source: the file.
+        records: its directory.
+
+    Returns:
+        The state dict of the module tree under its own names; below ``CONSTANTS`` the tensors that
+        the program names, and below ``ATTRIBUTES`` those of other attributes.
+
+    Raises:
+        FormatError: not such an archive, damaged, or inconsistent.
+    """
+    top = top_directory(records)
+    notes = read_notes(source, records, top)
+    data = read_content(source, records[top + "data.pkl"])
+    world = _ScriptWorld("data/")
+    root = read_torch_pickle(data, world)
+    if not isinstance(root, _Object):
+        raise FormatError("a TorchScript archive without a module", entry=top + "data.pkl")
+    state, attributes = _Splitter(source, records, top).split(root)
+    world.folder = "constants/"
+    with errors_name(source.path, top + "constants.pkl"):
+        pickled = read_content(source, records[top + "constants.pkl"])
+        constants = read_torch_pickle(pickled, world)
+    if not isinstance(constants, (tuple, list)):
+        raise FormatError("the constants are not a tuple", entry=top + "constants.pkl")
+    named = {f"c{number}": value for number, value in enumerate(constants)}
+    for name, values in ((CONSTANTS, named), (ATTRIBUTES, attributes)):
+        if name in state:
+            raise FormatError("a module has a name that stands for something else", entry=name)
+        if values:
+            state[name] = values
+    stored = ZipStorages(source, records, top, "")
+    resolver = Resolver(source.path, stored.find, notes.get("byteorder") == "big")
+    length = len(data) + len(pickled)
+    return index_of(source, "torchscript", state, world, length, resolver, notes)
+
+
+class _Splitter:
+    """Tells the state dict of a module tree from all else that its modules hold."""
+
+    def __init__(self, source: Source, records: dict[str, Record], top: str) -> None:
+        self.source = source
+        self.records = records
+        self.top = top
+        self._files: dict[str, dict[str, _Class] | None] = {}
+        self._split: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+
+    def split(self, module: _Object, depth: int = 0) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """Return (parameters, buffers and modules; all other attributes) by name.
+
+        Each module is looked at once: how often others refer to it is limited by `flatten`.
+        """
+        found = self._split.get(id(module))
+        if found is not None:
+            return found
+        if depth > _MAX_DEPTH:
+            raise FormatError("modules nest too deep", expected=f"at most {_MAX_DEPTH} levels")
+        state, other = self._split[id(module)] = {}, {}
+        listed = self._class(module.kind)
+        for name, value in module.items():
+            if isinstance(value, _Object) and self._class(value.kind).is_module:
+                inner, rest = self.split(value, depth + 1)
+                if inner:
+                    state[name] = inner
+                if rest:
+                    other[name] = rest
+                continue
+            is_parameter = name in listed.parameters
+            is_listed = is_parameter or listed.buffers is None or name in listed.buffers
+            if isinstance(value, TensorRef) and is_parameter:
+                value = replace(value, is_parameter=True)
+            is_state = is_listed and isinstance(value, (TensorRef, Blocked))
+            (state if is_state else other)[name] = value
+        return state, other
+
+    def _class(self, kind: str) -> _Class:
+        """Return what the text of a class lists; of one without text, every tensor counts."""
+        path, _, name = kind.rpartition(".")
+        file = f"{self.top}code/{path.replace('.', '/')}.py"
+        if file not in self._files:
+            self._files[file] = self._read(file)
+        classes = self._files[file]
+        if classes is None:
+            return _Class(True)
+        return classes.get(name, _Class(False, buffers=frozenset()))
+
+    def _read(self, file: str) -> dict[str, _Class] | None:
+        if file not in self.records:
+            return None
+        text = read_content(self.source, self.records[file]).decode("utf-8", "replace")
+        return {
+            name: _Class(
+                True,
+                frozenset(_NAME.findall(parameters)),
+                None if buffers is None else frozenset(_NAME.findall(buffers)),
+            )
+            for name, parameters, buffers in (match.groups() for match in _CLASS.finditer(text))
+        }
