@@ -33,10 +33,9 @@ NOT_IN_A_RECIPE: dict[str, str] = {
     "remap": "the recipes on devices belong to a later chapter",
     "distributed": "imported from, never used as an attribute",
     "swap": "the recipes on live models belong to a later chapter",
+    "CheckpointDiff": "shown by what it prints, returned by diff",
     "VerifyReport": "shown by what it prints, returned by verify",
-    "verify": "the recipe on checksums belongs to a later chapter",
     "FormatError": "the recipe on damaged files belongs to a later chapter",
-    "UnsafeError": "the recipe on untrusted files belongs to a later chapter",
     "IntegrityError": "the recipe on checksums belongs to a later chapter",
     "PlacementError": "the recipe on devices belongs to a later chapter",
 }

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torchlift import swap as swap
     from torchlift._checkpoint import Checkpoint as Checkpoint
     from torchlift._checkpoint import open as open
+    from torchlift._checkpoint.diff import CheckpointDiff as CheckpointDiff
+    from torchlift._checkpoint.diff import diff as diff
     from torchlift._load import load as load
     from torchlift._plan import LoadPlan as LoadPlan
     from torchlift._plan import LoadReport as LoadReport
@@ -36,6 +38,7 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "_checkpoint": "Checkpoint open",
+        "_checkpoint.diff": "CheckpointDiff diff",
         "_load": "load",
         "_plan": "LoadPlan LoadReport plan",
         "_skeleton.skeleton": "materialize skeleton",

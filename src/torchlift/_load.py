@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,7 +40,7 @@ from torchlift._plan import (
     run_post_hooks,
 )
 from torchlift._skeleton.skeleton import forget
-from torchlift._system import collection_paused, uninterrupted
+from torchlift._system import collection_paused, progress_bar, uninterrupted
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.formats.verify import verify_index
 
@@ -149,7 +149,7 @@ def load(
                 _verify(opened)
             with Commit() as commit:
                 plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)
-                with _bar(progress, plan.bytes_to_read) as advance:
+                with progress_bar(progress, plan.bytes_to_read, "load") as advance:
                     fetched = fetch_all(plan, origin, transform, advance)
                     with uninterrupted() as deliver:
                         agreed = Agreed(agree, deliver)
@@ -296,24 +296,3 @@ def _verify(ckpt: Checkpoint) -> None:
             found=f"crc32 {first.found:08x}",
             hint="The file is damaged: fetch it again, or restore it from a copy.",
         )
-
-
-@contextmanager
-def _bar(shown: bool, total: int) -> Iterator[Callable[[int], object]]:
-    if not shown:
-        yield lambda _: None
-        return
-    from tqdm import tqdm
-
-    bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="load")
-
-    def update(nbytes: int) -> None:
-        # A stderr that went away must not interrupt a load that is half placed.
-        with suppress(OSError, ValueError):
-            bar.update(nbytes)
-
-    try:
-        yield update
-    finally:
-        with suppress(OSError, ValueError):
-            bar.close()

@@ -12,7 +12,7 @@ import signal
 import threading
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -96,6 +96,28 @@ def parse_size(size: str | int) -> int:
     if match is None or not isinstance(size, str):
         raise ValueError(f"not a size such as 2GiB or 500MB: {size!r}")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+@contextmanager
+def progress_bar(shown: bool, total: int, what: str) -> Iterator[Callable[[int], object]]:
+    """Show a bar of bytes on stderr; call what it gives with a number of bytes as they arrive."""
+    if not shown:
+        yield lambda _: None
+        return
+    from tqdm import tqdm
+
+    bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc=what)
+
+    def update(nbytes: int) -> None:
+        # A stderr that went away must not interrupt work that is half done.
+        with suppress(OSError, ValueError):
+            bar.update(nbytes)
+
+    try:
+        yield update
+    finally:
+        with suppress(OSError, ValueError):
+            bar.close()
 
 
 def trim() -> None:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from checkpoint_files import tensor, write_zip
 
 from torchlift import cli
 from torchlift._system import printable
@@ -219,3 +220,41 @@ def test_printable_text_keeps_what_can_be_read_and_escapes_the_rest(text, shown)
 def test_printable_text_may_keep_its_line_breaks() -> None:
     """Text of several lines keeps them, and nothing else."""
     assert printable("a\n\x1bb", lines=True) == "a\n\\x1bb"
+
+
+def test_verify_says_which_bytes_are_wrong(tmp_path, small) -> None:
+    """And what has no checksum; the status is for scripts, torch is not loaded."""
+    path = write_zip(tmp_path / "m.pt", {"w": tensor()})
+    done = torchlift("verify", path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{path}: 1 storages good, 0 bad, 0 without a checksum\n"
+    data = bytearray(path.read_bytes())
+    data[data.find(b"archive/data/0") + len("archive/data/0")] ^= 1
+    path.write_bytes(bytes(data))
+    done = torchlift("verify", path, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert (found["ok"], found["failed"][0]["name"]) == (False, "data/0")
+    assert "3 without a checksum" in torchlift("verify", small).stdout
+    assert torchlift("verify", tmp_path / "nothing").returncode == 1
+    code = "import sys, torchlift.cli as c; c.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    subprocess.run(
+        [sys.executable, "-c", code, "verify", str(small)], check=True, stdout=subprocess.DEVNULL
+    )
+
+
+def test_diff_has_the_exit_status_of_diff(tmp_path, small) -> None:
+    """0 for equal, 1 for different, 2 for trouble; containers of the files can be compared."""
+    other = write_safetensors(tmp_path / "other.safetensors", "a.weight", "b.weight", "c")
+    done = torchlift("diff", small, small)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "equal: 3 of 3 tensors alike, 24 B\n"
+    done = torchlift("diff", small, other, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert (found["equal"], found["renamed"]) == (False, {"a.bias": "c"})
+    assert torchlift("diff", small, other, "--root-a", "a", "--root-b", "b").returncode == 1
+    done = torchlift("diff", small, tmp_path / "nothing")
+    assert done.returncode == 2
+    assert "no such file" in done.stderr
+    assert torchlift("diff", small).returncode == 2

@@ -16,6 +16,8 @@ from torchlift.errors import CheckpointError
 #: so that `inspect` neither pays for nor runs anything that belongs to another command.
 COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": ("say what is in a checkpoint, without loading it", "torchlift.cli.inspect"),
+    "verify": ("recompute every checksum of a checkpoint", "torchlift.cli.verify"),
+    "diff": ("compare two checkpoints, of any formats", "torchlift.cli.diff"),
     "plan": ("say what goes where, and what it takes", "torchlift.cli.plan"),
     "bench": ("compare the ways to load a checkpoint, on this machine", "torchlift.cli.bench"),
 }

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from torchlift.errors import FormatError
 from torchlift.formats.index import Chunk, TensorEntry, is_row_major
 from torchlift.formats.index import row_major as row_major  # also for who has boxes to lay out
 
@@ -72,6 +73,13 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
     shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
     if shape == entry.shape and entry.is_contiguous:
         return entry
+    if entry.is_quantized:
+        raise FormatError(
+            "blocks of quantised values, of which no slice can be read",
+            entry=entry.key,
+            found=entry.encoding[0],
+            hint="Load it whole, and save what it stands for.",
+        )
     chunks = tuple(
         found
         for start, sizes, at in _boxes(spans)

@@ -15,7 +15,9 @@ from dataclasses import replace
 from torchlift._system import collection_paused
 from torchlift.errors import FormatError
 from torchlift.formats.dcp import metadata_files, read_dcp
+from torchlift.formats.gguf import read_gguf
 from torchlift.formats.index import Index
+from torchlift.formats.npz import MAGIC, read_npy, read_npz
 from torchlift.formats.pt2 import read_pt2
 from torchlift.formats.safetensors import read_safetensors
 from torchlift.formats.sharded import locate, read_set, read_sharded
@@ -35,9 +37,7 @@ _FOREIGN: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"version https://git-lfs.github.com/spec/",
      "a git-lfs pointer: the place of the weights, not the weights",
      "Fetch the file itself: git lfs pull."),
-    (0, b"GGUF", "a GGUF file", "Convert it with the tools of llama.cpp or gguf-py."),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, such as Keras writes", "Read it with h5py."),
-    (0, b"\x93NUMPY", "a numpy array", "Read it with numpy.load."),
     (0, b"\x1f\x8b", "a gzip archive", "Decompress it first."),
     (0, b"\x28\xb5\x2f\xfd", "a zstd archive", "Decompress it first."),
     (0, b"\xfd7zXZ\0", "an xz archive", "Decompress it first."),
@@ -149,6 +149,8 @@ def _read_zip(source: Source) -> Index:
     for name, read in _ZIPS:
         if first[: first.find("/") + 1] + name in records:
             return read(source, records)
+    if first.endswith(".npy"):
+        return read_npz(source, records)
     return read_torch_zip(source, records=records)
 
 
@@ -167,6 +169,8 @@ _SHARD_READERS: tuple[_Reader, ...] = (
     (is_legacy, read_torch_legacy),
     (is_tar, read_torch_tar),
     (_is_safetensors, read_safetensors),
+    (lambda head: head[:4] == b"GGUF", read_gguf),
+    (lambda head: head[:6] == MAGIC, read_npy),
 )
 _READERS: tuple[_Reader, ...] = (
     *_SHARD_READERS,

@@ -22,6 +22,9 @@ ITEMSIZE: dict[str, int] = {
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
 }  # fmt: skip
 
+#: Encodings that leave every element in its place.
+_ELEMENTWISE = frozenset({"big-endian", "conjugate", "negative"})
+
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a contiguous tensor, as torch gives them.
@@ -83,7 +86,8 @@ class TensorEntry:
             of a strided tensor; an empty tensor has none. Several are boxes that together are the
             tensor, as a distributed checkpoint stores it.
         encoding: how the stored bytes differ from the values, in the order in which it is undone:
-            any of ``"big-endian"``, ``"conjugate"`` and ``"negative"``; empty if they do not.
+            any of ``"big-endian"``, ``"conjugate"`` and ``"negative"``, or the name of a quantised
+            block type; empty if they do not.
     """
 
     key: str
@@ -114,6 +118,11 @@ class TensorEntry:
         chunks = self.chunks
         is_box = len(chunks) == 1 and chunks[0].stride is not None
         return len(chunks) > 1 or is_box or bool(self.encoding)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether the bytes are blocks that stand for several values each."""
+        return not _ELEMENTWISE.issuperset(self.encoding)
 
     @property
     def is_contiguous(self) -> bool:
@@ -199,7 +208,7 @@ class Index:
     Attributes:
         path: the file or directory that was opened, absolute.
         format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
-            ``"safetensors"``, ``"sharded"`` or ``"dcp"``.
+            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"`` or ``"npz"``.
         entries: key -> entry, in file order.
         storages: storage identity -> where its bytes are.
         files: every data file involved -> its stamp at the time of reading.

@@ -83,7 +83,7 @@ def to_json(index: Index) -> dict[str, Any]:
         "tensors": [_value_json(asdict(entry)) for entry in index.entries.values()],
         "parameters": _unique_elements(index),
         "nbytes": index.nbytes,
-        "dtypes": _counts(entry.dtype for entry in index.entries.values()),
+        "dtypes": _counts(map(_kind, index.entries.values())),
         "locations": _counts(entry.location for entry in index.entries.values()),
         "aliases": [list(group) for group in index.aliases],
         "objects": {key: _value_json(value) for key, value in index.objects.items()},
@@ -105,7 +105,7 @@ def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
         ("tensors", f"{len(entries):,}"),
         ("parameters", f"{_unique_elements(index):,}"),
         ("storage", human(index.nbytes)),
-        ("dtypes", _count_text(entry.dtype for entry in entries)),
+        ("dtypes", _count_text(map(_kind, entries))),
         ("locations", _count_text(entry.location for entry in entries)),
     ]
     lists: list[tuple[str, Collection[Any], Callable[[Any], str]]] = [
@@ -130,7 +130,12 @@ def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
 def _row(entry: TensorEntry) -> tuple[str, ...]:
     shape = "scalar" if not entry.shape else " x ".join(map(str, entry.shape))
     key = printable(entry.key, _WIDEST_KEY)
-    return (key, entry.dtype, shape, human(entry.nbytes), _shown(entry.location))
+    nbytes = sum(chunk.nbytes for chunk in entry.chunks) if entry.is_quantized else entry.nbytes
+    return (key, _kind(entry), shape, human(nbytes), _shown(entry.location))
+
+
+def _kind(entry: TensorEntry) -> str:
+    return entry.encoding[0] if entry.is_quantized else entry.dtype
 
 
 def _align(table: list[tuple[str, ...]]) -> list[str]:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import os
-import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
 from torchlift._system import printable
 from torchlift.errors import IntegrityError
+from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import Index, Storage
 
-_BLOCK = 4 << 20
+_BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
+_BATCH = 32 << 20  # bytes that a thread takes on at a time
+
+
+class _Range(NamedTuple):
+    """Bytes of a storage, `stop` excluded."""
+
+    name: str
+    storage: Storage
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +91,69 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     return verify_index(read_index(path))
 
 
-def verify_index(index: Index) -> VerifyReport:
-    """Verify the checkpoint of an index that is already at hand; see `verify`."""
+def verify_index(index: Index, advance: Callable[[int], object] | None = None) -> VerifyReport:
+    """Verify the checkpoint of an index that is already at hand; see `verify`.
+
+    Args:
+        index: of the checkpoint.
+        advance: called with a number of bytes as they are checked, from the calling thread.
+    """
     with_sum = {name: s for name, s in index.storages.items() if s.crc32 is not None}
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        sums = pool.map(lambda storage: _crc32(storage, index), with_sum.values())
-        failed = [
-            Failure(name, storage.crc32 or 0, found)
-            for (name, storage), found in zip(with_sum.items(), sums, strict=True)
-            if storage.crc32 != found
-        ]
+    sums: dict[str, list[int]] = {name: [] for name in with_sum}
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for done in pool.map(partial(_crc32, index), _batches(with_sum)):
+            for name, _, value in done:
+                sums[name].append(value)
+            if advance is not None:
+                advance(sum(nbytes for _, nbytes, _ in done))
+    failed = [
+        Failure(name, storage.crc32 or 0, found)
+        for name, storage in with_sum.items()
+        if storage.crc32 != (found := whole_crc(storage.nbytes, sums[name]))
+    ]
     unchecked = tuple(name for name in index.storages if name not in with_sum)
     return VerifyReport(index.path, tuple(with_sum), unchecked, tuple(failed))
 
 
-def _crc32(storage: Storage, index: Index) -> int:
-    value, left = 0, storage.nbytes
-    try:
-        with open(storage.file, "rb", buffering=0) as file:
-            # Of another file's bytes at these places, every sum would be wrong.
-            index.files[storage.file].check(storage.file, file.fileno())
-            file.seek(storage.offset)
-            while left:
-                block = file.read(min(left, _BLOCK))
-                if not block:
-                    raise IntegrityError("the file ends early", file=storage.file)
-                value = zlib.crc32(block, value)
-                left -= len(block)
-    except OSError as error:
-        raise IntegrityError(
-            f"reading failed ({error.strerror})", file=storage.file, hint="Check the disk."
-        ) from error
-    return value
+def _batches(storages: Mapping[str, Storage]) -> Iterator[list[_Range]]:
+    """Yield work of about the same size: ranges of a large storage, or many small ones."""
+    batch: list[_Range] = []
+    room = _BATCH
+    for name, storage in storages.items():
+        start = 0
+        while start < storage.nbytes or not start:
+            stop = min(storage.nbytes, start + room)
+            batch.append(_Range(name, storage, start, stop))
+            room -= max(stop - start, 1)
+            if room <= 0:
+                yield batch
+                batch, room = [], _BATCH
+            start = max(stop, 1)
+    if batch:
+        yield batch
+
+
+def _crc32(index: Index, batch: Sequence[_Range]) -> list[tuple[str, int, int]]:
+    """Return the name, the bytes and the sum of each range; see `PartialCrc`."""
+    found = []
+    buffer = memoryview(bytearray(_BLOCK))
+    for path, ranges in groupby(batch, key=lambda item: item.storage.file):
+        try:
+            with open(path, "rb", buffering=0) as file:
+                # Of another file's bytes at these places, every sum would be wrong.
+                index.files[path].check(path, file.fileno())
+                for name, storage, start, stop in ranges:
+                    crc, at = PartialCrc(storage.nbytes), start
+                    file.seek(storage.offset + start)
+                    while at < stop:
+                        got = file.readinto(buffer[: stop - at])
+                        if not got:
+                            raise IntegrityError("the file ends early", file=path)
+                        crc.add(at, buffer[:got])
+                        at += got
+                    found.append((name, stop - start, crc.value()))
+        except OSError as error:
+            raise IntegrityError(
+                f"reading failed ({error.strerror})", file=path, hint="Check the disk."
+            ) from error
+    return found

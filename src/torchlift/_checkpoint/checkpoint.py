@@ -17,7 +17,11 @@ from torchlift._system import printable
 from torchlift._transfer import Files
 from torchlift.errors import CheckpointError, FormatError, UnsafeError, did_you_mean
 from torchlift.formats import Chunk, Index, TensorEntry, read_index, steps_in_file, under
+from torchlift.formats.gguf import BLOCKS
 from torchlift.formats.summary import to_html, to_text
+
+#: Values that are computed of quantised blocks at a time; the temporaries take some 16 MiB.
+_DEQUANTIZED = 1 << 20
 
 __all__ = ["Checkpoint", "TensorEntry", "open"]
 
@@ -33,7 +37,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     Attributes:
         path: the file or directory, absolute.
         format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
-            ``"safetensors"``, ``"sharded"`` or ``"dcp"``.
+            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"`` or ``"npz"``.
         entries: key -> `TensorEntry`, in file order.
         objects: key -> leaf that is not a tensor.
         metadata: what the format itself records.
@@ -177,7 +181,7 @@ class MappedViews:
         dtype = dtype_of(entry, self.index.path)
         if not entry.chunks:
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
-        if len(entry.chunks) > 1:
+        if len(entry.chunks) > 1 or entry.is_quantized:
             made = torch.empty(entry.shape, dtype=dtype, device="cpu")
             return self.fill(made, entry)
         (chunk,) = entry.chunks
@@ -196,6 +200,8 @@ class MappedViews:
 
         Casts and moves as `Tensor.copy_` does; no second copy of the tensor is made.
         """
+        if entry.is_quantized:
+            return self._dequantized(target, entry)
         dtype = dtype_of(entry, self.index.path)
         for chunk in entry.chunks:
             box = target
@@ -214,6 +220,36 @@ class MappedViews:
             else:
                 box.copy_(self._box(entry, chunk, dtype))
         return target
+
+    def _dequantized(self, target: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+        """Write what blocks of quantised values stand for, some blocks at a time."""
+        (name,), (chunk,) = entry.encoding, entry.chunks
+        try:
+            from gguf import GGMLQuantizationType, dequantize
+        except ImportError as error:
+            raise FormatError(
+                f"quantised to {name}, and the package that knows how is not installed",
+                file=self.index.path,
+                entry=entry.key,
+                hint="pip install gguf",
+            ) from error
+        flat = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+        flat = flat.view(-1)
+        values, size = next(block[1:] for block in BLOCKS.values() if block[0] == name)
+        raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes).numpy().reshape(-1, size)
+        step = max(1, _DEQUANTIZED // values)
+        for start in range(0, len(raw), step):
+            try:
+                made = dequantize(raw[start : start + step], GGMLQuantizationType[name])
+            except NotImplementedError as error:
+                raise FormatError(
+                    f"quantised to {name}, which the installed gguf cannot compute",
+                    file=self.index.path,
+                    entry=entry.key,
+                ) from error
+            part = torch.from_numpy(made).view(-1)
+            flat[start * values :][: part.numel()].copy_(part)
+        return target if target.is_contiguous() else target.copy_(flat.view(target.shape))
 
     def _box(self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         """Return the box of a chunk as a view of the map, in a storage that is its run of bytes."""
@@ -269,10 +305,10 @@ def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint
         path: a file or a directory; the format is found from the content. Files of ``torch.save``:
             zip files, the stream from before torch 1.6 and the older tar; TorchScript archives and
             exported programs (``.pt2``), of which only the weights are read; safetensors, Hugging
-            Face's sharded ``*.index.json`` or a directory holding one, and directories of
-            ``torch.distributed.checkpoint`` (DCP). Of a program, the state dict has its own names;
-            what the program's text refers to comes below ``CONSTANTS``, and other attributes of
-            TorchScript modules below ``ATTRIBUTES``.
+            Face's sharded ``*.index.json`` or a directory holding one; directories of
+            ``torch.distributed.checkpoint`` (DCP); GGUF; numpy's npz and npy. Of a program, the
+            state dict has its own names; what the program's text refers to comes below
+            ``CONSTANTS``, and other attributes of TorchScript modules below ``ATTRIBUTES``.
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``. None keeps everything.
 

@@ -1,0 +1,185 @@
+"""
+Is this checkpoint safe? A .pt file can run code
+================================================
+
+Somebody sends you a ``.pt`` file. Can you look at it, and take the weights out, without running
+what its author put in?
+
+Yes: `torchlift.open` reads the index and the bytes of the weights, and calls nothing that the file
+names.
+"""
+
+# %%
+# In short
+# --------
+
+import tempfile
+
+import torch
+
+import torchlift
+
+
+class Trap:
+    """An object whose pickle is a call. Any call."""
+
+    def __reduce__(self):
+        return print, ("  this line was printed by the file",)
+
+
+sent = tempfile.mkdtemp() + "/sent.pt"
+torch.save({"weight": torch.eye(2), "config": Trap()}, sent)
+print(torchlift.open(sent))
+print(torchlift.open(sent)["weight"])
+
+# %%
+# The summary names the trap, ``builtins.print``, as *blocked*: only unpickling could rebuild it.
+# The tensor beside it is there. ``torchlift inspect sent.pt`` prints the same in a terminal,
+# without importing torch.
+#
+# Why
+# ---
+#
+# A ``.pt`` file is a pickle, and a pickle is a program. Loaded the old way, it runs:
+
+torch.load(sent, weights_only=False)
+
+# %%
+# It printed a line; it could have removed your files. Since torch 2.6 the default refuses such a
+# file, and you get nothing at all, not even the weights that lie beside the trap:
+
+try:
+    torch.load(sent)
+except Exception as error:
+    print(type(error).__name__)
+    print(str(error).split(". ")[0])
+
+# %%
+# The way out that the message goes on to suggest is to run the file after all. torchlift needs
+# none: it reads the pickle with a reader of its own that knows a list of harmless names and turns
+# every other into a note. The weights are not in the pickle; they lie behind it as plain bytes.
+#
+# What is refused is refused by name; take the names that you need, and they load:
+
+with torchlift.open(sent) as ckpt:
+    print("blocked:", ckpt.blocked)
+    try:
+        ckpt["config"]
+    except torchlift.UnsafeError as error:
+        print(str(error).replace(sent, "sent.pt"))
+
+model = torchlift.skeleton(torch.nn.Linear, 2, 2, bias=False)
+report = torchlift.load(model, sent, rename={"weight": "weight"}.get)
+print(list(report.loaded), model.weight.tolist())
+
+# %%
+# Proof
+# -----
+#
+# A trap that leaves something behind can be counted. This one makes a folder. Four readers get a
+# file of their own; afterwards you look for the folder, and for the weights.
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+class Mark:
+    """An object whose pickle makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def inspect(path):
+    """Run the command, in a process of its own."""
+    command = [sys.executable, "-m", "torchlift", "inspect", path]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout
+
+
+READERS = {
+    "torch.load(weights_only=False)": lambda path: torch.load(
+        path, weights_only=False
+    ),
+    "torch.load": torch.load,
+    "torchlift inspect": inspect,
+    "torchlift.open": lambda path: torchlift.open(path).state_dict(),
+}
+rows = {}
+for name, read in READERS.items():
+    folder = Path(tempfile.mkdtemp())
+    path, mark = str(folder / "sent.pt"), folder / "mark"
+    torch.save({"weight": torch.eye(2), "config": Mark(str(mark))}, path)
+    try:
+        found = read(path)
+    except Exception:
+        found = ()
+    rows[name] = (
+        not mark.exists(),
+        bool(found),
+        "weight" in found and name != "torchlift inspect",
+    )
+
+ran = [name for name, (safe, _, _) in rows.items() if not safe]
+assert ran == ["torch.load(weights_only=False)"]
+assert rows["torchlift.open"] == (True, True, True)
+print("ran the file's code:", ", ".join(ran))
+
+import matplotlib.pyplot as plt
+
+TEAL, RUST = "#2b6f77", "#b83a16"
+plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
+COLUMNS = ("runs\nnothing", "says what\nis inside", "gives the\nweights")
+figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
+for y, marks in enumerate(rows.values()):
+    for x, good in enumerate(marks):
+        text, color = ("yes", TEAL) if good else ("no", RUST)
+        axes.text(
+            x,
+            y,
+            text,
+            color=color,
+            ha="center",
+            va="center",
+            weight="bold",
+        )
+axes.set(
+    xlim=(-0.5, 2.5), ylim=(3.5, -0.5), xticks=range(3), yticks=range(4),
+    xticklabels=COLUMNS, yticklabels=rows,
+)  # fmt: skip
+axes.tick_params(length=0, top=True, labeltop=True, labelbottom=False)
+axes.spines[:].set_visible(False)
+for y in range(5):
+    axes.axhline(y - 0.5, color="#d0d4da", linewidth=0.8)
+plt.show()
+
+# %%
+# *Four readers and one booby-trapped file: only the old* ``torch.load`` *runs it, only*
+# `torchlift.open` *gives you the weights without running it.*
+#
+# .. warning::
+#
+#    This does not protect you from weights that were trained to misbehave; from code that
+#    comes beside the file, such as a model class that you are asked to trust; from a later
+#    ``torch.load(weights_only=False)`` of the same file. And nothing can be said about a file
+#    after somebody could write to it: check it again.
+#
+# Remember
+# --------
+#
+# - A ``.pt`` file is a program with weights behind it. Opening it with a full unpickler runs it.
+# - `torchlift.open` and ``torchlift inspect`` list what they would have to run, and run none of it.
+# - The weights beside a blocked object load: ``root=`` or ``rename=`` leave it out.
+#
+# Use this when
+# -------------
+#
+# - **You were sent a file:** ``torchlift inspect FILE`` first.
+# - **You only need its weights:** `torchlift.load` into your own model.
+# - **You want to pass it on:** save the tensors again, as safetensors.

@@ -1,0 +1,130 @@
+"""
+What is in this checkpoint, and why is it so large?
+===================================================
+
+The file is larger than the model. Which keys does it hold, which of them are one tensor under two
+names, and what are the other bytes?
+
+`torchlift.open` reads the index alone: names, shapes, and the byte range of every tensor.
+"""
+
+# %%
+# In short
+# --------
+
+import tempfile
+
+import torch
+
+import torchlift
+
+table, last = torch.zeros(2_000_000, 8), torch.zeros(4_000_000)
+state = {"embed": table, "head": table, "example": table[:4], "last": last[-2:]}
+path = tempfile.mkdtemp() + "/model.pt"
+torch.save({"model": state, "optimizer": {"lr": 0.1}, "step": 7}, path)
+print(torchlift.open(path))
+
+# %%
+# Read it from the top. 76 MiB are *storage*, the bytes in the file. The *aliases* are one storage
+# under several keys, stored once. And ``model.last`` has 8 bytes, yet its storage has sixteen
+# million: a small view drags the tensor along that it was sliced from.
+#
+# Why
+# ---
+#
+# ``torch.save`` writes storages, not tensors. That keeps ties, and it keeps everything else that a
+# view can reach. The index says for every key where its bytes are:
+
+with torchlift.open(path) as ckpt:
+    for key, entry in ckpt.entries.items():
+        (chunk,) = entry.chunks
+        whole = ckpt.index.storages[entry.storage].nbytes
+        print(
+            f"{key:<14} storage {entry.storage}: {chunk.nbytes:>10,} of {whole:>10,} bytes"
+        )
+
+# %%
+# Containers became dots. ``root=`` takes one container and strips its name, so that the keys are
+# those of the model; what is no tensor is in ``objects``:
+
+with torchlift.open(path, root="model") as ckpt:
+    print(list(ckpt), ckpt.aliases)
+with torchlift.open(path) as ckpt:
+    print(dict(ckpt.objects))
+
+# %%
+# Proof
+# -----
+#
+# Which bytes of the file does no key need? Count them, save what is needed, and compare.
+
+with torchlift.open(path) as ckpt:
+    used = {}
+    for entry in ckpt.entries.values():
+        (chunk,) = entry.chunks
+        used.setdefault(entry.storage, []).append(
+            (chunk.offset, chunk.offset + chunk.nbytes)
+        )
+    stored = {name: ckpt.index.storages[name] for name in used}
+    needed = {
+        name: max(stop for _, stop in runs) - min(start for start, _ in runs)
+        for name, runs in used.items()
+    }
+wasted = sum(stored[name].nbytes - needed[name] for name in stored)
+state["last"] = state["last"].clone()
+small = path.replace("model.pt", "small.pt")
+torch.save(state, small)
+assert (
+    torchlift.open(path).nbytes - torchlift.open(small).nbytes
+    == wasted
+    == 15_999_992
+)
+print(f"bytes that no key needs: {wasted:,}")
+
+import matplotlib.pyplot as plt
+
+GRAY, TEAL, RUST = "#9aa3ad", "#2b6f77", "#b83a16"
+plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
+figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
+left, starts = 0.0, {}
+MIB = 2**20
+for name, storage in stored.items():
+    size, starts[name] = storage.nbytes / MIB, left
+    axes.barh(len(used), size, left=left, color="white", edgecolor=GRAY, height=0.6)
+    axes.text(
+        left + size / 2, len(used), f"storage {name}", ha="center", va="center"
+    )
+    left += size
+labels = []
+with torchlift.open(path, root="model") as ckpt:
+    for y, (key, entry) in enumerate(ckpt.entries.items()):
+        chunk, storage = entry.chunks[0], stored[entry.storage]
+        size = chunk.nbytes / MIB
+        begin = starts[entry.storage] + (chunk.offset - storage.offset) / MIB
+        wide = max(size, 0.35)  # to be seen
+        begin = max(begin + size - wide, starts[entry.storage])
+        tied = sum(key in group for group in ckpt.aliases)
+        axes.barh(-y, wide, left=begin, color=TEAL if tied else RUST, height=0.6)
+        labels.append(key)
+axes.set_yticks([len(used), *[-y for y in range(len(labels))]], ["file", *labels])
+axes.set(xlabel="position among the stored bytes (MiB)", xlim=(-0.5, left + 0.5))
+axes.spines[["top", "right"]].set_visible(False)
+plt.show()
+
+# %%
+# *The byte map of the file. Three keys look into the first storage, so it is stored once; the last
+# key needs two numbers at the end of the second one, and the rest of it is there for nothing.*
+#
+# Remember
+# --------
+#
+# - The size of a file is that of its storages. Keys may share one, and may need little of one.
+# - ``.clone()`` a small view before you save it.
+# - The index costs microseconds a tensor: look before you load.
+#
+# Use this when
+# -------------
+#
+# - **In a terminal:** ``torchlift inspect FILE``, with ``--json`` for a script.
+# - **In a program:** ``entries``, ``aliases``, ``objects`` and ``nbytes`` of `torchlift.open`.
+# - **Before a load:** `torchlift.plan` says which key goes where.

@@ -1,0 +1,330 @@
+"""`diff`: what two checkpoints do not have in common, of whatever formats they are."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from html import escape
+from typing import Any, NamedTuple
+
+import torch
+
+from torchlift._checkpoint.checkpoint import Checkpoint, open
+from torchlift._system import count_of, human, printable
+
+Comparable = Checkpoint | Mapping[str, Any] | str | os.PathLike[str]
+#: Elements compared at a time: with the temporaries of a comparison in float64, about 40 MiB.
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """How far the values of a tensor are from each other.
+
+    Attributes:
+        differing: elements that are not equal, or not within the tolerances.
+        numel: elements of the tensor.
+        largest: the largest absolute difference; NaN where only one of the two is one.
+    """
+
+    differing: int
+    numel: int
+    largest: float
+
+    def __str__(self) -> str:
+        return f"{self.differing:,} of {self.numel:,} values, by at most {self.largest:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is different about a key that both checkpoints have; None: nothing.
+
+    Attributes:
+        kind: of both values, ``"tensor"`` or ``"object"``, where one is a tensor and one is none.
+        shape: both shapes.
+        dtype: both dtypes, such as ``("float32", "bfloat16")``.
+        value: what the values are like, where the shapes are the same.
+        object: both values of a leaf that is no tensor.
+    """
+
+    kind: tuple[str, str] | None = None
+    shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    dtype: tuple[str, str] | None = None
+    value: ValueChange | None = None
+    object: tuple[Any, Any] | None = None
+
+    def __str__(self) -> str:
+        facts = [("", self.kind), ("shape ", self.shape), ("", self.dtype), ("", self.object)]
+        texts = [
+            f"{name}{_short(str(pair[0]))} -> {_short(str(pair[1]))}"
+            for name, pair in facts
+            if pair is not None
+        ]
+        return "; ".join([*texts, *([] if self.value is None else [str(self.value)])])
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDiff:
+    """What `diff` found, from the first checkpoint to the second.
+
+    Attributes:
+        added: keys that only the second has.
+        removed: keys that only the first has.
+        changed: key -> what is different about it.
+        renamed: key of `removed` -> key of `added` under which the second has the same tensor.
+        relocated: key -> both location tags, where they differ; no difference in content.
+        blocked: keys whose values only unpickling could rebuild, in both: they are not compared.
+        compared: how many tensors both have.
+        nbytes: bytes of these, as the first has them.
+    """
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    changed: Mapping[str, Change] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    relocated: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    blocked: tuple[str, ...] = ()
+    compared: int = 0
+    nbytes: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Return whether both have the same keys with the same shapes, dtypes and values."""
+        return not (self.added or self.removed or self.changed)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines(20))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def _lines(self, rows: int) -> Iterator[str]:
+        alike = self.compared - sum(
+            change.object is None and change.kind is None for change in self.changed.values()
+        )
+        verdict = "equal" if self.equal else "different"
+        total = count_of(self.compared, "tensor")
+        yield f"{verdict}: {alike:,} of {total} alike, {human(self.nbytes)}"
+        new = set(self.renamed.values())
+        pairs = [(key, f": {change}") for key, change in self.changed.items()]
+        groups: dict[str, list[tuple[str, str]]] = {
+            "changed": pairs,
+            "renamed": [(a, f" -> {_short(b)}") for a, b in self.renamed.items()],
+            "removed": [(key, "") for key in self.removed if key not in self.renamed],
+            "added": [(key, "") for key in self.added if key not in new],
+            "on another device": [
+                (key, f": {_short(a)} -> {_short(b)}") for key, (a, b) in self.relocated.items()
+            ],
+            "not compared, since only unpickling could rebuild it": [
+                (key, "") for key in self.blocked
+            ],
+        }
+        for title, lines in groups.items():
+            if lines:
+                yield f"{title} ({len(lines):,})"
+                yield from (f"  {_short(key)}{rest}" for key, rest in lines[:rows])
+                if len(lines) > rows:
+                    yield f"  and {len(lines) - rows:,} more"
+
+
+_short = partial(printable, limit=80)
+
+
+def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) -> CheckpointDiff:
+    """Compare two checkpoints, of any formats, key by key.
+
+    One pair of tensors is in memory at a time, mapped where the format allows it. A NaN is equal to
+    a NaN, and 0.0 to -0.0. Where dtypes differ, values are compared as float64: so a cast is told
+    from other weights.
+
+    Args:
+        a: a path, a `Checkpoint` (opened with a ``root``, for a container of a file), or a state
+            dict in memory.
+        b: what to compare it with.
+        rtol: relative tolerance of values, of `b`.
+        atol: absolute tolerance of values.
+
+    Raises:
+        FormatError, UnsafeError: one of the files is no checkpoint.
+        IntegrityError: a file cannot be read, or changes meanwhile.
+
+    Example:
+        >>> import torch, torchlift
+        >>> one = {"weight": torch.zeros(2), "bias": torch.zeros(3)}
+        >>> print(torchlift.diff(one, {"weight": torch.tensor([0.0, 0.5]), "b": torch.ones(3)}))
+        different: 0 of 1 tensor alike, 8 B
+        changed (1)
+          weight: 1 of 2 values, by at most 0.5
+        removed (1)
+          bias
+        added (1)
+          b
+    """
+    with ExitStack() as stack:
+        one, two = (_Side.of(side, stack) for side in (a, b))
+        keys, others = one.keys(), two.keys()
+        unknown = {*one.blocked, *two.blocked}
+        blocked = tuple(key for key in keys if key in others and key in unknown)
+        changed: dict[str, Change] = {}
+        relocated, compared, nbytes = {}, 0, 0
+        for key in keys:
+            if key not in others or key in unknown:
+                continue
+            if key in one.specs and key in two.specs:
+                compared += 1
+                nbytes += one.specs[key].nbytes
+                tags = one.specs[key].location, two.specs[key].location
+                if tags[0] != tags[1]:
+                    relocated[key] = tags
+            change = _change(key, one, two, rtol, atol)
+            if change != Change():
+                changed[key] = change
+        removed = tuple(key for key in keys if key not in others)
+        added = tuple(key for key in others if key not in keys)
+        return CheckpointDiff(
+            added=added,
+            removed=removed,
+            changed=changed,
+            renamed=_renamed(removed, one, added, two),
+            relocated=relocated,
+            blocked=blocked,
+            compared=compared,
+            nbytes=nbytes,
+        )
+
+
+class _Spec(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+    location: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two: its tensors, what is known of them, its other leaves, what is blocked."""
+
+    tensors: Mapping[str, torch.Tensor]
+    specs: Mapping[str, _Spec]
+    objects: Mapping[str, object]
+    blocked: Collection[str]
+
+    @classmethod
+    def of(cls, side: Comparable, stack: ExitStack) -> _Side:
+        """Return a side of what a caller gave, which is closed with the stack if it is opened."""
+        if isinstance(side, (str, os.PathLike)):
+            side = stack.enter_context(open(side))
+        if isinstance(side, Checkpoint):
+            specs = {
+                key: _Spec(entry.shape, entry.dtype, entry.location, entry.nbytes)
+                for key, entry in side.entries.items()
+            }
+            return cls(side, specs, side.objects, side.blocked_keys)
+        tensors = {key: value for key, value in side.items() if isinstance(value, torch.Tensor)}
+        specs = {
+            key: _Spec(
+                tuple(value.shape),
+                _name(value.dtype),
+                str(value.device),
+                value.numel() * value.itemsize,
+            )
+            for key, value in tensors.items()
+        }
+        return cls(tensors, specs, {k: v for k, v in side.items() if k not in tensors}, ())
+
+    def keys(self) -> dict[str, None]:
+        """Return all keys, in order."""
+        return dict.fromkeys((*self.specs, *self.objects, *self.blocked))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _change(key: str, one: _Side, two: _Side, rtol: float, atol: float) -> Change:
+    first, second = one.specs.get(key), two.specs.get(key)
+    if first is None and second is None:
+        pair = one.objects[key], two.objects[key]
+        return Change(object=pair) if repr(pair[0]) != repr(pair[1]) else Change()
+    if first is None or second is None:
+        return Change(kind=("object", "tensor") if first is None else ("tensor", "object"))
+    dtypes = first.dtype, second.dtype
+    dtype = dtypes if dtypes[0] != dtypes[1] else None
+    if first.shape != second.shape:
+        return Change(shape=(first.shape, second.shape), dtype=dtype)
+    return Change(dtype=dtype, value=_values(one.tensors[key], two.tensors[key], rtol, atol))
+
+
+def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> ValueChange | None:
+    """Return how far two tensors of one shape are from each other; None: not at all."""
+    differing, largest = 0, 0.0
+    for one, two in zip(_blocks(a), _blocks(b), strict=True):
+        # What most pairs are, at a tenth of the cost; float8 and complex32 have no `equal`.
+        quick = one.dtype == two.dtype and (one.itemsize > 1 or not one.is_floating_point())
+        if quick and one.dtype != torch.complex32 and torch.equal(one, two):
+            continue
+        numbers = _numbers(one), _numbers(two)
+        kind = torch.promote_types(numbers[0].dtype, numbers[1].dtype)
+        x, y = (each.to(kind) for each in numbers)
+        far = ~torch.isclose(x, y, rtol, atol, equal_nan=True)
+        if far.any():
+            differing += int(far.sum())
+            wide = torch.promote_types(kind, torch.float64)  # a difference of integers may overflow
+            furthest = (x[far].to(wide) - y[far].to(wide)).abs().max().item()
+            largest = furthest if math.isnan(furthest) or furthest > largest else largest
+    return ValueChange(differing, a.numel(), largest) if differing else None
+
+
+def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the elements on the host, in order, some at a time."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    for block in torch.split(flat, _BLOCK):
+        yield block.cpu()
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    """Return values in a dtype that represents them all and that torch can compare."""
+    if values.is_complex():
+        return values.to(torch.complex128)
+    if values.dtype == torch.float4_e2m1fn_x2:  # two in a byte, which torch only stores
+        values = values.view(torch.uint8)
+    return values.to(torch.float64 if values.is_floating_point() else torch.int64)
+
+
+def _renamed(
+    removed: Iterable[str], one: _Side, added: Iterable[str], two: _Side
+) -> dict[str, str]:
+    """Pair keys under which the two have the same tensor."""
+    found: dict[str, str] = {}
+    gone, new = _by_spec(removed, one), _by_spec(added, two)
+    for spec in gone.keys() & new.keys():
+        digests: dict[bytes, list[str]] = {}
+        for key in new[spec]:
+            digests.setdefault(_digest(two.tensors[key]), []).append(key)
+        for key in gone[spec]:
+            if same := digests.get(_digest(one.tensors[key])):
+                found[key] = same.pop(0)
+    return {key: found[key] for key in removed if key in found}
+
+
+def _by_spec(keys: Iterable[str], side: _Side) -> dict[object, list[str]]:
+    groups: dict[object, list[str]] = {}
+    for key in keys:
+        spec = side.specs.get(key)
+        if spec is not None and spec.nbytes:
+            groups.setdefault((spec.shape, spec.dtype), []).append(key)
+    return groups
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for block in _blocks(tensor):
+        block = block.contiguous()
+        digest.update((ctypes.c_char * block.nbytes).from_address(block.data_ptr()))
+    return digest.digest()

@@ -1,0 +1,43 @@
+"""``torchlift diff``: what two checkpoints do not have in common."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from torchlift._checkpoint import open as open_checkpoint
+from torchlift._checkpoint.diff import diff
+from torchlift._system import printable
+from torchlift.cli import UsageError
+from torchlift.cli.output import print_json
+from torchlift.errors import CheckpointError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.epilog = "Exit status: 0 when they are equal, 1 when they differ, 2 for trouble."
+    parser.add_argument("a", metavar="A", help="a checkpoint file or directory")
+    parser.add_argument("b", metavar="B", help="what to compare it with, in any format")
+    parser.add_argument("--root", metavar="KEY", help="only this container of both")
+    parser.add_argument("--root-a", metavar="KEY", help="only this container of A")
+    parser.add_argument("--root-b", metavar="KEY", help="only this container of B")
+    parser.add_argument("--rtol", type=float, default=0.0, metavar="R", help="relative tolerance")
+    parser.add_argument("--atol", type=float, default=0.0, metavar="R", help="absolute tolerance")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the differences; 1 when there are any."""
+    try:
+        with (
+            open_checkpoint(args.a, root=args.root_a or args.root) as a,
+            open_checkpoint(args.b, root=args.root_b or args.root) as b,
+        ):
+            found = diff(a, b, rtol=args.rtol, atol=args.atol)
+    except (CheckpointError, OSError) as error:
+        raise UsageError(str(error)) from error
+    if args.json:
+        print_json({**asdict(found), "equal": found.equal})
+    else:
+        print(printable(str(found), lines=True))
+    return int(not found.equal)

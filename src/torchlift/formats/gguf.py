@@ -1,0 +1,215 @@
+"""GGUF, as llama.cpp writes it: metadata, float tensors that are mapped, and quantised blocks.
+
+Format: ggml-org/ggml, docs/gguf.md. A quantised tensor is listed as the float32 values that its
+blocks stand for, with the block type as the entry's encoding; the ``gguf`` package computes them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from torchlift.errors import FormatError
+from torchlift.formats.index import Chunk, Index, Storage, TensorEntry, row_major
+from torchlift.formats.source import Source
+
+#: ggml's number of a type -> torch's name.
+_PLAIN = {
+    0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64",
+    30: "bfloat16",
+}  # fmt: skip
+#: ggml's number of a block type -> its name, values in a block, bytes of a block.
+BLOCKS: dict[int, tuple[str, int, int]] = {
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int8": 1, "int16": 2,
+          "int32": 4, "int64": 8}  # fmt: skip
+#: Number of a metadata type -> how it is stored; 8 is text, 9 an array.
+_SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_TEXT, _ARRAY = 8, 9
+_WINDOW = 1 << 20
+_SHOWN = 1000  # bytes of a text in the metadata: a chat template may have a hundred thousand
+
+
+def read_gguf(source: Source) -> Index:
+    """Read the index of a GGUF file.
+
+    Raises:
+        FormatError: malformed, truncated, or of a version that is not known.
+    """
+    cursor = _Cursor(source)
+    cursor.take(4)
+    version = cursor.number("I")
+    if version not in (2, 3):
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        raise FormatError(
+            "a version of GGUF that torchlift does not know",
+            expected="2 or 3, little-endian",
+            found=f"{swapped}, big-endian" if swapped in (2, 3) else version,
+            hint="Convert it with the tools of llama.cpp.",
+        )
+    tensors, pairs = cursor.number("Q"), cursor.number("Q")
+    metadata: dict[str, str] = {"GGUF.version": str(version)}
+    alignment = 32
+    for _ in range(pairs):
+        name = cursor.text("a name in the metadata")
+        value = cursor.value(cursor.number("I"), name)
+        if name in metadata:
+            raise FormatError("two values of the metadata have this name", entry=name)
+        metadata[name] = str(value)
+        if name == "general.alignment":
+            alignment = value
+    if type(alignment) is not int or alignment <= 0 or alignment % 8:
+        raise FormatError(
+            "an impossible alignment",
+            entry="general.alignment",
+            expected="a multiple of 8",
+            found=repr(alignment),
+        )
+    described = [_description(cursor) for _ in range(tensors)]
+    start = -(-cursor.at // alignment) * alignment
+    entries: dict[str, TensorEntry] = {}
+    storages: dict[str, Storage] = {}
+    end, before = start, ""
+    for key, shape, kind, offset in sorted(described, key=lambda item: item[3]):
+        entry, nbytes = _entry(source.path, key, shape, kind, start + offset)
+        if key in entries:
+            raise FormatError("two tensors have this name", entry=key)
+        if start + offset < end:
+            raise FormatError("two tensors overlap", entry=key, found=f"{before!r} before it")
+        end, before = start + offset + nbytes, key
+        if nbytes and end > source.size:
+            raise FormatError(
+                "a tensor reaches past the end of the file",
+                entry=key,
+                expected=f"at most {source.size} bytes",
+                found=f"bytes {start + offset} to {end}",
+                hint="The file is truncated: fetch it again.",
+            )
+        entries[key] = entry
+        if nbytes:
+            storages[key] = Storage(source.path, start + offset, nbytes, "cpu")
+    files = {source.path: source.stamp}
+    return Index(source.path, "gguf", entries, storages, files, metadata=metadata)
+
+
+def _description(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Return a tensor's name, shape, number of its type, and offset in the data."""
+    key = cursor.text("the name of a tensor")
+    dims = cursor.number("I")
+    if dims > 64:
+        raise FormatError("a tensor has too many dimensions", entry=key, found=dims)
+    sizes = tuple(cursor.number("Q") for _ in range(dims))
+    # The first one runs fastest, unlike in torch.
+    return key, sizes[::-1], cursor.number("I"), cursor.number("Q")
+
+
+def _entry(
+    path: str, key: str, shape: tuple[int, ...], kind: int, at: int
+) -> tuple[TensorEntry, int]:
+    """Return an entry, and the bytes that it takes in the file."""
+    numel = math.prod(shape)
+    if numel >= 1 << 60 or any(size >= 1 << 60 for size in shape):
+        raise FormatError("a tensor has an impossible shape", entry=key, found=shape)
+    encoding: tuple[str, ...] = ()
+    if kind in _PLAIN:
+        dtype = _PLAIN[kind]
+        dense = nbytes = numel * _SIZES[dtype]
+    elif kind in BLOCKS:
+        name, values, size = BLOCKS[kind]
+        if not shape or shape[-1] % values:
+            raise FormatError(
+                f"its rows are no whole blocks of {name}",
+                entry=key,
+                expected=f"a multiple of {values}",
+                found=shape,
+            )
+        dtype, encoding = "float32", (name,)
+        dense, nbytes = numel * 4, numel // values * size
+    else:
+        raise FormatError(
+            "a type of tensor that torchlift does not know",
+            entry=key,
+            found=f"ggml type {kind}",
+        )
+    chunks = (Chunk(path, at, nbytes, (0,) * len(shape), shape),) if nbytes else ()
+    made = TensorEntry(
+        key, dtype, shape, row_major(shape), dense, "cpu", key, chunks, encoding=encoding
+    )
+    return made, nbytes
+
+
+class _Cursor:
+    """What comes next in a file, read in windows: headers hold vocabularies of megabytes.
+
+    Attributes:
+        at: how many bytes have been taken.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.at = 0
+        self._source = source
+        self._window, self._start = b"", 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes, all of them or an error."""
+        begin = self.at - self._start
+        if not 0 <= begin <= begin + count <= len(self._window):
+            left = self._source.size - self.at
+            if count > left:
+                raise FormatError(
+                    "the header ends early",
+                    expected=f"{count} bytes more",
+                    found=f"{left} bytes",
+                    hint="The file is truncated: fetch it again.",
+                )
+            self._window = self._source.read(self.at, min(max(count, _WINDOW), left))
+            self._start, begin = self.at, 0
+        self.at += count
+        return self._window[begin : begin + count]
+
+    def skip(self, count: int) -> None:
+        """Pass over bytes that must be there."""
+        if count > self._source.size - self.at:
+            self.take(count)  # which raises
+        self.at += count
+
+    def number(self, code: str) -> Any:
+        """Return the next number."""
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def text(self, what: str) -> str:
+        """Return the next text."""
+        try:
+            return self.take(self.number("Q")).decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{what} is not text", found=str(error)) from error
+
+    def value(self, kind: int, name: str, depth: int = 0) -> Any:
+        """Return the next value of the metadata; of an array, what it holds."""
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _TEXT:
+            length = self.number("Q")
+            raw = self.take(min(length, _SHOWN))
+            self.skip(length - len(raw))
+            text = raw.decode(errors="replace")
+            return text if length == len(raw) else f"{text}... ({length} bytes)"
+        if kind != _ARRAY or depth > 3:
+            raise FormatError("a value of an unknown type", entry=name, found=f"type {kind}")
+        inner, count = self.number("I"), self.number("Q")
+        if inner in _SCALARS:
+            self.skip(count * struct.calcsize(_SCALARS[inner]))
+        else:
+            for _ in range(count):
+                self.value(inner, name, depth + 1)
+        return f"{count} values"

@@ -1,0 +1,131 @@
+"""numpy's .npy (one array) and .npz (a zip archive of them), without numpy.
+
+Format: numpy, ``numpy/lib/format.py``. An array of Python objects is a pickle: it is listed by name
+and never read.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import struct
+from collections.abc import Mapping
+
+from torchlift.errors import FormatError
+from torchlift.formats.flatten import ROOT_TENSOR
+from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
+from torchlift.formats.source import Source, whole_numbers
+from torchlift.formats.zip_archive import STORED, Record
+
+MAGIC = b"\x93NUMPY"
+#: numpy's own limit on what it parses of a file that it does not trust.
+_MAX_HEADER = 10_000
+_FIELDS = {"descr", "fortran_order", "shape"}
+#: Kind and size of numpy's type codes -> torch's name.
+_DTYPES = {
+    "b1": "bool", "u1": "uint8", "i1": "int8", "u2": "uint16", "i2": "int16", "u4": "uint32",
+    "i4": "int32", "u8": "uint64", "i8": "int64", "f2": "float16", "f4": "float32", "f8": "float64",
+    "c8": "complex64", "c16": "complex128",
+}  # fmt: skip
+
+
+def read_npy(source: Source) -> Index:
+    """Read the index of a .npy file, whose only array is called ``tensor``.
+
+    Raises:
+        FormatError: malformed or truncated.
+    """
+    return _index(source, {ROOT_TENSOR: Record("", 0, source.size, source.size, 0, STORED)})
+
+
+def read_npz(source: Source, records: Mapping[str, Record]) -> Index:
+    """Read the index of a .npz file; the key of an array is the name of its record.
+
+    Raises:
+        FormatError: malformed, or compressed.
+    """
+    for name, record in records.items():
+        if not name.endswith(".npy"):
+            raise FormatError("a record that is no array of numpy's", entry=name)
+        if record.method != STORED:
+            raise FormatError(
+                "a compressed array, whose bytes cannot be mapped",
+                entry=record.name,
+                hint="Load it with numpy and save it with numpy.savez.",
+            )
+    return _index(source, {name.removesuffix(".npy"): at for name, at in records.items()})
+
+
+def _index(source: Source, records: Mapping[str, Record]) -> Index:
+    entries: dict[str, TensorEntry] = {}
+    storages: dict[str, Storage] = {}
+    blocked: dict[str, str] = {}
+    for key, record in records.items():
+        code, shape, is_fortran, start = _header(source, key, record)
+        dtype = _DTYPES.get(code[1:]) if code[:1] in "<>|=" else None
+        if dtype is None:
+            blocked[key] = f"numpy.dtype({code})"
+            continue
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
+        if nbytes != record.nbytes - start:
+            raise FormatError(
+                "an array's bytes are not what its shape and dtype need",
+                entry=key,
+                expected=f"{nbytes} bytes for {dtype} {shape}",
+                found=f"{record.nbytes - start} bytes",
+                hint="The file is truncated: fetch it again.",
+            )
+        stride = row_major(shape[::-1])[::-1] if is_fortran else row_major(shape)
+        at = record.offset + start
+        chunks = (Chunk(source.path, at, nbytes, (0,) * len(shape), shape),) if nbytes else ()
+        swapped = code[0] == ">" and ITEMSIZE[dtype] > 1
+        encoding = ("big-endian",) if swapped else ()
+        entries[key] = TensorEntry(
+            key, dtype, shape, stride, nbytes, "cpu", key, chunks, encoding=encoding
+        )
+        # The archive's checksum is of the header too, with which the numbers need to be in step.
+        whole = record.crc32 and not start % ITEMSIZE[dtype] and not swapped
+        storages[key] = (
+            Storage(source.path, record.offset, record.nbytes, "cpu", record.crc32)
+            if whole
+            else Storage(source.path, at, nbytes, "cpu")
+        )
+    files = {source.path: source.stamp}
+    return Index(
+        source.path,
+        "npz",
+        entries,
+        storages,
+        files,
+        blocked=tuple(dict.fromkeys(blocked.values())),
+        blocked_keys=blocked,
+    )
+
+
+def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, ...], bool, int]:
+    """Return the type code, the shape, whether columns come first, and where the data start."""
+    head = source.read(record.offset, min(record.nbytes, 12), key)
+    size = 2 if head[6:7] == b"\1" else 4
+    if len(head) < 12 or head[:6] != MAGIC or head[6] not in (1, 2, 3):
+        raise FormatError("not an array of numpy's", entry=key, found=repr(head))
+    (length,) = struct.unpack_from("<H" if size == 2 else "<I", head, 8)
+    start = 8 + size + length
+    if length > _MAX_HEADER or start > record.nbytes:
+        raise FormatError(
+            "the header's length is impossible",
+            entry=key,
+            expected=f"at most {min(_MAX_HEADER, record.nbytes - 8 - size)} bytes",
+            found=f"{length} bytes",
+        )
+    text = source.read(record.offset + 8 + size, length, key)
+    try:
+        fields = ast.literal_eval(text.decode("utf-8" if head[6] == 3 else "latin1").strip())
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise FormatError("the header is no literal of Python's", entry=key) from error
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise FormatError("the header does not say what it should", entry=key)
+    shape = whole_numbers(fields["shape"], key, "shape", "tuple")
+    if type(fields["fortran_order"]) is not bool:
+        raise FormatError("the order of the elements is neither True nor False", entry=key)
+    code = fields["descr"]
+    return code if isinstance(code, str) else "structured", shape, fields["fortran_order"], start

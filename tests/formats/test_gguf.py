@@ -1,0 +1,164 @@
+"""GGUF files, written by the gguf package and read by ours: every value is the one it computes."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import torchlift
+from torchlift.errors import CheckpointError, FormatError
+from torchlift.formats import read_index
+from torchlift.formats.gguf import BLOCKS
+
+VALUES = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
+#: Those that the package can also make.
+MADE = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4"]
+
+
+def write(path: Path, *kinds: str) -> Path:
+    """A file with one tensor per type, a vocabulary and a long text."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bb", ""] * 10)
+    writer.add_array("tokenizer.ggml.scores", [0.5] * 30)
+    writer.add_chat_template("x" * 5000)
+    writer.add_tensor("f32", VALUES)
+    writer.add_tensor("f16", VALUES.astype(np.float16))
+    writer.add_tensor("ids", np.arange(7, dtype=np.int32))
+    for kind in kinds:
+        writer.add_tensor(kind, quants.quantize(VALUES, Kind[kind]), raw_dtype=Kind[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_table_of_block_types_is_the_package_s():
+    """Names and sizes, of every type that is known here."""
+    for number, (name, values, nbytes) in BLOCKS.items():
+        assert Kind(number).name == name
+        assert gguf.GGML_QUANT_SIZES[Kind(number)] == (values, nbytes)
+
+
+def test_every_value_is_what_the_package_reads(tmp_path):
+    """Plain types are mapped, blocks are computed; shapes are torch's way round."""
+    path = write(tmp_path / "m.gguf", "BF16", *MADE)
+    with torchlift.open(path) as ckpt:
+        assert ckpt.format == "gguf"
+        assert ckpt.metadata["general.name"] == "tiny"
+        assert ckpt.metadata["tokenizer.ggml.tokens"] == "30 values"
+        assert ckpt.metadata["tokenizer.chat_template"] == "x" * 1000 + "... (5000 bytes)"
+        for found in gguf.GGUFReader(path).tensors:
+            expected = torch.from_numpy(
+                quants.dequantize(found.data, found.tensor_type)
+                if found.name in ("BF16", *MADE)
+                else found.data.copy()
+            )
+            assert torch.equal(ckpt[found.name].to(expected.dtype), expected), found.name
+        assert ckpt["f32"].shape == (4, 512)
+        text = str(ckpt)
+    assert "Q4_0   Q4_0      4 x 512  1.1 KiB" in text
+    assert read_index(path).entries["Q4_0"].encoding == ("Q4_0",)
+
+
+def test_a_model_is_loaded_from_blocks(tmp_path):
+    """Into meta and live tensors, cast on the way, as the plan says."""
+    path = write(tmp_path / "m.gguf", "Q8_0")
+    expected = torch.from_numpy(quants.dequantize(quants.quantize(VALUES, Kind.Q8_0), Kind.Q8_0))
+    for model in (torchlift.skeleton(nn.Linear, 512, 4, bias=False), nn.Linear(512, 4, bias=False)):
+        report = torchlift.load(model, path, rename={"Q8_0": "weight"}.get)
+        assert torch.equal(model.weight, expected)
+        assert report.loaded
+    half = torchlift.skeleton(nn.Linear, 512, 4, bias=False)
+    torchlift.load(half, path, rename={"Q8_0": "weight"}.get, dtype=torch.float16)
+    assert torch.equal(half.weight, expected.half())
+    transposed = nn.Linear(4, 512, bias=False)
+    transposed.weight = nn.Parameter(torch.zeros(512, 4).t())
+    torchlift.load(transposed, path, rename={"Q8_0": "weight"}.get, mode="copy")
+    assert torch.equal(transposed.weight, expected)
+
+
+def test_without_the_package_the_error_says_which(tmp_path, monkeypatch):
+    """Plain tensors of the same file load all the same."""
+    path = write(tmp_path / "m.gguf", "Q4_0")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with torchlift.open(path) as ckpt:
+        assert torch.equal(ckpt["f32"], torch.from_numpy(VALUES))
+        with pytest.raises(FormatError, match=r"'Q4_0': quantised to Q4_0.*pip install gguf"):
+            ckpt["Q4_0"]
+
+
+def header(*values: object) -> bytes:
+    """The start of a file: numbers as they are given, texts with their length."""
+    data = b"GGUF"
+    for value in values:
+        if isinstance(value, str):
+            data += struct.pack("<Q", len(value)) + value.encode()
+        else:
+            code, number = value  # type: ignore[misc]
+            data += struct.pack("<" + code, number)
+    return data
+
+
+COUNTS = ("I", 3), ("Q", 1), ("Q", 0)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header(("I", 1)), "version of GGUF.*found 1"),
+        (b"GGUF" + struct.pack(">I", 3), "found 3, big-endian"),
+        (header(("I", 3), ("Q", 1 << 60), ("Q", 0)), "the header ends early"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 99)), "'a': a value of an unknown type"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 8), ("Q", 1 << 63)), "ends early"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 9), ("I", 10), ("Q", 1 << 62)), "early"),
+        (header(("I", 3), ("Q", 0), ("Q", 2), "a", ("I", 7), ("?", 1), "a", ("I", 7), ("?", 1)),
+         "two values of the metadata"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), "general.alignment", ("I", 4), ("I", 0)),
+         "impossible alignment"),
+        (header(*COUNTS, "w", ("I", 65)), "'w': a tensor has too many dimensions"),
+        (header(*COUNTS, "w", ("I", 1), ("Q", 1 << 62), ("I", 0), ("Q", 0)), "impossible shape"),
+        (header(*COUNTS, "w", ("I", 1), ("Q", 4), ("I", 77), ("Q", 0)), "found ggml type 77"),
+        (header(*COUNTS, "w", ("I", 1), ("Q", 31), ("I", 2), ("Q", 0)), "no whole blocks of Q4_0"),
+        (header(*COUNTS, "w", ("I", 1), ("Q", 4), ("I", 0), ("Q", 0)), "past the end of the file"),
+        (header(("I", 3), ("Q", 2), ("Q", 0), *["w", ("I", 1), ("Q", 0), ("I", 0), ("Q", 0)] * 2),
+         "two tensors have this name"),
+    ],
+)  # fmt: skip
+def test_a_file_that_lies_is_refused(tmp_path, data, message):
+    """With the entry and the cause; nothing is read for a number that promises more."""
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=message):
+        read_index(path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_damaged_file_is_read_or_refused(tmp_path_factory, data):
+    """Whatever byte is another: our error, or tensors that can be had."""
+    good = write(tmp_path_factory.mktemp("gguf") / "m.gguf", "Q4_0").read_bytes()
+    bad = bytearray(good[: data.draw(st.integers(0, len(good)))])
+    for at in data.draw(st.lists(st.integers(0, max(len(bad) - 1, 0)), max_size=4)):
+        if bad:
+            bad[min(at, 5600)] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.mktemp("bad") / "bad.gguf"
+    path.write_bytes(bytes(bad))
+    try:
+        with torchlift.open(path) as ckpt:
+            for key in ckpt:
+                assert tuple(ckpt[key].shape) == ckpt.entries[key].shape
+    except CheckpointError:
+        return

@@ -1,0 +1,135 @@
+"""numpy's files: every array is the one that numpy reads; nothing in them is unpickled."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import torchlift
+from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.formats import read_index
+
+CODES = ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"]
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_every_dtype_shape_and_order_is_numpy_s(tmp_path, order):
+    """Both byte orders, C and Fortran, scalars and empty arrays, mapped where they can be."""
+    arrays = {
+        f"{code}.{n}": np.asarray(np.arange(np.prod(shape)).reshape(shape), order=layout).astype(
+            order + code if code != "?" else code
+        )
+        for code in CODES
+        for n, (shape, layout) in enumerate(
+            [((3, 4), "C"), ((3, 4), "F"), ((), "C"), ((0, 2), "C")]
+        )
+    }
+    np.savez(tmp_path / "m.npz", **arrays)
+    with torchlift.open(tmp_path / "m.npz") as ckpt:
+        assert ckpt.format == "npz"
+        assert list(ckpt) == list(arrays)
+        for key, array in arrays.items():
+            native = array.astype(array.dtype.newbyteorder("="))
+            assert torch.equal(ckpt[key], torch.from_numpy(native.copy())), key
+            assert ckpt.entries[key].shape == array.shape
+    report = torchlift.verify(tmp_path / "m.npz")
+    assert report.ok
+    assert len(report.checked) >= (42 if order == "<" else 6)
+
+
+def test_one_array_has_the_key_tensor(tmp_path):
+    """As a torch file with one tensor has."""
+    array = np.arange(12, dtype=np.float32).reshape(3, 4).T
+    np.save(tmp_path / "a.npy", array)
+    with torchlift.open(tmp_path / "a.npy") as ckpt:
+        assert list(ckpt) == ["tensor"]
+        assert torch.equal(ckpt["tensor"], torch.from_numpy(array))
+
+
+def test_a_wrong_bit_in_an_array_fails_its_checksum(tmp_path):
+    """The archive's, which numpy checks too."""
+    np.savez(tmp_path / "m.npz", w=np.ones(8))
+    data = bytearray((tmp_path / "m.npz").read_bytes())
+    data[data.find(np.ones(1).tobytes())] ^= 1
+    (tmp_path / "m.npz").write_bytes(bytes(data))
+    assert torchlift.verify(tmp_path / "m.npz").failed[0].name == "w"
+
+
+def test_what_only_unpickling_could_rebuild_is_listed(tmp_path):
+    """Objects, texts and records are no tensors."""
+    np.savez(
+        tmp_path / "m.npz", w=np.ones(2), objects=np.array([print], dtype=object),
+        text=np.array(["a"]), record=np.zeros(2, dtype=[("a", "f4")]),
+    )  # fmt: skip
+    with torchlift.open(tmp_path / "m.npz") as ckpt:
+        assert list(ckpt) == ["w"]
+        assert ckpt.blocked == ("numpy.dtype(|O)", "numpy.dtype(<U1)", "numpy.dtype(structured)")
+        with pytest.raises(UnsafeError):
+            ckpt["objects"]
+
+
+def test_a_compressed_archive_says_what_to_do(tmp_path):
+    """Its bytes are not the array's."""
+    np.savez_compressed(tmp_path / "m.npz", w=np.ones(100))
+    with pytest.raises(FormatError, match=r"'w.npy': a compressed array.*numpy.savez"):
+        read_index(tmp_path / "m.npz")
+
+
+def npy(header: str, data: bytes = b"", version: int = 1) -> bytes:
+    """A file of one array with this header."""
+    text = header.encode("latin1")
+    return b"\x93NUMPY" + bytes((version, 0)) + struct.pack("<H", len(text)) + text + data
+
+
+GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x93NUMPY", "not an array"),
+        (npy(GOOD, version=9), "not an array"),
+        (npy(GOOD, bytes(7)), "expected 8 bytes.*found 7"),
+        (npy(GOOD, bytes(9)), "found 9 bytes"),
+        (b"\x93NUMPY\x01\x00\xff\xff", "header's length is impossible|not an array"),
+        (npy("__import__('os').system('false')"), "no literal"),
+        (npy("(" * 5000), "no literal"),
+        (npy("{'descr': '<f4'}"), "does not say what it should"),
+        (npy(GOOD.replace("(2,)", "(-1,)")), "impossible shape"),
+        (npy(GOOD.replace("(2,)", "(2.0,)")), "impossible shape"),
+        (npy(GOOD.replace("(2,)", "(1 << 62,)")), "no literal"),
+        (npy(GOOD.replace("(2,)", f"({2**62}, 8)")), "bytes are not what"),
+        (npy(GOOD.replace("False", "1"), bytes(8)), "neither True nor False"),
+    ],
+)
+def test_a_header_that_lies_is_refused(tmp_path, data, message):
+    """Before anything is allocated, and nothing in it is evaluated."""
+    path = tmp_path / "bad.npy"
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=message):
+        read_index(path)
+
+
+@settings(max_examples=100, deadline=None)
+@given(hnp.arrays(st.sampled_from(["<f4", ">i2", "|u1"]), hnp.array_shapes(min_dims=0)), st.data())
+def test_a_damaged_file_is_read_or_refused(tmp_path_factory, array, data):
+    """Whatever byte is another: our error, or tensors that can be had."""
+    path: Path = tmp_path_factory.mktemp("npz") / "m.npz"
+    np.savez(path, w=array)
+    bad = bytearray(path.read_bytes())
+    for at in data.draw(st.lists(st.integers(0, len(bad) - 1), max_size=3)):
+        bad[at] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(bad))
+    try:
+        with torchlift.open(path) as ckpt:
+            for key in ckpt:
+                assert tuple(ckpt[key].shape) == ckpt.entries[key].shape
+    except CheckpointError:
+        return

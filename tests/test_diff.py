@@ -1,0 +1,172 @@
+"""`diff`: what two checkpoints do not have in common, whatever their formats."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from device_files import write_tagged
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import torchlift
+from torchlift.formats import ITEMSIZE
+
+
+def both(tmp_path: Path, one: Any, two: Any, **tolerances: float) -> torchlift.CheckpointDiff:
+    """Save both as torch files and compare these."""
+    torch.save(one, tmp_path / "one.pt")
+    torch.save(two, tmp_path / "two.pt")
+    return torchlift.diff(tmp_path / "one.pt", tmp_path / "two.pt", **tolerances)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_same_tensors_in_three_formats_are_equal(tmp_path):
+    """A torch file, safetensors, a distributed checkpoint and a state dict in memory."""
+    state = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.zeros(0, 2)}
+    torch.save(state, tmp_path / "m.pt")
+    save_file(state, tmp_path / "m.safetensors")
+    dcp.save(dict(state), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    ways = [tmp_path / "m.pt", tmp_path / "m.safetensors", tmp_path / "dcp", state]
+    for one in ways:
+        for two in ways:
+            found = torchlift.diff(one, two)
+            assert found.equal, str(found)
+            assert (found.compared, found.nbytes) == (3, 48 + 40)
+    assert str(found) == "equal: 3 of 3 tensors alike, 88 B"
+
+
+def test_each_kind_of_difference_is_named(tmp_path):
+    """Added, removed, renamed, shape, dtype, value, and leaves that are no tensors."""
+    one = {
+        "same": torch.ones(2), "value": torch.tensor([1.0, 2.0, 3.0]), "shape": torch.ones(2, 3),
+        "dtype": torch.ones(2), "old": torch.arange(6.0), "gone": torch.ones(7), "step": 7,
+        "kind": 1,
+    }  # fmt: skip
+    two = {
+        "same": torch.ones(2), "value": torch.tensor([1.0, 2.5, 2.0]), "shape": torch.ones(3, 2),
+        "dtype": torch.ones(2, dtype=torch.bfloat16), "new": torch.arange(6.0),
+        "more": torch.ones(8), "step": 8, "kind": torch.ones(1),
+    }  # fmt: skip
+    found = both(tmp_path, one, two)
+    assert not found.equal
+    assert (found.removed, found.added) == (("old", "gone"), ("new", "more"))
+    assert found.renamed == {"old": "new"}
+    assert list(found.changed) == ["value", "shape", "dtype", "step", "kind"]
+    value = found.changed["value"].value
+    assert (value.differing, value.numel, value.largest) == (2, 3, 1.0)
+    assert found.changed["shape"].shape == ((2, 3), (3, 2))
+    assert found.changed["dtype"].dtype == ("float32", "bfloat16")
+    assert found.changed["dtype"].value is None
+    assert found.changed["step"].object == (7, 8)
+    assert found.changed["kind"].kind == ("object", "tensor")
+    text = str(found)
+    assert text.splitlines()[0] == "different: 1 of 4 tensors alike, 52 B"
+    assert "  value: 2 of 3 values, by at most 1" in text
+    assert "renamed (1)\n  old -> new\nremoved (1)\n  gone\nadded (1)\n  more" in text
+
+
+def test_tolerances_are_those_of_isclose(tmp_path):
+    """Within them a tensor is equal; a cast is told from other weights."""
+    one = {"w": torch.randn(1000) + 3}
+    cast = {"w": one["w"].to(torch.bfloat16)}
+    exact, near = both(tmp_path, one, cast), both(tmp_path, one, cast, rtol=2**-8)
+    assert exact.changed["w"].value.differing > 900
+    assert near.changed["w"].dtype == ("float32", "bfloat16")
+    assert near.changed["w"].value is None
+    assert both(tmp_path, {"w": torch.tensor([1.0])}, {"w": torch.tensor([1.1])}, atol=0.2).equal
+
+
+def test_a_nan_is_equal_to_a_nan_and_to_nothing_else(tmp_path):
+    """Infinities too, with their signs."""
+    odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    assert both(tmp_path, {"w": odd}, {"w": odd.clone()}).equal
+    assert torchlift.diff(
+        {"w": odd}, {"w": torch.tensor([math.nan, math.inf, -math.inf, 0.0])}
+    ).equal
+    found = both(tmp_path, {"w": odd}, {"w": torch.tensor([0.0, math.inf, math.inf, 0.0])})
+    value = found.changed["w"].value
+    assert value.differing == 2
+    assert math.isnan(value.largest)
+
+
+@pytest.mark.parametrize("dtype", [name for name in ITEMSIZE if hasattr(torch, name)])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_dtype_is_compared(dtype):
+    """One byte of one element is another."""
+    raw = torch.zeros(64, dtype=torch.uint8)
+    other = raw.clone()
+    other[-1] = 1
+    kind = getattr(torch, dtype)
+    one, two = {"w": raw.view(kind)}, {"w": other.view(kind)}
+    assert torchlift.diff(one, {"w": raw.clone().view(kind)}).equal
+    assert torchlift.diff(one, two).changed["w"].value.differing == 1
+
+
+def test_large_integers_are_not_compared_as_floats():
+    """2**62 and 2**62 + 1 are one number in float64."""
+    one = {"w": torch.tensor([2**62, 3])}
+    assert (
+        torchlift.diff(one, {"w": torch.tensor([2**62 + 1, 3])}).changed["w"].value.differing == 1
+    )
+
+
+def test_views_and_transposes_are_compared_by_their_values(tmp_path):
+    """Strides are not a difference; a shared storage is not one either."""
+    base = torch.arange(12.0).view(3, 4)
+    assert both(
+        tmp_path, {"w": base.t(), "v": base[1]}, {"w": base.t().contiguous(), "v": base[1]}
+    ).equal
+
+
+def test_location_tags_are_listed_and_no_difference(tmp_path):
+    """The same weights saved on another device are the same weights."""
+    one = write_tagged(tmp_path / "one.pt", "cpu")
+    two = write_tagged(tmp_path / "two.pt", "cuda:1")
+    found = torchlift.diff(one, two)
+    assert found.equal
+    assert found.relocated == {"w0": ("cpu", "cuda:1")}
+    assert "on another device (1)\n  w0: cpu -> cuda:1" in str(found)
+
+
+class Custom:
+    """What only unpickling could rebuild."""
+
+
+def test_what_cannot_be_rebuilt_is_listed_as_not_compared(tmp_path):
+    """And nothing of it runs."""
+    found = both(
+        tmp_path, {"w": torch.ones(2), "args": Custom()}, {"w": torch.ones(2), "args": Custom()}
+    )
+    assert found.blocked == ("args",)
+    assert "only unpickling could rebuild it (1)\n  args" in str(found)
+
+
+def test_a_long_list_is_clipped_and_names_are_escaped():
+    """A report is a screen, whatever a file is called inside."""
+    one = {f"layer{i}": torch.ones(1) for i in range(30)} | {"\x1b[2K": torch.ones(1)}
+    text = str(torchlift.diff(one, {}))
+    assert "removed (31)" in text
+    assert "  and 11 more" in text
+    assert "\x1b" not in str(torchlift.diff({"\x1b[2K": torch.ones(1)}, {}))
+    assert "<b>" not in torchlift.diff({"<b>": torch.ones(1)}, {})._repr_html_()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(width=32), max_size=30), st.data())
+def test_the_number_of_differing_values_is_counted(values, data):
+    """Compared with Python's own comparison, one by one."""
+    other = [data.draw(st.sampled_from([value, 1.0, math.nan])) for value in values]
+    found = torchlift.diff({"w": torch.tensor(values)}, {"w": torch.tensor(other)})
+    expected = sum(
+        not (a == b or (math.isnan(a) and math.isnan(b)))
+        for a, b in zip(values, other, strict=True)
+    )
+    assert found.equal == (expected == 0)
+    if expected:
+        assert found.changed["w"].value.differing == expected
