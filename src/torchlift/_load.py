@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -44,9 +44,6 @@ from torchlift._system import collection_paused, progress_bar, uninterrupted
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.formats.verify import verify_index
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 def load(
     model: nn.Module,
@@ -64,7 +61,7 @@ def load(
     verify: bool = False,
     progress: bool = False,
     collective: bool | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a module, live or on meta, in the memory of one copy.
 

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import torch
@@ -43,9 +43,6 @@ from torchlift.formats.boxes import cut, row_major, runs
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.layout import Stored
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 _REPLICATED = ("equal", "rank0")
 _BLOCK = 16 << 20  # bytes that are copied from an accelerator, or made dense, at a time
 
@@ -57,7 +54,7 @@ def save_consolidated(
     format: str | None = None,
     metadata: Mapping[str, str] | None = None,
     replicated: Literal["equal", "rank0"] = "equal",
-    process_group: ProcessGroup | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> int:
     """Write a sharded model to one file that any program reads as an ordinary one.
 

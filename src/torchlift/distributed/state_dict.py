@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ from torchlift.distributed.options import (
     several,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 class LoadedKeys(_IncompatibleKeys):
     """Missing and unexpected keys by canonical name, as `set_state_dict` returns them.
@@ -56,7 +53,7 @@ def get_model_state_dict(
     *,
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return the state dict of a model under canonical names, whatever the model is wrapped in.
 
@@ -90,7 +87,7 @@ def get_optimizer_state_dict(
     *,
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Return the state of one or more optimizers, under the canonical names of their parameters.
 
@@ -132,7 +129,7 @@ def get_state_dict(
     *,
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dicts of a model and of its optimizers, read together.
 
@@ -163,7 +160,7 @@ def set_model_state_dict(
     *,
     options: StateDictOptions | None = None,
     collective: bool | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> _IncompatibleKeys:
     """Load a state dict with canonical names into a model, whatever it is wrapped in.
 
@@ -209,7 +206,7 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
     collective: bool | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> OptimizerReport:
     """Load optimizer state by the canonical names of parameters, groups in any order.
 
@@ -258,7 +255,7 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
     collective: bool | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
 ) -> _IncompatibleKeys:
     """Load a model and its optimizers together: both, or neither if anything does not fit.
 
@@ -364,7 +361,7 @@ def _read(
     optimizers: Any,
     submodules: Any,
     options: Any,
-    process_group: ProcessGroup | None,
+    process_group: torch.distributed.ProcessGroup | None,
 ) -> list[dict[str, Any]]:
     """Return the state dicts of a model and its optimizers; empty where they are not asked for.
 
