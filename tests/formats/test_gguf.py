@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from damaged_files import read_or_refused
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchlift
-from torchlift.errors import CheckpointError, FormatError
+from torchlift.errors import FormatError
 from torchlift.formats import read_index
 from torchlift.formats.gguf import BLOCKS
 
@@ -156,9 +157,4 @@ def test_a_damaged_file_is_read_or_refused(tmp_path_factory, data):
             bad[min(at, 5600)] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.mktemp("bad") / "bad.gguf"
     path.write_bytes(bytes(bad))
-    try:
-        with torchlift.open(path) as ckpt:
-            for key in ckpt:
-                assert tuple(ckpt[key].shape) == ckpt.entries[key].shape
-    except CheckpointError:
-        return
+    read_or_refused(path)

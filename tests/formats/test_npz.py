@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damaged_files import read_or_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import torchlift
-from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats import read_index
 
 CODES = ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"]
@@ -127,9 +128,4 @@ def test_a_damaged_file_is_read_or_refused(tmp_path_factory, array, data):
     for at in data.draw(st.lists(st.integers(0, len(bad) - 1), max_size=3)):
         bad[at] = data.draw(st.integers(0, 255))
     path.write_bytes(bytes(bad))
-    try:
-        with torchlift.open(path) as ckpt:
-            for key in ckpt:
-                assert tuple(ckpt[key].shape) == ckpt.entries[key].shape
-    except CheckpointError:
-        return
+    read_or_refused(path)

@@ -11,7 +11,7 @@ import struct
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import Chunk, Index, Storage, TensorEntry, row_major
+from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
 from torchlift.formats.source import Source
 
 #: ggml's number of a type -> torch's name.
@@ -29,8 +29,6 @@ BLOCKS: dict[int, tuple[str, int, int]] = {
     22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
     34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
-_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int8": 1, "int16": 2,
-          "int32": 4, "int64": 8}  # fmt: skip
 #: Number of a metadata type -> how it is stored; 8 is text, 9 an array.
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
@@ -123,7 +121,7 @@ def _entry(
     encoding: tuple[str, ...] = ()
     if kind in _PLAIN:
         dtype = _PLAIN[kind]
-        dense = nbytes = numel * _SIZES[dtype]
+        dense = nbytes = numel * ITEMSIZE[dtype]
     elif kind in BLOCKS:
         name, values, size = BLOCKS[kind]
         if not shape or shape[-1] % values:
@@ -134,7 +132,7 @@ def _entry(
                 found=shape,
             )
         dtype, encoding = "float32", (name,)
-        dense, nbytes = numel * 4, numel // values * size
+        dense, nbytes = numel * ITEMSIZE[dtype], numel // values * size
     else:
         raise FormatError(
             "a type of tensor that torchlift does not know",
