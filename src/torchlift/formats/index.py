@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchlift.errors import FormatError, IntegrityError
 
@@ -130,8 +130,7 @@ class TensorEntry:
         return is_row_major(self.shape, self.stride)
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """A run of bytes that one or more entries look into.
 
     Attributes:
