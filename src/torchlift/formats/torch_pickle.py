@@ -456,7 +456,7 @@ _VALUES = {
 # back to one of them is interpreted again from the start, without this step.
 
 _GET = rb"(h.|j.{4})"
-_PUT = rb"r(.{4})"
+_PUT = rb"(q.|r.{4})"
 _INT = rb"(?:K.|M..|J...[\x00-\x7f])"
 _DIMS = rb"(?:(\(?" + _INT + rb"+[\x85\x86\x87t])" + _PUT + rb"|\))"
 
@@ -539,7 +539,7 @@ class _TensorStep:
         if known is None:
             known = self._known[gets] = _look_up(m, gets)
         puts = put_name + put_key + put_id + put_size + put_stride + put_hooks + put_args + put_made
-        first, count = m.highest + 1, len(puts) // 4
+        first, expected = m.highest + 1, _PUTS.get(len(puts))
         shape, steps = self._dims[size], self._dims[stride]
         if (
             known is None
@@ -548,7 +548,8 @@ class _TensorStep:
             or (name is None) is not (not put_name)
             or (name is None and not _rebuilds(m.stack[-1]))
             or length[0] != len(key)
-            or int.from_bytes(puts, "little") != first * _ONES[count] + _STEPS[count]
+            or expected is None
+            or int.from_bytes(puts, "little") != first * expected[0] + expected[1]
         ):
             return False
         dtype, location = known
@@ -568,7 +569,7 @@ class _TensorStep:
             except UnicodeDecodeError:
                 return False
             m.stack += (text, made)
-        m.highest = first + count - 1
+        m.highest = first + expected[2] - 1
         m.memo[m.highest] = made
         m.pos = match.end()
         self.used = True
@@ -582,9 +583,21 @@ class _TensorStep:
 
 
 _BINUNICODE = ord("X")
-#: By their count: numbers of 32 bits that are all 1, and that count from 0.
-_ONES = {count: sum(1 << 32 * at for at in range(count)) for count in range(5, 9)}
-_STEPS = {count: sum(at << 32 * at for at in range(count)) for count in range(5, 9)}
+
+
+def _puts(opcode: int, nbytes: int, count: int) -> tuple[int, int, int]:
+    """Return (a, b, count): n * a + b are the bytes of `count` PUTs that count up from n."""
+    places = [8 * (1 + nbytes) * at for at in range(count)]
+    numbers = (opcode + (at << 8) << place for at, place in enumerate(places))
+    return sum(1 << place + 8 for place in places), sum(numbers), count
+
+
+#: The PUTs of a tensor by the number of their bytes: of 16 or 40 bits each, never mixed.
+_PUTS = {
+    (1 + nbytes) * count: _puts(opcode, nbytes, count)
+    for opcode, nbytes in ((ord("q"), 1), (ord("r"), 4))
+    for count in range(5, 9)
+}
 
 
 class _Known(dict[bytes, Any]):
