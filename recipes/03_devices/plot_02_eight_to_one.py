@@ -137,7 +137,8 @@ def show(error):
 
 
 def unmatched(**options):
-    plan = torchlift.plan(model, file, strict=False, **options)
+    everything = {"allow_missing": ["*"], "allow_unexpected": ["*"]}
+    plan = torchlift.plan(model, file, **everything, **options)
     print(f"missing    {len(plan.missing_keys):3}", *plan.missing_keys[:2])
     print(f"unexpected {len(plan.unexpected_keys):3}", *plan.unexpected_keys[:2])
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -26,34 +26,40 @@ from torchlift._plan import (
     DeviceRule,
     DtypeRule,
     Fetched,
-    FileSource,
+    Given,
     LoadPlan,
     LoadReport,
     Options,
     Origin,
+    Patterns,
     Prepared,
     Rename,
     Transform,
+    allowed,
+    check_order,
+    clipped_list,
     fetch_all,
     make_plan,
-    resolve,
     run_post_hooks,
+    sources,
 )
 from torchlift._skeleton.skeleton import forget
-from torchlift._system import collection_paused, progress_bar, uninterrupted
+from torchlift._system import collection_paused, count_of, printable, progress_bar, uninterrupted
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.formats.verify import verify_index
 
 
 def load(
     model: nn.Module,
-    ckpt: Checkpoint | str | os.PathLike[str],
+    ckpt: Given | Sequence[Given],
     *,
     root: str | None = None,
     rename: Rename | None = None,
     device: DeviceRule = None,
     dtype: DtypeRule = None,
     strict: bool = True,
+    allow_missing: Patterns = (),
+    allow_unexpected: Patterns = (),
     ignore_mismatched: bool = False,
     mode: AnyMode = "auto",
     source: AnySource = "auto",
@@ -78,17 +84,24 @@ def load(
 
     Args:
         model: the module to load into.
-        ckpt: a checkpoint, or a path that `torchlift.open` reads.
-        root: keep only what is under this container of the checkpoint.
+        ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
+            a list of these, of which a later one wins; `KeyReport.path` says which gave what.
+        root: keep only what is under this container of the checkpoint, of each where it is a list.
         rename: callable from a name in the checkpoint to a name in the model, or to None to drop.
         device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
             ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
-            and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file.
-        dtype: None, a floating-point dtype, or a callable from `TensorEntry` to a dtype or None. It
-            casts floating-point parameters and persistent buffers, nothing else. None keeps a live
-            tensor's dtype and gives a meta one the checkpoint's.
+            and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file,
+            ``"meta"`` as it is, for a later load.
+        dtype: None, a floating-point dtype or its name, ``"model"`` for what the model has, or a
+            callable from `TensorEntry` to any of these. It casts floating-point parameters and
+            persistent buffers, nothing else. None keeps a live tensor's dtype and gives a meta one
+            the checkpoint's.
         strict: raise when keys are missing or unexpected. With False, a missing key keeps its live
-            value, or is replayed from the skeleton's construction.
+            value, or is replayed from the skeleton's construction; parameters of which that is true
+            give one warning, and where nothing at all fits it is an error.
+        allow_missing: patterns of names that may be missing, such as ``["head.*"]``, also where
+            `strict` is True; ``*`` stands for any text, dots included.
+        allow_unexpected: patterns of names that may be unexpected.
         ignore_mismatched: treat a key whose shape differs as missing instead of raising.
         mode: ``"assign"`` puts a new tensor in the slot; ``"copy"`` writes in place; ``"swap"``
             gives the same Python object new content, so that an optimizer keeps seeing it, and
@@ -132,7 +145,11 @@ def load(
         (False, 'mmap', 0)
     """
     start = time.perf_counter()
-    options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
+    options = Options(
+        rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
+        source,
+    )  # fmt: skip
+    check_order(model, ckpt)
     # A transform is the caller's code and may make garbage; without one, nothing here does.
     pause = collection_paused() if transform is None else nullcontext()
     with (
@@ -140,9 +157,8 @@ def load(
         together([group.tensor for group in tree.groups], collective, process_group) as agree,
         pause,
     ):
-        opened, owned = resolve(ckpt, root)
-        with closing(opened) if owned else nullcontext(), closing(FileSource(opened)) as origin:
-            if verify:
+        with sources(ckpt, root) as origin:
+            for opened in origin.checkpoints if verify else ():
                 _verify(opened)
             with Commit() as commit:
                 plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)
@@ -158,6 +174,7 @@ def load(
                         # An interrupt that waited comes now, and half of the values has no backup.
                         commit.finish()
         forget(tree)
+        _warn_of_missing(tree, plan, missing, options)
         seconds = time.perf_counter() - start
         shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
         changed = {"missing_keys": missing, "unexpected_keys": unexpected, "seconds": seconds}
@@ -273,6 +290,23 @@ def _after_hooks(tree: ModuleTree, plan: LoadPlan, strict: bool) -> tuple[list[s
             unexpected_keys=extra,
         )
     return missing, unexpected
+
+
+def _warn_of_missing(
+    tree: ModuleTree, plan: LoadPlan, missing: Sequence[str], options: Options
+) -> None:
+    """Name the parameters that train on although nothing was loaded into them."""
+    parameters = {
+        name for g in tree.groups if isinstance(g.tensor, nn.Parameter) for name in g.names
+    }
+    excused = {*plan.mismatched, *plan.deferred, *allowed(missing, options.allow_missing)}
+    lacking = [name for name in missing if name in parameters and name not in excused]
+    if lacking:
+        warnings.warn(
+            f"{count_of(len(lacking), 'parameter')} got no value from {printable(plan.path)}: "
+            f"{clipped_list(lacking)}. Allow what is meant to be so by name: allow_missing=[...].",
+            stacklevel=3,
+        )
 
 
 def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -178,15 +178,17 @@ def test_a_tag_in_the_file_is_never_obeyed(tmp_path, kind, device):
 
 
 @pytest.mark.parametrize("device", ["meta", torch.device("meta"), lambda entry: "meta"])
-def test_loading_to_meta_is_refused(tmp_path, kind, device):
-    """A meta tensor holds no values, so nothing can be loaded there, however it is asked for."""
-    model = build(kind, Two)
+def test_what_goes_to_meta_is_left_for_a_later_load(tmp_path, kind, device):
+    """However it is asked for, nothing changes, and a second load finds everything to do."""
+    model, state = build(kind, Two), randomised(Two())
     before = state_of(model)
-    with pytest.raises(PlacementError) as caught:
-        torchlift.load(model, saved(randomised(Two()), tmp_path), device=device)
-    assert "'a': cannot go to the device that was asked for" in str(caught.value)
-    assert "a meta tensor holds no values" in str(caught.value)
+    report = torchlift.load(model, saved(state, tmp_path), device=device)
+    assert report.loaded == {}
+    assert report.deferred == ([] if kind == "live" else ["a", "b"])
     assert state_of(model) == before
+    report = torchlift.load(model, saved(state, tmp_path))
+    assert_holds(model, state)
+    assert report.deferred == []
 
 
 @pytest.mark.parametrize("device", ["cuda:97", "xpu:5", "no such", 97, object()])
@@ -306,8 +308,8 @@ def test_a_strict_error_lists_everything_and_changes_nothing(tmp_path, kind):
     assert str(error) == (
         f"{path}: the checkpoint does not fit the model: missing (1): steps; "
         "unexpected (2): extra, epoch; mismatched (2): scale: model [3], checkpoint [4]; "
-        "inner.0.weight: model [4, 3], checkpoint [3, 4]. Pass strict=False to load what fits "
-        "and ignore_mismatched=True to skip what has another shape."
+        "inner.0.weight: model [4, 3], checkpoint [3, 4]. Pass rename= with the rule that brings "
+        "the names together and ignore_mismatched=True to skip what has another shape."
     )
     assert state_of(model) == before
 
@@ -322,9 +324,9 @@ def test_a_prefix_is_recognised_and_the_way_out_named(tmp_path):
 def test_without_strict_what_is_missing_keeps_its_value_or_is_made(tmp_path, kind):
     """Nothing is left on meta: a skeleton makes what the file lacks."""
     model = build(kind, Mixed)
-    report = torchlift.load(
-        model, saved({"steps": torch.tensor(3), "extra": torch.ones(1)}, tmp_path), strict=False
-    )
+    path = saved({"steps": torch.tensor(3), "extra": torch.ones(1)}, tmp_path)
+    with pytest.warns(UserWarning, match=r"5 parameters got no value.*: scale, inner\.0\.weight"):
+        report = torchlift.load(model, path, strict=False)
     assert model.steps == 3
     assert torch.equal(model.scale, torch.full((3,), 0.5))
     assert not any(value.is_meta for value in tensors_of(model).values())
@@ -769,12 +771,14 @@ def test_a_report_can_be_kept_and_sent(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float16"}, "dtype='float16': expected a torch.dtype, a callable or None"),
+        ({"dtype": 16}, "dtype=16: expected a torch.dtype, its name, a callable or None"),
+        ({"allow_missing": "a.*"}, "allow_missing='a.*': expected patterns such as ['head.*']"),
+        ({"allow_unexpected": [1]}, "allow_unexpected=[1]: expected patterns"),
         ({"rename": {"a": "b"}}, "rename={'a': 'b'}: expected a callable or None"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_type_errors(tmp_path, options, message):
-    """A word for a dtype and a dict for a rename are refused by name."""
+    """A number for a dtype, a dict for a rename, a text for patterns: refused by name."""
     for function in (torchlift.plan, torchlift.load):
         with pytest.raises(TypeError, match=re.escape(message)):
             function(Two(), saved(randomised(Two()), tmp_path), **options)

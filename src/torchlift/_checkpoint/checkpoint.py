@@ -6,11 +6,14 @@ This room knows torch tensors and byte ranges. It does not know models.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import TypeVar, overload
+from typing import BinaryIO, TypeVar, overload
 
 import torch
 
@@ -63,6 +66,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self.metadata: Mapping[str, str] = MappingProxyType(dict(self._index.metadata))
         self.blocked = tuple(self._index.blocked)
         self._views: MappedViews | None = MappedViews(self._index)
+        self._kept = ExitStack()
 
     def __getitem__(self, key: str) -> torch.Tensor:
         entry = self.entries.get(key)
@@ -169,6 +173,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         if self._views is not None:
             self._views.close()
             self._views = None
+            self._kept.close()
 
 
 class MappedViews:
@@ -305,11 +310,13 @@ def _shown(entry: TensorEntry, stored: torch.Tensor) -> torch.Tensor:
     return stored.neg() if "negative" in entry.encoding else stored
 
 
-def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint:
+def open(path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None) -> Checkpoint:
     """Read the index of a checkpoint; run no code from it and read no weights.
 
     Args:
-        path: a file or a directory; the format is found from the content. Files of ``torch.save``:
+        path: a file, a directory, or a seekable binary file object, of which what is behind its
+            position is read (out of a temporary copy, unless it is a file of this machine that
+            stands at its start); the format is found from the content. Files of ``torch.save``:
             zip files, the stream from before torch 1.6 and the older tar; TorchScript archives and
             exported programs (``.pt2``), of which only the weights are read; safetensors, Hugging
             Face's sharded ``*.index.json`` or a directory holding one; directories of
@@ -333,7 +340,29 @@ def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint
         >>> torchlift.open(path, root="model").entries["weight"].shape
         (2, 3)
     """
-    return Checkpoint(read_index(path), root=root)
+    if isinstance(path, (str, bytes, os.PathLike)):
+        return Checkpoint(read_index(path), root=root)
+    if not hasattr(path, "read"):
+        raise TypeError(f"expected a path or a binary file object, not {type(path).__name__}")
+    with ExitStack() as stack:
+        made = Checkpoint(read_index(_path_of(path, stack)), root=root)
+        made._kept = stack.pop_all()
+    return made
+
+
+def _path_of(file: BinaryIO, stack: ExitStack) -> str:
+    """Return the path of an open file, or of a copy that lives as long as the stack."""
+    name = getattr(file, "name", None)
+    if isinstance(name, str) and os.path.isfile(name) and not file.tell():
+        with suppress(OSError):  # no descriptor of its own: it reads out of something else
+            if os.path.samestat(os.stat(name), os.fstat(file.fileno())):
+                return name
+    copy = stack.enter_context(tempfile.NamedTemporaryFile())  # noqa: SIM115 - the stack closes it
+    start = file.tell()
+    shutil.copyfileobj(file, copy)
+    file.seek(start)
+    copy.flush()
+    return copy.name
 
 
 def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:

@@ -20,14 +20,14 @@ from torchlift._model.dtensor import (
     shard_of_entry,
     spans_of,
 )
-from torchlift._model.handlers import handles, is_handled, is_plain, is_wrapper
+from torchlift._model.handlers import handles, is_handled, is_plain, is_wrapper, oddity
 from torchlift._model.holders import Blocker, Hold, blocked_by, refusal
 from torchlift._model.slots import Group, is_blank, is_lazy
 from torchlift._model.torch_private import storage_key
 from torchlift._plan import rules
 from torchlift._plan.report import Mode, Route, Source
 from torchlift._plan.steps import Base, Candidate, Making, Match, Step
-from torchlift._skeleton.skeleton import constructions_of
+from torchlift._skeleton.skeleton import asked_strides, constructions_of, is_cast
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, TensorEntry
@@ -39,12 +39,13 @@ _RELEASE = (
 
 
 def steps_for(matched: Match, path: str, options: rules.Options) -> list[Step]:
-    """Decide every pair of a match.
+    """Decide every pair of a match, except for what is left for a later load.
 
     Raises:
         PlacementError: a tensor cannot go where it was asked to go, or not in the mode asked for.
     """
-    steps = [_decide(*pair, options, path) for pair in matched.pairs]
+    decided = (_decide(*pair, options, path) for pair in matched.pairs)
+    steps = [step for step in decided if step is not None]
     return _final_modes(_unshare(_share(steps)), options.mode)
 
 
@@ -57,39 +58,57 @@ def owns_all(source: rules.AnySource, *, live: bool) -> bool:
     return source == "read" or (source == "auto" and live)
 
 
-def makings_for(groups: Iterable[Group], options: rules.Options) -> Iterator[Making]:
+def makings_for(
+    groups: Iterable[Group], options: rules.Options, steps: Iterable[Step]
+) -> Iterator[Making]:
     """Decide what happens to the tensors that no source has.
+
+    A new head gets the dtype that everything around it has been given, as in transformers.
 
     Raises:
         PlacementError: a tensor is on meta and no skeleton recorded how it is made.
     """
-    groups = [group for group in groups if not is_lazy(group.tensor)]  # they stay as they are
-    constructions_of(group for group in groups if group.tensor.is_meta)
-    for group in groups:
-        tensor = group.tensor
-        seen = rules.entry_like(group.fqn, group)
-        asked, _ = rules.asked_device(options.device, seen, group)
-        device = rules.target_device(asked, seen.key, tensor, present=options.present)
+    asked = [
+        (group, rules.asked_device(options.device, rules.entry_like(group.fqn, group), group)[0])
+        for group in groups
+        if not is_lazy(group.tensor)  # they stay as they are
+    ]
+    asked = [(group, device) for group, device in asked if not rules.is_deferred(device)]
+    constructions_of(group for group, _ in asked if group.tensor.is_meta)
+    around = {
+        step.dtype
+        for step in steps
+        if step.group.tensor.is_meta and isinstance(step.group.tensor, nn.Parameter)
+        if step.dtype.is_floating_point
+    }
+    for group, where in asked:
+        tensor, seen = group.tensor, rules.entry_like(group.fqn, group)
+        device = rules.target_device(where, seen.key, tensor, present=options.present)
         dtype = tensor.dtype
         if tensor.is_meta and group.persistent:
-            dtype = rules.target_dtype(options.dtype, seen, tensor, tensor.dtype)
+            alike = isinstance(tensor, nn.Parameter) and len(around) == 1 and not is_cast(group)
+            like = next(iter(around)) if alike and dtype.is_floating_point else dtype
+            dtype = rules.target_dtype(options.dtype, seen, tensor, like)
         if (device, dtype) != (tensor.device, tensor.dtype):
             yield Making(group, device, dtype)
 
 
 def _decide(
     group: Group, key: str, candidates: list[Candidate], options: rules.Options, path: str
-) -> Step:
+) -> Step | None:
     candidate, tensor = candidates[0], group.tensor
     entry, file_dtype = candidate.entry, candidate_dtype(candidate, path)
     seen = entry or rules.entry_like(key, group)
     if seen.key != key:
         seen = replace(seen, key=key)
     asked, note = rules.asked_device(options.device, seen, group)
+    if rules.is_deferred(asked):
+        return None
+    _require_values(group, candidate.value)
     if asked == DISK:
         options, dtype = rules.kept_on_disk(options, group, seen, file_dtype), file_dtype
     else:
-        dtype = rules.target_dtype(options.dtype, seen, tensor, file_dtype)
+        dtype = rules.target_dtype(options.dtype, seen, tensor, file_dtype, is_cast=is_cast(group))
     device = rules.target_device(asked, seen.key, tensor, present=options.present)
     spans: Spans | None = None
     if is_sharded(tensor):
@@ -107,6 +126,8 @@ def _decide(
         _check_in_place(group, device, dtype)
     changes = device.type != "cpu" or dtype != file_dtype or spans is not None
     changes = changes or (entry is not None and entry.is_pieced)
+    stride = None if in_place or spans is not None else asked_strides(group)
+    changes = changes or stride is not None
     source: Source = "memory"
     if entry is not None:
         filled = changes and not in_place and not handled
@@ -134,6 +155,7 @@ def _decide(
         dtype_is_fixed=options.dtype is not None or not tensor.is_meta,
         handled=handled,
         note=note,
+        stride=stride,
     )
 
 
@@ -248,6 +270,22 @@ def _require_layout(group: Group, value: object) -> None:
             expected=layout_of(group.tensor) or "a plain tensor",
             found=layout_of(value),
             hint="Pass whole tensors and full_state_dict=True: each rank takes its own slice.",
+        )
+
+
+def _require_values(group: Group, value: object) -> None:
+    """Refuse a tensor in memory that cannot be copied to where it goes."""
+    tensor = group.tensor
+    if not isinstance(value, torch.Tensor):
+        return
+    odd = oddity(held(value))
+    if odd and (value.is_meta or (not tensor.is_meta and odd != oddity(held(tensor)))):
+        raise PlacementError(
+            "its value cannot be copied",
+            entry=group.fqn,
+            expected="a dense tensor with values",
+            found=f"a tensor that is {odd}",
+            hint="Make it dense (to_dense, dequantize) on a device that has its values.",
         )
 
 

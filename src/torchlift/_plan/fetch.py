@@ -82,7 +82,7 @@ def _fetch_steps(
     found: list[Prepared] = []
     for step, value in zip(as_they_are, _by_route(as_they_are, origin, advance), strict=True):
         if isinstance(value, torch.Tensor):
-            value = _wrapped(step, _without_old_scalar(step, value))
+            value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
             _check_class(step, value, path)
         found.append((step, value))
     rest = [step for step in steps if transform is not None or step.handled]
@@ -189,6 +189,14 @@ def _copy(step: Step) -> Copy:
 def _entry(step: Step) -> TensorEntry:
     assert step.candidate.entry is not None
     return step.candidate.entry
+
+
+def _strided(step: Step, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the strides that were asked for, one such copy at a time."""
+    if step.stride is None or step.stride == tensor.stride():
+        return tensor
+    made = torch.empty_strided(tensor.shape, step.stride, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
 def _wrapped(step: Step, tensor: torch.Tensor) -> torch.Tensor:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint
-from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.commit import Commit, content_bytes
 from torchlift._model.dtensor import held, local_shape
 from torchlift._model.handlers import is_plain
@@ -25,9 +21,18 @@ from torchlift._plan.hooks import (
     run_hooks,
     run_post_hooks,
 )
-from torchlift._plan.report import KeyReport, LoadReport, Mismatch, clipped
-from torchlift._plan.rules import AnyMode, AnySource, DeviceRule, DtypeRule, Options, check_rule
-from torchlift._plan.sources import FileSource, Origin
+from torchlift._plan.report import KeyReport, LoadReport, Mismatch, clipped_list
+from torchlift._plan.rules import (
+    AnyMode,
+    AnySource,
+    DeviceRule,
+    DtypeRule,
+    Options,
+    Patterns,
+    allowed,
+    check_rule,
+)
+from torchlift._plan.sources import Given, Origin, sources
 from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
 from torchlift._system import human
 from torchlift._transfer import STAGING
@@ -58,13 +63,15 @@ class LoadPlan(LoadReport):
 
 def plan(
     model: nn.Module,
-    ckpt: Checkpoint | str | os.PathLike[str],
+    ckpt: Given | Sequence[Given],
     *,
     root: str | None = None,
     rename: Rename | None = None,
     device: DeviceRule = None,
     dtype: DtypeRule = None,
     strict: bool = True,
+    allow_missing: Patterns = (),
+    allow_unexpected: Patterns = (),
     ignore_mismatched: bool = False,
     mode: AnyMode = "auto",
     source: AnySource = "auto",
@@ -73,15 +80,19 @@ def plan(
 
     Args:
         model: a module, live or on meta. It is not changed.
-        ckpt: a checkpoint, or a path that `torchlift.open` reads.
-        root: keep only what is under this container of the checkpoint.
+        ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
+            a list of these, of which a later one wins.
+        root: keep only what is under this container of the checkpoint, of each where it is a list.
         rename: callable from a name in the checkpoint to a name in the model, or to None to drop.
         device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
             ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
-            and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file.
-        dtype: None, a floating-point dtype, or a callable from `TensorEntry` to a dtype or None. It
-            casts floating-point parameters and persistent buffers, nothing else.
+            and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file,
+            ``"meta"`` as it is, for a later load.
+        dtype: None, a floating-point dtype or its name, ``"model"``, or a callable from
+            `TensorEntry` to any of these; see `load`.
         strict: raise when keys are missing or unexpected.
+        allow_missing: patterns of names that may be missing, such as ``["head.*"]``.
+        allow_unexpected: patterns of names that may be unexpected.
         ignore_mismatched: treat a key whose shape differs as missing instead of raising.
         mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``.
         source: ``"mmap"``, ``"read"`` or ``"auto"``.
@@ -102,32 +113,33 @@ def plan(
         >>> list(p.loaded), p.bytes_to_read
         (['weight', 'bias'], 0)
     """
-    options = Options(rename, device, dtype, strict, ignore_mismatched, mode, source)
-    opened, owned = resolve(ckpt, root)
-    try:
-        return plan_only(model, opened, options)
-    finally:
-        if owned:
-            opened.close()
+    options = Options(
+        rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
+        source,
+    )  # fmt: skip
+    return plan_only(model, ckpt, options, root=root)
 
 
-def plan_only(model: nn.Module, ckpt: Checkpoint, options: Options) -> LoadPlan:
-    """Plan a load from an open checkpoint, and leave the model as it was."""
-    origin = FileSource(ckpt)
-    with closing(origin), locked(model) as tree, Commit() as commit:
+def plan_only(
+    model: nn.Module, ckpt: Given | Sequence[Given], options: Options, *, root: str | None = None
+) -> LoadPlan:
+    """Plan a load, and leave the model as it was."""
+    check_order(model, ckpt)
+    with sources(ckpt, root) as origin, locked(model) as tree, Commit() as commit:
         try:
             return make_plan(tree, origin, options, commit)
         finally:
             commit.undo()
 
 
-def resolve(ckpt: Checkpoint | str | os.PathLike[str], root: str | None) -> tuple[Checkpoint, bool]:
-    """Return the checkpoint that the argument means, and whether it was opened for this call."""
-    if not isinstance(ckpt, Checkpoint):
-        return open_checkpoint(ckpt, root=root), True
-    if root is None:
-        return ckpt, False
-    return Checkpoint(ckpt.index, root=root), True
+def check_order(model: object, ckpt: object) -> None:
+    """Refuse a model and a checkpoint that trade places.
+
+    Raises:
+        TypeError: they do.
+    """
+    if isinstance(ckpt, nn.Module) and not isinstance(model, nn.Module):
+        raise TypeError("the model comes first, then the checkpoint: load(model, ckpt)")
 
 
 def make_plan(
@@ -177,24 +189,28 @@ def make_plan(
     (check or _check)(matched, origin.path, options)
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
+    steps = steps_for(matched, origin.path, options)
     work = Work(
-        steps=tuple(steps_for(matched, origin.path, options)),
-        makings=tuple(makings_for([*matched.unmatched, *tree.meta_attributes], options)),
+        steps=tuple(steps),
+        makings=tuple(makings_for([*matched.unmatched, *tree.meta_attributes], options, steps)),
         attributes=tuple(outcome.attributes),
         extra=tuple(outcome.extra),
         hooked=hooked,
     )
-    return _assemble(origin.path, tree.groups, matched, work, names)
+    return _assemble(origin, tree.groups, matched, work, names)
 
 
 def _assemble(
-    path: str, groups: list[Group], matched: Match, work: Work, names: Mapping[str, str]
+    origin: Origin, groups: list[Group], matched: Match, work: Work, names: Mapping[str, str]
 ) -> LoadPlan:
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
-        loaded.update(dict.fromkeys(step.group.names, _describe(step)))
+        path = origin.paths.get(step.candidate.key, origin.path)
+        loaded.update(dict.fromkeys(step.group.names, _describe(step, path)))
+    placed = {id(step.group.tensor) for step in work.steps}
+    placed |= {id(item.group.tensor) for item in work.makings}
     return LoadPlan(
-        path=path,
+        path=origin.path,
         loaded=loaded,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
@@ -202,6 +218,12 @@ def _assemble(
         hint=suggestion(matched.missing, matched.unexpected),
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
         replayed=[name for group in work.replayed for name in group.names],
+        deferred=[
+            name
+            for group in groups
+            if group.tensor.is_meta and id(group.tensor) not in placed and not is_lazy(group.tensor)
+            for name in group.names
+        ],
         renamed={old: new for old, new in names.items() if old != new},
         peak_bytes=_peak(work),
         bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
@@ -209,11 +231,12 @@ def _assemble(
     )
 
 
-def _describe(step: Step) -> KeyReport:
+def _describe(step: Step, path: str) -> KeyReport:
     candidate, dtype = step.candidate, str(step.dtype).removeprefix("torch.")
     return KeyReport(
         key=step.key,
         entry=candidate.key,
+        path=path,
         nbytes=candidate.nbytes,
         mode=step.mode,
         source=step.source,
@@ -264,27 +287,30 @@ def _new_bytes(step: Step) -> int:
 
 def _check(matched: Match, path: str, options: Options) -> None:
     """Refuse what does not fit, in one error that lists all of it."""
-    missing = matched.missing if options.strict else []
-    unexpected = matched.unexpected if options.strict else []
+    excused = allowed(matched.missing, options.allow_missing)
+    excused |= allowed(matched.unexpected, options.allow_unexpected)
+    missing = [name for name in matched.missing if name not in excused]
+    unexpected = [name for name in matched.unexpected if name not in excused]
     wrong = {} if options.ignore_mismatched else matched.mismatched
-    if not (missing or unexpected or wrong):
+    nothing = not matched.pairs and bool(missing)
+    if not (wrong or nothing or (options.strict and (missing or unexpected))):
         return
     lists, ways = [], []
     if missing:
-        lists.append(f"missing ({len(missing)}): {', '.join(map(clipped, missing))}")
-        ways.append("strict=False to load what fits")
+        lists.append(f"missing ({len(missing)}): {clipped_list(missing)}")
+        ways.append("allow_missing=[...] with the names that may be")
     if unexpected:
-        lists.append(f"unexpected ({len(unexpected)}): {', '.join(map(clipped, unexpected))}")
-        if not missing:
-            ways.append("rename= to drop these (return None), or strict=False to load what fits")
+        lists.append(f"unexpected ({len(unexpected)}): {clipped_list(unexpected)}")
+        ways.append("allow_unexpected=[...] with the names that may be")
+    if missing and unexpected:
+        ways = ["rename= with the rule that brings the names together"]
     if wrong:
-        lists.append(
-            f"mismatched ({len(wrong)}): {'; '.join(clipped(str(item)) for item in wrong.values())}"
-        )
+        lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
         ways.append("ignore_mismatched=True to skip what has another shape")
     hint = suggestion(matched.missing, matched.unexpected) or f"Pass {' and '.join(ways)}."
+    what = "nothing in the checkpoint fits the model" if nothing else "the checkpoint does not fit"
     raise MismatchError(
-        "the checkpoint does not fit the model: " + "; ".join(lists),
+        f"{what}{'' if nothing else ' the model'}: " + "; ".join(lists),
         file=path,
         hint=hint,
         missing_keys=matched.missing,

@@ -28,6 +28,7 @@ class KeyReport:
     Attributes:
         key: its name in the model.
         entry: its name in the checkpoint.
+        path: the checkpoint, of several that one which gave it.
         nbytes: bytes of the tensor in the checkpoint.
         mode: ``"assign"``, ``"copy"`` or ``"swap"``.
         source: ``"mmap"`` where the weights stay file-backed or are copied out of the map,
@@ -43,6 +44,7 @@ class KeyReport:
 
     key: str
     entry: str
+    path: str
     nbytes: int
     mode: Mode
     source: Source
@@ -82,6 +84,7 @@ class LoadReport:
         mismatched: name -> `Mismatch`, where ``ignore_mismatched=True`` let it pass.
         tied: groups of names that are one tensor in the model.
         replayed: names whose value came from replaying their construction.
+        deferred: names that the device rule left for a later load, with ``"meta"``.
         renamed: name in the checkpoint -> name in the model, where they differ.
         hint: what would make more names fit, where a prefix seems to be in the way, else None.
         seconds: wall time of the load.
@@ -95,6 +98,7 @@ class LoadReport:
     mismatched: Mapping[str, Mismatch] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
     replayed: list[str] = field(default_factory=list)
+    deferred: list[str] = field(default_factory=list)
     renamed: Mapping[str, str] = field(default_factory=dict)
     hint: str | None = None
     seconds: float = 0.0
@@ -148,10 +152,14 @@ def summarise(report: LoadReport) -> list[str]:
         f"{item.cast_from} to {item.dtype}" for item in report.loaded.values() if item.cast_from
     )
     lines += [f"  cast {what}: {n}" for what, n in sorted(casts.items())]
+    paths = Counter(item.path for item in report.loaded.values())
+    if len(paths) > 1:
+        lines += [f"  {n} from {path}" for path, n in paths.items()]
     lines += _listed("missing", report.missing_keys)
     lines += _listed("unexpected", report.unexpected_keys)
     lines += _listed("mismatched", [str(item) for item in report.mismatched.values()])
     lines += _listed("replayed", report.replayed)
+    lines += _listed("left for later", report.deferred)
     lines += _listed("tied", [" = ".join(names) for names in report.tied])
     lines += _listed("renamed", [f"{old} -> {new}" for old, new in report.renamed.items()])
     if report.hint:
@@ -177,13 +185,19 @@ def names_of(report: LoadReport) -> dict[str, object]:
             for item in report.mismatched.values()
         },
         "replayed": report.replayed,
+        "deferred": report.deferred,
         "tied": [list(names) for names in report.tied],
         "renamed": dict(report.renamed),
     }
 
 
-def _listed(title: str, items: list[str], limit: int = 5) -> list[str]:
-    if not items:
-        return []
-    more = f", and {len(items) - limit} more" if len(items) > limit else ""
-    return [f"  {title} ({len(items)}): {', '.join(map(clipped, items[:limit]))}{more}"]
+def _listed(title: str, items: list[str]) -> list[str]:
+    return [f"  {title} ({len(items)}): {clipped_list(items)}"] if items else []
+
+
+def clipped_list(items: Iterable[str], separator: str = ", ", limit: int = 5) -> str:
+    """Return the first names, and how many more there are."""
+    first, more = [*items], ""
+    if len(first) > limit:
+        more = f"{separator}and {len(first) - limit} more"
+    return separator.join(map(clipped, first[:limit])) + more

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import torch
@@ -18,7 +19,10 @@ from torchlift.formats import TensorEntry
 DeviceRule = (
     torch.device | str | int | Callable[[TensorEntry], torch.device | str | int | None] | None
 )
-DtypeRule = torch.dtype | Callable[[TensorEntry], torch.dtype | None] | None
+DtypeRule = torch.dtype | str | Callable[[TensorEntry], torch.dtype | str | None] | None
+Patterns = Collection[str]
+#: The dtype that keeps what the model has, also on meta.
+MODEL = "model"
 AnyMode = Literal["auto", "assign", "copy", "swap"]
 AnySource = Literal["auto", "mmap", "read"]
 
@@ -29,12 +33,17 @@ class Options:
 
     Attributes:
         present: whether the devices must exist here; False for a plan that is only looked at.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it can be.
     """
 
     rename: Rename | None = None
     device: DeviceRule = None
     dtype: DtypeRule = None
     strict: bool = True
+    allow_missing: Patterns = ()
+    allow_unexpected: Patterns = ()
     ignore_mismatched: bool = False
     mode: AnyMode = "auto"
     source: AnySource = "auto"
@@ -46,33 +55,66 @@ class Options:
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
         dtype: object = self.dtype
-        if not (dtype is None or isinstance(dtype, torch.dtype) or callable(dtype)):
-            raise TypeError(f"dtype={dtype!r}: expected a torch.dtype, a callable or None")
+        if isinstance(dtype, str) and dtype != MODEL and _dtype_named(dtype) is None:
+            raise ValueError(f'dtype={dtype!r}: expected a name such as "bfloat16", or "model"')
+        if not (dtype is None or isinstance(dtype, (torch.dtype, str)) or callable(dtype)):
+            raise TypeError(
+                f"dtype={dtype!r}: expected a torch.dtype, its name, a callable or None"
+            )
+        for name in ("allow_missing", "allow_unexpected"):
+            patterns: object = getattr(self, name)
+            if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):  # type: ignore[attr-defined]
+                raise TypeError(f"{name}={patterns!r}: expected patterns such as ['head.*']")
         rename: object = self.rename
         if not (rename is None or callable(rename)):
             raise TypeError(f"rename={rename!r}: expected a callable or None")
 
 
 def target_dtype(
-    rule: DtypeRule, entry: TensorEntry, tensor: torch.Tensor, file_dtype: torch.dtype
+    rule: DtypeRule,
+    entry: TensorEntry,
+    tensor: torch.Tensor,
+    file_dtype: torch.dtype,
+    *,
+    is_cast: bool = False,
 ) -> torch.dtype:
     """Return the dtype that `rule` gives a tensor; only floating-point ones are ever cast.
+
+    Args:
+        rule: what was asked for.
+        entry: what the rule gets to see.
+        tensor: the model's.
+        file_dtype: that of its values in the source.
+        is_cast: whether a tensor on meta was cast by the caller, and keeps its dtype.
 
     Raises:
         PlacementError: the rule gives something else than a floating-point dtype.
     """
-    default = file_dtype if tensor.is_meta else tensor.dtype
+    default = file_dtype if tensor.is_meta and not is_cast else tensor.dtype
     floating = file_dtype.is_floating_point and tensor.dtype.is_floating_point
     if rule is None or not floating:
-        return default
-    asked: object = rule if isinstance(rule, torch.dtype) else rule(entry)
+        return default if floating or not is_cast else file_dtype
+    asked: object = rule(entry) if callable(rule) else rule
     if asked is None:
         return default
-    if not isinstance(asked, torch.dtype) or not asked.is_floating_point:
+    if asked == MODEL:
+        return tensor.dtype
+    made = _dtype_named(asked) if isinstance(asked, str) else asked
+    if not isinstance(made, torch.dtype) or not made.is_floating_point:
         raise PlacementError(
             "dtype= must give a floating-point dtype", entry=entry.key, found=repr(asked)
         )
-    return asked
+    return made
+
+
+def _dtype_named(name: str) -> torch.dtype | None:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def allowed(names: Iterable[str], patterns: Patterns) -> set[str]:
+    """Return the names that a pattern allows; ``*`` stands for any text, dots included."""
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def asked_device(
@@ -89,6 +131,11 @@ def asked_device(
     first = given[0][1] if given else None
     other = [f"{name!r} to {answer}" for name, answer in given if str(answer) != str(first)]
     return first, f"tied, one tensor: the rule would send {', '.join(other)}" if other else None
+
+
+def is_deferred(asked: object) -> bool:
+    """Return whether a device rule leaves a tensor for a later load."""
+    return isinstance(asked, (str, torch.device)) and str(asked) == "meta"
 
 
 def target_device(

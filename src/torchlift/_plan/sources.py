@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, BinaryIO
 
 import torch
 
 from torchlift._checkpoint import Checkpoint, MappedViews
+from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import (
     Span,
     everything,
@@ -18,7 +21,94 @@ from torchlift._model.dtensor import (
 )
 from torchlift._model.handlers import is_wrapper
 from torchlift._plan.steps import Candidate, Copy, Sent
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, FormatError
+from torchlift.formats import put_together
+
+#: What a caller may pass as a checkpoint.
+Given = Checkpoint | str | os.PathLike[str] | BinaryIO | Mapping[str, Any]
+
+#: What messages and reports call a state dict.
+IN_MEMORY = "the state dict"
+
+
+@contextmanager
+def sources(given: Given | Sequence[Given], root: str | None) -> Iterator[Origin]:
+    """Open what a caller passed: a checkpoint, a state dict, or several, of which later ones win.
+
+    Raises:
+        CheckpointError: one cannot be opened.
+        TypeError: something else was passed.
+    """
+    with ExitStack() as stack:
+        layers: Sequence[Given] = given if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
+        if not layers:
+            raise TypeError("an empty list of checkpoints")
+        opened = [
+            StateSource(*flat_state(layer, root), whole=True)
+            if isinstance(layer, Mapping) and not isinstance(layer, Checkpoint)
+            else stack.enter_context(checkpoint(layer, root))
+            for layer in layers
+        ]
+        origin = _layered(opened)
+        stack.callback(origin.close)
+        yield origin
+
+
+@contextmanager
+def checkpoint(given: Given, root: str | None) -> Iterator[Checkpoint]:
+    """Open a checkpoint for one call, or restrict one that the caller has opened."""
+    if isinstance(given, Checkpoint):
+        yield given if root is None else Checkpoint(given.index, root=root)
+        return
+    if isinstance(given, Mapping):
+        raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
+    with open_checkpoint(given, root=root) as opened:
+        yield opened
+
+
+def flat_state(
+    state: Mapping[str, Any], root: str | None
+) -> tuple[dict[str, Any], Mapping[str, Mapping[str, object]]]:
+    """Return a state dict's leaves by dotted key, and the metadata that torch keeps beside it.
+
+    Raises:
+        FormatError: `root` names nothing in it.
+    """
+    for name in root.split(".") if root else ():
+        inner = state.get(name)
+        if not isinstance(inner, Mapping):
+            raise FormatError("there is no such container", file=IN_MEMORY, entry=root)
+        state = inner
+    flat: dict[str, Any] = {}
+
+    def visit(values: Mapping[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            # The extra state of a module may be a dict, and is one value.
+            if isinstance(value, Mapping) and value and not str(key).endswith("_extra_state"):
+                visit(value, f"{prefix}{key}.")
+            else:
+                flat[f"{prefix}{key}"] = value
+
+    visit(state, "")
+    return flat, getattr(state, "_metadata", None) or {}
+
+
+def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
+    """Return one source of several; where two have one key, the later one counts."""
+    if len(layers) == 1:
+        return layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
+    owner: dict[str, str] = {}
+    paths: dict[str, str] = {}
+    for number, layer in enumerate(layers):
+        path = layer.path
+        keys = layer.candidates if isinstance(layer, StateSource) else layer.entries
+        blocked = () if isinstance(layer, StateSource) else layer.blocked_keys
+        for key in (*keys, *layer.objects, *blocked):
+            owner[key], paths[key] = str(number), path
+    indexes = {str(n): item.index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
+    path = ", ".join(dict.fromkeys(layer.path for layer in layers))
+    merged = Checkpoint(put_together(path, indexes, owner, {}))
+    return _Layers(merged, layers, owner, paths)
 
 
 class Origin:
@@ -26,6 +116,8 @@ class Origin:
 
     Attributes:
         path: for errors and reports.
+        paths: key -> the one of several sources that it comes from.
+        checkpoints: whose files it reads.
         candidates: key -> where its values are.
         objects: key -> leaf that is no tensor.
         blocked: key -> global that its value would need: only unpickling could rebuild it.
@@ -36,7 +128,9 @@ class Origin:
     """
 
     views: MappedViews
-    path = "the state dict"
+    path = IN_MEMORY
+    paths: Mapping[str, str] = {}
+    checkpoints: Sequence[Checkpoint] = ()
     blocked: Mapping[str, str] = {}
     templates: Mapping[str, object] = {}
     collective = False
@@ -86,6 +180,7 @@ class FileSource(Origin):
         candidates = {key: Candidate(key, entry) for key, entry in ckpt.entries.items()}
         super().__init__(candidates, ckpt.objects, ckpt.index.module_versions)
         self.path = ckpt.path
+        self.checkpoints = (ckpt,)
         self.blocked = ckpt.blocked_keys
         self.templates = ckpt.index.templates
         self.views = MappedViews(ckpt.index)
@@ -102,6 +197,37 @@ class FileSource(Origin):
 
     def close(self) -> None:
         self.views.close()
+
+
+class _Layers(FileSource):
+    """Several sources, of which a later one wins.
+
+    Args:
+        merged: the files among them.
+        layers: all of them.
+        owner: key -> the number of the one that counts.
+        paths: key -> its path.
+    """
+
+    def __init__(
+        self,
+        merged: Checkpoint,
+        layers: Sequence[Checkpoint | StateSource],
+        owner: Mapping[str, str],
+        paths: Mapping[str, str],
+    ) -> None:
+        super().__init__(merged)
+        self.paths = paths
+        self.checkpoints = [layer for layer in layers if isinstance(layer, Checkpoint)]
+        candidates, objects = dict(self.candidates), dict(self.objects)
+        for number, layer in enumerate(layers):
+            if isinstance(layer, StateSource):
+                mine = {key for key, winner in owner.items() if winner == str(number)}
+                candidates |= {k: v for k, v in layer.candidates.items() if k in mine}
+                objects |= {k: v for k, v in layer.objects.items() if k in mine}
+                self.versions = {**self.versions, **layer.versions}
+        self.candidates = {key: candidates[key] for key in owner if key in candidates}
+        self.objects = {key: objects[key] for key in owner if key in objects}
 
 
 class StateSource(Origin):

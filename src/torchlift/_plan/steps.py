@@ -142,6 +142,7 @@ class Step:
         handled: whether the class of the model's tensor says how it is loaded.
         note: why it is done this way, where that is not what was asked for.
         base: what it is a view of, together with other tensors of the model.
+        stride: strides that it gets, in elements, where they are not those of the source.
     """
 
     group: Group
@@ -158,6 +159,7 @@ class Step:
     handled: bool = False
     note: str | None = None
     base: Base | None = None
+    stride: tuple[int, ...] | None = None
 
     @property
     def entry(self) -> TensorEntry | None:

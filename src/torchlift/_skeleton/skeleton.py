@@ -126,15 +126,15 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
             if is_sharded(group.tensor):  # the rest is freed at once: one whole tensor at a time
                 tensor = shard_of_value(tensor, group.tensor, group.fqn)
                 tensor = wrap(group.tensor, tensor)
-            made[positions[at]] = tensor
+            made[positions[at]] = tensor.to(group.tensor.dtype)  # it may have been cast on meta
     return [made[position] for position in range(len(groups))]
 
 
 def _remember(recorder: Recorder, group: Group) -> None:
-    """Attach to a tensor how it is made, and to the modules that hold it as a parameter.
+    """Attach to a tensor how it is made, and to the modules that hold it.
 
-    A deep copy of a parameter loses what hangs on the tensor, unlike one of a buffer
-    (`torch.nn.Parameter.__deepcopy__` calls the class); a copy of its module keeps its own.
+    A deep copy of a parameter loses what hangs on the tensor (`torch.nn.Parameter.__deepcopy__`
+    calls the class), and so does a buffer that is cast; the module keeps its own.
     """
     tensor = group.tensor
     if is_lazy(tensor):
@@ -158,9 +158,8 @@ def _remember(recorder: Recorder, group: Group) -> None:
     construction = Construction(recorder.recording, ref)
     recorder.recording.tensors += 1
     tensor.__dict__[CONSTRUCTION] = construction
-    if isinstance(tensor, nn.Parameter):
-        for slot in group.slots:
-            vars(slot.module).setdefault(CONSTRUCTION, {})[slot.name] = construction
+    for slot in group.slots:
+        vars(slot.module).setdefault(CONSTRUCTION, {})[slot.name] = construction
 
 
 def _named(groups: list[Group], names: list[str], tree: ModuleTree) -> list[Group]:
@@ -187,9 +186,8 @@ def _is_under(full: str, name: str) -> bool:
 def forget(tree: ModuleTree) -> None:
     """Let go of how parameters are made once they are, and so of the recordings behind them."""
     for module in tree.modules:
-        if CONSTRUCTION in vars(module) and not any(
-            weight is not None and weight.is_meta for weight in module._parameters.values()
-        ):
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        if CONSTRUCTION in vars(module) and not any(t is not None and t.is_meta for t in tensors):
             del vars(module)[CONSTRUCTION]
 
 
@@ -207,7 +205,22 @@ def construction_of(group: Group) -> Construction | None:
 
 
 def _describes(ref: Ref, tensor: torch.Tensor) -> bool:
-    return (ref.dtype, ref.shape) == (tensor.dtype, tuple(tensor.shape))
+    is_cast = ref.dtype.is_floating_point and tensor.dtype.is_floating_point
+    return ref.shape == tuple(tensor.shape) and (is_cast or ref.dtype == tensor.dtype)
+
+
+def is_cast(group: Group) -> bool:
+    """Return whether a tensor of a skeleton got another dtype after it was made (``.half()``)."""
+    made = construction_of(group) if group.tensor.is_meta else None
+    return made is not None and made.ref.dtype != group.tensor.dtype
+
+
+def asked_strides(group: Group) -> tuple[int, ...] | None:
+    """Return the strides that a tensor of a skeleton got after it was made (channels last)."""
+    made = construction_of(group) if group.tensor.is_meta else None
+    if made is None or made.ref.stride == group.tensor.stride():
+        return None
+    return tuple(group.tensor.stride())
 
 
 def constructions_of(groups: Iterable[Group]) -> list[Construction]:

@@ -16,7 +16,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,11 +33,11 @@ from torchlift._plan import (
     LoadPlan,
     Rename,
     check_rule,
+    checkpoint,
     entry_like,
     names_of,
     plan,
     renamed,
-    resolve,
     summarise,
     target_dtype,
 )
@@ -199,8 +199,7 @@ def simulate(
             raise ValueError("root=, rename= and model= are for a checkpoint, not for a module")
         model, tensors = source, list(_of_module(source, dtype))
     else:
-        ckpt, owned = resolve(source, root)
-        with ckpt if owned else nullcontext():
+        with checkpoint(source, root) as ckpt:
             if model is not None:
                 words: dict[str, Any] = {"strict": strict, "ignore_mismatched": ignore_mismatched}
                 made = plan(model, ckpt, rename=rename, dtype=dtype, source="read", **words)

@@ -14,8 +14,9 @@ from torchlift.formats.index import (
     TensorEntry,
     under,
 )
+from torchlift.formats.sharded import put_together
 
 __all__ = [
     "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "Storage", "TensorEntry", "cut",
-    "read_index", "row_major", "steps_in_file", "under",
+    "put_together", "read_index", "row_major", "steps_in_file", "under",
 ]  # fmt: skip

@@ -68,7 +68,7 @@ def read_sharded(source: Source, read_file: _ReadFile) -> Index:
     names = {id(shard): name for name, shard in reversed(shards.items())}
     claims = {key: names[id(shards[name])] for key, name in weight_map.items()}
     shards = {name: shards[name] for name in dict.fromkeys(claims.values())}
-    return _join(source.path, shards, claims, text)
+    return put_together(source.path, shards, claims, text)
 
 
 def read_set(path: str, names: Iterable[str], read_file: _ReadFile) -> Index:
@@ -83,7 +83,7 @@ def read_set(path: str, names: Iterable[str], read_file: _ReadFile) -> Index:
         FormatError: two shards hold the same key.
         UnsafeError: a shard is a link that leaves the directory.
     """
-    return _join(path, _read_shards(path, sorted(names), read_file, Budget()), {}, {})
+    return put_together(path, _read_shards(path, sorted(names), read_file, Budget()), {}, {})
 
 
 def locate(directory: str, name: str) -> str:
@@ -154,8 +154,8 @@ def _read_shards(
     return {name: shards[file] for name, file in files.items()}
 
 
-def _join(
-    path: str, shards: dict[str, Index], weight_map: Mapping[str, str], metadata: dict[str, str]
+def put_together(
+    path: str, shards: Mapping[str, Index], weight_map: Mapping[str, str], metadata: dict[str, str]
 ) -> Index:
     """Put shards together under one index."""
     for shard in shards.values():

@@ -1,0 +1,194 @@
+"""What `load` takes as a checkpoint, and what it takes for the model."""
+
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import torchlift
+from torchlift._plan import allowed
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {key: torch.full_like(tensor, value) for key, tensor in build().state_dict().items()}
+
+
+class Model(nn.Module):
+    """A backbone and a head, with a buffer that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("inverse", 1 / torch.arange(1.0, 3.0), persistent=False)
+
+
+def test_a_state_dict_in_memory_is_copied_in(tmp_path):
+    """What the caller has stays the caller's, and nested containers have dotted names."""
+    given_, model = state(1), torchlift.skeleton(build)
+    report = torchlift.load(model, {"model": given_, "step": 3}, root="model")
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert given_["0.weight"].eq(1).all()
+    assert {item.path for item in report.loaded.values()} == {"the state dict"}
+    nested = {"0": {"weight": torch.zeros(4, 3), "bias": torch.zeros(4)}, "1": nn.Linear(4, 2)}
+    nested["1"] = nested["1"].state_dict()
+    torchlift.load(model, nested)
+    assert model[0].weight.eq(0).all()
+    with pytest.raises(torchlift.FormatError, match="no such container"):
+        torchlift.load(model, {"model": given_}, root="modle")
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_later_checkpoint_wins_and_the_report_says_which(tmp_path, live):
+    """A base, an adapter's file and a tensor in memory, each over what came before."""
+    base, adapter = tmp_path / "base.pt", tmp_path / "adapter.pt"
+    torch.save(state(1), base)
+    torch.save({"1.weight": torch.full((2, 4), 2.0), "1.bias": torch.full((2,), 2.0)}, adapter)
+    model = build() if live else torchlift.skeleton(build)
+    layers = [str(base), torchlift.open(adapter), {"1.bias": torch.full((2,), 3.0)}]
+    planned = torchlift.plan(model, layers)
+    report = torchlift.load(model, layers, verify=True)
+    assert {key: item.path for key, item in report.loaded.items()} == {
+        "0.weight": str(base), "0.bias": str(base), "1.weight": str(adapter),
+        "1.bias": "the state dict",
+    }  # fmt: skip
+    assert planned.source == report.source
+    values = {key: tensor.unique().tolist() for key, tensor in model.state_dict().items()}
+    assert values == {"0.weight": [1], "0.bias": [1], "1.weight": [2], "1.bias": [3]}
+    assert f"2 from {base}" in str(report)
+    with pytest.raises(TypeError, match="an empty list"):
+        torchlift.load(model, [])
+
+
+def test_a_file_object_is_read_from_where_it_stands(tmp_path):
+    """A buffer is copied to a file of its own; a file of this machine is opened by its name."""
+    buffer = io.BytesIO()
+    buffer.write(b"before")
+    torch.save(state(1), buffer)
+    buffer.seek(6)
+    model = torchlift.skeleton(build)
+    torchlift.load(model, buffer)
+    assert buffer.tell() == 6
+    assert model[1].weight.eq(1).all()
+    with torchlift.open(buffer) as ckpt:
+        kept = ckpt["0.weight"]
+    assert kept.eq(1).all()
+    torch.save(state(1), tmp_path / "model.pt")
+    with open(tmp_path / "model.pt", "rb") as file:
+        assert torchlift.open(file).path == str(tmp_path / "model.pt")
+    with pytest.raises(TypeError, match="a path or a binary file object, not int"):
+        torchlift.open(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("odd", [torch.empty(4, 3, device="meta"), torch.eye(4, 3).to_sparse()])
+def test_a_value_in_memory_that_cannot_be_copied_changes_nothing(odd):
+    """It is found before the first tensor is placed."""
+    model = build()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(torchlift.PlacementError, match=r"'1\.weight'|'0\.weight'"):
+        torchlift.load(model, {**state(1), "0.weight": odd})
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_model_and_a_checkpoint_that_trade_places_are_told():
+    """The commonest slip gets its own sentence."""
+    with pytest.raises(TypeError, match="the model comes first"):
+        torchlift.load({}, build())  # type: ignore[arg-type]
+
+
+def test_names_that_may_be_missing_or_unexpected_keep_the_rest_strict():
+    """Patterns excuse what they name and nothing else."""
+    saved = {**state(1), "extra.a": torch.ones(1)}
+    del saved["1.bias"]
+    model = torchlift.skeleton(build)
+    report = torchlift.load(model, saved, allow_missing=["1.b*"], allow_unexpected=["extra.*"])
+    assert (report.missing_keys, report.unexpected_keys) == (["1.bias"], ["extra.a"])
+    with pytest.raises(torchlift.MismatchError, match=r"unexpected \(1\): extra.a"):
+        torchlift.load(build(), saved, allow_missing=["1.b*"])
+    with pytest.raises(torchlift.MismatchError, match=r"missing \(1\): 1.bias"):
+        torchlift.load(build(), saved, allow_missing=["0.*"], allow_unexpected=["*"])
+
+
+@given(st.lists(st.text("ab.", min_size=1, max_size=4)), st.text("ab.", max_size=3))
+def test_a_pattern_that_ends_with_a_star_is_a_prefix(names, prefix):
+    """As in a shell, but a star takes dots as well."""
+    assert allowed(names, [prefix + "*"]) == {name for name in names if name.startswith(prefix)}
+
+
+def test_a_checkpoint_of_which_nothing_fits_is_an_error_even_without_strict():
+    """It would otherwise look like success."""
+    with pytest.raises(torchlift.MismatchError, match="nothing in the checkpoint fits"):
+        torchlift.load(build(), {"other": torch.ones(1)}, strict=False)
+
+
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
+def test_a_skeleton_keeps_the_dtype_that_it_was_cast_to(cast):
+    """Buffers that are replayed, a new head and what is loaded end as a cast model has them."""
+    source = Model()
+    saved = {key: value for key, value in source.state_dict().items() if key.startswith("body")}
+    model = getattr(torchlift.skeleton(Model), cast)()
+    torchlift.load(model, saved, allow_missing=["head.*"])
+    expected = getattr(Model(), cast)()
+    for name, tensor in [*expected.named_parameters(), *expected.named_buffers()]:
+        assert model.get_buffer(name).dtype == tensor.dtype if name == "inverse" else True
+        assert dict(model.named_parameters()).get(name, tensor).dtype == tensor.dtype
+    assert torch.equal(model.inverse, expected.inverse)
+    assert torch.equal(model.body.weight, getattr(source.body.weight, cast)())
+
+
+@pytest.mark.parametrize("source", ["mmap", "read"])
+def test_a_skeleton_keeps_its_memory_format(tmp_path, source):
+    """Channels last stays so, whichever way the bytes come."""
+    torch.save(Model().state_dict(), tmp_path / "model.pt")
+    model = torchlift.skeleton(Model).to(memory_format=torch.channels_last)
+    report = torchlift.load(model, tmp_path / "model.pt", source=source)
+    assert model.body.weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(model.body.weight, torchlift.open(tmp_path / "model.pt")["body.weight"])
+    assert not report.loaded["body.weight"].is_mapped
+
+
+def test_a_replayed_head_has_the_dtype_of_what_is_around_it():
+    """As transformers does: a half precision checkpoint makes no model of two precisions."""
+    saved = {key: value.bfloat16() for key, value in Model().body.state_dict().items()}
+    model = torchlift.skeleton(Model)
+    torchlift.load(model, {"body": saved}, allow_missing=["head.*"])
+    assert model.head.weight.dtype == torch.bfloat16
+    assert model.inverse.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("bfloat16", torch.bfloat16), ("torch.float16", torch.float16), ("model", torch.float32)],
+)
+def test_a_dtype_may_be_a_name(dtype, expected):
+    """Of torch's, or the model's own."""
+    model = torchlift.skeleton(Model)
+    torchlift.load(model, Model().double().state_dict(), dtype=dtype)
+    assert model.body.weight.dtype == expected
+    model = torchlift.skeleton(Model)
+    torchlift.load(model, Model().double().state_dict(), dtype=lambda entry: dtype)
+    assert model.body.weight.dtype == expected
+    with pytest.raises(ValueError, match='expected a name such as "bfloat16", or "model"'):
+        torchlift.load(model, {}, dtype="bf16")
+
+
+def test_stages_leave_to_a_later_load_what_is_not_theirs():
+    """Nothing of the other stage is loaded or replayed."""
+    model = torchlift.skeleton(Model)
+    saved = Model().state_dict()
+    late = lambda entry: "meta" if entry.key.startswith("head") else None  # noqa: E731
+    report = torchlift.load(model, saved, device=late)
+    assert report.deferred == ["head.weight", "head.bias"]
+    assert model.head.weight.is_meta
+    assert "left for later (2): head.weight, head.bias" in str(report)
+    del saved["head.bias"]
+    report = torchlift.load(torchlift.skeleton(Model), saved, device=late, strict=False)
+    assert report.replayed == ["inverse"]
