@@ -213,7 +213,7 @@ print("all still on meta:", all(p.is_meta for p in model.parameters()))
 # Now the list is short, and it is what you meant: a scale that is new, a second head that you do
 # not need, and a head of another shape. These are two decisions, and torchlift wants both of them:
 #
-# - ``allow_missing`` and ``allow_unexpected``: names that may be missing or unexpected, as patterns.
+# - ``allow_missing`` and ``allow_unexpected``: patterns of names that may be either.
 # - ``ignore_mismatched=True``: a key of another shape counts as missing.
 #
 # Read the plan before you load. It touches nothing.
@@ -397,8 +397,8 @@ scratch.cleanup()
 # What to use when
 # ----------------
 #
-# - **A new head:** ``load(..., allow_missing=["head.*"], ignore_mismatched=True)``: whatever else is
-#   missing is still an error.
+# - **A new head:** ``load(..., allow_missing=["head.*"], ignore_mismatched=True)``: whatever else
+#   is missing is still an error.
 # - **Parts of the file that you do not need, and nothing else amiss:** keep ``strict=True``, and
 #   let ``rename`` return None for them.
 # - **Names from a wrapper:** `torchlift.remap.strip`. For more than a prefix there is
