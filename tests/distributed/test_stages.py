@@ -27,6 +27,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     [
         "a_full_state_dict_has_every_stage",
         "stages_that_do_not_fit_are_one_error_on_every_rank",
+        "a_replica_without_dtensors_is_read_by_rank_0_alone",
         "a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0",
         "few_messages_over_one_communicator",
         "memory_that_a_rank_lacks_stops_all_before_anything_travels",

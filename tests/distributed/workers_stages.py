@@ -80,8 +80,10 @@ def a_full_state_dict_has_every_stage() -> None:
                 patch.setattr(gather, "BUDGET", budget)
                 stage = stage_of(whole, kind)
                 optimizer = torch.optim.Adam(stage.parameters(), foreach=False)
-                found = ours.get_state_dict(stage, optimizer, options=ON_0)
-                again = ours.get_model_state_dict(stage, options=ON_0)
+                # Nothing else tells stages without DTensors from replicas.
+                among = {"process_group": dist.group.WORLD} if kind == "plain" else {}
+                found = ours.get_state_dict(stage, optimizer, options=ON_0, **among)
+                again = ours.get_model_state_dict(stage, options=ON_0, **among)
             if dist.get_rank():
                 assert found == ({}, {})
                 continue
@@ -107,11 +109,26 @@ def stages_that_do_not_fit_are_one_error_on_every_rank() -> None:
     rank = dist.get_rank()
     model = nn.Linear(2 + rank // (dist.get_world_size() // 2), 3)
     with pytest.raises(ours.StateDictMismatch, match=r"'weight': two ranks hold unlike tensors"):
-        ours.get_model_state_dict(model, options=ON_0)
+        ours.get_model_state_dict(model, options=ON_0, process_group=dist.group.WORLD)
     bad = Unsendable(2, 3) if rank == dist.get_world_size() - 1 else nn.Linear(2, 3)
     with pytest.raises((ours.StateDictMismatch, AttributeError, TypeError)) as caught:
-        ours.get_model_state_dict(bad, options=ON_0)
+        ours.get_model_state_dict(bad, options=ON_0, process_group=dist.group.WORLD)
     assert "lambda" in str(caught.value)
+
+
+def a_replica_without_dtensors_is_read_by_rank_0_alone() -> None:
+    """As torch's function is, in ``if rank == 0``: nobody waits for the others."""
+    for wrap in (lambda model: model, DistributedDataParallel, torch.compile):
+        model = wrap(nn.Linear(2, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        if dist.get_rank() == 0:
+            found = ours.get_state_dict(model, optimizer, options=ON_0)
+            same(found[0], ours.get_model_state_dict(model, options=ON_0))
+            same(dict(found[0]), dict(ours.get_model_state_dict(model)))
+            same(found[1], ours.get_optimizer_state_dict(model, optimizer, options=ON_0))
+        dist.barrier()
+        if dist.get_rank():
+            assert ours.get_state_dict(model, optimizer, options=ON_0) == ({}, {})
 
 
 def a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0() -> None:
@@ -294,6 +311,7 @@ CHECKS = {
     for check in (
         a_full_state_dict_has_every_stage,
         stages_that_do_not_fit_are_one_error_on_every_rank,
+        a_replica_without_dtensors_is_read_by_rank_0_alone,
         a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0,
         few_messages_over_one_communicator,
         memory_that_a_rank_lacks_stops_all_before_anything_travels,

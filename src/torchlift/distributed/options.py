@@ -34,8 +34,10 @@ class StateDictOptions:
             state dict holds whole tensors, of which every rank takes its own slice. Must be the
             same on every rank: one that does not gather talks to nobody, and others wait for it.
         cpu_offload: move tensors to the CPU. With `full_state_dict` only rank 0 gets the result,
-            the other ranks get an empty dict: all ranks must call it, and what they have under
-            names of their own, as the stages of a pipeline, is in that result.
+            the other ranks get an empty dict. Where the model has DTensors all ranks must call it,
+            and what they have under names of their own, as the stages of a pipeline, is in that
+            result. Without DTensors nothing tells a stage from a replica: rank 0 gets its own, and
+            may call alone; pass ``process_group=`` on all ranks to get every stage.
         ignore_frozen_params: leave parameters out whose ``requires_grad`` is False; a strict load
             does not miss them then.
         keep_submodule_prefixes: with ``submodules=``, keep the full name of every key.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from torchlift._model.dtensor import reshard
+from torchlift._model.dtensor import is_dtensor, reshard
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, tensors_of
 from torchlift._model.slots import ModuleTree, locked
@@ -61,8 +61,9 @@ def get_model_state_dict(
         model: the model: plain, compiled, DDP, FSDP2, tensor parallel, or any nesting of these.
         submodules: return only what lies under these modules.
         options: whether to gather, move to the CPU, leave frozen parameters out.
-        process_group: the ranks that call this; by default those that the model's meshes, or with
-            ``cpu_offload`` also its stages, need. What ranks agree on travels over it.
+        process_group: the ranks that call this, over which they agree. By default, where DTensors
+            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
+            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
 
     Returns:
         Canonical name -> tensor (sharing memory with the model unless gathered) or extra state.
@@ -102,8 +103,9 @@ def get_optimizer_state_dict(
         optimizers: one or several.
         submodules: accepted as torch accepts it; the state of every parameter is returned.
         options: whether to gather, move to the CPU, flatten.
-        process_group: the ranks that call this; by default those that the model's meshes, or with
-            ``cpu_offload`` also its stages, need. What ranks agree on travels over it.
+        process_group: the ranks that call this, over which they agree. By default, where DTensors
+            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
+            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, or one flat
@@ -138,8 +140,9 @@ def get_state_dict(
         optimizers: one, several or none.
         submodules: return only the model state under these modules.
         options: see `StateDictOptions`.
-        process_group: the ranks that call this; by default those that the model's meshes, or with
-            ``cpu_offload`` also its stages, need. What ranks agree on travels over it.
+        process_group: the ranks that call this, over which they agree. By default, where DTensors
+            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
+            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
 
     Returns:
         The model's and the optimizers' state dict; the latter is empty without optimizers.
@@ -408,8 +411,9 @@ def _read(
         return state, steps, chosen.cpu_offload
 
     group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
-    if chosen.full_state_dict and chosen.cpu_offload and process_group is None:
-        group = _all_stages(model, group, bool(inside) and not found)
+    if chosen.cpu_offload and process_group is None and any(map(is_dtensor, shared)):
+        # Ranks that no mesh ties to this one may have other stages, which would be lost.
+        group = RankGroup.of_all(StateDictMismatch)
     with collection_paused(), torch.no_grad():
         state, offloads = run_alike(group, read)
         every = all(offloads.values())
@@ -417,19 +421,6 @@ def _read(
             versioned(finish(each, chosen, every, group), getattr(each, "_metadata", None))
             for each in state
         ]
-
-
-def _all_stages(model: nn.Module, group: RankGroup, only_submodules: bool) -> RankGroup:
-    """Return the ranks of which the first one is to have everything.
-
-    Other ranks may hold other stages of a pipeline, which would be lost: unless all of them are
-    tied to this model, all take part. A replica without a mesh has nothing to gather.
-    """
-    tied = RankGroup.of_model((), model.modules(), StateDictMismatch).groups
-    everybody = RankGroup.of_all(StateDictMismatch)
-    if not group.groups and (only_submodules or tied == everybody.groups):
-        return group
-    return everybody
 
 
 def _load(*arguments: Any) -> LoadedKeys:
