@@ -382,7 +382,7 @@ def _read(
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.read(part, model, found, inside, chosen, check)
+        return fsdp1.read(part, model, found, inside, chosen, check, process_group)
     if submodules:
         warnings.warn(
             "Getting submodules only model/optim state_dict is deprecated, as in torch: pick the "
