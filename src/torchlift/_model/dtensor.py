@@ -368,7 +368,7 @@ def first_rank(tensor: torch.Tensor) -> int | None:
     return int(tensor.device_mesh.mesh.min()) if is_dtensor(tensor) else None
 
 
-def spread_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
+def spread_of(tensor: object) -> tuple[object, ...] | None:
     """Return what two DTensors have in common of which each rank holds the same part.
 
     Placements alone do not say it: two that shard one dimension in another order are equal.

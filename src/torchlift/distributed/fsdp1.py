@@ -149,9 +149,8 @@ def _group(model: nn.Module, process_group: Any) -> RankGroup:
     own = RankGroup.of_model((), model.modules(), StateDictMismatch)
     if process_group is None:
         return own
-    if absent := {who for each in own.groups for who in ranks_of(each)} - {
-        *ranks_of(process_group)
-    }:
+    absent = {who for each in own.groups for who in ranks_of(each)} - {*ranks_of(process_group)}
+    if absent:
         raise ValueError(
             f"process_group= lacks ranks of the FullyShardedDataParallel: {sorted(absent)}"
         )
