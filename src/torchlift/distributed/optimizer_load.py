@@ -22,7 +22,7 @@ from torchlift._model.dtensor import (
     spread_of,
     wrap,
 )
-from torchlift._model.handlers import clone_of, is_wrapper
+from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.names import Names
 from torchlift._plan import Copy, Sent
 from torchlift._system import leaves, map_leaves
@@ -354,7 +354,7 @@ def _wrapper_like(
     whole = [(0, size) for size in value.shape]
     try:
         ((_, out_of),) = overlaps(spans_of(like), whole)
-        return wrap(like, clone_of(value[out_of], device))
+        return wrap(like, clone_of(slice_of(value, out_of), device))
     except Exception as error:
         raise StateDictMismatch(
             f"a whole {type(value).__name__} cannot be sliced as its parameter is sharded",
