@@ -224,7 +224,7 @@ def check_value(
             entry=name,
             expected="a dense tensor with values",
             found=f"a tensor that is {odd}",
-            hint="Make it dense (to_dense, dequantize) on a device that has its values.",
+            hint="Make it dense (to_dense, dequantize, to_padded_tensor), with values.",
         )
     if is_dtensor(expected) and not is_dtensor(value) and not options.full_state_dict:
         raise StateDictMismatch(
