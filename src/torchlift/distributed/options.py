@@ -114,10 +114,21 @@ def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimi
     for each in found:
         # Not by their class: wrappers of optimizers need not be optimizers.
         if not hasattr(each, "param_groups"):
-            raise TypeError(f"optimizers must be an optimizer or an iterable of them, not {each!r}")
+            kind = type(each).__name__  # the text of a whole model would be pages long
+            raise TypeError(f"optimizers must be an optimizer or an iterable of them, not {kind}")
     if part is Part.OPTIMIZERS and not found:
         raise RuntimeError("the state dict of optimizers was asked for, and none was passed")
     return found
+
+
+def require_module(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from torchlift.distributed.options import (
     StateDictMismatch,
     StateDictOptions,
     checked,
+    require_module,
     several,
 )
 
@@ -310,6 +311,7 @@ def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None
         >>> sorted(model.state_dict())
         ['bias', 'weight']
     """
+    require_module(model)
     chosen = checked(options)
 
     def load_state_dict(state_dict: dict[str, Any]) -> Any:
@@ -338,6 +340,7 @@ def patch_optimizer_state_dict(
         >>> list(optimizer.state_dict()["state"])
         ['weight', 'bias']
     """
+    require_module(model)
     chosen, found = checked(options), several(optimizers)
 
     def load_state_dict(state_dict: dict[str, Any]) -> Any:
@@ -371,6 +374,7 @@ def _read(
     Ranks that gather do so when all have read theirs and are about to gather the same. Those that
     do not gather do not talk: then every rank may ask for what it likes, or not ask at all.
     """
+    require_module(model)
     chosen, found = checked(options), several(optimizers)
     inside = set(submodules or ()) & set(model.modules())
 
@@ -426,6 +430,7 @@ def _read(
 def _load(*arguments: Any) -> LoadedKeys:
     """Load what a call with these arguments is about, or nothing at all, on every rank."""
     call = LoadCall(*arguments)
+    require_module(call.model)
     with locked(call.model):
         if uses_fsdp1(call.model):
             from torchlift.distributed import fsdp1
