@@ -167,12 +167,15 @@ def slice_of(tensor: torch.Tensor, index: tuple[slice, ...]) -> torch.Tensor:
         >>> slice_of(torch.arange(4), (slice(2, 4),))
         tensor([2, 3])
     """
+    whole = tuple(slice(0, size) for size in tensor.shape)
+    if index == whole:  # which torchao's low-bit moments cannot be asked for
+        return tensor
     try:
         return tensor[index]
     except Exception:
         at, length = index[0].start, index[0].stop - index[0].start
-        rest = tuple(slice(0, size) for size in tensor.shape[1:])
-        if not is_wrapper(tensor) or index[1:] != rest or at % length or len(tensor) % length:
+        evenly = index[1:] == whole[1:] and not (at % length or len(tensor) % length)
+        if not (is_wrapper(tensor) and evenly):
             raise
         # How FSDP2 shards torchao's NF4Tensor, which has no other slices.
         part: torch.Tensor = torch.split(tensor, length)[at // length]

@@ -209,7 +209,15 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     kind = tensor.device_mesh.device_type
     here = tensor if tensor.device.type == kind else tensor.to(kind)
     assert is_dtensor(here)
-    return here.full_tensor()
+    try:
+        return here.full_tensor()
+    except NotImplementedError as error:
+        raise StateDictMismatch(
+            "the shards of a tensor cannot be put together, which its class does not know",
+            expected="shards of its first dimension, or a plain tensor",
+            found=f"{type(held(tensor)).__name__} placed {placed(tensor)}",
+            hint="Leave full_state_dict out: each rank then has its shard.",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -287,7 +295,9 @@ def _to_first(state: dict[str, Any], group: RankGroup) -> dict[str, Any]:
         same = [(item.path, item.shape, item.dtype, *_layout(item)) for item in told]
         kinds = {held(tensor).device.type for tensor in tensors.values()} - {"cpu"}
         where = _digest(repr([item.ranks for item in told]))
-        return tree, (_digest(repr((list(found), same))), where, min(kinds, default="cpu"))
+        # Texts too: which parameters a group has is said by their names alone.
+        names = [(path, leaf if isinstance(leaf, str) else None) for path, leaf in found.items()]
+        return tree, (_digest(repr((names, same))), where, min(kinds, default="cpu"))
 
     tree, known = group.run(begin)
     # A rank tells few bytes: names take room, and are exchanged only where they differ, by one
