@@ -33,6 +33,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "memory_that_a_rank_lacks_stops_all_before_anything_travels",
         "a_replica_loads_alone",
         "the_ranks_of_a_process_group_load_and_read_together",
+        "threads_with_a_process_group_each_load_at_the_same_time",
         "a_group_without_a_backend_for_the_cpu_agrees_over_gloo",
     ],
 )

@@ -31,6 +31,12 @@ WAYS = {
 }
 
 
+if WORLD != 2:  # two ranks show it
+    del WAYS["flat"]
+if WORLD == 1:
+    del WAYS["whole"]
+
+
 class Block(nn.Module):
     """Of a size from which torchao keeps moments in few bits, on four ranks as well."""
 

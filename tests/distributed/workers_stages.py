@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +291,41 @@ def the_ranks_of_a_process_group_load_and_read_together() -> None:
     dist.barrier()
 
 
+def threads_with_a_process_group_each_load_at_the_same_time() -> None:
+    """In another order on each rank. Over one group torch takes what one sends for the other's."""
+    rank = dist.get_rank()
+    path = OUT / f"threads-{rank}.pt"
+    whole = {"weight": torch.full((6, 4), 3.0), "bias": torch.full((6,), 3.0)}
+    torch.save(whole, path)
+    models = [fully_shard(nn.Linear(4, 6)) for _ in range(2)]
+    groups = [dist.new_group() for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def load() -> None:
+        torchlift.load(models[0], path, process_group=groups[0])
+
+    def set_state() -> None:
+        ours.set_model_state_dict(models[1], whole, options=FULL, process_group=groups[1])
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            for _ in range(10):
+                work()
+        except BaseException as error:
+            errors.append(error)
+
+    works = [load, set_state] if rank % 2 else [set_state, load]
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, repr(errors)
+    for model in models:
+        assert all((param.to_local() == 3).all() for param in model.parameters())
+    dist.barrier()
+
+
 def a_group_without_a_backend_for_the_cpu_agrees_over_gloo() -> None:
     """As NCCL has none: its watchdog would end ranks that wait for a slow disk of another."""
 
@@ -317,6 +354,7 @@ CHECKS = {
         memory_that_a_rank_lacks_stops_all_before_anything_travels,
         a_replica_loads_alone,
         the_ranks_of_a_process_group_load_and_read_together,
+        threads_with_a_process_group_each_load_at_the_same_time,
         a_group_without_a_backend_for_the_cpu_agrees_over_gloo,
     )
 }
