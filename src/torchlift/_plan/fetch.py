@@ -336,11 +336,13 @@ def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
 def _check_class(step: Step, value: torch.Tensor | Sent, path: str) -> None:
     """Copy into a copy first where a class has the say: a live tensor would be half written."""
     live = held(step.group.tensor)
+    if not step.in_place:  # a lazy one has no shape yet
+        return
     spans = everything(live.shape) if step.spans is None else step.spans
     if isinstance(value, Sent):
         spans = everything(live.shape)
         value = torch.ones(live.shape if is_wrapper(live) else (), dtype=value.dtype)
-    if step.in_place and (is_wrapper(live) or is_wrapper(value)):
+    if is_wrapper(live) or is_wrapper(value):
         try:
             copy_values([Copy(value, clone_of(live), spans)])
         except Exception as error:
