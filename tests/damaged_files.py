@@ -35,6 +35,8 @@ def damage(path: Path, how: str) -> None:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     else:
         path.unlink()
+        if how == "a pipe":
+            os.mkfifo(path)
 
 
 def read_or_refused(path: Path) -> None:

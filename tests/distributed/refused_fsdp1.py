@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from refusals import (
 from wrapped_models import cloned, containers, fsdp1, same
 
 import torchlift.distributed as ours
+from torchlift._model.ranks import RankGroup
 
 
 @check
@@ -60,3 +63,35 @@ def fully_sharded_data_parallel_gets_all_from_rank_0() -> None:
         same(cloned(containers(whole(model))), good[0])
     setters(model, optimizer, ({}, good[1]))["both"](options=FROM_0)
     same(cloned(containers(whole(model))), good[0])
+
+
+@check
+def fully_sharded_data_parallel_agrees_over_the_group_that_is_named() -> None:
+    """With all of its ranks in it: torch waits for each of them, so none of them loads alone."""
+    model, optimizer = fsdp1()
+    named = dist.new_group()
+    agreed: list[object] = []
+    exchange = RankGroup.exchange
+
+    def spy(self: RankGroup, value: object) -> dict[int, object]:
+        agreed.extend(self.groups)
+        return exchange(self, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankGroup, "exchange", spy)
+        good = cloned(
+            containers(ours.get_state_dict(model, optimizer, options=WHOLE, process_group=named))
+        )
+        for load in setters(model, optimizer, good).values():
+            load(options=WHOLE, process_group=named)
+    assert len(agreed) == 4
+    assert all(group is named for group in agreed)
+    same(whole(model), good[0])
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    calls = [partial(ours.get_model_state_dict, model), *setters(model, optimizer, good).values()]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"process_group= lacks ranks of the FullyShardedData"):
+            call(options=WHOLE, process_group=alone[dist.get_rank()])
+    for call in calls[1:]:
+        with pytest.raises(ValueError, match="the ranks of a FullyShardedDataParallel load togeth"):
+            call(options=WHOLE, collective=False)

@@ -287,11 +287,14 @@ W = torch.linspace(-1, 1, 12).view(4, 3)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # on its way out of torch, and still in files
     quantised = torch.quantize_per_tensor(W, 0.1, 0, torch.qint8)
+    nested = torch.nested.nested_tensor([W[:1], W[1:]])  # warns that it may change
 #: What cannot be a value of a float tensor of this shape.
 BAD: dict[str, Any] = {
     "meta": W.to("meta"),
     "sparse": W.to_sparse(),
     "quantised": quantised,
+    "nested": nested,
+    "jagged": torch.nested.nested_tensor([W[:1], W[1:]], layout=torch.jagged),
     "shape": torch.zeros(3, 4),
     "number": 1.0,
     "text": "a text",

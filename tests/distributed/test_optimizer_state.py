@@ -393,3 +393,78 @@ def test_step_stays_where_it_was_saved_unless_its_group_needs_it_elsewhere() -> 
         target = _Target("w", param, group, OptimizerPlan(optimizer), StateDictOptions())
         assert _device(target, there, None, ("step",)) == expected
         assert _device(target, there, torch.ones(()), ("step",)) == expected
+
+
+def test_one_parameter_of_two_optimizers_is_an_error() -> None:
+    """Of two states and two groups under one name, a dict would lose one in silence."""
+    model = two_layers()
+    optimizers = [
+        torch.optim.Adam(model.parameters()),
+        torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9),
+    ]
+    with pytest.raises(ours.StateDictMismatch, match=r"'1\.weight': two optimizers hold one param"):
+        ours.get_optimizer_state_dict(model, optimizers)
+    twice = ours.get_optimizer_state_dict(model, [optimizers[0], optimizers[0]])
+    assert len(twice["state"]) == 4
+
+
+def _frozen(model: nn.Module, *parts: nn.Module) -> nn.Module:
+    for part in parts or (model,):
+        part.requires_grad_(False)
+    return model
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+#: A model, and an optimizer of it if it has anything to optimize.
+SIMPLE: dict[str, tuple[Any, Any]] = {
+    "nothing": (nn.Module, None),
+    "no parameter": (lambda: nn.Sequential(nn.ReLU(), nn.Dropout()), None),
+    "a buffer": (lambda: nn.BatchNorm1d(2, affine=False), None),
+    "numbers for names": (lambda: nn.ParameterList([torch.ones(2), torch.tensor(1.0)]), _adam),
+    "wrappers' names": (lambda: nn.ModuleDict({"module": nn.Linear(2, 2)}), _adam),
+    "one module twice": (lambda: nn.Sequential(*[nn.Linear(2, 2)] * 2), _adam),
+    "no element": (lambda: nn.ParameterDict({"a": torch.ones(0, 3)}), _adam),
+    "a part": (two_layers, lambda model: _adam(model[1])),
+    "two optimizers": (
+        two_layers,
+        lambda model: [_adam(model[1]), torch.optim.SGD(model[0].parameters(), momentum=0.9)],
+    ),
+    "frozen": (lambda: _frozen(two_layers()), _adam),
+    "half frozen": (lambda: _frozen(model := two_layers(), model[0]), _adam),
+    "empty group": (
+        two_layers,
+        lambda model: torch.optim.Adam([{"params": []}, {"params": model.parameters(), "lr": 3.0}]),
+    ),
+    "only an empty group": (two_layers, lambda _: torch.optim.Adam([{"params": []}], lr=3.0)),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [StateDictOptions(), FLAT, StateDictOptions(full_state_dict=True, cpu_offload=True)],
+    ids=["nested", "flat", "whole"],
+)
+@pytest.mark.parametrize("name", SIMPLE)
+def test_simple_models_and_optimizers_make_the_round_trip(name: str, options: Any) -> None:
+    """Read, set into new ones and read again: the same, before a first step and after it."""
+    make, optimize = SIMPLE[name]
+    for times in (0, 2):
+        model, target = make(), make()
+        state = ours.get_model_state_dict(model, options=options)
+        assert ours.set_model_state_dict(target, state, options=options) == ([], [])
+        assert equal(dict(ours.get_model_state_dict(target, options=options)), dict(state))
+        if optimize is None:
+            done = ours.set_state_dict(
+                target, [], model_state_dict=state, optim_state_dict={}, options=options
+            )
+            assert done == ([], [])
+            continue
+        source, other = optimize(model), optimize(target)
+        for optimizer in source if isinstance(source, list) else [source]:
+            step(model, optimizer, times)
+        saved = copy.deepcopy(ours.get_optimizer_state_dict(model, source, options=options))
+        ours.set_optimizer_state_dict(target, other, saved, options=options)
+        assert equal(ours.get_optimizer_state_dict(target, other, options=options), saved)

@@ -244,6 +244,7 @@ def results() -> dict[int, dict[str, str]]:
     [
         "merges_what_each_rank_has_under_names_of_its_own",
         "values_that_differ_between_ranks_are_never_mixed",
+        "names_in_the_file_are_those_of_the_bare_model",
         "saves_among_the_ranks_of_a_process_group",
         "writes_files",
         "writes_a_module",

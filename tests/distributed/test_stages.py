@@ -27,11 +27,13 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     [
         "a_full_state_dict_has_every_stage",
         "stages_that_do_not_fit_are_one_error_on_every_rank",
+        "a_replica_without_dtensors_is_read_by_rank_0_alone",
         "a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0",
         "few_messages_over_one_communicator",
         "memory_that_a_rank_lacks_stops_all_before_anything_travels",
         "a_replica_loads_alone",
         "the_ranks_of_a_process_group_load_and_read_together",
+        "threads_with_a_process_group_each_load_at_the_same_time",
         "a_group_without_a_backend_for_the_cpu_agrees_over_gloo",
     ],
 )

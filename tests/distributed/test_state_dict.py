@@ -72,6 +72,30 @@ def test_no_optimizer_is_a_runtime_error() -> None:
     assert ours.get_state_dict(two_layers(), ())[1] == {}
 
 
+@pytest.mark.parametrize(
+    "wrong", [None, "model", {}, [two_layers()]], ids=lambda w: type(w).__name__
+)
+def test_what_is_no_model_or_no_optimizer_is_named(wrong: Any) -> None:
+    """By its type: of arguments that trade places the text would be a whole model."""
+    model, optimizer = trained()
+    states = ours.get_state_dict(model, optimizer)
+    calls: list[Any] = [
+        lambda: ours.get_model_state_dict(wrong),
+        lambda: ours.get_optimizer_state_dict(wrong, optimizer),
+        lambda: ours.set_model_state_dict(wrong, states[0]),
+        lambda: ours.set_optimizer_state_dict(wrong, optimizer, states[1]),
+        lambda: ours.patch_model_state_dict(wrong),
+        lambda: ours.patch_optimizer_state_dict(wrong, optimizers=optimizer),
+    ]
+    for call in calls:
+        with pytest.raises(
+            TypeError, match=rf"model must be a torch.nn.Module, not {type(wrong).__name__}"
+        ):
+            call()
+    with pytest.raises(TypeError, match=r"optimizers must be an optimizer .*, not Linear"):
+        ours.get_optimizer_state_dict(model, model)
+
+
 # ---- the model
 
 

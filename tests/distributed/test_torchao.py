@@ -23,57 +23,101 @@ pytest.importorskip("torchao")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
-    from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, quantize_
+    from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, quantize_, to_nf4
+    from torchao.quantization.quantize_.workflows import NF4Tensor
 
 OPTIONS = [
     StateDictOptions(full_state_dict=full, cpu_offload=offload)
     for full in (False, True)
     for offload in (False, True)
 ]
-X = torch.linspace(-1, 1, 96).view(3, 32)
+X = torch.linspace(-1, 1, 384).view(3, 128)
 
 
 def two(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+    return nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
 
 
-def quantised(seed: int) -> nn.Sequential:
+def quantised(seed: int, kind: type = Int8Tensor) -> nn.Sequential:
     model = two(seed)
-    quantize_(model, Int8WeightOnlyConfig())
+    if kind is Int8Tensor:
+        quantize_(model, Int8WeightOnlyConfig())
+        return model
+    for layer in model:
+        layer.weight = nn.Parameter(to_nf4(layer.weight.detach()), requires_grad=False)
     return model
 
 
+def codes(weight: torch.Tensor) -> torch.Tensor:
+    """What the first of the tensors holds that a class keeps its values in."""
+    return getattr(weight, weight.__tensor_flatten__()[0][0])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [Int8Tensor, NF4Tensor])
 @pytest.mark.parametrize("options", OPTIONS, ids=range(4))
-def test_int8_weights_go_from_model_to_model(options: StateDictOptions) -> None:
+def test_quantised_weights_go_from_model_to_model(options: StateDictOptions, kind: type) -> None:
     """Into live ones in place, onto meta as new ones, and into themselves."""
-    source, target = quantised(1), quantised(2)
+    source, target = quantised(1, kind), quantised(2, kind)
     expected = source(X)
     state = ours.get_model_state_dict(source, options=options)
-    assert isinstance(state["0.weight"], Int8Tensor)
-    weight, memory = target[0].weight, target[0].weight.qdata.data_ptr()
+    assert isinstance(state["0.weight"], kind)
+    weight, memory = target[0].weight, codes(target[0].weight).data_ptr()
     assert ours.set_model_state_dict(target, state, options=options) == ([], [])
     assert torch.equal(target(X), expected)
     assert target[0].weight is weight
-    assert weight.qdata.data_ptr() == memory
+    assert codes(weight).data_ptr() == memory
     assert ours.set_model_state_dict(target, ours.get_model_state_dict(target)) == ([], [])
     with torch.device("meta"):
         blank = two(0)
     ours.set_model_state_dict(blank, state, options=options)
+    assert isinstance(blank[0].weight, kind)
     assert torch.equal(blank(X), expected)
-    blank[0].weight.qdata.zero_()
+    codes(blank[0].weight).zero_()
     assert torch.equal(source(X), expected)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_values_that_a_class_does_not_take_change_nothing(turned: bool) -> None:
+def test_nf4_quantises_what_is_loaded_into_it(tmp_path: Path) -> None:
+    """From a state dict and a file, and on meta by a transform; asked for a dtype, it is lost."""
+    plain, expected = two(1), quantised(1, NF4Tensor)(X)
+    torch.save(plain.state_dict(), tmp_path / "x.pt")
+    models = [quantised(2, NF4Tensor) for _ in range(2)]
+    ours.set_model_state_dict(models[0], plain.state_dict())
+    torchlift.load(models[1], tmp_path / "x.pt")
+    with torch.device("meta"):
+        models.append(two(0))
+
+    def quantise(key: str, value: torch.Tensor) -> torch.Tensor:
+        return to_nf4(value) if key.endswith("weight") else value
+
+    torchlift.load(models[2], tmp_path / "x.pt", transform=quantise)
+    for model in models:
+        assert isinstance(model[0].weight, NF4Tensor)
+        assert torch.equal(model(X), expected)
+    live, before = two(3), two(3)(X)
+    with pytest.raises(torchlift.PlacementError, match=r"'0\.weight'.*does not take such values"):
+        torchlift.load(live, tmp_path / "x.pt", transform=quantise)
+    assert torch.equal(live(X), before)
+
+
+def test_a_copy_on_another_device_says_so() -> None:
+    """Also of a class that keeps the device in what it flattens to."""
+    for kind in (Int8Tensor, NF4Tensor):
+        copy = clone_of(quantised(1, kind)[0].weight.detach(), torch.device("meta"))
+        assert copy.device.type == codes(copy).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("turned", "kind"), [(False, Int8Tensor), (True, Int8Tensor), (False, NF4Tensor)]
+)
+def test_values_that_a_class_does_not_take_change_nothing(turned: bool, kind: type) -> None:
     """Found out on a copy: the class itself only says so when values are written."""
-    source, target = quantised(1), two(2)
+    source, target = quantised(1, kind), two(2)
     if turned:
         source, target = target, source
     expected = target(X)
     state = dict(reversed(source.state_dict().items()))
-    says = r"'0\.weight'.*does not take such values.*Int8Tensor"
+    says = rf"'0\.weight'.*does not take such values.*{kind.__name__}"
     with pytest.raises(ours.StateDictMismatch, match=says):
         ours.set_model_state_dict(target, state)
     assert torch.equal(target(X), expected)

@@ -121,6 +121,7 @@ BAD = {
     "meta": lambda value: value.to("meta"),
     "sparse": lambda value: value.to_sparse(),
     "quantised": lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
+    "nested": lambda value: torch.nested.nested_tensor([value]),
     "shape": lambda value: torch.zeros(value.shape[0] + 1, *value.shape[1:]),
     "text": lambda value: "a text",
 }

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from wrapped_models import WRAPPERS, net, same
 
 import torchlift
 from torchlift.distributed import save_consolidated
@@ -410,7 +411,23 @@ def saves_among_the_ranks_of_a_process_group() -> None:
     dist.barrier()
 
 
+def names_in_the_file_are_those_of_the_bare_model() -> None:
+    """Whatever it is wrapped in: for DDP each rank writes some of what all have."""
+    world, bare = dist.get_world_size(), net()
+    for suffix in ("pt", "safetensors"):
+        path = SHARED / f"wrapped-{world}.{suffix}"
+        for wrap in ("ddp", "compiled ddp", "ddp of compiled", "checkpointed blocks in ddp"):
+            save_consolidated(WRAPPERS[wrap](net()), path)
+            found = torch.load(path) if suffix == "pt" else load_file(path)
+            assert found.keys() == bare.state_dict().keys(), (wrap, found.keys())
+            same(dict(found), dict(bare.state_dict()), wrap)
+            if suffix == "pt":
+                assert found._metadata.keys() == bare.state_dict()._metadata.keys(), wrap
+        dist.barrier()
+
+
 SAVES = (
+    names_in_the_file_are_those_of_the_bare_model,
     merges_what_each_rank_has_under_names_of_its_own,
     values_that_differ_between_ranks_are_never_mixed,
     saves_among_the_ranks_of_a_process_group,

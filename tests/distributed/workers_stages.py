@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +82,10 @@ def a_full_state_dict_has_every_stage() -> None:
                 patch.setattr(gather, "BUDGET", budget)
                 stage = stage_of(whole, kind)
                 optimizer = torch.optim.Adam(stage.parameters(), foreach=False)
-                found = ours.get_state_dict(stage, optimizer, options=ON_0)
-                again = ours.get_model_state_dict(stage, options=ON_0)
+                # Nothing else tells stages without DTensors from replicas.
+                among = {"process_group": dist.group.WORLD} if kind == "plain" else {}
+                found = ours.get_state_dict(stage, optimizer, options=ON_0, **among)
+                again = ours.get_model_state_dict(stage, options=ON_0, **among)
             if dist.get_rank():
                 assert found == ({}, {})
                 continue
@@ -107,11 +111,26 @@ def stages_that_do_not_fit_are_one_error_on_every_rank() -> None:
     rank = dist.get_rank()
     model = nn.Linear(2 + rank // (dist.get_world_size() // 2), 3)
     with pytest.raises(ours.StateDictMismatch, match=r"'weight': two ranks hold unlike tensors"):
-        ours.get_model_state_dict(model, options=ON_0)
+        ours.get_model_state_dict(model, options=ON_0, process_group=dist.group.WORLD)
     bad = Unsendable(2, 3) if rank == dist.get_world_size() - 1 else nn.Linear(2, 3)
     with pytest.raises((ours.StateDictMismatch, AttributeError, TypeError)) as caught:
-        ours.get_model_state_dict(bad, options=ON_0)
+        ours.get_model_state_dict(bad, options=ON_0, process_group=dist.group.WORLD)
     assert "lambda" in str(caught.value)
+
+
+def a_replica_without_dtensors_is_read_by_rank_0_alone() -> None:
+    """As torch's function is, in ``if rank == 0``: nobody waits for the others."""
+    for wrap in (lambda model: model, DistributedDataParallel, torch.compile):
+        model = wrap(nn.Linear(2, 2))
+        optimizer = torch.optim.Adam(model.parameters())
+        if dist.get_rank() == 0:
+            found = ours.get_state_dict(model, optimizer, options=ON_0)
+            same(found[0], ours.get_model_state_dict(model, options=ON_0))
+            same(dict(found[0]), dict(ours.get_model_state_dict(model)))
+            same(found[1], ours.get_optimizer_state_dict(model, optimizer, options=ON_0))
+        dist.barrier()
+        if dist.get_rank():
+            assert ours.get_state_dict(model, optimizer, options=ON_0) == ({}, {})
 
 
 def a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0() -> None:
@@ -272,6 +291,41 @@ def the_ranks_of_a_process_group_load_and_read_together() -> None:
     dist.barrier()
 
 
+def threads_with_a_process_group_each_load_at_the_same_time() -> None:
+    """In another order on each rank. Over one group torch takes what one sends for the other's."""
+    rank = dist.get_rank()
+    path = OUT / f"threads-{rank}.pt"
+    whole = {"weight": torch.full((6, 4), 3.0), "bias": torch.full((6,), 3.0)}
+    torch.save(whole, path)
+    models = [fully_shard(nn.Linear(4, 6)) for _ in range(2)]
+    groups = [dist.new_group() for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def load() -> None:
+        torchlift.load(models[0], path, process_group=groups[0])
+
+    def set_state() -> None:
+        ours.set_model_state_dict(models[1], whole, options=FULL, process_group=groups[1])
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            for _ in range(10):
+                work()
+        except BaseException as error:
+            errors.append(error)
+
+    works = [load, set_state] if rank % 2 else [set_state, load]
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, repr(errors)
+    for model in models:
+        assert all((param.to_local() == 3).all() for param in model.parameters())
+    dist.barrier()
+
+
 def a_group_without_a_backend_for_the_cpu_agrees_over_gloo() -> None:
     """As NCCL has none: its watchdog would end ranks that wait for a slow disk of another."""
 
@@ -294,11 +348,13 @@ CHECKS = {
     for check in (
         a_full_state_dict_has_every_stage,
         stages_that_do_not_fit_are_one_error_on_every_rank,
+        a_replica_without_dtensors_is_read_by_rank_0_alone,
         a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0,
         few_messages_over_one_communicator,
         memory_that_a_rank_lacks_stops_all_before_anything_travels,
         a_replica_loads_alone,
         the_ranks_of_a_process_group_load_and_read_together,
+        threads_with_a_process_group_each_load_at_the_same_time,
         a_group_without_a_backend_for_the_cpu_agrees_over_gloo,
     )
 }

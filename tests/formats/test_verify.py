@@ -79,10 +79,12 @@ def test_a_truncated_file_is_no_checkpoint(path):
     [
         (lambda path: os.truncate(path, 1000), "the file changed after it was opened"),
         (lambda path: replaced(path), "the file changed after it was opened"),
+        (lambda path: (os.unlink(path), os.mkfifo(path)), "the file changed after it was opened"),
         (os.unlink, "reading failed (No such file or directory)"),
     ],
-    ids=["truncated", "replaced", "gone"],
+    ids=["truncated", "replaced", "a pipe", "gone"],
 )
+@pytest.mark.timeout(60)
 def test_a_file_that_changes_after_the_index_was_read_is_an_integrity_error(path, damage, text):
     """Reading past the end or from a file that is gone is one clear error."""
     index = torchlift.open(path).index

@@ -9,6 +9,7 @@ import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -213,6 +214,18 @@ def test_threads_that_would_wait_for_each_other_are_told(files: list[Path]) -> N
     )
     assert [text[: len(reason)] for text in told] == [reason, reason]
     assert [values_in(model) for model in models] == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch.distributed.fsdp"])
+def test_load_beside_a_thread_that_is_importing_goes_on(
+    files: list[Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package is among the modules before it has what it defines."""
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    model = Two(SIZE, SIZE)
+    torchlift.load(model, files[0])
+    set_model_state_dict(model, constant(2.0))
+    assert values_in(model) == [2.0]
 
 
 def test_failed_load_lets_the_next_thread_in(files: list[Path], tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
         >>> is_dtensor(torch.zeros(2))
         False
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    # Another thread may be in the middle of importing them.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def everything(shape: Sequence[int]) -> Spans:
@@ -367,7 +368,7 @@ def first_rank(tensor: torch.Tensor) -> int | None:
     return int(tensor.device_mesh.mesh.min()) if is_dtensor(tensor) else None
 
 
-def spread_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
+def spread_of(tensor: object) -> tuple[object, ...] | None:
     """Return what two DTensors have in common of which each rank holds the same part.
 
     Placements alone do not say it: two that shard one dimension in another order are equal.
@@ -410,11 +411,11 @@ def is_fsdp(hook: Any) -> bool:
         >>> is_fsdp(print)
         False
     """
-    loaded: Any = sys.modules.get("torch.distributed.fsdp")
-    if loaded is None:
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is None:
         return False
     # The package in which FSDP2 lies is private; wherever it moves, a public method moves along.
-    package = loaded.FSDPModule.reshard.__module__.rpartition(".")[0]
+    package = kind.reshard.__module__.rpartition(".")[0]
     function = getattr(hook, "hook", hook)
     return str(getattr(function, "__module__", "")).startswith(f"{package}.")
 
@@ -425,10 +426,10 @@ def reshard(modules: Iterable[nn.Module]) -> None:
     A forward pass outside of training may have left whole ones there, which are not those that the
     optimizer and the state dict know. torch does this in hooks of ``state_dict``.
     """
-    loaded: Any = sys.modules.get("torch.distributed.fsdp")
-    if loaded is not None:
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is not None:
         for module in modules:
-            if isinstance(module, loaded.FSDPModule):
+            if isinstance(module, kind):
                 module.reshard()
 
 

@@ -155,7 +155,31 @@ def clone_of(tensor: torch.Tensor, device: torch.device | None = None) -> torch.
     inner = {name: clone_of(getattr(tensor, name), device) for name in names}
     kind: Any = type(tensor)
     made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-    return made
+    # torchao's NF4Tensor says that it is still where it was flattened.
+    here = next((item.device for item in inner.values()), made.device)
+    return made if made.device == here else made.to(here)
+
+
+def slice_of(tensor: torch.Tensor, index: tuple[slice, ...]) -> torch.Tensor:
+    """Return a slice of a tensor; of a class that can only be split evenly, one of the parts.
+
+    Example:
+        >>> slice_of(torch.arange(4), (slice(2, 4),))
+        tensor([2, 3])
+    """
+    whole = tuple(slice(0, size) for size in tensor.shape)
+    if index == whole:  # which torchao's low-bit moments cannot be asked for
+        return tensor
+    try:
+        return tensor[index]
+    except Exception:
+        at, length = index[0].start, index[0].stop - index[0].start
+        evenly = index[1:] == whole[1:] and not (at % length or len(tensor) % length)
+        if not (is_wrapper(tensor) and evenly):
+            raise
+        # How FSDP2 shards torchao's NF4Tensor, which has no other slices.
+        part: torch.Tensor = torch.split(tensor, length)[at // length]
+        return part
 
 
 def handles(destination: type, source: type) -> bool:

@@ -137,5 +137,6 @@ def is_fsdp1(module: nn.Module) -> bool:
         >>> is_fsdp1(nn.Linear(1, 1))
         False
     """
-    loaded: Any = sys.modules.get("torch.distributed.fsdp")
-    return loaded is not None and isinstance(module, loaded.FullyShardedDataParallel)
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    kind: Any = getattr(loaded, "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(module, kind)

@@ -12,6 +12,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -134,10 +135,14 @@ class RankGroup:
         found = cls(_groups(tensors, modules), kind)
         return cls.of_all(kind) if collective and not found.groups else found
 
+    @cached_property
+    def _talking(self) -> list[Any]:
+        return [_on_cpu(group) for group in self.groups]
+
     def exchange(self, value: T) -> dict[int, T]:
         """Return a small value of each process, by its rank."""
         known = {rank(): value}
-        for group in map(_on_cpu, self.groups):
+        for group in self._talking:
             found = [known] * torch.distributed.get_world_size(group)
             if len(found) > 1:
                 torch.distributed.all_gather_object(found, known, group=group)

@@ -15,7 +15,7 @@ from torchlift._model.handlers import apply, clone_of, handles, is_plain, is_wra
 from torchlift._model.slots import Group, is_lazy
 from torchlift._plan.decide import candidate_dtype, is_dense, overlapping, swapped, untransformed
 from torchlift._plan.plan import LoadPlan
-from torchlift._plan.sources import Origin
+from torchlift._plan.sources import Origin, copy_values
 from torchlift._plan.steps import Advance, Candidate, Copy, Making, Sent, Step, Transform
 from torchlift._skeleton.skeleton import make
 from torchlift._system import trim
@@ -83,7 +83,7 @@ def _fetch_steps(
     for step, value in zip(as_they_are, _by_route(as_they_are, origin, advance), strict=True):
         if isinstance(value, torch.Tensor):
             value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
-            _check_class(step, value, path)
+        _check_class(step, value, path)
         found.append((step, value))
     rest = [step for step in steps if transform is not None or step.handled]
     # A transform may write to what it gets: of two views of the same bytes, each would see what
@@ -117,7 +117,7 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[t
             case "compute":
                 value = step.candidate.value
                 if isinstance(value, torch.Tensor) and is_wrapper(value) and step.spans is None:
-                    tensors.append(clone_of(value, step.memory).to(step.dtype))
+                    tensors.append(_to(clone_of(value, step.memory), step.memory, step.dtype))
                     continue
                 copies.append(_copy(step))
                 tensors.append(copies[-1].target)
@@ -233,7 +233,9 @@ def _made(step: Step, transform: Transform | None, raw: torch.Tensor, path: str)
         step, made = _handled(step, made, path)
         if not is_plain(made):
             return step, made if made.device == step.device else made.to(step.device)
-    return step, _cast(step, made, path)
+    made = _cast(step, made, path)
+    _check_class(step, made, path)
+    return step, made
 
 
 def _handled(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.Tensor]:
@@ -275,7 +277,12 @@ def _cast(step: Step, made: torch.Tensor, path: str) -> torch.Tensor:
         return made.detach()
     floating = made.is_floating_point() and step.dtype.is_floating_point
     dtype = step.dtype if step.dtype_is_fixed and floating else made.dtype
-    return made.detach().to(step.device, dtype)
+    return _to(made.detach(), step.device, dtype)
+
+
+def _to(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    # torchao's NF4Tensor gives up its encoding where it is asked for a dtype, also for its own.
+    return tensor.to(device) if tensor.dtype == dtype else tensor.to(device, dtype)
 
 
 def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
@@ -334,12 +341,18 @@ def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
     return True
 
 
-def _check_class(step: Step, value: torch.Tensor, path: str) -> None:
+def _check_class(step: Step, value: torch.Tensor | Sent, path: str) -> None:
     """Copy into a copy first where a class has the say: a live tensor would be half written."""
     live = held(step.group.tensor)
-    if step.in_place and (is_wrapper(live) or is_wrapper(value)):
+    if not step.in_place:  # a lazy one has no shape yet
+        return
+    spans = everything(live.shape) if step.spans is None else step.spans
+    if isinstance(value, Sent):
+        spans = everything(live.shape)
+        value = torch.ones(live.shape if is_wrapper(live) else (), dtype=value.dtype)
+    if is_wrapper(live) or is_wrapper(value):
         try:
-            clone_of(live).copy_(value)
+            copy_values([Copy(value, clone_of(live), spans)])
         except Exception as error:
             raise PlacementError(
                 "its class does not take such values",

@@ -19,7 +19,7 @@ from torchlift._model.dtensor import (
     shard_of_value,
     wrap,
 )
-from torchlift._model.handlers import is_wrapper
+from torchlift._model.handlers import is_wrapper, slice_of
 from torchlift._plan.steps import Candidate, Copy, Sent
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import put_together
@@ -283,7 +283,8 @@ def place(values: torch.Tensor, block: Sequence[Span], item: Copy) -> None:
         target.copy_(values if values.shape == target.shape else values.reshape(target.shape))
         return
     for into, out_of in overlaps(item.spans, block):
-        target[into].copy_(values[out_of])
+        part = slice_of(values, out_of)
+        (target if target.shape == part.shape else target[into]).copy_(part)
 
 
 def whole_copy(source: Any, target: torch.Tensor) -> Copy:

@@ -85,7 +85,7 @@ class Files:
     def _checked(self, file: str) -> int:
         found = self._descriptors.get(file)
         if found is None:
-            found = self._descriptors[file] = _open(file)
+            found = self._descriptors[file] = _open(file, self._stamps[file])
         self._stamps[file].check(file, found)
         return found
 
@@ -104,8 +104,9 @@ def _close_all(descriptors: dict[str, int]) -> None:
         os.close(descriptors.popitem()[1])
 
 
-def _open(file: str) -> int:
+def _open(file: str, stamp: FileStamp) -> int:
     try:
+        stamp.check(file)
         return os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
     except OSError as error:
         raise IntegrityError(

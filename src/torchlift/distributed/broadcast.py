@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model.dtensor import Span, blocks
-from torchlift._model.handlers import oddity
+from torchlift._model.dtensor import Span, blocks, local_shape
+from torchlift._model.handlers import is_wrapper, oddity
 from torchlift._model.ranks import rank, ranks_of
 from torchlift._plan import (
     Candidate,
@@ -60,6 +60,7 @@ class BroadcastSource(StateSource):
         self._wire = wire(kind, self._group)
         self._received: dict[int, torch.Tensor] = {}
         self._stages: list[torch.Tensor] = []
+        self._arriving: dict[int, torch.Tensor] = {}
 
     def reserve(self) -> None:
         """Take the two buffers of all buckets, before the ranks agree to go on."""
@@ -112,7 +113,22 @@ class BroadcastSource(StateSource):
         for bucket, stage in self._travel(self._choose(taken)):
             for block in bucket:
                 for item in taken.get(block.index, ()):
-                    place(block.view(stage), block.spans, item)
+                    self._place(block, stage, item)
+
+    def _place(self, block: _Block, stage: torch.Tensor, item: Copy) -> None:
+        if not is_wrapper(item.target):
+            place(block.view(stage), block.spans, item)
+            return
+        # Which slices its class takes only it knows: it gets all of this rank's values at once.
+        device, plain = item.target.device, self._arriving.pop(id(item), None)
+        if plain is None:
+            plain = torch.empty(local_shape(item.spans), dtype=block.dtype, device=device)
+        place(block.view(stage), block.spans, item._replace(target=plain))
+        shape = self._tensors[block.index].shape
+        if all(stop == size for (_, stop), size in zip(block.spans, shape, strict=True)):
+            item.target.copy_(plain)
+        else:
+            self._arriving[id(item)] = plain
 
     def _choose(self, taken: Iterable[int], failed: bool = False) -> list[int]:
         """Return the numbers of the tensors that any rank takes; all ranks take part.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as own
 
 from torchlift._model.names import Names
-from torchlift._model.ranks import RankGroup, rank
+from torchlift._model.ranks import RankGroup, rank, ranks_of
 from torchlift._model.slots import ModuleTree
 from torchlift._system import leaves, map_leaves
 from torchlift.distributed.gather import Sequence, run_alike
@@ -43,6 +43,7 @@ def read(
     submodules: set[nn.Module],
     options: StateDictOptions,
     check: Callable[[], None],
+    process_group: Any,
 ) -> list[dict[str, Any]]:
     """Return what torch's `get_model_state_dict` and `get_optimizer_state_dict` do.
 
@@ -54,7 +55,7 @@ def read(
         check()
         return None, {"call": _call(optimizers, options)}, None
 
-    run_alike(_group(model), begin)
+    run_alike(_group(model, process_group), begin)
     chosen = own.StateDictOptions(**vars(options))
     state: list[dict[str, Any]] = [{}, {}]
     with unpatched(model, *optimizers):
@@ -73,6 +74,12 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
     Returns:
         Missing and unexpected keys, and what was loaded into the optimizers.
     """
+    if call.collective is False:
+        raise ValueError(
+            "collective=False is for a rank that loads alone, and the ranks of a "
+            "FullyShardedDataParallel load together: leave it out"
+        )
+    group = _group(call.model, call.process_group)
     chosen, found = checked(call.options), several(call.optimizers)
     receives = chosen.broadcast_from_rank0 and rank() != 0
     # Where torch looks at the optimizer state of rank 0 only.
@@ -90,7 +97,7 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
             steps["optim_state_dict"] = ["on rank 0"] if offloads else _described(optim)
         return (model, optim), steps, model is not None
 
-    (model_state, optim_state), has_model = run_alike(_group(call.model), begin)
+    (model_state, optim_state), has_model = run_alike(group, begin)
     if receives:
         # What else a dict here holds, torch would call unexpected on this rank only.
         model_state = {} if has_model.get(0, True) else None
@@ -133,8 +140,21 @@ def _add_paths(model: nn.Module, state: Any) -> Any:
     return state
 
 
-def _group(model: nn.Module) -> RankGroup:
-    return RankGroup.of_model((), model.modules(), StateDictMismatch)
+def _group(model: nn.Module, process_group: Any) -> RankGroup:
+    """Return the ranks that agree: those of the model, over another group where one is named.
+
+    Raises:
+        ValueError: some ranks of the model are not in it, and torch would wait for them.
+    """
+    own = RankGroup.of_model((), model.modules(), StateDictMismatch)
+    if process_group is None:
+        return own
+    absent = {who for each in own.groups for who in ranks_of(each)} - {*ranks_of(process_group)}
+    if absent:
+        raise ValueError(
+            f"process_group= lacks ranks of the FullyShardedDataParallel: {sorted(absent)}"
+        )
+    return RankGroup([process_group], StateDictMismatch)
 
 
 @contextmanager

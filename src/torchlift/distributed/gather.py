@@ -35,7 +35,7 @@ from torchlift._model.dtensor import (
     wrap,
 )
 from torchlift._model.handlers import is_wrapper
-from torchlift._model.ranks import RankGroup, has_group, rank, ranks_of
+from torchlift._model.ranks import RankGroup, rank, ranks_of
 from torchlift._model.torch_private import shard_order
 from torchlift._system import leaves, map_leaves
 from torchlift.distributed.broadcast import ALIGNMENT, BUDGET, carrier, packed, wire
@@ -152,17 +152,20 @@ def finish(
     Raises:
         StateDictMismatch: on every rank, when two hold unlike things under one name.
     """
-    if options.full_state_dict and options.cpu_offload and has_group():
-        group = group or RankGroup.of_all(StateDictMismatch)
-        if group.groups and all_offload:
-            return _to_first(state, group)
-        found: dict[str, Any] = map_tensors(state, _kept_by_rank0)
-        return found if rank() == 0 else {}
-    if options.full_state_dict:
-        state = map_tensors(state, _whole)
-    if options.cpu_offload:
-        state = map_tensors(state, lambda tensor: tensor.to("cpu"))
-    return state
+    group = group or RankGroup.of_all(StateDictMismatch)
+    full, offload = options.full_state_dict, options.cpu_offload
+    if full and offload and all_offload and group.groups:
+        return _to_first(state, group)
+    drops = full and offload and rank() != ranks_of(*group.groups[:1])[0]
+
+    def finished(tensor: torch.Tensor) -> torch.Tensor | None:
+        whole = _whole(tensor) if full else tensor
+        if drops:
+            return None
+        return whole.to("cpu") if offload else whole
+
+    found: dict[str, Any] = map_tensors(state, finished) if full or offload else state
+    return {} if drops else found
 
 
 def relaid(value: DTensor, like: DTensor) -> DTensor:
@@ -206,12 +209,15 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     kind = tensor.device_mesh.device_type
     here = tensor if tensor.device.type == kind else tensor.to(kind)
     assert is_dtensor(here)
-    return here.full_tensor()
-
-
-def _kept_by_rank0(tensor: torch.Tensor) -> torch.Tensor | None:
-    whole = _whole(tensor)
-    return whole.to("cpu") if rank() == 0 else None
+    try:
+        return here.full_tensor()
+    except NotImplementedError as error:
+        raise StateDictMismatch(
+            "the shards of a tensor cannot be put together, which its class does not know",
+            expected="shards of its first dimension, or a plain tensor",
+            found=f"{type(held(tensor)).__name__} placed {placed(tensor)}",
+            hint="Leave full_state_dict out: each rank then has its shard.",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -289,7 +295,9 @@ def _to_first(state: dict[str, Any], group: RankGroup) -> dict[str, Any]:
         same = [(item.path, item.shape, item.dtype, *_layout(item)) for item in told]
         kinds = {held(tensor).device.type for tensor in tensors.values()} - {"cpu"}
         where = _digest(repr([item.ranks for item in told]))
-        return tree, (_digest(repr((list(found), same))), where, min(kinds, default="cpu"))
+        # Texts too: which parameters a group has is said by their names alone.
+        names = [(path, leaf if isinstance(leaf, str) else None) for path, leaf in found.items()]
+        return tree, (_digest(repr((names, same))), where, min(kinds, default="cpu"))
 
     tree, known = group.run(begin)
     # A rank tells few bytes: names take room, and are exchanged only where they differ, by one

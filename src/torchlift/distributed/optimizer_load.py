@@ -19,9 +19,10 @@ from torchlift._model.dtensor import (
     local_shape,
     overlaps,
     spans_of,
+    spread_of,
     wrap,
 )
-from torchlift._model.handlers import clone_of, is_wrapper
+from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.names import Names
 from torchlift._plan import Copy, Sent
 from torchlift._system import leaves, map_leaves
@@ -240,13 +241,13 @@ def _new_state(target: _Target, saved: Any) -> dict[Any, Any]:
         device, dtype = _device(target, value, live, path)
         if isinstance(value, torch.Tensor) and is_wrapper(held(value)):
             return value if value is live else _wrapper_like(target, value, like, device, path)
-        needed = (value.shape, device, dtype, torch.strided, _mesh(like))
+        needed = (value.shape, device, dtype, torch.strided, spread_of(like))
         if live is None or needed != (
             live.shape,
             live.device,
             live.dtype,
             live.layout,
-            _mesh(live),
+            spread_of(live),
         ):
             live = _empty(value, like, device, dtype)
         if live is not value:
@@ -289,7 +290,7 @@ def _layout_for(
     if is_dtensor(value):
         # One that has a shape of its own may be sharded as it likes, on the mesh of its parameter.
         other = (
-            _mesh(value) != _mesh(expected)
+            spread_of(value) != spread_of(expected)
             if expected is not None
             else (not is_dtensor(target.param) or value.device_mesh != target.param.device_mesh)
         )
@@ -353,7 +354,7 @@ def _wrapper_like(
     whole = [(0, size) for size in value.shape]
     try:
         ((_, out_of),) = overlaps(spans_of(like), whole)
-        return wrap(like, clone_of(value[out_of], device))
+        return wrap(like, clone_of(slice_of(value, out_of), device))
     except Exception as error:
         raise StateDictMismatch(
             f"a whole {type(value).__name__} cannot be sliced as its parameter is sharded",
@@ -377,10 +378,6 @@ def _device(
         return torch.device("cpu") if here is None else here.device, value.dtype
     near = live if live is not None and not value.shape else target.param
     return near.device, value.dtype
-
-
-def _mesh(tensor: object) -> object:
-    return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
 
 def _empty(

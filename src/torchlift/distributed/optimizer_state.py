@@ -29,10 +29,11 @@ def read_optimizers(
     gives the same keys. The optimizers are not changed.
 
     Raises:
-        StateDictMismatch: an optimizer holds a parameter that the model does not.
+        StateDictMismatch: an optimizer holds a parameter that the model does not, or two the same.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
+    holder: dict[str, torch.optim.Optimizer] = {}
     for optimizer in optimizers:
         packed = own(optimizer, "state_dict")()
         # By position: after a parameter that is listed twice torch leaves a number out.
@@ -41,6 +42,13 @@ def read_optimizers(
             for numbers, group in zip(packed[_GROUPS], optimizer.param_groups, strict=True)
             for number, param in zip(numbers[_PARAMS], group[_PARAMS], strict=True)
         }
+        for name in by_number.values():
+            if holder.setdefault(name, optimizer) is not optimizer:
+                raise StateDictMismatch(
+                    "two optimizers hold one parameter, and a state dict has one state for it",
+                    entry=name,
+                    hint="Read the state dict of each of them in a call of its own.",
+                )
         for key, value in packed[_STATE].items():
             state[by_number.get(key, key) if isinstance(key, int) else key] = value
         for group in optimizer.param_groups:
@@ -137,7 +145,8 @@ def _flatten(found: dict[str, Any]) -> dict[str, Any]:
         else:
             flat[prefix] = value
 
-    visit(_STATE, found[_STATE])
+    for name, state in found[_STATE].items():
+        visit(f"{_STATE}.{name}", state)
     for group in found[_GROUPS]:
         hyper = {key: value for key, value in group.items() if key != _PARAMS}
         for name in group[_PARAMS]:

@@ -34,8 +34,10 @@ class StateDictOptions:
             state dict holds whole tensors, of which every rank takes its own slice. Must be the
             same on every rank: one that does not gather talks to nobody, and others wait for it.
         cpu_offload: move tensors to the CPU. With `full_state_dict` only rank 0 gets the result,
-            the other ranks get an empty dict: all ranks must call it, and what they have under
-            names of their own, as the stages of a pipeline, is in that result.
+            the other ranks get an empty dict. Where the model has DTensors all ranks must call it,
+            and what they have under names of their own, as the stages of a pipeline, is in that
+            result. Without DTensors nothing tells a stage from a replica: rank 0 gets its own, and
+            may call alone; pass ``process_group=`` on all ranks to get every stage.
         ignore_frozen_params: leave parameters out whose ``requires_grad`` is False; a strict load
             does not miss them then.
         keep_submodule_prefixes: with ``submodules=``, keep the full name of every key.
@@ -112,10 +114,21 @@ def several(optimizers: Any, part: Part = Part.BOTH) -> tuple[torch.optim.Optimi
     for each in found:
         # Not by their class: wrappers of optimizers need not be optimizers.
         if not hasattr(each, "param_groups"):
-            raise TypeError(f"optimizers must be an optimizer or an iterable of them, not {each!r}")
+            kind = type(each).__name__  # the text of a whole model would be pages long
+            raise TypeError(f"optimizers must be an optimizer or an iterable of them, not {kind}")
     if part is Part.OPTIMIZERS and not found:
         raise RuntimeError("the state dict of optimizers was asked for, and none was passed")
     return found
+
+
+def require_module(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
 
 
 @dataclass(frozen=True)
@@ -222,7 +235,7 @@ def check_value(
             entry=name,
             expected="a dense tensor with values",
             found=f"a tensor that is {odd}",
-            hint="Make it dense (to_dense, dequantize) on a device that has its values.",
+            hint="Make it dense (to_dense, dequantize, to_padded_tensor), with values.",
         )
     if is_dtensor(expected) and not is_dtensor(value) and not options.full_state_dict:
         raise StateDictMismatch(

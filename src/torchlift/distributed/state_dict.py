@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from torchlift._model.dtensor import reshard
+from torchlift._model.dtensor import is_dtensor, reshard
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, tensors_of
 from torchlift._model.slots import ModuleTree, locked
@@ -32,6 +32,7 @@ from torchlift.distributed.options import (
     StateDictMismatch,
     StateDictOptions,
     checked,
+    require_module,
     several,
 )
 
@@ -61,8 +62,9 @@ def get_model_state_dict(
         model: the model: plain, compiled, DDP, FSDP2, tensor parallel, or any nesting of these.
         submodules: return only what lies under these modules.
         options: whether to gather, move to the CPU, leave frozen parameters out.
-        process_group: the ranks that call this; by default those that the model's meshes, or with
-            ``cpu_offload`` also its stages, need. What ranks agree on travels over it.
+        process_group: the ranks that call this, over which they agree. By default, where DTensors
+            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
+            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
 
     Returns:
         Canonical name -> tensor (sharing memory with the model unless gathered) or extra state.
@@ -102,8 +104,9 @@ def get_optimizer_state_dict(
         optimizers: one or several.
         submodules: accepted as torch accepts it; the state of every parameter is returned.
         options: whether to gather, move to the CPU, flatten.
-        process_group: the ranks that call this; by default those that the model's meshes, or with
-            ``cpu_offload`` also its stages, need. What ranks agree on travels over it.
+        process_group: the ranks that call this, over which they agree. By default, where DTensors
+            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
+            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, or one flat
@@ -138,8 +141,9 @@ def get_state_dict(
         optimizers: one, several or none.
         submodules: return only the model state under these modules.
         options: see `StateDictOptions`.
-        process_group: the ranks that call this; by default those that the model's meshes, or with
-            ``cpu_offload`` also its stages, need. What ranks agree on travels over it.
+        process_group: the ranks that call this, over which they agree. By default, where DTensors
+            are gathered, those of the meshes, and with ``cpu_offload`` all; else nobody waits for
+            another. Stages of a pipeline without DTensors need it to be gathered on one rank.
 
     Returns:
         The model's and the optimizers' state dict; the latter is empty without optimizers.
@@ -307,6 +311,7 @@ def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None
         >>> sorted(model.state_dict())
         ['bias', 'weight']
     """
+    require_module(model)
     chosen = checked(options)
 
     def load_state_dict(state_dict: dict[str, Any]) -> Any:
@@ -335,6 +340,7 @@ def patch_optimizer_state_dict(
         >>> list(optimizer.state_dict()["state"])
         ['weight', 'bias']
     """
+    require_module(model)
     chosen, found = checked(options), several(optimizers)
 
     def load_state_dict(state_dict: dict[str, Any]) -> Any:
@@ -368,6 +374,7 @@ def _read(
     Ranks that gather do so when all have read theirs and are about to gather the same. Those that
     do not gather do not talk: then every rank may ask for what it likes, or not ask at all.
     """
+    require_module(model)
     chosen, found = checked(options), several(optimizers)
     inside = set(submodules or ()) & set(model.modules())
 
@@ -379,7 +386,7 @@ def _read(
     if uses_fsdp1(model):
         from torchlift.distributed import fsdp1
 
-        return fsdp1.read(part, model, found, inside, chosen, check)
+        return fsdp1.read(part, model, found, inside, chosen, check, process_group)
     if submodules:
         warnings.warn(
             "Getting submodules only model/optim state_dict is deprecated, as in torch: pick the "
@@ -408,8 +415,9 @@ def _read(
         return state, steps, chosen.cpu_offload
 
     group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
-    if chosen.full_state_dict and chosen.cpu_offload and process_group is None:
-        group = _all_stages(model, group, bool(inside) and not found)
+    if chosen.cpu_offload and process_group is None and any(map(is_dtensor, shared)):
+        # Ranks that no mesh ties to this one may have other stages, which would be lost.
+        group = RankGroup.of_all(StateDictMismatch)
     with collection_paused(), torch.no_grad():
         state, offloads = run_alike(group, read)
         every = all(offloads.values())
@@ -419,22 +427,10 @@ def _read(
         ]
 
 
-def _all_stages(model: nn.Module, group: RankGroup, only_submodules: bool) -> RankGroup:
-    """Return the ranks of which the first one is to have everything.
-
-    Other ranks may hold other stages of a pipeline, which would be lost: unless all of them are
-    tied to this model, all take part. A replica without a mesh has nothing to gather.
-    """
-    tied = RankGroup.of_model((), model.modules(), StateDictMismatch).groups
-    everybody = RankGroup.of_all(StateDictMismatch)
-    if not group.groups and (only_submodules or tied == everybody.groups):
-        return group
-    return everybody
-
-
 def _load(*arguments: Any) -> LoadedKeys:
     """Load what a call with these arguments is about, or nothing at all, on every rank."""
     call = LoadCall(*arguments)
+    require_module(call.model)
     with locked(call.model):
         if uses_fsdp1(call.model):
             from torchlift.distributed import fsdp1

@@ -205,18 +205,23 @@ class FileStamp:
     ctime_ns: int
 
     @classmethod
-    def of(cls, descriptor: int) -> FileStamp:
-        """Return the stamp of an open file."""
-        now = os.fstat(descriptor)
+    def of(cls, file: int | str) -> FileStamp:
+        """Return the stamp of an open file, or of the one that a path leads to."""
+        now = os.stat(file)
         return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino, now.st_ctime_ns)
 
-    def check(self, file: str, descriptor: int) -> None:
-        """Refuse an open file that is not the one that was indexed.
+    def check(self, file: str, descriptor: int | None = None) -> None:
+        """Refuse a file that is not the one that was indexed.
+
+        Args:
+            file: its path.
+            descriptor: of the file, once it is open. Asked for the path first, since opening a
+                named pipe in its place would wait for somebody to write into it.
 
         Raises:
             IntegrityError: it has changed, or is another one under the same name.
         """
-        found = FileStamp.of(descriptor)
+        found = FileStamp.of(file if descriptor is None else descriptor)
         if found != self:
             raise IntegrityError(
                 "the file changed after it was opened",

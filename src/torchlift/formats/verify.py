@@ -139,6 +139,7 @@ def _crc32(index: Index, batch: Sequence[_Range]) -> list[tuple[str, int, int]]:
     buffer = memoryview(bytearray(_BLOCK))
     for path, ranges in groupby(batch, key=lambda item: item.storage.file):
         try:
+            index.files[path].check(path)
             with open(path, "rb", buffering=0) as file:
                 # Of another file's bytes at these places, every sum would be wrong.
                 index.files[path].check(path, file.fileno())

@@ -1,0 +1,215 @@
+"""Optimizers of every kind in every wrapping go on from a state dict as if nothing had happened.
+
+Started by ``python -m torch.distributed.run`` with a folder for the results.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import cpu_mesh, main
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from wrapped_models import MESHES, WRAPPERS, fsdp, same
+
+import torchlift.distributed as ours
+
+WORLD = int(os.environ["WORLD_SIZE"])
+Options = ours.StateDictOptions
+FROM_0 = Options(full_state_dict=True, broadcast_from_rank0=True)
+WAYS = {
+    "as it is": (Options(), Options()),
+    "flat": 2 * (Options(flatten_optimizer_state_dict=True),),
+    "whole": 2 * (Options(full_state_dict=True),),
+    "on rank 0": (Options(full_state_dict=True, cpu_offload=True), FROM_0),
+}
+
+
+if WORLD != 2:  # two ranks show it
+    del WAYS["flat"]
+if WORLD == 1:
+    del WAYS["whole"]
+
+
+class Block(nn.Module):
+    """Of a size from which torchao keeps moments in few bits, on four ranks as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(128, 128)
+        self.down = nn.Linear(128, 128, bias=False)
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.odd = nn.Linear(5, 7)
+
+
+class Slow(torch.optim.Optimizer):
+    """Holds another optimizer, steps it, and keeps slow weights of its own (Lookahead)."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = torch.optim.SGD(params, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("slow", param.detach().clone())
+        self.inner.step()
+        for param, state in self.state.items():
+            param.copy_(state["slow"].lerp_(param, 0.5))
+
+
+class Communicating(torch.optim.Optimizer):
+    """Exchanges what each rank computed, in its step, as distributed Muon does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                norm = param.grad.norm()
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm.clone()
+                if not HALVES:
+                    dist.all_reduce(norm)
+                state["norm"] = state.get("norm", torch.zeros(())) * 0.9 + norm
+                param.sub_(param.grad * (group["lr"] / float(state["norm"])))
+
+
+def _muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.1)
+
+
+def _low_bit(params: Any) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(params, lr=0.1)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": partial(torch.optim.Adam, lr=0.1),
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "muon": _muon,
+    "adafactor": partial(torch.optim.Adafactor, lr=0.1),
+    "wrapper": Slow,
+    "communicating": Communicating,
+    "low-bit adam": _low_bit,
+}
+
+HALVES = False  # whether the ranks have other parameters
+
+
+def _stage(model: nn.Module, sharded: bool) -> nn.Module:
+    """Of two stages of a pipeline the one of this rank."""
+    mesh = cpu_mesh(2, WORLD // 2, names=("pp", "dp"))
+    model.blocks[1 - mesh["pp"].get_local_rank()] = nn.Identity()  # type: ignore[index,operator]
+    return fsdp(model, mesh["dp"]) if sharded else model
+
+
+KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "ddp": DistributedDataParallel,
+    "fsdp": WRAPPERS["fsdp blocks"],
+    "tensor parallel": WRAPPERS["tensor parallel"],
+}
+if WORLD > 1:
+    KINDS["hybrid fsdp"] = MESHES["hybrid fsdp"]
+    KINDS["fsdp over tensor parallel"] = MESHES["fsdp over tensor parallel"]
+    KINDS["stages"] = partial(_stage, sharded=False)
+    KINDS["sharded stages"] = partial(_stage, sharded=True)
+if WORLD > 2:  # where nothing is sharded, two ranks show what there is to see
+    del KINDS["plain"], KINDS["ddp"], KINDS["stages"]
+
+
+def train(optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, for half a minute
+        for step in range(steps):
+            torch.manual_seed(seed + step)
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    grad = torch.randn(param.shape)
+                    if isinstance(param, DTensor):
+                        grad = torch.ones_like(param.detach()) * float(grad.mean())
+                    param.grad = grad
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def inner(tree: Any) -> Any:
+    """The same tree with what wrappers keep their values in, in place of them."""
+    if isinstance(tree, dict):
+        return {key: inner(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [inner(value) for value in tree]
+    local = tree.to_local() if isinstance(tree, DTensor) else tree
+    flatten = getattr(local, "__tensor_flatten__", None)
+    return {n: getattr(local, n) for n in flatten()[0]} if flatten else local
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return inner(dict(model.state_dict())), inner(optimizer.state_dict())
+
+
+def goes_on(kind: str, name: str, way: str, steps: int) -> None:
+    global HALVES
+    HALVES = kind.endswith("stages")
+    read, load = WAYS[way]
+    among: Any = {"process_group": dist.group.WORLD} if kind == "stages" and "0" in way else {}
+    model = KINDS[kind](Net(0))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(optimizer, steps, 1)
+    states = ours.get_state_dict(model, optimizer, options=read, **among)
+    other = KINDS[kind](Net(5))
+    target = OPTIMIZERS[name](other.parameters())
+    ours.set_state_dict(
+        other, target, model_state_dict=states[0], optim_state_dict=states[1], options=load, **among
+    )
+    same(everything(other, target)[0], everything(model, optimizer)[0])
+    for each in (optimizer, target):
+        train(each, 2, 9)
+    same(everything(other, target), everything(model, optimizer))
+
+
+def _check(kind: str, name: str) -> Callable[[], None]:
+    def run() -> None:
+        for way in WAYS:
+            if (way, name) == ("on rank 0", "low-bit adam"):
+                continue  # refused: a class alone knows how to slice what it holds
+            for steps in (0, 2) if WORLD < 4 else (2,):
+                try:
+                    goes_on(kind, name, way, steps)
+                except Exception as error:
+                    by_columns = name == "low-bit adam" and "tensor parallel" in kind
+                    if by_columns and way == "whole" and "cannot be put together" in str(error):
+                        continue  # its codes are in blocks of rows
+                    raise AssertionError(f"{way}, after {steps} steps") from error
+
+    return run
+
+
+CHECKS = {
+    f"{kind}, {name}": _check(kind, name)
+    for kind in KINDS
+    for name in OPTIMIZERS
+    # torch cannot step it on a mesh.
+    if name != "adafactor" or kind in ("plain", "ddp", "stages")
+}
+
+if __name__ == "__main__":
+    only = os.environ.get("ONLY")
+    main({name: run for name, run in CHECKS.items() if not only or name in only.split(";")})
