@@ -17,7 +17,15 @@ import torch
 from torchlift._system import printable
 from torchlift._transfer import Files
 from torchlift.errors import CheckpointError, FormatError, UnsafeError, did_you_mean
-from torchlift.formats import Chunk, Index, TensorEntry, read_index, steps_in_file, under
+from torchlift.formats import (
+    Chunk,
+    Index,
+    RebuiltEntry,
+    TensorEntry,
+    read_index,
+    steps_in_file,
+    under,
+)
 from torchlift.formats.gguf import BLOCKS
 from torchlift.formats.summary import to_html, to_text
 
@@ -186,6 +194,8 @@ class MappedViews:
     def view(self, entry: TensorEntry) -> torch.Tensor:
         """Return the tensor of `entry`; see `Checkpoint.view`."""
         dtype = dtype_of(entry, self.index.path)
+        if isinstance(entry, RebuiltEntry):
+            return self._rebuilt(entry, dtype)
         if not entry.chunks:
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
         if len(entry.chunks) > 1 or entry.is_quantized:
@@ -258,6 +268,36 @@ class MappedViews:
             flat[start * values :][: part.numel()].copy_(part)
         return target if target.is_contiguous() else target.copy_(flat.view(target.shape))
 
+    def _rebuilt(self, entry: RebuiltEntry, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that torch makes of others, which are mapped.
+
+        Raises:
+            FormatError: it is not one, as torch has them.
+        """
+        kind, inner = entry.encoding[0], [self.view(tensor) for tensor in entry.tensors]
+        try:
+            if kind == "meta":
+                return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
+            if kind == "nested":
+                return _nested(*inner)
+            if kind == "sparse_coo":
+                # Unlike in torch.load: what lies outside would be written to outside, too.
+                checked = {"check_invariants": True, "is_coalesced": entry.facts[0]}
+                return torch.sparse_coo_tensor(*inner, entry.shape, **checked)
+            if kind.startswith("sparse"):
+                layout = getattr(torch, kind)
+                return torch.sparse_compressed_tensor(
+                    *inner, entry.shape, layout=layout, check_invariants=True
+                )
+            return _quantized(entry, dtype, *inner)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"its values do not make a {kind.replace('_', ' ')} tensor",
+                file=self.index.path,
+                entry=entry.key,
+                found=str(error).split("\n")[0],
+            ) from error
+
     def _box(self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         """Return the box of a chunk as a view of the map, in a storage that is its run of bytes."""
         raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes).untyped_storage()
@@ -295,6 +335,42 @@ def _usable(
     if swapped:
         raw.byteswap(dtype)  # type: ignore[no-untyped-call]
     return raw
+
+
+def _nested(
+    values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Return a nested tensor of slices of `values`, each of which torch checks."""
+    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
+    whole = values.untyped_storage()
+    slices = []
+    for size, stride, offset in rows:
+        span = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if 0 not in size and span >= values.numel():
+            raise ValueError(f"a slice of {size} reaches outside its {values.numel()} values")
+        first = values.storage_offset() + offset
+        slices.append(values.new_empty(0).set_(whole, first, size, stride))
+    return torch.nested.as_nested_tensor(slices, dtype=values.dtype)
+
+
+def _quantized(
+    entry: RebuiltEntry, dtype: torch.dtype, numbers: torch.Tensor, *rest: torch.Tensor
+) -> torch.Tensor:
+    """Return a quantised tensor over the stored numbers."""
+    # Of one element or one per channel, from which only the scales and zero points are kept.
+    shape = [1] * numbers.dim()
+    if entry.encoding[0] == "per_tensor_affine":
+        scale, zero = entry.facts
+        made = torch.quantize_per_tensor(torch.zeros(shape), scale, zero, dtype)
+    else:
+        axis, *listed = entry.facts
+        scales, zeros = rest or [torch.tensor(x) for x in listed]
+        shape[axis] = scales.numel()
+        if scales.numel() != entry.shape[axis]:
+            raise ValueError(f"{scales.numel()} scales for {entry.shape[axis]} channels")
+        made = torch.quantize_per_channel(torch.zeros(shape), scales, zeros, axis, dtype)
+    whole = numbers.untyped_storage()
+    return made.set_(whole, numbers.storage_offset(), numbers.shape, numbers.stride())
 
 
 def _shown(entry: TensorEntry, stored: torch.Tensor) -> torch.Tensor:

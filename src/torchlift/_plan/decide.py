@@ -30,7 +30,7 @@ from torchlift._plan.steps import Base, Candidate, Making, Match, Step
 from torchlift._skeleton.skeleton import constructions_of
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
-from torchlift.formats import Chunk, TensorEntry
+from torchlift.formats import Chunk, RebuiltEntry, TensorEntry
 
 _RELEASE = (
     'Release what holds it (swap.preflight lists all of it), or load with mode="auto", which '
@@ -82,6 +82,14 @@ def _decide(
 ) -> Step:
     candidate, tensor = candidates[0], group.tensor
     entry, file_dtype = candidate.entry, candidate_dtype(candidate, path)
+    if isinstance(entry, RebuiltEntry) and candidate.value is None:
+        raise PlacementError(
+            f"the file has a {entry.encoding[0].replace('_', ' ')} tensor for it",
+            file=path,
+            entry=key,
+            expected="dense numbers",
+            hint="Take it out of the checkpoint by its key, and set what you make of it.",
+        )
     seen = entry or rules.entry_like(key, group)
     if seen.key != key:
         seen = replace(seen, key=key)

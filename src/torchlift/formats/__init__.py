@@ -10,12 +10,13 @@ from torchlift.formats.index import (
     FileStamp,
     Index,
     Leaf,
+    RebuiltEntry,
     Storage,
     TensorEntry,
     under,
 )
 
 __all__ = [
-    "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "Storage", "TensorEntry", "cut",
-    "read_index", "row_major", "steps_in_file", "under",
+    "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "RebuiltEntry", "Storage", "TensorEntry",
+    "cut", "read_index", "row_major", "steps_in_file", "under",
 ]  # fmt: skip

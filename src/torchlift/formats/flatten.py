@@ -2,8 +2,8 @@
 
 Dicts are always flattened, and an empty one stays as the object ``{}``. Lists and tuples are
 flattened by position when a tensor is anywhere inside; otherwise the whole list is one object, so
-that an optimizer's ``param_groups`` stay what they are. A file that holds a bare tensor has the key
-``tensor``; one that holds a bare object, ``object``.
+that an optimizer's ``param_groups`` stay what they are. A storage is a tensor of all its numbers.
+A file that holds a bare tensor has the key ``tensor``; one that holds a bare object, ``object``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import Leaf
+from torchlift.formats.index import QUANTIZED, Leaf
 from torchlift.formats.torch_pickle import (
     Blocked,
     Global,
@@ -30,6 +30,7 @@ ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
 _MAX_DEPTH = 100
 _EXTRA_STATE = "_extra_state"
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+_TENSORS = (TensorRef, StorageRef)
 _TEXTS = (str, bytes, bytearray)
 _SCALARS = (bool, int, float, complex, *_TEXTS)
 
@@ -83,7 +84,7 @@ class _Flattener:
         elif isinstance(root, (list, tuple)) and self._has_tensor(root, 0):
             self._children(enumerate(root), "", 0)
         else:
-            self._visit(ROOT_TENSOR if isinstance(root, TensorRef) else ROOT_OBJECT, root, 0)
+            self._visit(ROOT_TENSOR if isinstance(root, _TENSORS) else ROOT_OBJECT, root, 0)
         return self.flat
 
     def _children(self, items: Iterable[tuple[object, object]], prefix: str, depth: int) -> None:
@@ -112,7 +113,11 @@ class _Flattener:
         if key.endswith(_EXTRA_STATE) and isinstance(value, (dict, list, tuple)):
             with suppress(_NotPlain):
                 self.flat.templates[key] = self._template(key, value, depth)
+        if isinstance(value, StorageRef) and value.dtype not in QUANTIZED:
+            numel = value.view[1] if value.view else value.numel
+            value = TensorRef(value, value.dtype or "uint8", 0, (numel,), (1,))
         if isinstance(value, TensorRef):
+            self.budget.spend(ENTRY * (1 + len(getattr(value, "tensors", ()))), key)
             self.flat.tensors[key] = value
         elif isinstance(value, dict) and value:
             self._children(value.items(), key + ".", depth + 1)
@@ -147,7 +152,7 @@ class _Flattener:
     def _has_tensor(self, value: object, depth: int) -> bool:
         """Return whether a tensor is anywhere inside; each container is looked at once."""
         if not isinstance(value, (dict, list, tuple)):
-            return isinstance(value, TensorRef)
+            return isinstance(value, _TENSORS)
         known = self._tensors_inside.get(id(value))
         if known is None:
             _check_depth(depth)

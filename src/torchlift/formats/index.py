@@ -22,6 +22,9 @@ ITEMSIZE: dict[str, int] = {
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
 }  # fmt: skip
 
+#: dtypes whose numbers mean something only together with a scale -> that of the stored numbers.
+QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+
 #: Encodings that leave every element in its place.
 _ELEMENTWISE = frozenset({"big-endian", "conjugate", "negative"})
 
@@ -87,7 +90,7 @@ class TensorEntry:
             tensor, as a distributed checkpoint stores it.
         encoding: how the stored bytes differ from the values, in the order in which it is undone:
             any of ``"big-endian"``, ``"conjugate"`` and ``"negative"``, or the name of a quantised
-            block type; empty if they do not.
+            block type, or what a `RebuiltEntry` is; empty if they do not.
     """
 
     key: str
@@ -110,7 +113,7 @@ class TensorEntry:
     @property
     def itemsize(self) -> int:
         """Return the bytes per element."""
-        return ITEMSIZE[self.dtype]
+        return ITEMSIZE[QUANTIZED.get(self.dtype, self.dtype)]
 
     @property
     def is_pieced(self) -> bool:
@@ -121,13 +124,31 @@ class TensorEntry:
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether the bytes are blocks that stand for several values each."""
+        """Return whether the bytes are not the elements: blocks, or what a tensor is made of."""
         return not _ELEMENTWISE.issuperset(self.encoding)
 
     @property
     def is_contiguous(self) -> bool:
         """Return whether the elements lie in row-major order without gaps, as torch defines it."""
         return is_row_major(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class RebuiltEntry(TensorEntry):
+    """A tensor that torch makes of others, or of none: it has no strided bytes of its own.
+
+    Its ``encoding`` says what it is: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``,
+    ``"sparse_bsr"``, ``"sparse_bsc"``, ``"per_tensor_affine"`` or ``"per_channel_affine"``
+    (quantised), ``"nested"`` (whose shape is that of all its values in a row) or ``"meta"``. Its
+    chunks and ``nbytes`` are those of what it is made of.
+
+    Attributes:
+        tensors: what it is made of, in the order in which torch's rebuilder takes it.
+        facts: what else that takes.
+    """
+
+    tensors: tuple[TensorEntry, ...] = ()
+    facts: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +350,9 @@ def under(index: Index, root: str) -> Index | None:
     if not (entries or objects or blocked_keys):
         return None
     used = {entry.storage for entry in entries.values()}
+    for entry in entries.values():
+        if isinstance(entry, RebuiltEntry):
+            used.update(inner.storage for inner in entry.tensors)
     # An entry in several chunks names the storage of the first one only.
     spots = {(c.file, c.offset) for e in entries.values() if len(e.chunks) > 1 for c in e.chunks}
     versions = inside(index.module_versions)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import ITEMSIZE
+from torchlift.formats.index import ITEMSIZE, QUANTIZED
 from torchlift.formats.unpickle import (
     HANDLERS,
     MAX_TEXT,
@@ -34,7 +34,14 @@ STORAGE_DTYPES: dict[str, str] = {
 #: Storages that say nothing about their elements; their length is in bytes.
 _UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 #: Every storage type -> the dtype of its elements, or None.
-STORAGES: dict[str, str | None] = {**STORAGE_DTYPES, **dict.fromkeys(_UNTYPED)}
+STORAGES: dict[str, str | None] = {
+    **STORAGE_DTYPES, **dict.fromkeys(_UNTYPED),
+    "torch.QInt8Storage": "qint8", "torch.QUInt8Storage": "quint8", "torch.QInt32Storage": "qint32",
+}  # fmt: skip
+#: dtype of a storage's elements -> bytes of each.
+STORED_SIZE: dict[str | None, int] = {
+    None: 1, **ITEMSIZE, **{name: ITEMSIZE[stored] for name, stored in QUANTIZED.items()},
+}  # fmt: skip
 
 #: Views that store other numbers than they show: torch's name -> that in ``TensorEntry.encoding``.
 LAZY = {"conj": "conjugate", "neg": "negative"}
@@ -122,6 +129,15 @@ class TensorRef:
     requires_grad: object = False
     is_parameter: bool = False
     lazy: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class RebuiltRef(TensorRef):
+    """The arguments of a rebuilder that makes a tensor of others; see `RebuiltEntry`."""
+
+    kind: str = ""
+    tensors: tuple[TensorRef, ...] = ()
+    facts: tuple[object, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -225,7 +241,10 @@ class TorchWorld:
                 found=numel if isinstance(numel, (int, float)) else type(numel).__name__,
             )
         dtype = STORAGES[name]
-        known = self.storages.setdefault(key, StorageRef(dtype, key, location, numel))
+        made = StorageRef(dtype, key, location, numel)
+        known = self.storages.setdefault(key, made)
+        if not known.numel and not numel:  # nothing, which torch makes anew each time
+            return made
         if (known.dtype, known.numel) != (dtype, numel):
             raise FormatError(
                 "one storage is described in two ways",
@@ -291,7 +310,7 @@ def _tensor(
         return storage
     _checked(storage, StorageRef)
     assert isinstance(storage, StorageRef)
-    dtype = storage.dtype or "uint8"
+    dtype = _strided(storage.dtype or "uint8")
     made = TensorRef(storage, dtype, offset, size, stride, requires_grad)
     if metadata is not None and any(_checked(metadata, dict).values()):
         assert isinstance(metadata, dict)
@@ -305,13 +324,113 @@ def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
     dtype = arguments[6] if len(arguments) > 6 else None
     if isinstance(dtype, Blocked):
         return Blocked(dtype.name, called=True)
-    name = _checked(dtype, Global).name.removeprefix("torch.")
-    if name not in ITEMSIZE:
-        raise TypeError("not a dtype")
+    name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
     made = _tensor(world, *arguments[:6], *arguments[7:])
     if isinstance(made, TensorRef):
         made.dtype = name
     return made
+
+
+def _strided(dtype: str) -> str:
+    """Return a dtype that a tensor can have which is nothing but its elements."""
+    if dtype not in ITEMSIZE:
+        raise TypeError("not a dtype of plain tensors")
+    return dtype
+
+
+def _sparse(world: TorchWorld, layout: object, data: object) -> object:
+    """Return a record of a tensor of (indices, values, size), or of one with two of indices."""
+    name = _checked(layout, str).removeprefix("torch.sparse_")
+    if name not in ("coo", "csr", "csc", "bsr", "bsc"):
+        raise ValueError("not a layout that torch rebuilds")
+    inner, is_coalesced = list(_checked(data, tuple)), None
+    if name == "coo" and len(inner) == 4:  # since torch 2.0
+        is_coalesced = inner.pop()
+    size = inner.pop()
+    found = _inner(inner, 2 if name == "coo" else 3)
+    if isinstance(found, Blocked):
+        return found
+    facts = (_checked(is_coalesced, bool, type(None)),) if name == "coo" else ()
+    return _rebuilt(f"sparse_{name}", found[-1], found, size, (), facts)
+
+
+def _nested(
+    world: TorchWorld, values: object, sizes: object, strides: object, offsets: object
+) -> object:
+    found = _inner([values, sizes, strides, offsets], 4)
+    if isinstance(found, Blocked):
+        return found
+    return _rebuilt("nested", found[0], found, found[0].size, found[0].stride)
+
+
+def _meta(
+    world: TorchWorld, dtype: object, size: object, stride: object, requires_grad: object = False
+) -> RebuiltRef:
+    name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
+    nowhere = StorageRef(name, "", "meta", 0)
+    return RebuiltRef(nowhere, name, 0, size, stride, requires_grad, kind="meta")
+
+
+def _quantized(
+    world: TorchWorld, storage: object, offset: object, size: object, stride: object,
+    params: object, requires_grad: object = False, hooks: object = None,
+) -> object:  # fmt: skip
+    if isinstance(storage, Blocked):
+        return storage
+    assert isinstance(_checked(storage, StorageRef), StorageRef)
+    scheme, first, second, *axis = _checked(params, tuple)
+    kind = _checked(scheme, Global).name.removeprefix("torch.")
+    if storage.dtype not in QUANTIZED:
+        raise TypeError("not a storage of quantised numbers")
+    numbers = TensorRef(storage, QUANTIZED[storage.dtype], offset, size, stride)
+    tensors, facts = [numbers], (first, second)
+    if kind == "per_tensor_affine" and not axis:
+        facts = _checked(first, float), _checked(second, int)
+    elif kind.startswith("per_channel_affine") and len(axis) == 1:
+        facts = tuple(axis)
+        if not 0 <= _checked(*axis, int) < len(_checked(size, tuple)):
+            raise ValueError("no such dimension")
+        if isinstance(first, TensorRef) and isinstance(second, TensorRef):
+            tensors += [first, second]
+        else:  # as old files have it
+            for values in (first, second):
+                world.budget.spend(STEP * len(_checked(values, list)))
+                facts += (tuple(_checked(value, float, int) for value in values),)
+    else:
+        raise ValueError("not a scheme that torch reads")
+    made = _rebuilt(kind, numbers, tensors, size, stride, facts)
+    made.dtype, made.requires_grad = storage.dtype, requires_grad
+    return made
+
+
+def _inner(found: list[Any], count: int) -> list[TensorRef] | Blocked:
+    """Return the plain tensors that another one is made of, or the first that is blocked."""
+    blocked = next((item for item in found if isinstance(item, Blocked)), None)
+    if blocked is None and (len(found) != count or any(type(x) is not TensorRef for x in found)):
+        raise TypeError("not the tensors that it takes")
+    return found if blocked is None else blocked
+
+
+def _rebuilt(
+    kind: str, like: TensorRef, tensors: Sequence[TensorRef], size: object, stride: object,
+    facts: tuple[object, ...] = (),
+) -> RebuiltRef:  # fmt: skip
+    return RebuiltRef(
+        like.storage, like.dtype, 0, size, stride, like.requires_grad,
+        kind=kind, tensors=tuple(tensors), facts=facts,
+    )  # fmt: skip
+
+
+def _on_device(
+    world: TorchWorld, data: object, dtype: object, device: object, requires_grad: object
+) -> object:
+    """Return a tensor of a device that has no storages, which is saved as the CPU's copy of it."""
+    name = _checked(dtype, Global, Blocked).name.removeprefix("torch.")
+    if isinstance(data, Blocked) or _checked(data, TensorRef).dtype != name:
+        return world.block("torch._utils._rebuild_device_tensor_from_cpu_tensor", called=True)
+    assert isinstance(data, TensorRef)
+    storage = replace(data.storage, location=_short(device))
+    return replace(data, storage=storage, requires_grad=requires_grad)
 
 
 def _parameter(
@@ -414,6 +533,11 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _on_device,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
@@ -437,13 +561,18 @@ _CALLS: dict[str, Callable[..., object]] = {
     "numpy._core.multiarray.scalar": _numpy_scalar,
 }
 
-_TENSOR_CALLS = (_tensor, _tensor_v3, _parameter)
+_TENSOR_CALLS = (_tensor, _tensor_v3, _sparse, _nested, _meta, _quantized, _on_device, _parameter)
 
 #: Names that are values, not functions: kept as text where a file stores the name itself.
 _VALUES = {
     *STORAGES,
     *_PLAIN_TYPES,
-    *(f"torch.{dtype}" for dtype in ITEMSIZE),
+    *(f"torch.{dtype}" for dtype in STORED_SIZE if dtype),
+    *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    *(f"torch.per_{of}" for of in (
+        "tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric",
+        "channel_affine_float_qparams",
+    )),
     *(f"builtins.{name}" for name in ("int", "float", "list", "dict", "str", "bool", "tuple")),
 }
 
@@ -578,7 +707,7 @@ def _look_up(m: Machine, gets: tuple[bytes, ...]) -> tuple[str | None, str] | No
         return None
     if type(hooks) is not Global or hooks.name != "collections.OrderedDict":
         return None
-    if type(kind) is not Global or kind.name not in STORAGES:
+    if type(kind) is not Global or kind.name not in STORAGES or STORAGES[kind.name] in QUANTIZED:
         return None
     return STORAGES[kind.name], location
 

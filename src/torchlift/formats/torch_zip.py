@@ -21,11 +21,21 @@ from functools import partial
 from torchlift._system import printable
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import flatten
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
+from torchlift.formats.index import (
+    ITEMSIZE,
+    Chunk,
+    Index,
+    RebuiltEntry,
+    Storage,
+    TensorEntry,
+    row_major,
+)
 from torchlift.formats.layout import Layout, Payload, Stored
 from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_pickle import (
+    STORED_SIZE,
     Blocked,
+    RebuiltRef,
     StorageRef,
     TensorRef,
     TorchWorld,
@@ -119,7 +129,12 @@ def index_of(
     return Index(
         path=source.path,
         format=format,
-        entries={name: resolver.entry(name, ref) for name, ref in flat.tensors.items()},
+        entries={
+            name: resolver.entry(name, ref)
+            if type(ref) is TensorRef
+            else resolver.rebuilt(name, ref)
+            for name, ref in flat.tensors.items()
+        },
         storages=resolver.storages,
         files={source.path: source.stamp},
         objects=flat.objects,
@@ -283,11 +298,31 @@ class Resolver:
         )  # fmt: skip
 
 
+    def rebuilt(self, key: str, ref: TensorRef) -> RebuiltEntry:
+        """Return the entry of a tensor that torch makes of others, each of them checked."""
+        assert isinstance(ref, RebuiltRef)
+        tensors = tuple([self.entry(key, inner) for inner in ref.tensors])
+        if ref.kind.startswith("sparse"):
+            shape = whole_numbers(ref.size, key, "size", "tuple")
+            stride = row_major(shape)
+        else:
+            shape, stride, *_ = _layout(ref, key)
+        if math.prod(shape) >= 1 << 63:
+            raise FormatError("a tensor has an impossible size", entry=key, found=list(shape))
+        chunks = tuple([chunk for inner in tensors for chunk in inner.chunks])
+        nbytes = sum(inner.nbytes for inner in tensors)
+        storage = tensors[0].storage if tensors else key
+        return RebuiltEntry(
+            key, ref.dtype, shape, stride, nbytes, ref.storage.location, storage, chunks,
+            ref.requires_grad is True, ref.is_parameter, (ref.kind,), tensors, ref.facts,
+        )  # fmt: skip
+
+
 def _view_of(storage: Storage, ref: StorageRef, key: str) -> tuple[int, int]:
     """Return the first byte in the file, and that behind the last, which a tensor may look into."""
     if ref.view is None:
         return storage.offset, storage.offset + storage.nbytes
-    itemsize = ITEMSIZE[ref.dtype or "uint8"]
+    itemsize = STORED_SIZE[ref.dtype]
     first, numel = whole_numbers(ref.view, key, "view of its storage", "pair")
     if (first + numel) * itemsize > storage.nbytes:
         raise FormatError(
@@ -333,7 +368,7 @@ class ZipStorages:
                 hint="Unpack the archive and pack it again without compression, or load and save "
                 "it with torch.",
             )
-        nbytes = ref.numel * ITEMSIZE[ref.dtype or "uint8"]
+        nbytes = ref.numel * STORED_SIZE[ref.dtype]
         if nbytes != record.nbytes:
             raise FormatError(
                 f"a storage does not have the size that the tensor {printable(key, 100)!r} says",
