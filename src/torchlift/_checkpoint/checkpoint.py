@@ -16,7 +16,13 @@ import torch
 
 from torchlift._system import printable
 from torchlift._transfer import Files
-from torchlift.errors import CheckpointError, FormatError, UnsafeError, did_you_mean
+from torchlift.errors import (
+    CheckpointError,
+    FormatError,
+    PlacementError,
+    UnsafeError,
+    did_you_mean,
+)
 from torchlift.formats import (
     Chunk,
     Index,
@@ -159,11 +165,12 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def refusal(self, key: str) -> UnsafeError:
         """Return the error that says why `key` cannot be had."""
-        name = self._index.blocked_keys.get(key, "")
+        name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         return UnsafeError(
             f"only unpickling could rebuild it, through {name}, and that can run code",
             file=self.path,
             entry=key,
+            found=f"{count} tensor{'s' * (count > 1)} in it" if count else None,
             hint="Pass root= to take a part of the file without it, or save it as plain tensors.",
         )
 
@@ -171,6 +178,14 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def blocked_keys(self) -> Mapping[str, str]:
         """Return key -> name of the global that its value would have needed."""
         return self._index.blocked_keys
+
+    @property
+    def blocked_tensors(self) -> Mapping[str, int]:
+        """Return key -> number of tensors in its value, of those that cannot be had.
+
+        A tensor in several values counts for the first one; what has none is not listed.
+        """
+        return self._index.blocked_tensors
 
     def close(self) -> None:
         """Close the files. Tensors already taken stay valid; taking new ones is an error."""
@@ -282,13 +297,16 @@ class MappedViews:
                 return _nested(*inner)
             if kind == "sparse_coo":
                 # Unlike in torch.load: what lies outside would be written to outside, too.
-                checked = {"check_invariants": True, "is_coalesced": entry.facts[0]}
-                return torch.sparse_coo_tensor(*inner, entry.shape, **checked)
-            if kind.startswith("sparse"):
-                layout = getattr(torch, kind)
-                return torch.sparse_compressed_tensor(
-                    *inner, entry.shape, layout=layout, check_invariants=True
+                indices, values = inner
+                return torch.sparse_coo_tensor(
+                    indices, values, entry.shape, check_invariants=True, is_coalesced=entry.facts[0]
                 )
+            if kind.startswith("sparse"):
+                compressed, plain, values = inner
+                return torch.sparse_compressed_tensor(
+                    compressed, plain, values, entry.shape,
+                    layout=getattr(torch, kind), check_invariants=True,
+                )  # fmt: skip
             return _quantized(entry, dtype, *inner)
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise FormatError(
@@ -410,6 +428,17 @@ def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint
         (2, 3)
     """
     return Checkpoint(read_index(path), root=root)
+
+
+def not_dense(entry: RebuiltEntry, path: str) -> PlacementError:
+    """Return the error that says why a model's tensor cannot be filled with such a one."""
+    return PlacementError(
+        f"the file has a {entry.encoding[0].replace('_', ' ')} tensor for it",
+        file=path,
+        entry=entry.key,
+        expected="dense numbers",
+        hint="Take it out of the checkpoint by its key, and set what you make of it.",
+    )
 
 
 def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torchlift._checkpoint import dtype_of
+from torchlift._checkpoint import dtype_of, not_dense
 from torchlift._model.commit import check_mode, check_writable, repeats
 from torchlift._model.devices import DISK
 from torchlift._model.dtensor import (
@@ -83,13 +83,7 @@ def _decide(
     candidate, tensor = candidates[0], group.tensor
     entry, file_dtype = candidate.entry, candidate_dtype(candidate, path)
     if isinstance(entry, RebuiltEntry) and candidate.value is None:
-        raise PlacementError(
-            f"the file has a {entry.encoding[0].replace('_', ' ')} tensor for it",
-            file=path,
-            entry=key,
-            expected="dense numbers",
-            hint="Take it out of the checkpoint by its key, and set what you make of it.",
-        )
+        raise not_dense(entry, path)
     seen = entry or rules.entry_like(key, group)
     if seen.key != key:
         seen = replace(seen, key=key)

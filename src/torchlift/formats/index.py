@@ -276,6 +276,8 @@ class Index:
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
         module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
         blocked_keys: key -> the name of the global that its value would have needed.
+        blocked_tensors: key of such a value -> the number of tensors in it, where there are any;
+            each tensor counts for the first value that it is in.
         templates: key of a module's extra state -> its containers as they were, with a ``Leaf`` for
             every value. Dotted keys alone do not tell a list from a dict, nor 1 from "1".
     """
@@ -290,6 +292,7 @@ class Index:
     blocked: tuple[str, ...] = ()
     module_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     blocked_keys: Mapping[str, str] = field(default_factory=dict)
+    blocked_tensors: Mapping[str, int] = field(default_factory=dict)
     templates: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -323,7 +326,7 @@ def join(
         FormatError: two files have one key.
     """
     keyed = "entries", "objects", "blocked_keys"
-    names = (*keyed, "storages", "files", "module_versions", "templates")
+    names = (*keyed, "blocked_tensors", "storages", "files", "module_versions", "templates")
     merged: dict[str, dict[str, Any]] = {name: {} for name in names}
     for index in indexes:
         for key in (*index.entries, *index.objects, *index.blocked_keys):
@@ -364,6 +367,7 @@ def under(index: Index, root: str) -> Index | None:
         entries=entries,
         objects=objects,
         blocked_keys=blocked_keys,
+        blocked_tensors=inside(index.blocked_tensors),
         blocked=tuple(dict.fromkeys(blocked_keys.values())),
         storages={
             name: storage

@@ -39,9 +39,8 @@ STORAGES: dict[str, str | None] = {
     "torch.QInt8Storage": "qint8", "torch.QUInt8Storage": "quint8", "torch.QInt32Storage": "qint32",
 }  # fmt: skip
 #: dtype of a storage's elements -> bytes of each.
-STORED_SIZE: dict[str | None, int] = {
-    None: 1, **ITEMSIZE, **{name: ITEMSIZE[stored] for name, stored in QUANTIZED.items()},
-}  # fmt: skip
+STORED_SIZE = {dtype: ITEMSIZE[QUANTIZED.get(dtype or "uint8", dtype or "uint8")]
+               for dtype in (None, *ITEMSIZE, *QUANTIZED)}  # fmt: skip
 
 #: Views that store other numbers than they show: torch's name -> that in ``TensorEntry.encoding``.
 LAZY = {"conj": "conjugate", "neg": "negative"}
@@ -73,14 +72,16 @@ class Blocked:
     Attributes:
         name: dotted name.
         called: whether this is the result of a call rather than the name itself.
+        inside: what it was called with, or given.
         state: what ``__setstate__`` would have received, if it was a dict.
     """
 
-    __slots__ = ("called", "name", "state")
+    __slots__ = ("called", "inside", "name", "state")
 
-    def __init__(self, name: str, called: bool = False) -> None:
+    def __init__(self, name: str, called: bool = False, *inside: object) -> None:
         self.name = name
         self.called = called
+        self.inside = list(inside)
         self.state: dict[Any, Any] | None = None
 
 
@@ -172,19 +173,19 @@ class TorchWorld:
             found = self._globals[dotted] = Global(dotted) if known else self.block(dotted)
         return found
 
-    def block(self, name: str, called: bool = False) -> Blocked:
+    def block(self, name: str, called: bool = False, *inside: object) -> Blocked:
         """Note a name as blocked."""
         if len(self.blocked) >= _MAX_BLOCKED:
             raise FormatError("the pickle names too many globals", found=f"{_MAX_BLOCKED} or more")
         self.blocked[name] = None
-        return Blocked(name, called)
+        return Blocked(name, called, *inside)
 
     def call(self, function: object, arguments: object, keywords: object = None) -> object:
         """Return a record of a call; see `World`."""
         if not isinstance(arguments, tuple):
             raise FormatError("the pickle calls something with arguments that are not a tuple")
         if isinstance(function, Blocked):
-            return Blocked(function.name, called=True)
+            return Blocked(function.name, True, arguments)
         if not isinstance(function, Global):
             raise FormatError("the pickle calls something that is not a global")
         if keywords or (keywords is not None and arguments):
@@ -194,7 +195,7 @@ class TorchWorld:
         self.charge(arguments)
         handler = _CALLS.get(function.name)
         if handler is None:
-            return self.block(function.name, called=True)
+            return self.block(function.name, True, arguments)
         try:
             return handler(self, *arguments)
         except (TypeError, ValueError, UnicodeError, OverflowError) as error:
@@ -262,6 +263,7 @@ class TorchWorld:
                 raise FormatError("the state of an OrderedDict is not a dict")
             target.metadata = state.get("_metadata", target.metadata)
         elif isinstance(target, Blocked):
+            target.inside.append(state)
             if isinstance(state, dict):
                 target.state = state
         elif isinstance(target, NumpyDtype):
@@ -273,10 +275,11 @@ class TorchWorld:
             raise FormatError(f"the pickle {what}", found=f"a {found}")
 
     def extend(self, target: object, items: list[Any]) -> None:
-        """Ignore what is put into a blocked container; nothing else takes items."""
+        """Note what is put into a blocked container; nothing else takes items."""
         if not isinstance(target, Blocked):
             what, found = "puts items into something that takes none", type(target).__name__
             raise FormatError(f"the pickle {what}", found=f"a {found}")
+        target.inside.append(items)
 
 
 # The allow-list: for each global that a checkpoint may call, a function that makes a record of it.
@@ -288,6 +291,10 @@ def _checked(value: object, *kinds: type) -> Any:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise TypeError(f"a {type(value).__name__}")
     return value
+
+
+def _as_list(value: object, kind: type) -> list[Any]:
+    return list(_checked(value, kind))
 
 
 def _short(value: object) -> str:
@@ -315,7 +322,7 @@ def _tensor(
     if metadata is not None and any(_checked(metadata, dict).values()):
         assert isinstance(metadata, dict)
         if not metadata.keys() <= LAZY.keys():  # what a backend keeps beside its tensors
-            return world.block("torch._utils._rebuild_tensor_v2 with metadata", called=True)
+            return world.block("torch._utils._rebuild_tensor_v2 with metadata", True, made)
         made.lazy = tuple(LAZY[name] for name in LAZY if metadata.get(name))
     return made
 
@@ -343,15 +350,15 @@ def _sparse(world: TorchWorld, layout: object, data: object) -> object:
     name = _checked(layout, str).removeprefix("torch.sparse_")
     if name not in ("coo", "csr", "csc", "bsr", "bsc"):
         raise ValueError("not a layout that torch rebuilds")
-    inner, is_coalesced = list(_checked(data, tuple)), None
-    if name == "coo" and len(inner) == 4:  # since torch 2.0
-        is_coalesced = inner.pop()
-    size = inner.pop()
+    *inner, size = _as_list(data, tuple)
+    is_coalesced = None
+    if name == "coo" and len(inner) == 3:  # since torch 2.0
+        *inner, size, is_coalesced = *inner, size
     found = _inner(inner, 2 if name == "coo" else 3)
     if isinstance(found, Blocked):
         return found
     facts = (_checked(is_coalesced, bool, type(None)),) if name == "coo" else ()
-    return _rebuilt(f"sparse_{name}", found[-1], found, size, (), facts)
+    return _rebuilt(f"sparse_{name}", found, size, (), facts, like=-1)
 
 
 def _nested(
@@ -360,7 +367,7 @@ def _nested(
     found = _inner([values, sizes, strides, offsets], 4)
     if isinstance(found, Blocked):
         return found
-    return _rebuilt("nested", found[0], found, found[0].size, found[0].stride)
+    return _rebuilt("nested", found, found[0].size, found[0].stride)
 
 
 def _meta(
@@ -377,29 +384,28 @@ def _quantized(
 ) -> object:  # fmt: skip
     if isinstance(storage, Blocked):
         return storage
-    assert isinstance(_checked(storage, StorageRef), StorageRef)
-    scheme, first, second, *axis = _checked(params, tuple)
-    kind = _checked(scheme, Global).name.removeprefix("torch.")
-    if storage.dtype not in QUANTIZED:
+    kept: StorageRef = _checked(storage, StorageRef)
+    if kept.dtype not in QUANTIZED:
         raise TypeError("not a storage of quantised numbers")
-    numbers = TensorRef(storage, QUANTIZED[storage.dtype], offset, size, stride)
-    tensors, facts = [numbers], (first, second)
+    scheme, first, second, *axis = _as_list(params, tuple)
+    kind = _checked(scheme, Global).name.removeprefix("torch.")
+    tensors = [TensorRef(kept, QUANTIZED[kept.dtype], offset, size, stride)]
+    facts: tuple[object, ...] = tuple(axis)
     if kind == "per_tensor_affine" and not axis:
         facts = _checked(first, float), _checked(second, int)
     elif kind.startswith("per_channel_affine") and len(axis) == 1:
-        facts = tuple(axis)
         if not 0 <= _checked(*axis, int) < len(_checked(size, tuple)):
             raise ValueError("no such dimension")
-        if isinstance(first, TensorRef) and isinstance(second, TensorRef):
+        if type(first) is TensorRef and type(second) is TensorRef:
             tensors += [first, second]
         else:  # as old files have it
             for values in (first, second):
                 world.budget.spend(STEP * len(_checked(values, list)))
-                facts += (tuple(_checked(value, float, int) for value in values),)
+                facts += (tuple([_checked(value, float, int) for value in values]),)
     else:
         raise ValueError("not a scheme that torch reads")
-    made = _rebuilt(kind, numbers, tensors, size, stride, facts)
-    made.dtype, made.requires_grad = storage.dtype, requires_grad
+    made = _rebuilt(kind, tensors, size, stride, facts)
+    made.dtype, made.requires_grad = kept.dtype, requires_grad
     return made
 
 
@@ -412,11 +418,13 @@ def _inner(found: list[Any], count: int) -> list[TensorRef] | Blocked:
 
 
 def _rebuilt(
-    kind: str, like: TensorRef, tensors: Sequence[TensorRef], size: object, stride: object,
-    facts: tuple[object, ...] = (),
+    kind: str, tensors: Sequence[TensorRef], size: object, stride: object,
+    facts: tuple[object, ...] = (), like: int = 0,
 ) -> RebuiltRef:  # fmt: skip
+    """Return a record of a tensor that has dtype, device and gradient of one of those it is of."""
+    one = tensors[like]
     return RebuiltRef(
-        like.storage, like.dtype, 0, size, stride, like.requires_grad,
+        one.storage, one.dtype, 0, size, stride, one.requires_grad,
         kind=kind, tensors=tuple(tensors), facts=facts,
     )  # fmt: skip
 
@@ -427,7 +435,7 @@ def _on_device(
     """Return a tensor of a device that has no storages, which is saved as the CPU's copy of it."""
     name = _checked(dtype, Global, Blocked).name.removeprefix("torch.")
     if isinstance(data, Blocked) or _checked(data, TensorRef).dtype != name:
-        return world.block("torch._utils._rebuild_device_tensor_from_cpu_tensor", called=True)
+        return world.block("torch._utils._rebuild_device_tensor_from_cpu_tensor", True, data)
     assert isinstance(data, TensorRef)
     storage = replace(data.storage, location=_short(device))
     return replace(data, storage=storage, requires_grad=requires_grad)
@@ -439,7 +447,7 @@ def _parameter(
     if isinstance(data, Blocked):
         return data
     if _acts(state):
-        return world.block("torch._utils._rebuild_parameter_with_state", called=True)
+        return world.block("torch._utils._rebuild_parameter_with_state", True, data)
     return replace(_checked(data, TensorRef), requires_grad=requires_grad, is_parameter=True)
 
 
@@ -452,9 +460,9 @@ def _from_type(
         raise TypeError("not a function that makes a tensor")
     made = world.call(function, arguments)
     if isinstance(new_type, Blocked):
-        return Blocked(new_type.name, called=True)
+        return Blocked(new_type.name, True, made, state)
     if _acts(state):
-        return world.block("torch._tensor._rebuild_from_type_v2", called=True)
+        return world.block("torch._tensor._rebuild_from_type_v2", True, made, state)
     return made
 
 
@@ -569,10 +577,16 @@ _VALUES = {
     *_PLAIN_TYPES,
     *(f"torch.{dtype}" for dtype in STORED_SIZE if dtype),
     *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
-    *(f"torch.per_{of}" for of in (
-        "tensor_affine", "tensor_symmetric", "channel_affine", "channel_symmetric",
-        "channel_affine_float_qparams",
-    )),
+    *(
+        f"torch.per_{of}"
+        for of in (
+            "tensor_affine",
+            "tensor_symmetric",
+            "channel_affine",
+            "channel_symmetric",
+            "channel_affine_float_qparams",
+        )
+    ),
     *(f"builtins.{name}" for name in ("int", "float", "list", "dict", "str", "bool", "tuple")),
 }
 

@@ -142,6 +142,7 @@ def index_of(
         blocked=tuple(world.blocked),
         module_versions=flat.versions,
         blocked_keys=flat.blocked,
+        blocked_tensors=flat.inside,
         templates=flat.templates,
     )
 
@@ -296,7 +297,6 @@ class Resolver:
             key, ref.dtype, shape, stride, nbytes, location, name, chunks, is_trained,
             ref.is_parameter, encoding,
         )  # fmt: skip
-
 
     def rebuilt(self, key: str, ref: TensorRef) -> RebuiltEntry:
         """Return the entry of a tensor that torch makes of others, each of them checked."""
