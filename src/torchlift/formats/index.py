@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchlift.errors import FormatError, IntegrityError
 
@@ -151,8 +151,7 @@ class RebuiltEntry(TensorEntry):
     facts: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """A run of bytes that one or more entries look into.
 
     Attributes:
