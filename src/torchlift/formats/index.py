@@ -112,8 +112,8 @@ class TensorEntry:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes per element."""
-        return ITEMSIZE[QUANTIZED.get(self.dtype, self.dtype)]
+        """Return the bytes per element, 1 where it is less."""
+        return ITEMSIZE.get(QUANTIZED.get(self.dtype, self.dtype), 1)
 
     @property
     def is_pieced(self) -> bool:
