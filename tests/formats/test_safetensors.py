@@ -8,6 +8,7 @@ import struct
 import pytest
 import torch
 from checkpoint_files import read_tensor, same_bits, write_safetensors
+from damaged_files import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
@@ -29,13 +30,6 @@ def path(tmp_path):
 
 def described(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-
-
-def refused(path, match):
-    with pytest.raises(FormatError, match=match) as caught:
-        read_index(path)
-    assert caught.value.file == str(path)
-    return caught.value
 
 
 def test_byte_ranges_reproduce_the_tensors_of_the_library(path):

@@ -9,6 +9,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from checkpoint_files import Call, StorageId, tensor, write_safetensors, write_zip
+from damaged_files import refused
 
 import torchlift
 from torchlift.errors import FormatError
@@ -18,15 +19,6 @@ from torchlift.formats import read_index
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "bad.pt"
-
-
-def refused(path, match):
-    """The error of reading a file, whose message must fit and name the file."""
-    with pytest.raises(FormatError, match=match) as caught:
-        read_index(path)
-    assert caught.value.file == str(path)
-    assert str(path) in str(caught.value)
-    return caught.value
 
 
 def test_magic_and_then_junk_is_refused(path):

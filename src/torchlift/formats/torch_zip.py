@@ -156,8 +156,6 @@ def top_directory(records: dict[str, Record]) -> str:
     first = next(iter(records), "")
     top = first[: first.find("/") + 1]
     outside = next((name for name in records if not top or not name.startswith(top)), None)
-    if outside is not None and any(name.endswith(".npy") for name in records):
-        raise FormatError("a numpy .npz archive, not a checkpoint", hint="Read it with numpy.load.")
     if outside is not None or not look_up(records, top + "data.pkl"):
         raise FormatError(
             "a zip archive that torch.save did not write",
