@@ -84,7 +84,7 @@ class CheckpointReader(StorageReader):
                 ],
             )
             for key, entry in self._ckpt.entries.items()
-            if not isinstance(entry, RebuiltEntry)
+            if not isinstance(entry, RebuiltEntry) and hasattr(torch, entry.dtype)
         }
         # What is refused is there, and not missing: a plan that asks for it is refused by name.
         rest = [key for key in self._ckpt.entries if key not in described]
@@ -107,6 +107,7 @@ class CheckpointReader(StorageReader):
 
         Raises:
             UnsafeError: it asks for what only unpickling could rebuild.
+            FormatError: it asks for a tensor of a dtype that the installed torch does not have.
             PlacementError: it asks for a tensor that is sparse, quantised, nested or on meta.
         """
         for item in plan.items:
@@ -116,6 +117,8 @@ class CheckpointReader(StorageReader):
                 raise self._ckpt.refusal(key)
             if isinstance(entry, RebuiltEntry):
                 raise not_dense(entry, self.path)
+            if entry is not None:
+                dtype_of(entry, self.path)  # which raises where torch has none
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
