@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from torchlift.formats import Index, TensorEntry
+from torchlift.formats import Index, RebuiltEntry, TensorEntry
 
 
 class StorageId:
@@ -386,7 +386,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def assert_in_bounds(index: Index) -> None:
     """Every byte range lies in a file of the index, inside its entry's storage."""
-    for entry in index.entries.values():
+    dense = [
+        inner
+        for entry in index.entries.values()
+        for inner in (entry.tensors if isinstance(entry, RebuiltEntry) else [entry])
+    ]
+    for entry in dense:
         for chunk in entry.chunks:
             storage = index.storages[entry.storage]
             assert storage.offset <= chunk.offset
