@@ -202,6 +202,7 @@ def test_a_negative_view_of_whole_numbers_is_refused(path):
 INDICES = tensor((2, 2), (2, 1), storage_type=torch.LongStorage, storage="i")
 VALUES = tensor((2,), (1,))
 NUMBERS = StorageId("storage", torch.QInt8Storage, "q", "cpu", 16)
+NEGATIVE = tensor((2, 2), (2, 1), storage_type=torch.LongStorage, storage="n")
 OFFSETS = tensor((2,), (1,), storage_type=torch.LongStorage, storage="i")
 
 
@@ -225,6 +226,7 @@ def nested(*arguments):
 def write_others(path, obj, indices=(0, 1, 1, 2)):
     """A file with a storage of four int64 beside others of 16 bytes."""
     storages = {"0": bytes(16), "q": bytes(16), "i": struct.pack("<4q", *indices)}
+    storages["n"] = struct.pack("<4q", -1, -2, -3, -4)
     return write_zip(path, obj, storages=storages)
 
 
@@ -287,6 +289,7 @@ def test_an_impossible_tensor_made_of_others_is_refused(path, made, match):
         (quantised((torch.per_channel_affine, [0.1] * 3, [0] * 3, 0)), "3 scales for 4 channels"),
         (quantised((torch.per_channel_affine, [0.1] * 4, [0] * 3, 0)), "per channel affine tensor"),
         (nested(VALUES, INDICES, INDICES, OFFSETS), r"a slice of \[3, 2\] reaches outside its 2 v"),
+        (nested(VALUES, INDICES, NEGATIVE, OFFSETS), r"a slice of \[0, 1\] reaches outside"),
         (nested(VALUES, INDICES, INDICES, VALUES), "nested tensor"),
         (nested(VALUES, VALUES, VALUES, VALUES), "nested tensor"),
     ],

@@ -58,6 +58,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         metadata: what the format itself records.
         blocked: names of globals that only unpickling could rebuild; listed, never imported.
 
+    What torch makes of other tensors (sparse in any layout, quantised, nested) or of none (on meta)
+    is listed with dtype, shape and bytes, and made when it is asked for. A storage is a tensor of
+    all its numbers.
+
     Example:
         >>> import torch, torchlift, tempfile, os
         >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
@@ -364,7 +368,8 @@ def _nested(
     slices = []
     for size, stride, offset in rows:
         span = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if 0 not in size and span >= values.numel():
+        # A negative stride is no error of `set_` where a slice has one row, or none.
+        if min((offset, *size, *stride)) < 0 or (0 not in size and span >= values.numel()):
             raise ValueError(f"a slice of {size} reaches outside its {values.numel()} values")
         first = values.storage_offset() + offset
         slices.append(values.new_empty(0).set_(whole, first, size, stride))

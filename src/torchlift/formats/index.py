@@ -90,7 +90,10 @@ class TensorEntry:
             tensor, as a distributed checkpoint stores it.
         encoding: how the stored bytes differ from the values, in the order in which it is undone:
             any of ``"big-endian"``, ``"conjugate"`` and ``"negative"``, or the name of a quantised
-            block type, or what a `RebuiltEntry` is; empty if they do not.
+            block type; or, of a tensor that torch makes of others or of none, what it is:
+            ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
+            ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"`` or
+            ``"meta"``. Empty if they do not differ.
     """
 
     key: str
@@ -137,10 +140,8 @@ class TensorEntry:
 class RebuiltEntry(TensorEntry):
     """A tensor that torch makes of others, or of none: it has no strided bytes of its own.
 
-    Its ``encoding`` says what it is: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``,
-    ``"sparse_bsr"``, ``"sparse_bsc"``, ``"per_tensor_affine"`` or ``"per_channel_affine"``
-    (quantised), ``"nested"`` (whose shape is that of all its values in a row) or ``"meta"``. Its
-    chunks and ``nbytes`` are those of what it is made of.
+    Its chunks and ``nbytes`` are those of what it is made of, and the shape of a nested one is that
+    of all its values in a row.
 
     Attributes:
         tensors: what it is made of, in the order in which torch's rebuilder takes it.
