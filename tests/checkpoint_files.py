@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from torchlift.formats import Index, TensorEntry
+from torchlift.formats import Index, RebuiltEntry, TensorEntry
 
 
 class StorageId:
@@ -290,6 +290,72 @@ def same_as(loaded: torch.Tensor, found: torch.Tensor) -> bool:
     return same_bits(*plain) and loaded.stride() == found.stride()
 
 
+def other_kinds() -> dict[str, object]:
+    """Tensors that torch makes of others, or of none, and storages; torch warns of most."""
+    dense, numbers = torch.tensor([[0.0, 2, 0], [3, 0, 4]]), torch.randn(4, 6)
+    scales, zeros = torch.tensor([0.1, 0.2, 0.4, 0.8]), torch.tensor([0, 1, 2, 3])
+    repeated = torch.sparse_coo_tensor([[1, 0, 1]], torch.randn(3, 2), (3, 2))
+    marked = torch.ones(2, 2).to_sparse()
+    marked.note = "mine"
+    shared = torch.arange(12.0)
+    return {
+        "coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "csc": dense.to_sparse_csc(),
+        "bsr": numbers.to_sparse_bsr((2, 3)), "bsc": numbers.to_sparse_bsc((2, 3)),
+        "hybrid": repeated, "half": dense.bfloat16().to_sparse(), "marked": marked,
+        "none": torch.empty(0, 3).to_sparse(),
+        "per_tensor": torch.quantize_per_tensor(numbers, 0.05, 3, torch.qint8),
+        "wide": torch.quantize_per_tensor(numbers, 0.001, 0, torch.qint32)[1:, ::2],
+        "per_channel": torch.quantize_per_channel(numbers, scales, zeros, 0, torch.quint8),
+        "floats": torch.quantize_per_channel(numbers, scales, zeros.float(), 0, torch.quint8),
+        "scalar": torch.quantize_per_tensor(torch.tensor(1.0), 0.1, 0, torch.quint8),
+        "meta": torch.empty(2, 3, device="meta").t(),
+        "nested": torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]),
+        "no rows": torch.nested.nested_tensor([torch.randn(0, 3), torch.randn(1, 3)]),
+        "parameter": torch.nn.Parameter(dense.to_sparse()),
+        "shared": shared, "part": shared[3:7].to_sparse(), "storage": shared.storage(),
+        "bytes": torch.arange(6, dtype=torch.uint8).untyped_storage(), "w": shared[2:5],
+        "dtypes": [torch.qint8, torch.int4],
+    }  # fmt: skip
+
+
+def _facts(tensor: torch.Tensor) -> tuple[list[object], list[torch.Tensor]]:
+    """What tells a tensor from others of its shape, and the dense tensors that it is made of."""
+    facts: list[object] = [tensor.dtype, tensor.layout, tensor.device, tensor.is_nested]
+    if tensor.is_nested:
+        return facts, list(tensor.unbind())
+    facts.append(tensor.shape)
+    if tensor.layout == torch.sparse_coo:
+        return [*facts, tensor.is_coalesced()], [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return facts, [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return facts, [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    facts.append(tensor.stride())
+    if not tensor.is_quantized:
+        return facts, [] if tensor.is_meta else [tensor]
+    facts.append(tensor.qscheme())
+    if tensor.qscheme() == torch.per_tensor_affine:
+        facts += [tensor.q_scale(), tensor.q_zero_point()]
+        return facts, [tensor.int_repr()]
+    facts.append(tensor.q_per_channel_axis())
+    scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+    return facts, [tensor.int_repr(), *scales]
+
+
+def assert_as_loaded(loaded: Mapping[str, object], ckpt: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor and storage that torch.load gave is that of the checkpoint, bit by bit."""
+    for key, value in loaded.items():
+        if isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
+            dtype = value.dtype if isinstance(value, torch.TypedStorage) else torch.uint8
+            value = torch.empty(0, dtype=dtype).set_(value, 0, (len(value),), (1,))
+        if isinstance(value, torch.Tensor):
+            (facts, tensors), (found, others) = _facts(value), _facts(ckpt[key])
+            assert facts == found, key
+            assert len(tensors) == len(others)
+            for one, two in zip(tensors, others, strict=True):
+                assert same_as(one, two), key
+
+
 def write_safetensors(path: Path, header: object, data: bytes = b"", pad: int = 0) -> Path:
     """A safetensors file around a header that is JSON or bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -320,7 +386,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def assert_in_bounds(index: Index) -> None:
     """Every byte range lies in a file of the index, inside its entry's storage."""
-    for entry in index.entries.values():
+    dense = [
+        inner
+        for entry in index.entries.values()
+        for inner in (entry.tensors if isinstance(entry, RebuiltEntry) else [entry])
+    ]
+    for entry in dense:
         for chunk in entry.chunks:
             storage = index.storages[entry.storage]
             assert storage.offset <= chunk.offset

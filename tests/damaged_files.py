@@ -1,12 +1,24 @@
-"""Files that are changed behind the back of whoever opened them."""
+"""Damaged files, how they are refused, and files changed behind the back of their reader."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
+
 import torchlift
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, FormatError
+from torchlift.formats import read_index
+
+
+def refused(path: Path, match: str, kind: type[CheckpointError] = FormatError) -> CheckpointError:
+    """The error of reading a file, whose message must fit and name the file."""
+    with pytest.raises(kind, match=match) as caught:
+        read_index(path)
+    assert caught.value.file == str(path)
+    assert str(path) in str(caught.value)
+    return caught.value
 
 
 def flip(path: Path, key: str, at: int = 0) -> None:

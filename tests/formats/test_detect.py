@@ -11,16 +11,10 @@ import tarfile
 import pytest
 import torch
 from checkpoint_files import pickled, write_safetensors
+from damaged_files import refused
 
 from torchlift.errors import FormatError
 from torchlift.formats import read_index
-
-
-def refused(path, match):
-    with pytest.raises(FormatError, match=match) as caught:
-        read_index(path)
-    assert caught.value.file == str(path)
-    return caught.value
 
 
 def test_formats_load_without_torch(tmp_path):

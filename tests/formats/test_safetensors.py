@@ -8,11 +8,17 @@ import struct
 import pytest
 import torch
 from checkpoint_files import read_tensor, same_bits, write_safetensors
+from damaged_files import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load_file, save_file
 
-from torchlift.errors import FormatError
+import torchlift
+from torchlift.errors import CheckpointError, FormatError, PlacementError
 from torchlift.formats import read_index
-from torchlift.formats.safetensors import DTYPES
+from torchlift.formats.layout import Stored
+from torchlift.formats.safetensors import DTYPES, safetensors_layout
 
 _NAMES = [name for name in DTYPES.values() if "fnuz" not in name]
 
@@ -24,13 +30,6 @@ def path(tmp_path):
 
 def described(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-
-
-def refused(path, match):
-    with pytest.raises(FormatError, match=match) as caught:
-        read_index(path)
-    assert caught.value.file == str(path)
-    return caught.value
 
 
 def test_byte_ranges_reproduce_the_tensors_of_the_library(path):
@@ -135,7 +134,7 @@ def test_impossible_offsets_are_refused(path, offsets):
     assert refused(path, "offsets|bytes are not what").entry == "w"
 
 
-@pytest.mark.parametrize("dtype", ["F4", "f32", "", 4, None, ["F32"]])
+@pytest.mark.parametrize("dtype", ["F4_E2M1", "f32", "", 4, None, ["F32"]])
 def test_an_unknown_dtype_is_refused(path, dtype):
     """A dtype nobody knows is an error that names it and the tensor."""
     write_safetensors(path, {"w": described() | {"dtype": dtype}}, bytes(8))
@@ -157,7 +156,6 @@ def test_an_unknown_dtype_is_refused(path, dtype):
         (b'{"w":{}}', "not described"),
         (b'{"w":{"dtype":"F32","shape":[1e400],"data_offsets":[0,8]}}', "impossible shape"),
         (b'{"__metadata__":{"\\ud800":"x"}}', "not valid JSON"),
-        (b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"x":1}}', "not described"),
         (b'{"__metadata__":{"a":1}}', "not a map from text to text"),
         (b'{"__metadata__":[]}', "not a map from text to text"),
         (b'{"w":' + b"1" * 10_000 + b"}", "not valid JSON|not described"),
@@ -176,3 +174,129 @@ def test_a_truncated_download_is_refused(path):
         path.write_bytes(data[:size])
         with pytest.raises(FormatError):
             read_index(path)
+
+
+def test_pairs_of_four_bits_are_those_of_the_library(path):
+    """Two of the file's elements are one of torch's, whichever of the two wrote the file."""
+    pairs = torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4).view(torch.float4_e2m1fn_x2)
+    save_file({"w": pairs, "none": pairs[:, :0]}, path)
+    ckpt = torchlift.open(path)
+    assert same_bits(ckpt["w"], pairs)
+    assert (ckpt["none"].shape, ckpt["none"].dtype) == ((2, 0, 4), pairs.dtype)
+    layout = safetensors_layout([Stored("w", "float4_e2m1fn_x2", (2, 3, 4))], {})
+    written = bytearray(layout.nbytes)
+    for at, data in (*layout.frame([]), (layout.payloads[0].offset, bytes(range(24)))):
+        written[at : at + len(data)] = data
+    path.write_bytes(written)
+    with safe_open(path, "pt") as file:
+        assert same_bits(file.get_tensor("w"), pairs)
+    with pytest.raises(PlacementError, match=r"'w': cannot be stored in a safetensors file"):
+        safetensors_layout([Stored("w", "float4_e2m1fn_x2", ())], {})
+
+
+@pytest.mark.parametrize(
+    ("code", "shape", "nbytes", "dtype"),
+    [("F6_E2M3", (4,), 3, "float6_e2m3fn"), ("F6_E3M2", (2, 8), 12, "float6_e3m2fn"),
+     ("F4", (2, 3), 3, "float4_e2m1fn"), ("F6_E2M3", (0, 5), 0, "float6_e2m3fn")],
+)  # fmt: skip
+def test_what_torch_has_no_type_for_is_listed_and_refused(path, code, shape, nbytes, dtype):
+    """With its type and size; the tensors beside it can be had."""
+    header = {
+        "w": described(code, shape, (0, nbytes)), "v": described(offsets=(nbytes, nbytes + 8)),
+    }  # fmt: skip
+    ckpt = torchlift.open(write_safetensors(path, header, bytes(nbytes + 8)))
+    entry = ckpt.entries["w"]
+    assert (entry.dtype, entry.shape, entry.nbytes) == (dtype, shape, nbytes)
+    assert f"{dtype} (1)" in str(ckpt)
+    assert ckpt["v"].tolist() == [0, 0]
+    with pytest.raises(FormatError, match=f"'w': its dtype is unknown.*found {dtype}"):
+        ckpt["w"]
+    with pytest.raises(FormatError, match=f"'w': its dtype is unknown.*found {dtype}"):
+        torchlift.load(torch.nn.ParameterDict({"w": torch.ones(shape)}), path, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "shape", "nbytes", "match"),
+    [("F4", (), 1, "do not fill its last byte; expected a multiple of 2"),
+     ("F4", (3,), 2, "do not fill its last byte; expected a multiple of 2"),
+     ("F6_E2M3", (3,), 3, "do not fill its last byte; expected a multiple of 4"),
+     ("F6_E3M2", (4,), 4, "bytes are not what its shape and dtype need"),
+     ("F4", (4,), 4, "bytes are not what its shape and dtype need"),
+     ("F6_E3M2", (1 << 62, 1 << 62, 0), 0, "an impossible shape")],
+)  # fmt: skip
+def test_an_impossible_number_of_bits_is_refused(path, code, shape, nbytes, match):
+    """The bytes must be those of the elements, none of them half full."""
+    write_safetensors(path, {"w": described(code, shape, (0, nbytes))}, bytes(nbytes))
+    assert refused(path, match).entry == "w"
+
+
+_BITS = {"BOOL": 8, "U8": 8, "I16": 16, "F32": 32, "C64": 64, "F4": 4, "F6_E3M2": 6, "X9": 8}
+_WHITE = st.text(" \n\t\r", max_size=3)
+
+
+@st.composite
+def _headers(draw):
+    """The text of a header, and the number of bytes behind it, most of them right."""
+    tensors, at = {}, 0
+    for name in draw(st.lists(st.sampled_from("abcdé\x7f\U0001f600"), unique=True, max_size=4)):
+        code = draw(st.sampled_from(list(_BITS)))
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        bits = _BITS[code]
+        for extent in shape:
+            bits *= extent
+        stop = at + -(-bits // 8)
+        item = {"dtype": code, "shape": shape, "data_offsets": [at, stop], "more": "text"}
+        kept = draw(st.permutations(["dtype", "shape", "data_offsets"]))
+        kept += ["more"] * draw(st.booleans())
+        if draw(st.integers(0, 9)) == 0:
+            field = draw(st.sampled_from(kept))
+            odd = [None, [], [1], -1, [0, 8], [0.5], [True], "F32", [8, 0], [0, 1 << 64], {}]
+            item[field] = draw(st.sampled_from(odd))
+        if draw(st.integers(0, 9)) == 0:
+            kept.remove(draw(st.sampled_from(kept)))
+        tensors[name] = {field: item[field] for field in kept}
+        at = stop if draw(st.integers(0, 19)) else at + draw(st.integers(0, 3))
+    names = draw(st.permutations(list(tensors)))
+    header = {name: tensors[name] for name in names}
+    notes = draw(st.sampled_from(["none", "none", None, {}, {"a": "b"}, {"a": 1}, [], "x", False]))
+    if notes != "none":
+        header["__metadata__"] = notes
+    escaped = draw(st.booleans())
+    text = draw(_WHITE) + json.dumps(header, ensure_ascii=escaped) + draw(_WHITE)
+    if draw(st.integers(0, 19)) == 0:
+        cut = draw(st.integers(0, len(text)))
+        text = text[:cut] + draw(st.sampled_from(["", "}", ",", "\0", " "])) + text[cut + 1 :]
+    return text.encode(), max(0, at + (draw(st.integers(0, 9)) == 0) * draw(st.integers(-2, 2)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(described=_headers())
+def test_a_header_is_taken_as_the_library_takes_it(tmp_path_factory, described):
+    """The same files are read and refused, and hold the same tensors and metadata.
+
+    Not made here is what is refused although the library takes it (one name twice, more than 64
+    dimensions, a tensor as a list) and the other way round (a minus before zero).
+    """
+    header, nbytes = described
+    path = tmp_path_factory.getbasetemp() / "header.safetensors"
+    write_safetensors(path, header, bytes(at % 251 for at in range(nbytes)))
+    try:
+        expected = dict(deserialize(path.read_bytes()))
+    except SafetensorError:
+        expected = None
+    try:
+        index = read_index(path)
+    except CheckpointError:
+        assert expected is None
+        return
+    assert expected is not None
+    assert set(index.entries) == set(expected)
+    with safe_open(path, "pt") as file:
+        assert index.metadata == (file.metadata() or {})
+    data = path.read_bytes()
+    for key, value in expected.items():
+        entry = index.entries[key]
+        pair = (*entry.shape[:-1], 2 * entry.shape[-1]) if entry.dtype.endswith("_x2") else None
+        assert list(pair or entry.shape) == value["shape"]
+        found = b"".join(data[c.offset : c.offset + c.nbytes] for c in entry.chunks)
+        assert (found, entry.nbytes) == (bytes(value["data"]), len(value["data"]))

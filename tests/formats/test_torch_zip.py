@@ -9,7 +9,9 @@ import pytest
 import torch
 from checkpoint_files import (
     Call,
+    assert_as_loaded,
     big_endian,
+    other_kinds,
     pickled,
     read_tensor,
     same_bits,
@@ -24,8 +26,9 @@ from torch.distributed import checkpoint as dcp
 import torchlift
 from torchlift._checkpoint import MappedViews
 from torchlift.distributed import CheckpointReader
-from torchlift.errors import FormatError
+from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats import ITEMSIZE, cut, read_index
+from torchlift.formats.summary import to_json, to_text
 
 
 @pytest.fixture
@@ -226,16 +229,134 @@ def test_every_pickle_protocol_gives_the_same_index(path, protocol):
     }
 
 
-def test_other_kinds_of_tensors_are_named_not_rebuilt(path):
-    """Sparse, quantised and meta tensors are listed with what they would need."""
+OF_OTHERS = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        "Sparse .* tensor support is in beta", "torch.quantize_per_", "TypedStorage is deprecated",
+        "The PyTorch API of nested tensors", "Sparse invariant checks are implicitly disabled",
+    )
+]  # fmt: skip
+
+
+def of_others(test):
+    """Mark a test of `other_kinds`, of which torch warns."""
+    for mark in OF_OTHERS:
+        test = mark(test)
+    return test
+
+
+@of_others
+@pytest.mark.parametrize(
+    "options", [{}, {"pickle_protocol": 5}, {"_use_new_zipfile_serialization": False}], ids=str
+)
+def test_tensors_made_of_others_are_those_of_torch_load(path, options):
+    """Sparse, quantised, nested, on meta, storages: listed at once, made when asked for."""
+    state = other_kinds()
+    torch.save(state, path, **options)
+    ckpt = torchlift.open(path)
+    assert ckpt.blocked == ()
+    assert [key for key in state if key not in ckpt] == ["dtypes"]
+    assert ckpt.objects["dtypes"] == ["torch.qint8", "torch.int4"]
+    assert_as_loaded(state, ckpt)
+    if ckpt.format == "torch-zip":  # of old files torch makes nested ones before it reads values
+        assert_as_loaded(torch.load(path, weights_only=False), ckpt)
+    with torchlift.open(path) as again:
+        assert torchlift.diff(ckpt, again).equal
+
+
+@of_others
+def test_the_index_says_what_is_known_of_a_tensor_made_of_others(path):
+    """Shape, dtype, bytes and what it is made of, without torch."""
+    torch.save(other_kinds(), path)
+    index = read_index(path)
+    facts = {
+        key: (entry.dtype, entry.shape, entry.nbytes, entry.encoding)
+        for key, entry in index.entries.items()
+    }
+    assert facts["coo"] == ("float32", (2, 3), 3 * (2 * 8 + 4), ("sparse_coo",))
+    assert facts["csr"] == ("float32", (2, 3), (3 + 3) * 8 + 3 * 4, ("sparse_csr",))
+    assert facts["per_tensor"] == ("qint8", (4, 6), 24, ("per_tensor_affine",))
+    assert facts["per_channel"] == ("quint8", (4, 6), 24 + 4 * 16, ("per_channel_affine",))
+    assert facts["meta"] == ("float32", (3, 2), 0, ("meta",))
+    assert facts["nested"] == ("float32", (18,), 18 * 4 + 10 * 8, ("nested",))
+    assert facts["storage"] == ("float32", (12,), 48, ())
+    assert facts["bytes"] == ("uint8", (6,), 6, ())
+    assert index.entries["meta"].location == "meta"
+    assert index.entries["parameter"].is_parameter
+    assert ("shared", "storage", "w") in index.aliases
+    assert "sparse_bsr float32" in to_text(index, rows=50)
+    assert len(to_json(index)["tensors"]) == len(index.entries)
+
+
+@of_others
+def test_tensors_made_of_others_are_found_below_a_container_and_in_shards(path, tmp_path):
+    """Their storages come with them, under the names that shards give them."""
+    torch.save({"model": other_kinds(), "rest": torch.ones(1000)}, path)
+    ckpt, loaded = torchlift.open(path, root="model"), torch.load(path)["model"]
+    assert_as_loaded(loaded, ckpt)
+    assert ckpt.nbytes < torchlift.open(path).nbytes - 3999
+    for number, key in enumerate(("coo", "per_channel"), 1):
+        name = f"pytorch_model-0000{number}-of-00002.bin"
+        (tmp_path / "shards").mkdir(exist_ok=True)
+        torch.save({key: loaded[key]}, tmp_path / "shards" / name)
+    path.unlink()
+    assert_as_loaded(
+        {key: loaded[key] for key in ("coo", "per_channel")}, torchlift.open(tmp_path / "shards")
+    )
+
+
+@of_others
+@pytest.mark.parametrize("kind", ["coo", "bsr", "per_tensor", "meta", "nested"])
+def test_a_model_is_not_filled_from_tensors_made_of_others(path, kind):
+    """Before anything changes: torch has no copy from them either."""
+    model = nn.Linear(2, 2, bias=False)
+    value = other_kinds()[kind]
+    if kind != "nested":
+        model.weight = nn.Parameter(torch.ones(value.shape))
+    before = model.weight.detach().clone()
+    torch.save({"weight": value}, path)
+    match = "weight.*shape" if kind == "nested" else "'weight': the file has a .* tensor for it"
+    with pytest.raises(CheckpointError, match=match):
+        torchlift.load(model, path)
+    assert torch.equal(model.weight, before)
+
+
+def test_the_tensors_in_what_is_blocked_are_counted(path):
+    """In the arguments and in the state of what only a foreign class could make."""
+    weights = torch.ones(2)
     state = {
-        "sparse": torch.eye(2).to_sparse(), "meta": torch.empty(2, device="meta"),
-        "w": torch.ones(1),
+        "a": Foreign({"x": weights, "y": [torch.ones(1), weights]}), "b": Foreign("none"),
+        "c": [weights, Foreign(weights)], "w": weights,
     }  # fmt: skip
-    index = save(state, path)
-    assert list(index.entries) == ["w"]
-    assert index.blocked_keys["sparse"] == "torch._utils._rebuild_sparse_tensor"
-    assert index.blocked_keys["meta"] == "torch._utils._rebuild_meta_tensor_no_storage"
+    torch.save(state, path)
+    ckpt = torchlift.open(path)
+    name = f"{Foreign.__module__}.Foreign"
+    assert ckpt.blocked == (name,)
+    assert dict(ckpt.blocked_keys) == dict.fromkeys(("a", "b", "c.1"), name)
+    assert dict(ckpt.blocked_tensors) == {"a": 2}
+    assert f"a needs {name} (2 tensors in it)" in str(ckpt)
+    with pytest.raises(UnsafeError, match="found 2 tensors in it"):
+        ckpt["a"]
+    assert dict(torchlift.open(path, root="c").blocked_tensors) == {}
+
+
+class Foreign:
+    """A class that only the program has that saved the file."""
+
+    def __init__(self, content):
+        self.content = content
+
+
+def test_empty_storages_of_one_key_have_the_types_they_are_given(path):
+    """Torch makes nothing anew each time that it is named, with the dtype that is named there."""
+    state = [
+        tensor((0,), (1,), numel=0),
+        tensor((0,), (1,), numel=0, storage_type=torch.IntStorage),
+    ]
+    write_zip(path, state, storages={"0": b""})
+    ckpt, loaded = torchlift.open(path), torch.load(path)
+    assert [value.dtype for value in loaded] == [torch.float32, torch.int32]
+    assert [value.dtype for value in ckpt.values()] == [torch.float32, torch.int32]
 
 
 def lazy_views():

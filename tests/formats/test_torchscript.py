@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from checkpoint_files import same_as
+from checkpoint_files import assert_as_loaded, same_as
 from torch import nn
 
 import torchlift
@@ -151,6 +151,36 @@ def test_nothing_of_the_program_is_imported_or_torch(path):
         "assert not {'torch', 'pickle', '_pickle', 'zipfile'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code, path], check=True)
+
+
+class Others(nn.Module):
+    """Buffers that torch makes of other tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("per_tensor", torch.quantize_per_tensor(X, 0.1, 2, torch.quint8))
+        scales, zeros = torch.rand(3), torch.arange(3)
+        channels = torch.quantize_per_channel(X, scales, zeros, 0, torch.qint8)
+        self.register_buffer("per_channel", channels)
+        self.register_buffer("coo", torch.eye(3).to_sparse())
+        self.register_buffer("csr", torch.eye(3).to_sparse_csr())
+        self.register_buffer("plain", torch.randn(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what it is given."""
+        return x + self.plain.sum()
+
+
+X = torch.randn(3, 2)
+
+
+def test_buffers_made_of_other_tensors_are_read(tmp_path):
+    """Quantised and sparse ones, with the arguments that the C++ pickler writes."""
+    path = tmp_path / "others.pt"
+    torch.jit.script(Others()).save(path)
+    ckpt, state = torchlift.open(path), torch.jit.load(path).state_dict()
+    assert (list(ckpt), ckpt.blocked) == (list(state), ())
+    assert_as_loaded(state, ckpt)
 
 
 def test_quantised_modules_are_listed_as_blocked(tmp_path):

@@ -137,7 +137,22 @@ def _heavy_key(leaf: bytes) -> bytes:
     return leaf + b"q\x07" + b"0(" + b"h\x07" * 64 + b"tq\x080(" + b"h\x08" * 64 + b"tq\x090"
 
 
+#: A quantised tensor whose scales are a list of 10,000 numbers, made again and again.
+_SCALES = (
+    b"ctorch._utils\n_rebuild_qtensor\nq\x010(X\7\0\0\0storagectorch\nQInt8Storage\nX\1\0\0\x000"
+    b"X\3\0\0\0cpuK\x10tQq\x020" + _MANY + b"lq\x030"
+)
+_WITH_SCALES = b"h\1(h\2K\0K\x10\x85K\1\x85(ctorch\nper_channel_affine\nh\3h\3K\0t\x89NtR"
+
+
 PICKLES: dict[str, Callable[[], bytes]] = {
+    "scales": lambda: _SCALES + b"](" + _WITH_SCALES * 2_000 + b"e.",
+    "scales under many keys": lambda: _SCALES + _WITH_SCALES + b"q\x040](" + b"h\4" * 5_000 + b"e.",
+    "what blocked objects hold": lambda: _MANY + b"lq\x000cno\nclass\nq\x010](" + b"h\1h\0\x85R"
+        * 5_000 + b"e.",
+    "a sparse tensor under many keys": lambda: b"ctorch._utils\n_rebuild_sparse_tensor\n("
+        b"X\x10\0\0\0torch.sparse_coo(" + pickled(tensor())[2:-1] + b"q\x630h\x63h\x63("
+        + b"K\2" * 64 + b"tttRq\x630](" + b"h\x63" * 100_000 + b"e.",
     "encode": lambda: _again("_codecs.encode", _LONG),
     "bytearray": lambda: _again("builtins.bytearray", b"B" + _LONG[1:]),
     "bytes": lambda: _again("builtins.bytes", _LONG, call=b"(h\1h\0X\6\0\0\0latin1o"),

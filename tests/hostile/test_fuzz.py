@@ -11,7 +11,9 @@ import sys
 import pytest
 import torch
 from checkpoint_files import (
+    Call,
     Script,
+    StorageId,
     TarId,
     assert_in_bounds,
     tar_members,
@@ -20,6 +22,7 @@ from checkpoint_files import (
     write_program,
     write_script,
     write_tar,
+    write_zip,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -60,7 +63,21 @@ def corpus(tmp_path_factory):
     inner = Script("Model", {"w": tensor(), "b": tensor()})
     write_script(directory / "h.pt", Script("Model", {"w": tensor(), "inner": inner, "n": 5}))
     write_program(directory / "i.pt2", {"w": weight()})
-    for name in ("h.pt", "i.pt2"):
+    numbers = StorageId("storage", torch.QInt8Storage, "q", "cpu", 16)
+    whole = tensor((2, 2), (2, 1), storage_type=torch.LongStorage, storage="i")
+    schemes = (torch.per_tensor_affine, 0.1, 0), (torch.per_channel_affine, [0.1] * 4, [0] * 4, 0)
+    others = {
+        "s": Call(torch._utils._rebuild_sparse_tensor, "torch.sparse_coo",
+                  (whole, tensor((2,), (1,)), (3, 3), True)),
+        "n": Call(torch._utils._rebuild_nested_tensor, tensor((4,), (1,)), whole, whole, whole),
+        "m": Call(torch._utils._rebuild_meta_tensor_no_storage, torch.float32, (2,), (1,), False),
+        "q": [Call(torch._utils._rebuild_qtensor, numbers, 0, (4, 4), (4, 1), scheme, False, {})
+              for scheme in schemes],
+        "storage": numbers,
+    }  # fmt: skip
+    storages = {"0": bytes(16), "q": bytes(16), "i": bytes(32)}
+    write_zip(directory / "j.pt", others, storages=storages)
+    for name in ("h.pt", "i.pt2", "j.pt"):
         _without_checksums(directory / name)
     save_file({"w": base, "v": torch.ones(5)}, directory / "e.safetensors", {"format": "pt"})
     return [path.read_bytes() for path in sorted(directory.iterdir())]

@@ -19,23 +19,14 @@ from checkpoint_files import (
     write_program,
     write_script,
 )
+from damaged_files import refused
 
 import torchlift
-from torchlift.errors import FormatError
-from torchlift.formats import read_index
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "bad.pt"
-
-
-def refused(path, match):
-    """The error of reading a file, whose message must fit and name the file."""
-    with pytest.raises(FormatError, match=match) as caught:
-        read_index(path)
-    assert caught.value.file == str(path)
-    return caught.value
 
 
 # ---- TorchScript

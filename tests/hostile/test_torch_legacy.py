@@ -21,6 +21,7 @@ from checkpoint_files import (
     write_legacy,
     write_tar,
 )
+from damaged_files import refused
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
@@ -33,14 +34,6 @@ VALUES = struct.pack("<4f", 1, 2, 3, 4)
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "old.pt"
-
-
-def refused(path, match, kind=FormatError):
-    """The error of reading a file, whose message must fit and name the file."""
-    with pytest.raises(kind, match=match) as caught:
-        read_index(path)
-    assert caught.value.file == str(path)
-    return caught.value
 
 
 def test_a_file_that_ends_early_is_refused_wherever_it_ends(path):

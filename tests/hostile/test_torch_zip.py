@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import struct
 import zipfile
+from collections import OrderedDict
 
 import pytest
 import torch
-from checkpoint_files import tensor, write_safetensors, write_zip
+from checkpoint_files import Call, StorageId, tensor, write_safetensors, write_zip
+from damaged_files import refused
 
+import torchlift
 from torchlift.errors import FormatError
 from torchlift.formats import read_index
 
@@ -16,15 +19,6 @@ from torchlift.formats import read_index
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "bad.pt"
-
-
-def refused(path, match):
-    """The error of reading a file, whose message must fit and name the file."""
-    with pytest.raises(FormatError, match=match) as caught:
-        read_index(path)
-    assert caught.value.file == str(path)
-    assert str(path) in str(caught.value)
-    return caught.value
 
 
 def test_magic_and_then_junk_is_refused(path):
@@ -203,6 +197,121 @@ def test_a_negative_view_of_whole_numbers_is_refused(path):
     whole.parts = (whole.parts[0], (*whole.parts[1], {"neg": True}))
     write_zip(path, {"w": whole})
     assert refused(path, "a negative view of numbers that have none").entry == "w"
+
+
+INDICES = tensor((2, 2), (2, 1), storage_type=torch.LongStorage, storage="i")
+VALUES = tensor((2,), (1,))
+NUMBERS = StorageId("storage", torch.QInt8Storage, "q", "cpu", 16)
+NEGATIVE = tensor((2, 2), (2, 1), storage_type=torch.LongStorage, storage="n")
+OFFSETS = tensor((2,), (1,), storage_type=torch.LongStorage, storage="i")
+
+
+def sparse(layout="torch.sparse_coo", data=(INDICES, VALUES, (3, 3))):
+    return Call(torch._utils._rebuild_sparse_tensor, layout, data)
+
+
+def quantised(params, storage=NUMBERS, size=(4, 4), stride=(4, 1), offset=0):
+    function = torch._utils._rebuild_qtensor
+    return Call(function, storage, offset, size, stride, params, False, OrderedDict())
+
+
+def meta(*arguments):
+    return Call(torch._utils._rebuild_meta_tensor_no_storage, *arguments)
+
+
+def nested(*arguments):
+    return Call(torch._utils._rebuild_nested_tensor, *arguments)
+
+
+def write_others(path, obj, indices=(0, 1, 1, 2)):
+    """A file with a storage of four int64 beside others of 16 bytes."""
+    storages = {"0": bytes(16), "q": bytes(16), "i": struct.pack("<4q", *indices)}
+    storages["n"] = struct.pack("<4q", -1, -2, -3, -4)
+    return write_zip(path, obj, storages=storages)
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (sparse("torch.strided"), "arguments it does not take"),
+        (sparse(["torch.sparse_coo"]), "arguments it does not take"),
+        (sparse("torch.sparse_csr"), "arguments it does not take"),
+        (sparse(data=()), "arguments it does not take"),
+        (sparse(data=(INDICES, (3, 3))), "arguments it does not take"),
+        (sparse(data=(INDICES, 5, (3, 3))), "arguments it does not take"),
+        (sparse(data=(INDICES, VALUES, (3, 3), "yes")), "arguments it does not take"),
+        (sparse(data=(INDICES, sparse(), (3, 3))), "arguments it does not take"),
+        (sparse(data=(INDICES, VALUES, 9)), "'w': a tensor's size is not a tuple"),
+        (sparse(data=(INDICES, VALUES, (3, -1))), "'w': a tensor has an impossible size"),
+        (sparse(data=(INDICES, VALUES, (1 << 40, 1 << 40))), "'w': a tensor has an impossible"),
+        (sparse(data=(INDICES, tensor((9,), (1,)), (3, 3))), "'w': a tensor reaches outside"),
+        (sparse(data=(tensor(storage="x"), VALUES, (3, 3))), "'w': a tensor's storage is missing"),
+        (quantised((torch.per_tensor_affine, 0.1)), "arguments it does not take"),
+        (quantised((torch.per_tensor_affine, "0.1", 0)), "arguments it does not take"),
+        (quantised((torch.per_tensor_affine, 0.1, 0.5)), "arguments it does not take"),
+        (quantised((torch.per_tensor_symmetric, 0.1, 0)), "arguments it does not take"),
+        (quantised((torch.per_channel_affine, [0.1], [0], 2)), "arguments it does not take"),
+        (quantised((torch.per_channel_affine, [0.1], [0], -1)), "arguments it does not take"),
+        (quantised((torch.per_channel_affine, ["a"], [0], 0)), "arguments it does not take"),
+        (quantised((torch.per_channel_affine, VALUES, [0], 0)), "arguments it does not take"),
+        (quantised((0.1, 0), storage=StorageId("storage", torch.FloatStorage, "0", "cpu", 4)),
+         "arguments it does not take"),
+        (quantised((torch.per_tensor_affine, 0.1, 0), size=(4, 5)), "'w': a tensor reaches outs"),
+        (quantised((torch.per_tensor_affine, 0.1, 0), stride=(4,)), "'w': a tensor has not one st"),
+        (Call(torch._utils._rebuild_tensor_v2, NUMBERS, 0, (4,), (1,), False, OrderedDict()),
+         "arguments it does not take"),
+        (meta("float32", (2,), (1,)), "arguments it does not take"),
+        (meta(torch.qint8, (2,), (1,)), "arguments it does not take"),
+        (meta(torch.float32, (2,), (1, 1)), "'w': a tensor has not one stride"),
+        (meta(torch.float32, (1 << 40, 1 << 40), (1, 1)), "'w': a tensor has an impossible size"),
+        (nested(VALUES, INDICES, INDICES), "arguments it does not take"),
+        (nested(VALUES, INDICES, INDICES, (0, 0)), "arguments it does not take"),
+        (Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, 5, torch.float32, "xla", False),
+         "arguments it does not take"),
+    ],
+)  # fmt: skip
+def test_an_impossible_tensor_made_of_others_is_refused(path, made, match):
+    """Nothing is made of what does not fit, and the tensor is named as soon as it has a name."""
+    write_others(path, {"w": made})
+    refused(path, match)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        (sparse(data=(INDICES, VALUES, (2, 2))), "size is inconsistent with indices"),
+        (sparse(data=(INDICES, VALUES, (3, 3, 3))), "sparse coo tensor"),
+        (sparse(data=(VALUES, VALUES, (3, 3))), "sparse coo tensor"),
+        (sparse("torch.sparse_csr", (INDICES, INDICES, VALUES, (3, 3))), "sparse csr tensor"),
+        (sparse("torch.sparse_bsc", (INDICES, INDICES, VALUES, (3, 3))), "sparse bsc tensor"),
+        (quantised((torch.per_tensor_affine, 0.1, 300)), "zero_point 300 is above"),
+        (quantised((torch.per_channel_affine, [0.1] * 3, [0] * 3, 0)), "3 scales for 4 channels"),
+        (quantised((torch.per_channel_affine, [0.1] * 4, [0] * 3, 0)), "per channel affine tensor"),
+        (nested(VALUES, INDICES, INDICES, OFFSETS), r"a slice of \[3, 2\] reaches outside its 2 v"),
+        (nested(VALUES, INDICES, NEGATIVE, OFFSETS), r"a slice of \[0, 1\] reaches outside"),
+        (nested(VALUES, INDICES, INDICES, VALUES), "nested tensor"),
+        (nested(VALUES, VALUES, VALUES, VALUES), "nested tensor"),
+    ],
+)  # fmt: skip
+def test_values_that_make_no_tensor_are_refused_when_it_is_asked_for(path, made, match):
+    """Torch would read and write outside of memory with some of them; the others stay readable."""
+    write_others(path, {"w": made, "v": VALUES}, (0, 1, 3, 2))
+    with torchlift.open(path) as ckpt:
+        assert ckpt["v"].tolist() == [0, 0]
+        with pytest.raises(FormatError, match=match) as caught:
+            ckpt["w"]
+    assert (caught.value.file, caught.value.entry) == (str(path), "w")
+
+
+def test_a_huge_tensor_on_meta_or_of_few_values_takes_no_memory(path):
+    """Its shape is all that there is of it."""
+    few = sparse(data=(INDICES, VALUES, (1 << 30, 1 << 30)))
+    write_others(path, {"m": meta(torch.float32, (1 << 31, 1 << 31), (1 << 31, 1)), "s": few})
+    with torchlift.open(path) as ckpt:
+        assert ckpt["m"].is_meta
+        assert ckpt["s"].shape == (1 << 30, 1 << 30)
+        assert ckpt.nbytes == 48
 
 
 def test_unknown_metadata_of_a_tensor_is_blocked(path):

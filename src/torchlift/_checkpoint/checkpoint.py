@@ -19,8 +19,22 @@ import torch
 
 from torchlift._system import printable
 from torchlift._transfer import Files
-from torchlift.errors import CheckpointError, FormatError, UnsafeError, did_you_mean
-from torchlift.formats import Chunk, Index, TensorEntry, read_index, steps_in_file, under
+from torchlift.errors import (
+    CheckpointError,
+    FormatError,
+    PlacementError,
+    UnsafeError,
+    did_you_mean,
+)
+from torchlift.formats import (
+    Chunk,
+    Index,
+    RebuiltEntry,
+    TensorEntry,
+    read_index,
+    steps_in_file,
+    under,
+)
 from torchlift.formats.gguf import BLOCKS
 from torchlift.formats.summary import to_html, to_text
 
@@ -46,6 +60,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         objects: key -> leaf that is not a tensor.
         metadata: what the format itself records.
         blocked: names of globals that only unpickling could rebuild; listed, never imported.
+
+    What torch makes of other tensors (sparse in any layout, quantised, nested) or of none (on meta)
+    is listed with dtype, shape and bytes, and made when it is asked for. A storage is a tensor of
+    all its numbers.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -155,11 +173,12 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def refusal(self, key: str) -> UnsafeError:
         """Return the error that says why `key` cannot be had."""
-        name = self._index.blocked_keys.get(key, "")
+        name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         return UnsafeError(
             f"only unpickling could rebuild it, through {name}, and that can run code",
             file=self.path,
             entry=key,
+            found=f"{count} tensor{'s' * (count > 1)} in it" if count else None,
             hint="Pass root= to take a part of the file without it, or save it as plain tensors.",
         )
 
@@ -167,6 +186,14 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def blocked_keys(self) -> Mapping[str, str]:
         """Return key -> name of the global that its value would have needed."""
         return self._index.blocked_keys
+
+    @property
+    def blocked_tensors(self) -> Mapping[str, int]:
+        """Return key -> number of tensors in its value, of those that cannot be had.
+
+        A tensor in several values counts for the first one; what has none is not listed.
+        """
+        return self._index.blocked_tensors
 
     def close(self) -> None:
         """Close the files. Tensors already taken stay valid; taking new ones is an error."""
@@ -191,6 +218,8 @@ class MappedViews:
     def view(self, entry: TensorEntry) -> torch.Tensor:
         """Return the tensor of `entry`; see `Checkpoint.view`."""
         dtype = dtype_of(entry, self.index.path)
+        if isinstance(entry, RebuiltEntry):
+            return self._rebuilt(entry, dtype)
         if not entry.chunks:
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
         if len(entry.chunks) > 1 or entry.is_quantized:
@@ -263,6 +292,39 @@ class MappedViews:
             flat[start * values :][: part.numel()].copy_(part)
         return target if target.is_contiguous() else target.copy_(flat.view(target.shape))
 
+    def _rebuilt(self, entry: RebuiltEntry, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that torch makes of others, which are mapped.
+
+        Raises:
+            FormatError: it is not one, as torch has them.
+        """
+        kind, inner = entry.encoding[0], [self.view(tensor) for tensor in entry.tensors]
+        try:
+            if kind == "meta":
+                return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
+            if kind == "nested":
+                return _nested(*inner)
+            if kind == "sparse_coo":
+                # Unlike in torch.load: what lies outside would be written to outside, too.
+                indices, values = inner
+                return torch.sparse_coo_tensor(
+                    indices, values, entry.shape, check_invariants=True, is_coalesced=entry.facts[0]
+                )
+            if kind.startswith("sparse"):
+                compressed, plain, values = inner
+                return torch.sparse_compressed_tensor(
+                    compressed, plain, values, entry.shape,
+                    layout=getattr(torch, kind), check_invariants=True,
+                )  # fmt: skip
+            return _quantized(entry, dtype, *inner)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"its values do not make a {kind.replace('_', ' ')} tensor",
+                file=self.index.path,
+                entry=entry.key,
+                found=str(error).split("\n")[0],
+            ) from error
+
     def _box(self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         """Return the box of a chunk as a view of the map, in a storage that is its run of bytes."""
         raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes).untyped_storage()
@@ -300,6 +362,43 @@ def _usable(
     if swapped:
         raw.byteswap(dtype)  # type: ignore[no-untyped-call]
     return raw
+
+
+def _nested(
+    values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Return a nested tensor of slices of `values`, each of which torch checks."""
+    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
+    whole = values.untyped_storage()
+    slices = []
+    for size, stride, offset in rows:
+        span = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        # A negative stride is no error of `set_` where a slice has one row, or none.
+        if min((offset, *size, *stride)) < 0 or (0 not in size and span >= values.numel()):
+            raise ValueError(f"a slice of {size} reaches outside its {values.numel()} values")
+        first = values.storage_offset() + offset
+        slices.append(values.new_empty(0).set_(whole, first, size, stride))
+    return torch.nested.as_nested_tensor(slices, dtype=values.dtype)
+
+
+def _quantized(
+    entry: RebuiltEntry, dtype: torch.dtype, numbers: torch.Tensor, *rest: torch.Tensor
+) -> torch.Tensor:
+    """Return a quantised tensor over the stored numbers."""
+    # Of one element or one per channel, from which only the scales and zero points are kept.
+    shape = [1] * numbers.dim()
+    if entry.encoding[0] == "per_tensor_affine":
+        scale, zero = entry.facts
+        made = torch.quantize_per_tensor(torch.zeros(shape), scale, zero, dtype)
+    else:
+        axis, *listed = entry.facts
+        scales, zeros = rest or [torch.tensor(x) for x in listed]
+        shape[axis] = scales.numel()
+        if scales.numel() != entry.shape[axis]:
+            raise ValueError(f"{scales.numel()} scales for {entry.shape[axis]} channels")
+        made = torch.quantize_per_channel(torch.zeros(shape), scales, zeros, axis, dtype)
+    whole = numbers.untyped_storage()
+    return made.set_(whole, numbers.storage_offset(), numbers.shape, numbers.stride())
 
 
 def _shown(entry: TensorEntry, stored: torch.Tensor) -> torch.Tensor:
@@ -363,6 +462,17 @@ def _path_of(file: BinaryIO, stack: ExitStack) -> str:
     file.seek(start)
     copy.flush()
     return copy.name
+
+
+def not_dense(entry: RebuiltEntry, path: str) -> PlacementError:
+    """Return the error that says why a model's tensor cannot be filled with such a one."""
+    return PlacementError(
+        f"the file has a {entry.encoding[0].replace('_', ' ')} tensor for it",
+        file=path,
+        entry=entry.key,
+        expected="dense numbers",
+        hint="Take it out of the checkpoint by its key, and set what you make of it.",
+    )
 
 
 def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:

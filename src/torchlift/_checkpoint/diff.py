@@ -264,6 +264,9 @@ def _change(key: str, one: _Side, two: _Side, rtol: float, atol: float) -> Chang
 def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> ValueChange | None:
     """Return how far two tensors of one shape are from each other; None: not at all."""
     differing, largest = 0, 0.0
+    if [part.shape for part in _dense(a)] != [part.shape for part in _dense(b)]:
+        count = max(sum(part.numel() for part in _dense(x)) for x in (a, b))
+        return ValueChange(count, count, math.nan)
     for one, two in zip(_blocks(a), _blocks(b), strict=True):
         # What most pairs are, at a tenth of the cost; float8 and complex32 have no `equal`.
         quick = one.dtype == two.dtype and (one.itemsize > 1 or not one.is_floating_point())
@@ -283,9 +286,26 @@ def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Value
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements on the host, in order, some at a time."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    for block in torch.split(flat, _BLOCK):
-        yield block.cpu()
+    for part in _dense(tensor.detach()):
+        flat = part.resolve_conj().resolve_neg().reshape(-1)
+        for block in torch.split(flat, _BLOCK):
+            yield block.cpu()
+
+
+def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors that hold all there is of one: indices and values, or slices."""
+    if tensor.is_meta:
+        return []
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.dequantize() if tensor.is_quantized else tensor]
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:

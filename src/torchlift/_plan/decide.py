@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torchlift._checkpoint import dtype_of
+from torchlift._checkpoint import dtype_of, not_dense
 from torchlift._model.commit import check_mode, check_writable, repeats
 from torchlift._model.devices import DISK
 from torchlift._model.dtensor import (
@@ -30,7 +30,7 @@ from torchlift._plan.steps import Base, Candidate, Making, Match, Step
 from torchlift._skeleton.skeleton import asked_strides, constructions_of, is_cast
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
-from torchlift.formats import Chunk, TensorEntry
+from torchlift.formats import Chunk, RebuiltEntry, TensorEntry
 
 _RELEASE = (
     'Release what holds it (swap.preflight lists all of it), or load with mode="auto", which '
@@ -98,6 +98,8 @@ def _decide(
 ) -> Step | None:
     candidate, tensor = candidates[0], group.tensor
     entry, file_dtype = candidate.entry, candidate_dtype(candidate, path)
+    if isinstance(entry, RebuiltEntry) and candidate.value is None:
+        raise not_dense(entry, path)
     seen = entry or rules.entry_like(key, group)
     if seen.key != key:
         seen = replace(seen, key=key)

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from torchlift._checkpoint import Checkpoint, MappedViews, dtype_of
+from torchlift._checkpoint import Checkpoint, MappedViews, dtype_of, not_dense
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.ranks import portable, world_of
 from torchlift._transfer import Request, is_readable, read, requests_for
 from torchlift.errors import CheckpointError
-from torchlift.formats import TensorEntry
+from torchlift.formats import RebuiltEntry, TensorEntry
 from torchlift.formats.boxes import cut
 
 
@@ -84,9 +84,11 @@ class CheckpointReader(StorageReader):
                 ],
             )
             for key, entry in self._ckpt.entries.items()
+            if not isinstance(entry, RebuiltEntry) and hasattr(torch, entry.dtype)
         }
-        # What is blocked is there, and not missing: a plan that asks for it is refused by name.
-        plain = (*self._ckpt.objects, *self._ckpt.blocked_keys)
+        # What is refused is there, and not missing: a plan that asks for it is refused by name.
+        rest = [key for key in self._ckpt.entries if key not in described]
+        plain = (*self._ckpt.objects, *self._ckpt.blocked_keys, *rest)
         described.update({key: BytesStorageMetadata() for key in plain})
         return Metadata(
             described,
@@ -105,10 +107,18 @@ class CheckpointReader(StorageReader):
 
         Raises:
             UnsafeError: it asks for what only unpickling could rebuild.
+            FormatError: it asks for a tensor of a dtype that the installed torch does not have.
+            PlacementError: it asks for a tensor that is sparse, quantised, nested or on meta.
         """
         for item in plan.items:
-            if item.storage_index.fqn in self._ckpt.blocked_keys:
-                raise self._ckpt.refusal(item.storage_index.fqn)
+            key = item.storage_index.fqn
+            entry = self._ckpt.entries.get(key)
+            if key in self._ckpt.blocked_keys:
+                raise self._ckpt.refusal(key)
+            if isinstance(entry, RebuiltEntry):
+                raise not_dense(entry, self.path)
+            if entry is not None:
+                dtype_of(entry, self.path)  # which raises where torch has none
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -10,6 +10,7 @@ from torchlift.formats.index import (
     FileStamp,
     Index,
     Leaf,
+    RebuiltEntry,
     Storage,
     TensorEntry,
     under,
@@ -17,6 +18,6 @@ from torchlift.formats.index import (
 from torchlift.formats.sharded import put_together
 
 __all__ = [
-    "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "Storage", "TensorEntry", "cut",
-    "put_together", "read_index", "row_major", "steps_in_file", "under",
+    "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "RebuiltEntry", "Storage", "TensorEntry",
+    "cut", "put_together", "read_index", "row_major", "steps_in_file", "under",
 ]  # fmt: skip

@@ -124,7 +124,8 @@ def _is_zip(head: bytes) -> bool:
 
 def _is_safetensors(head: bytes) -> bool:
     """Return whether it starts like safetensors, even one whose header length is absurd."""
-    return head[8:9] == b"{" and not _is_text(head[:8])
+    header = head[8:].lstrip(b" \t\r\n")[:1]
+    return (header == b"{" or (not header and len(head) == _HEAD)) and not _is_text(head[:8])
 
 
 def _is_json(head: bytes) -> bool:

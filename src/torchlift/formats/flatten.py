@@ -2,8 +2,8 @@
 
 Dicts are always flattened, and an empty one stays as the object ``{}``. Lists and tuples are
 flattened by position when a tensor is anywhere inside; otherwise the whole list is one object, so
-that an optimizer's ``param_groups`` stay what they are. A file that holds a bare tensor has the key
-``tensor``; one that holds a bare object, ``object``.
+that an optimizer's ``param_groups`` stay what they are. A storage is a tensor of all its numbers.
+A file that holds a bare tensor has the key ``tensor``; one that holds a bare object, ``object``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import Leaf
+from torchlift.formats.index import QUANTIZED, Leaf
 from torchlift.formats.torch_pickle import (
     Blocked,
     Global,
     NumpyDtype,
     OrderedRecord,
+    RebuiltRef,
     StorageRef,
     TensorRef,
 )
@@ -30,6 +31,8 @@ ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
 _MAX_DEPTH = 100
 _EXTRA_STATE = "_extra_state"
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+_TENSORS = (TensorRef, StorageRef)
+_HOLDING = (TensorRef, Blocked)
 _TEXTS = (str, bytes, bytearray)
 _SCALARS = (bool, int, float, complex, *_TEXTS)
 
@@ -41,12 +44,15 @@ class Flat:
     Attributes:
         tensors, objects, templates: see `Index`.
         blocked: key -> the name of the global that its value would have needed.
+        inside: key of such a value -> the number of tensors in it, where there are any; each tensor
+            counts for the first one that it is in.
         versions: torch's per-module ``_metadata``.
     """
 
     tensors: dict[str, TensorRef] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
     blocked: dict[str, str] = field(default_factory=dict)
+    inside: dict[str, int] = field(default_factory=dict)
     versions: dict[str, dict[str, object]] = field(default_factory=dict)
     templates: dict[str, object] = field(default_factory=dict)
 
@@ -75,6 +81,7 @@ class _Flattener:
         self.flat = Flat()
         self.budget = budget
         self._tensors_inside: dict[int, bool] = {}
+        self._counted: dict[int, object] = {}
 
     def run(self, root: object) -> Flat:
         if isinstance(root, dict):
@@ -83,7 +90,7 @@ class _Flattener:
         elif isinstance(root, (list, tuple)) and self._has_tensor(root, 0):
             self._children(enumerate(root), "", 0)
         else:
-            self._visit(ROOT_TENSOR if isinstance(root, TensorRef) else ROOT_OBJECT, root, 0)
+            self._visit(ROOT_TENSOR if isinstance(root, _TENSORS) else ROOT_OBJECT, root, 0)
         return self.flat
 
     def _children(self, items: Iterable[tuple[object, object]], prefix: str, depth: int) -> None:
@@ -112,7 +119,14 @@ class _Flattener:
         if key.endswith(_EXTRA_STATE) and isinstance(value, (dict, list, tuple)):
             with suppress(_NotPlain):
                 self.flat.templates[key] = self._template(key, value, depth)
+        if isinstance(value, StorageRef) and value.dtype not in QUANTIZED:
+            numel = value.view[1] if value.view else value.numel
+            value = TensorRef(value, value.dtype or "uint8", 0, (numel,), (1,))
+        if isinstance(value, RebuiltRef):
+            numbers = sum(len(fact) for fact in value.facts if isinstance(fact, tuple))
+            self.budget.spend(ENTRY * len(value.tensors) + STEP * numbers, key)
         if isinstance(value, TensorRef):
+            self.budget.spend(ENTRY, key)
             self.flat.tensors[key] = value
         elif isinstance(value, dict) and value:
             self._children(value.items(), key + ".", depth + 1)
@@ -124,6 +138,23 @@ class _Flattener:
                 self.flat.objects[key] = self._plain(value, key, depth)
             except _NotPlain as error:
                 self.flat.blocked[key] = str(error)
+                if count := self._count(value):
+                    self.flat.inside[key] = count
+
+    def _count(self, value: object) -> int:
+        """Count the tensors in a value that is blocked; each object is looked at once."""
+        count, left = 0, [value]
+        while left:
+            item = left.pop()
+            if id(item) in self._counted or not isinstance(item, (*_CONTAINERS, *_HOLDING)):
+                continue
+            self._counted[id(item)] = item
+            count += isinstance(item, TensorRef)
+            if isinstance(item, dict):
+                left += item.values()
+            elif not isinstance(item, TensorRef):
+                left += item.inside if isinstance(item, Blocked) else item
+        return count
 
     def _template(self, key: str, value: object, depth: int) -> object:
         """Return the containers of a value, with a `Leaf` for what has a key of its own."""
@@ -147,7 +178,7 @@ class _Flattener:
     def _has_tensor(self, value: object, depth: int) -> bool:
         """Return whether a tensor is anywhere inside; each container is looked at once."""
         if not isinstance(value, (dict, list, tuple)):
-            return isinstance(value, TensorRef)
+            return isinstance(value, _TENSORS)
         known = self._tensors_inside.get(id(value))
         if known is None:
             _check_depth(depth)

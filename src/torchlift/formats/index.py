@@ -22,6 +22,9 @@ ITEMSIZE: dict[str, int] = {
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
 }  # fmt: skip
 
+#: dtypes whose numbers mean something only together with a scale -> that of the stored numbers.
+QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+
 #: Encodings that leave every element in its place.
 _ELEMENTWISE = frozenset({"big-endian", "conjugate", "negative"})
 
@@ -87,7 +90,10 @@ class TensorEntry:
             tensor, as a distributed checkpoint stores it.
         encoding: how the stored bytes differ from the values, in the order in which it is undone:
             any of ``"big-endian"``, ``"conjugate"`` and ``"negative"``, or the name of a quantised
-            block type; empty if they do not.
+            block type; or, of a tensor that torch makes of others or of none, what it is:
+            ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
+            ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"`` or
+            ``"meta"``. Empty if they do not differ.
     """
 
     key: str
@@ -109,8 +115,8 @@ class TensorEntry:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes per element."""
-        return ITEMSIZE[self.dtype]
+        """Return the bytes per element, 1 where it is less."""
+        return ITEMSIZE.get(QUANTIZED.get(self.dtype, self.dtype), 1)
 
     @property
     def is_pieced(self) -> bool:
@@ -121,13 +127,29 @@ class TensorEntry:
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether the bytes are blocks that stand for several values each."""
+        """Return whether the bytes are not the elements: blocks, or what a tensor is made of."""
         return not _ELEMENTWISE.issuperset(self.encoding)
 
     @property
     def is_contiguous(self) -> bool:
         """Return whether the elements lie in row-major order without gaps, as torch defines it."""
         return is_row_major(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class RebuiltEntry(TensorEntry):
+    """A tensor that torch makes of others, or of none: it has no strided bytes of its own.
+
+    Its chunks and ``nbytes`` are those of what it is made of, and the shape of a nested one is that
+    of all its values in a row.
+
+    Attributes:
+        tensors: what it is made of, in the order in which torch's rebuilder takes it.
+        facts: what else that takes.
+    """
+
+    tensors: tuple[TensorEntry, ...] = ()
+    facts: tuple[Any, ...] = ()
 
 
 class Storage(NamedTuple):
@@ -259,6 +281,8 @@ class Index:
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
         module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
         blocked_keys: key -> the name of the global that its value would have needed.
+        blocked_tensors: key of such a value -> the number of tensors in it, where there are any;
+            each tensor counts for the first value that it is in.
         templates: key of a module's extra state -> its containers as they were, with a ``Leaf`` for
             every value. Dotted keys alone do not tell a list from a dict, nor 1 from "1".
     """
@@ -273,6 +297,7 @@ class Index:
     blocked: tuple[str, ...] = ()
     module_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     blocked_keys: Mapping[str, str] = field(default_factory=dict)
+    blocked_tensors: Mapping[str, int] = field(default_factory=dict)
     templates: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -306,7 +331,7 @@ def join(
         FormatError: two files have one key.
     """
     keyed = "entries", "objects", "blocked_keys"
-    names = (*keyed, "storages", "files", "module_versions", "templates")
+    names = (*keyed, "blocked_tensors", "storages", "files", "module_versions", "templates")
     merged: dict[str, dict[str, Any]] = {name: {} for name in names}
     for index in indexes:
         for key in (*index.entries, *index.objects, *index.blocked_keys):
@@ -333,6 +358,9 @@ def under(index: Index, root: str) -> Index | None:
     if not (entries or objects or blocked_keys):
         return None
     used = {entry.storage for entry in entries.values()}
+    for entry in entries.values():
+        if isinstance(entry, RebuiltEntry):
+            used.update(inner.storage for inner in entry.tensors)
     # An entry in several chunks names the storage of the first one only.
     spots = {(c.file, c.offset) for e in entries.values() if len(e.chunks) > 1 for c in e.chunks}
     versions = inside(index.module_versions)
@@ -344,6 +372,7 @@ def under(index: Index, root: str) -> Index | None:
         entries=entries,
         objects=objects,
         blocked_keys=blocked_keys,
+        blocked_tensors=inside(index.blocked_tensors),
         blocked=tuple(dict.fromkeys(blocked_keys.values())),
         storages={
             name: storage

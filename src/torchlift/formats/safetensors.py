@@ -7,6 +7,7 @@ ones JSON needs in Python, where ``true`` is an integer and 1e400 parses.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
@@ -29,6 +30,13 @@ DTYPES: dict[str, str] = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
 
+#: Types of less than a byte -> what torch calls them, or would; bits of an element. Where F4 comes
+#: in pairs, two are one element of torch's.
+_PACKED = {
+    "F4": ("float4_e2m1fn", 4), "F6_E2M3": ("float6_e2m3fn", 6), "F6_E3M2": ("float6_e3m2fn", 6),
+}  # fmt: skip
+_PAIR = "float4_e2m1fn_x2"
+
 _FIELDS = "dtype", "shape", "data_offsets"
 _fields = itemgetter(*_FIELDS)
 
@@ -42,7 +50,8 @@ def read_safetensors(source: Source) -> Index:
         FormatError: not such a file, damaged, or inconsistent.
     """
     header, start = _read_header(source)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
         raise FormatError(
             "the metadata is not a map from text to text",
@@ -102,7 +111,7 @@ def _described(pairs: list[tuple[str, Any]]) -> object:
         if first == "dtype" and second == "shape" and third == "data_offsets":
             return code, shape, offsets
     found = unique(pairs)
-    is_tensor = found.keys() == set(_FIELDS) and type(found["shape"]) is list
+    is_tensor = found.keys() >= set(_FIELDS) and type(found["shape"]) is list
     return _fields(found) if is_tensor else found
 
 
@@ -120,13 +129,13 @@ def _rows(header: dict[str, Any]) -> dict[str, _Row]:
         code, shape, offsets = value
         dtype = DTYPES.get(code) if type(code) is str else None
         if dtype is None:
-            found = short_repr(code)
-            raise FormatError("a dtype that torchlift does not know", entry=key, found=found)
-        nbytes = ITEMSIZE[dtype] if type(shape) is list and len(shape) <= 64 else 0
-        for extent in shape if nbytes else ():
-            nbytes *= extent if type(extent) is int and extent > 0 else 0
-        if not nbytes:  # no elements, or a shape that torch cannot have
-            dense_shape(shape, key, "shape")
+            dtype, shape, nbytes = _packed(code, shape, key)
+        else:
+            nbytes = ITEMSIZE[dtype] if type(shape) is list and len(shape) <= 64 else 0
+            for extent in shape if nbytes else ():
+                nbytes *= extent if type(extent) is int and extent > 0 else 0
+            if not nbytes:  # no elements, or a shape that torch cannot have
+                dense_shape(shape, key, "shape")
         begin, end = offsets if type(offsets) is list and len(offsets) == 2 else (None, None)
         if type(begin) is not int or type(end) is not int or begin < 0:
             whole_numbers(offsets, key, "data_offsets")
@@ -145,6 +154,29 @@ def _rows(header: dict[str, Any]) -> dict[str, _Row]:
     if is_sorted:  # a tenth of the time
         return rows
     return {key: rows[key] for _, _, key in sorted((*row[:2], key) for key, row in rows.items())}
+
+
+def _packed(code: object, shape: object, key: str) -> tuple[str, tuple[int, ...], int]:
+    """Return the dtype, shape and bytes of a tensor whose elements take less than a byte.
+
+    Raises:
+        FormatError: they do not fill their last byte; or the type is no such one.
+    """
+    if type(code) is not str or code not in _PACKED:
+        found = short_repr(code)
+        raise FormatError("a dtype that torchlift does not know", entry=key, found=found)
+    (dtype, bits), sizes = _PACKED[code], dense_shape(shape, key, "shape")
+    nbytes, rest = divmod(math.prod(sizes) * bits, 8)
+    if rest:
+        raise FormatError(
+            "a tensor's elements do not fill its last byte",
+            entry=key,
+            expected=f"a multiple of {8 // math.gcd(8, bits)} elements of {code}",
+            found=f"shape {list(sizes)}",
+        )
+    if code == "F4" and sizes[-1] % 2 == 0:
+        return _PAIR, (*sizes[:-1], sizes[-1] // 2), nbytes
+    return dtype, sizes, nbytes
 
 
 def _check_cover(rows: dict[str, _Row], size: int) -> None:
@@ -193,18 +225,19 @@ def safetensors_layout(tensors: Iterable[Stored], metadata: Mapping[str, str] | 
     described: dict[str, Any] = {}
     places, at = [], 0
     for tensor in sorted(tensors, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.key)):
-        if tensor.dtype not in _CODES or tensor.key == "__metadata__":
+        is_pair = tensor.dtype == _PAIR and tensor.shape != ()
+        if not (tensor.dtype in _CODES or is_pair) or tensor.key == "__metadata__":
             raise PlacementError(
                 "cannot be stored in a safetensors file",
                 entry=tensor.key,
-                expected=f"one of {', '.join(DTYPES.values())}",
+                expected=f"one of {', '.join(DTYPES.values())}, {_PAIR} of a dimension or more",
                 found=tensor.dtype,
                 hint='A torch file can hold it: save with format="torch-zip".',
             )
         stop = at + tensor.nbytes
         described[tensor.key] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": tensor.shape,
+            "dtype": "F4" if is_pair else _CODES[tensor.dtype],
+            "shape": (*tensor.shape[:-1], 2 * tensor.shape[-1]) if is_pair else tensor.shape,
             "data_offsets": [at, stop],
         }
         places.append((tensor, at))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchlift.errors import FormatError, UnsafeError
-from torchlift.formats.index import Index, join
+from torchlift.formats.index import Index, RebuiltEntry, TensorEntry, join
 from torchlift.formats.source import Source, parse_json
 from torchlift.formats.unpickle import Budget
 
@@ -173,11 +173,17 @@ def _claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:
 
     return replace(
         shard,
-        entries={
-            key: replace(entry, storage=f"{name}/{entry.storage}")
-            for key, entry in mine(shard.entries).items()
-        },
+        entries={key: _prefixed(entry, name) for key, entry in mine(shard.entries).items()},
         storages={f"{name}/{key}": place for key, place in shard.storages.items()},
         objects=mine(shard.objects),
         blocked_keys=mine(shard.blocked_keys),
+        blocked_tensors=mine(shard.blocked_tensors),
     )
+
+
+def _prefixed(entry: TensorEntry, name: str) -> TensorEntry:
+    """Return an entry whose storages are named for their shard."""
+    made = replace(entry, storage=f"{name}/{entry.storage}")
+    if isinstance(made, RebuiltEntry):
+        return replace(made, tensors=tuple([_prefixed(inner, name) for inner in made.tensors]))
+    return made

@@ -16,7 +16,7 @@ from reprlib import repr as short_repr
 from typing import Any
 
 from torchlift._system import human, printable
-from torchlift.formats.index import Index, TensorEntry
+from torchlift.formats.index import Index, RebuiltEntry, TensorEntry
 
 _COLUMNS = ("key", "dtype", "shape", "size", "location")
 _WIDEST_KEY = 80
@@ -90,6 +90,7 @@ def to_json(index: Index) -> dict[str, Any]:
         "metadata": dict(index.metadata),
         "blocked": list(index.blocked),
         "blocked_keys": dict(index.blocked_keys),
+        "blocked_tensors": dict(index.blocked_tensors),
         "files": {
             path: {"size": stamp.size, "mtime_ns": stamp.mtime_ns}
             for path, stamp in index.files.items()
@@ -116,7 +117,11 @@ def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
             lambda x: f"{_shown(x[0])} = {_shown(short_repr(x[1]))}",
         ),
         ("blocked", index.blocked, _shown),
-        ("not loadable", index.blocked_keys.items(), lambda x: " needs ".join(map(_shown, x))),
+        (
+            "not loadable",
+            index.blocked_keys.items(),
+            lambda x: " needs ".join(map(_shown, x)) + _tensors_in(index, x[0]),
+        ),
         ("metadata", index.metadata.items(), lambda x: " = ".join(map(_shown, x))),
     ]
     for label, items, text in lists:
@@ -127,6 +132,12 @@ def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
     return [(label, value) for label, value in facts if value]
 
 
+def _tensors_in(index: Index, key: str) -> str:
+    """Return how many tensors are in a value that cannot be had, where there are any."""
+    count = index.blocked_tensors.get(key)
+    return f" ({count:,} {'tensor' if count == 1 else 'tensors'} in it)" if count else ""
+
+
 def _row(entry: TensorEntry) -> tuple[str, ...]:
     shape = "scalar" if not entry.shape else " x ".join(map(str, entry.shape))
     key = printable(entry.key, _WIDEST_KEY)
@@ -135,6 +146,8 @@ def _row(entry: TensorEntry) -> tuple[str, ...]:
 
 
 def _kind(entry: TensorEntry) -> str:
+    if isinstance(entry, RebuiltEntry):
+        return f"{entry.encoding[0]} {entry.dtype}"
     return entry.encoding[0] if entry.is_quantized else entry.dtype
 
 

@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torchlift.errors import FormatError, UnsafeError
-from torchlift.formats.index import ITEMSIZE, Index, Storage
+from torchlift.formats.index import QUANTIZED, Index, Storage
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import (
     STORAGES,
-    Blocked,
+    STORED_SIZE,
     Global,
     StorageRef,
     TensorRef,
@@ -127,7 +127,7 @@ class _Stream:
             FormatError: another count than the tensors say, or the file ends before.
         """
         (count,) = self.numbers("<q")
-        start, nbytes = self.pos, ref.numel * ITEMSIZE[ref.dtype or "uint8"]
+        start, nbytes = self.pos, ref.numel * STORED_SIZE[ref.dtype]
         if count != ref.numel:
             raise FormatError(
                 "a storage does not have the size its tensors say",
@@ -147,14 +147,6 @@ class _Stream:
         return Storage(self.source.path, self.source.start + start, nbytes, ref.location)
 
 
-#: Storages whose tensors only torch can rebuild -> one of elements as large: bytes to be skipped.
-_QUANTISED = {
-    "torch.QInt8Storage": Global("torch.CharStorage"),
-    "torch.QUInt8Storage": Global("torch.ByteStorage"),
-    "torch.QInt32Storage": Global("torch.IntStorage"),
-}
-
-
 class _StreamWorld(TorchWorld):
     """Persistent ids of a stream."""
 
@@ -168,14 +160,8 @@ class _StreamWorld(TorchWorld):
             return identity[1]  # a class, with the text of its source
         if type(identity) is not tuple or len(identity) != 6:
             return super().persistent(None)
-        kind = identity[1]
-        same = _QUANTISED.get(kind.name) if isinstance(kind, Blocked) else None
-        ref = super().persistent((identity[0], same or kind, *identity[2:5]))
-        if not isinstance(ref, StorageRef):
-            return ref
-        if same:
-            return kind
-        if identity[5] is None:
+        ref = super().persistent(identity[:5])
+        if not isinstance(ref, StorageRef) or identity[5] is None:
             return ref
         key, start, numel = _fields(identity[5], (str, int, int), "a view of a storage", ref.key)
         if self._views.setdefault(key, (ref.key, start, numel)) != (ref.key, start, numel):
@@ -311,7 +297,7 @@ def _tar_storages(stream: _Stream) -> tuple[dict[str, Storage], dict[str, object
         found, _ = stream.pickle("storages", TorchWorld)
         key, location, kind = _fields(found, (object, str, Global), "a storage", "storages")
         name = _number(key, "storages")
-        if kind.name not in STORAGES or name in made:
+        if kind.name not in STORAGES or STORAGES[kind.name] in QUANTIZED or name in made:
             raise FormatError("a storage of no known type, or twice", entry=name, found=kind.name)
         (numel,) = stream.numbers("<q")
         if not 0 <= numel < 1 << 62:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import ITEMSIZE
+from torchlift.formats.index import ITEMSIZE, QUANTIZED
 from torchlift.formats.unpickle import (
     HANDLERS,
     MAX_TEXT,
@@ -34,7 +34,13 @@ STORAGE_DTYPES: dict[str, str] = {
 #: Storages that say nothing about their elements; their length is in bytes.
 _UNTYPED = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 #: Every storage type -> the dtype of its elements, or None.
-STORAGES: dict[str, str | None] = {**STORAGE_DTYPES, **dict.fromkeys(_UNTYPED)}
+STORAGES: dict[str, str | None] = {
+    **STORAGE_DTYPES, **dict.fromkeys(_UNTYPED),
+    "torch.QInt8Storage": "qint8", "torch.QUInt8Storage": "quint8", "torch.QInt32Storage": "qint32",
+}  # fmt: skip
+#: dtype of a storage's elements -> bytes of each.
+STORED_SIZE = {dtype: ITEMSIZE[QUANTIZED.get(dtype or "uint8", dtype or "uint8")]
+               for dtype in (None, *ITEMSIZE, *QUANTIZED)}  # fmt: skip
 
 #: Views that store other numbers than they show: torch's name -> that in ``TensorEntry.encoding``.
 LAZY = {"conj": "conjugate", "neg": "negative"}
@@ -66,14 +72,16 @@ class Blocked:
     Attributes:
         name: dotted name.
         called: whether this is the result of a call rather than the name itself.
+        inside: what it was called with, or given.
         state: what ``__setstate__`` would have received, if it was a dict.
     """
 
-    __slots__ = ("called", "name", "state")
+    __slots__ = ("called", "inside", "name", "state")
 
-    def __init__(self, name: str, called: bool = False) -> None:
+    def __init__(self, name: str, called: bool = False, *inside: object) -> None:
         self.name = name
         self.called = called
+        self.inside = list(inside)
         self.state: dict[Any, Any] | None = None
 
 
@@ -125,6 +133,15 @@ class TensorRef:
 
 
 @dataclass(slots=True, eq=False)
+class RebuiltRef(TensorRef):
+    """The arguments of a rebuilder that makes a tensor of others; see `RebuiltEntry`."""
+
+    kind: str = ""
+    tensors: tuple[TensorRef, ...] = ()
+    facts: tuple[object, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
 class NumpyDtype:
     """A numpy dtype: its code, such as ``"f8"``, and byte order."""
 
@@ -156,19 +173,19 @@ class TorchWorld:
             found = self._globals[dotted] = Global(dotted) if known else self.block(dotted)
         return found
 
-    def block(self, name: str, called: bool = False) -> Blocked:
+    def block(self, name: str, called: bool = False, *inside: object) -> Blocked:
         """Note a name as blocked."""
         if len(self.blocked) >= _MAX_BLOCKED:
             raise FormatError("the pickle names too many globals", found=f"{_MAX_BLOCKED} or more")
         self.blocked[name] = None
-        return Blocked(name, called)
+        return Blocked(name, called, *inside)
 
     def call(self, function: object, arguments: object, keywords: object = None) -> object:
         """Return a record of a call; see `World`."""
         if not isinstance(arguments, tuple):
             raise FormatError("the pickle calls something with arguments that are not a tuple")
         if isinstance(function, Blocked):
-            return Blocked(function.name, called=True)
+            return Blocked(function.name, True, arguments)
         if not isinstance(function, Global):
             raise FormatError("the pickle calls something that is not a global")
         if keywords or (keywords is not None and arguments):
@@ -178,7 +195,7 @@ class TorchWorld:
         self.charge(arguments)
         handler = _CALLS.get(function.name)
         if handler is None:
-            return self.block(function.name, called=True)
+            return self.block(function.name, True, arguments)
         try:
             return handler(self, *arguments)
         except (TypeError, ValueError, UnicodeError, OverflowError) as error:
@@ -225,7 +242,10 @@ class TorchWorld:
                 found=numel if isinstance(numel, (int, float)) else type(numel).__name__,
             )
         dtype = STORAGES[name]
-        known = self.storages.setdefault(key, StorageRef(dtype, key, location, numel))
+        made = StorageRef(dtype, key, location, numel)
+        known = self.storages.setdefault(key, made)
+        if not known.numel and not numel:  # nothing, which torch makes anew each time
+            return made
         if (known.dtype, known.numel) != (dtype, numel):
             raise FormatError(
                 "one storage is described in two ways",
@@ -243,6 +263,7 @@ class TorchWorld:
                 raise FormatError("the state of an OrderedDict is not a dict")
             target.metadata = state.get("_metadata", target.metadata)
         elif isinstance(target, Blocked):
+            target.inside.append(state)
             if isinstance(state, dict):
                 target.state = state
         elif isinstance(target, NumpyDtype):
@@ -254,10 +275,11 @@ class TorchWorld:
             raise FormatError(f"the pickle {what}", found=f"a {found}")
 
     def extend(self, target: object, items: list[Any]) -> None:
-        """Ignore what is put into a blocked container; nothing else takes items."""
+        """Note what is put into a blocked container; nothing else takes items."""
         if not isinstance(target, Blocked):
             what, found = "puts items into something that takes none", type(target).__name__
             raise FormatError(f"the pickle {what}", found=f"a {found}")
+        target.inside.append(items)
 
 
 # The allow-list: for each global that a checkpoint may call, a function that makes a record of it.
@@ -269,6 +291,10 @@ def _checked(value: object, *kinds: type) -> Any:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise TypeError(f"a {type(value).__name__}")
     return value
+
+
+def _as_list(value: object, kind: type) -> list[Any]:
+    return list(_checked(value, kind))
 
 
 def _short(value: object) -> str:
@@ -291,12 +317,12 @@ def _tensor(
         return storage
     _checked(storage, StorageRef)
     assert isinstance(storage, StorageRef)
-    dtype = storage.dtype or "uint8"
+    dtype = _strided(storage.dtype or "uint8")
     made = TensorRef(storage, dtype, offset, size, stride, requires_grad)
     if metadata is not None and any(_checked(metadata, dict).values()):
         assert isinstance(metadata, dict)
         if not metadata.keys() <= LAZY.keys():  # what a backend keeps beside its tensors
-            return world.block("torch._utils._rebuild_tensor_v2 with metadata", called=True)
+            return world.block("torch._utils._rebuild_tensor_v2 with metadata", True, made)
         made.lazy = tuple(LAZY[name] for name in LAZY if metadata.get(name))
     return made
 
@@ -305,13 +331,114 @@ def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
     dtype = arguments[6] if len(arguments) > 6 else None
     if isinstance(dtype, Blocked):
         return Blocked(dtype.name, called=True)
-    name = _checked(dtype, Global).name.removeprefix("torch.")
-    if name not in ITEMSIZE:
-        raise TypeError("not a dtype")
+    name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
     made = _tensor(world, *arguments[:6], *arguments[7:])
     if isinstance(made, TensorRef):
         made.dtype = name
     return made
+
+
+def _strided(dtype: str) -> str:
+    """Return a dtype that a tensor can have which is nothing but its elements."""
+    if dtype not in ITEMSIZE:
+        raise TypeError("not a dtype of plain tensors")
+    return dtype
+
+
+def _sparse(world: TorchWorld, layout: object, data: object) -> object:
+    """Return a record of a tensor of (indices, values, size), or of one with two of indices."""
+    name = _checked(layout, str).removeprefix("torch.sparse_")
+    if name not in ("coo", "csr", "csc", "bsr", "bsc"):
+        raise ValueError("not a layout that torch rebuilds")
+    *inner, size = _as_list(data, tuple)
+    is_coalesced = None
+    if name == "coo" and len(inner) == 3:  # since torch 2.0
+        *inner, size, is_coalesced = *inner, size
+    found = _inner(inner, 2 if name == "coo" else 3)
+    if isinstance(found, Blocked):
+        return found
+    facts = (_checked(is_coalesced, bool, type(None)),) if name == "coo" else ()
+    return _rebuilt(f"sparse_{name}", found, size, (), facts, like=-1)
+
+
+def _nested(
+    world: TorchWorld, values: object, sizes: object, strides: object, offsets: object
+) -> object:
+    found = _inner([values, sizes, strides, offsets], 4)
+    if isinstance(found, Blocked):
+        return found
+    return _rebuilt("nested", found, found[0].size, found[0].stride)
+
+
+def _meta(
+    world: TorchWorld, dtype: object, size: object, stride: object, requires_grad: object = False
+) -> RebuiltRef:
+    name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
+    nowhere = StorageRef(name, "", "meta", 0)
+    return RebuiltRef(nowhere, name, 0, size, stride, requires_grad, kind="meta")
+
+
+def _quantized(
+    world: TorchWorld, storage: object, offset: object, size: object, stride: object,
+    params: object, requires_grad: object = False, hooks: object = None,
+) -> object:  # fmt: skip
+    if isinstance(storage, Blocked):
+        return storage
+    kept: StorageRef = _checked(storage, StorageRef)
+    if kept.dtype not in QUANTIZED:
+        raise TypeError("not a storage of quantised numbers")
+    scheme, first, second, *axis = _as_list(params, tuple)
+    kind = _checked(scheme, Global).name.removeprefix("torch.")
+    tensors = [TensorRef(kept, QUANTIZED[kept.dtype], offset, size, stride)]
+    facts: tuple[object, ...] = tuple(axis)
+    if kind == "per_tensor_affine" and not axis:
+        facts = _checked(first, float), _checked(second, int)
+    elif kind.startswith("per_channel_affine") and len(axis) == 1:
+        if not 0 <= _checked(*axis, int) < len(_checked(size, tuple)):
+            raise ValueError("no such dimension")
+        if type(first) is TensorRef and type(second) is TensorRef:
+            tensors += [first, second]
+        else:  # as old files have it
+            for values in (first, second):
+                world.budget.spend(STEP * len(_checked(values, list)))
+                facts += (tuple([_checked(value, float, int) for value in values]),)
+    else:
+        raise ValueError("not a scheme that torch reads")
+    made = _rebuilt(kind, tensors, size, stride, facts)
+    made.dtype, made.requires_grad = kept.dtype, requires_grad
+    return made
+
+
+def _inner(found: list[Any], count: int) -> list[TensorRef] | Blocked:
+    """Return the plain tensors that another one is made of, or the first that is blocked."""
+    blocked = next((item for item in found if isinstance(item, Blocked)), None)
+    if blocked is None and (len(found) != count or any(type(x) is not TensorRef for x in found)):
+        raise TypeError("not the tensors that it takes")
+    return found if blocked is None else blocked
+
+
+def _rebuilt(
+    kind: str, tensors: Sequence[TensorRef], size: object, stride: object,
+    facts: tuple[object, ...] = (), like: int = 0,
+) -> RebuiltRef:  # fmt: skip
+    """Return a record of a tensor that has dtype, device and gradient of one of those it is of."""
+    one = tensors[like]
+    return RebuiltRef(
+        one.storage, one.dtype, 0, size, stride, one.requires_grad,
+        kind=kind, tensors=tuple(tensors), facts=facts,
+    )  # fmt: skip
+
+
+def _on_device(
+    world: TorchWorld, data: object, dtype: object, device: object, requires_grad: object
+) -> object:
+    """Return a tensor of a device that has no storages, which is saved as the CPU's copy of it."""
+    name = _checked(dtype, Global, Blocked).name.removeprefix("torch.")
+    if isinstance(data, Blocked) or _checked(data, TensorRef).dtype != name:
+        return world.block("torch._utils._rebuild_device_tensor_from_cpu_tensor", True, data)
+    assert isinstance(data, TensorRef)
+    storage = replace(data.storage, location=_short(device))
+    return replace(data, storage=storage, requires_grad=requires_grad)
 
 
 def _parameter(
@@ -320,7 +447,7 @@ def _parameter(
     if isinstance(data, Blocked):
         return data
     if _acts(state):
-        return world.block("torch._utils._rebuild_parameter_with_state", called=True)
+        return world.block("torch._utils._rebuild_parameter_with_state", True, data)
     return replace(_checked(data, TensorRef), requires_grad=requires_grad, is_parameter=True)
 
 
@@ -333,9 +460,9 @@ def _from_type(
         raise TypeError("not a function that makes a tensor")
     made = world.call(function, arguments)
     if isinstance(new_type, Blocked):
-        return Blocked(new_type.name, called=True)
+        return Blocked(new_type.name, True, made, state)
     if _acts(state):
-        return world.block("torch._tensor._rebuild_from_type_v2", called=True)
+        return world.block("torch._tensor._rebuild_from_type_v2", True, made, state)
     return made
 
 
@@ -414,6 +541,11 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _on_device,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
@@ -437,13 +569,24 @@ _CALLS: dict[str, Callable[..., object]] = {
     "numpy._core.multiarray.scalar": _numpy_scalar,
 }
 
-_TENSOR_CALLS = (_tensor, _tensor_v3, _parameter)
+_TENSOR_CALLS = (_tensor, _tensor_v3, _sparse, _nested, _meta, _quantized, _on_device, _parameter)
 
 #: Names that are values, not functions: kept as text where a file stores the name itself.
 _VALUES = {
     *STORAGES,
     *_PLAIN_TYPES,
-    *(f"torch.{dtype}" for dtype in ITEMSIZE),
+    *(f"torch.{dtype}" for dtype in STORED_SIZE if dtype),
+    *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    *(
+        f"torch.per_{of}"
+        for of in (
+            "tensor_affine",
+            "tensor_symmetric",
+            "channel_affine",
+            "channel_symmetric",
+            "channel_affine_float_qparams",
+        )
+    ),
     *(f"builtins.{name}" for name in ("int", "float", "list", "dict", "str", "bool", "tuple")),
 }
 
@@ -623,6 +766,7 @@ def _look_up(m: Machine, gets: tuple[bytes, ...]) -> tuple[str | None, str] | No
     if (
         type(kind) is not Global
         or kind.name not in STORAGES
+        or STORAGES[kind.name] in QUANTIZED
         or (gets[0] and not _rebuilds(function))
     ):
         return None

@@ -21,11 +21,22 @@ from functools import partial
 from torchlift._system import printable
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import flatten
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Records, Storage, TensorEntry
+from torchlift.formats.index import (
+    ITEMSIZE,
+    Chunk,
+    Index,
+    RebuiltEntry,
+    Records,
+    Storage,
+    TensorEntry,
+    row_major,
+)
 from torchlift.formats.layout import Layout, Payload, Stored
 from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_pickle import (
+    STORED_SIZE,
     Blocked,
+    RebuiltRef,
     StorageRef,
     TensorRef,
     TorchWorld,
@@ -127,6 +138,7 @@ def index_of(
         blocked=tuple(world.blocked),
         module_versions=flat.versions,
         blocked_keys=flat.blocked,
+        blocked_tensors=flat.inside,
         templates=flat.templates,
     )
 
@@ -144,8 +156,6 @@ def top_directory(records: dict[str, Record]) -> str:
     first = next(iter(records), "")
     top = first[: first.find("/") + 1]
     outside = next((name for name in records if not top or not name.startswith(top)), None)
-    if outside is not None and any(name.endswith(".npy") for name in records):
-        raise FormatError("a numpy .npz archive, not a checkpoint", hint="Read it with numpy.load.")
     if outside is not None or not look_up(records, top + "data.pkl"):
         raise FormatError(
             "a zip archive that torch.save did not write",
@@ -242,7 +252,11 @@ class Resolver:
 
     def entries(self, refs: Mapping[str, TensorRef]) -> Mapping[str, TensorEntry]:
         """Return the entries of tensors that are all checked now."""
-        return Records({key: self._row(key, ref) for key, ref in refs.items()}, self._entry)
+        rows = {
+            key: self._row(key, ref) if type(ref) is TensorRef else self._rebuilt(key, ref)
+            for key, ref in refs.items()
+        }
+        return Records(rows, self._entry)
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """Return the checked entry of one tensor."""
@@ -282,7 +296,9 @@ class Resolver:
             raise FormatError(f"a {ref.lazy[0]} view of numbers that have none", entry=key)
         return ref, name, layout, start + offset * itemsize, nbytes
 
-    def _entry(self, key: str, row: _Row) -> TensorEntry:
+    def _entry(self, key: str, row: _Row | RebuiltEntry) -> TensorEntry:
+        if isinstance(row, RebuiltEntry):
+            return row
         ref, name, (shape, stride, origin, numel, span), start, nbytes = row
         itemsize, location = ITEMSIZE[ref.dtype], ref.storage.location
         chunks: tuple[Chunk, ...] = ()
@@ -295,10 +311,29 @@ class Resolver:
             ref.requires_grad is True, ref.is_parameter, encoding,
         )  # fmt: skip
 
+    def _rebuilt(self, key: str, ref: TensorRef) -> RebuiltEntry:
+        """Return the entry of a tensor that torch makes of others, each of them checked."""
+        assert isinstance(ref, RebuiltRef)
+        tensors = tuple([self.entry(key, inner) for inner in ref.tensors])
+        if ref.kind.startswith("sparse"):
+            shape = whole_numbers(ref.size, key, "size", "tuple")
+            stride = row_major(shape)
+        else:
+            shape, stride, *_ = _layout(ref, key)
+        if math.prod(shape) >= 1 << 63:
+            raise FormatError("a tensor has an impossible size", entry=key, found=list(shape))
+        chunks = tuple([chunk for inner in tensors for chunk in inner.chunks])
+        nbytes = sum(inner.nbytes for inner in tensors)
+        storage = tensors[0].storage if tensors else key
+        return RebuiltEntry(
+            key, ref.dtype, shape, stride, nbytes, ref.storage.location, storage, chunks,
+            ref.requires_grad is True, ref.is_parameter, (ref.kind,), tensors, ref.facts,
+        )  # fmt: skip
+
 
 def _view_of(storage: Storage, ref: StorageRef, key: str) -> tuple[int, int]:
     """Return the first byte in the file, and the number, which a tensor may look into."""
-    itemsize = ITEMSIZE[ref.dtype or "uint8"]
+    itemsize = STORED_SIZE[ref.dtype]
     first, numel = whole_numbers(ref.view, key, "view of its storage", "pair")
     if (first + numel) * itemsize > storage.nbytes:
         raise FormatError(
@@ -341,7 +376,7 @@ class ZipStorages:
                 hint="Unpack the archive and pack it again without compression, or load and save "
                 "it with torch.",
             )
-        nbytes = ref.numel * ITEMSIZE[ref.dtype or "uint8"]
+        nbytes = ref.numel * STORED_SIZE[ref.dtype]
         if nbytes != record.nbytes:
             raise FormatError(
                 f"a storage does not have the size that the tensor {printable(key, 100)!r} says",

@@ -52,6 +52,13 @@ _LISTS = ("intlist", "tensorlist", "doublelist", "boollist")
 _TYPED_CALLS = ("restore_type_tag", *(f"build_{kind}" for kind in _LISTS))
 
 
+#: Layouts of sparse tensors, as C++ numbers them (c10/core/Layout.h).
+_LAYOUTS = {
+    1: "torch.sparse_coo", 2: "torch.sparse_csr", 4: "torch.sparse_csc", 5: "torch.sparse_bsr",
+    6: "torch.sparse_bsc",
+}  # fmt: skip
+
+
 class _Class(NamedTuple):
     """What the text of a class lists; buffers None: each tensor that is no parameter is one."""
 
@@ -97,6 +104,12 @@ class _ScriptWorld(TorchWorld):
             return _Object(name) if arguments == () else arguments
         if name.startswith(_TYPED) and isinstance(arguments, tuple) and arguments:
             return arguments[0]
+        if name == "torch._utils._rebuild_sparse_tensor" and isinstance(arguments, tuple):
+            # Other arguments than torch.save gives: a number, the size, and more than it needs.
+            layout, size, _, *tensors = (*arguments[:-1], None, None, None)[:6]
+            known = _LAYOUTS.get(layout) if type(layout) is int else None
+            inner = [tensor for tensor in tensors if tensor is not None]
+            arguments = known, (*inner, size)
         return super().call(function, arguments, keywords)
 
     def persistent(self, identity: object) -> object:
