@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 
+import msgpack
 import pytest
 import torch
 from checkpoint_files import (
@@ -63,6 +64,9 @@ def corpus(tmp_path_factory):
     for name in ("h.pt", "i.pt2"):
         _without_checksums(directory / name)
     save_file({"w": base, "v": torch.ones(5)}, directory / "e.safetensors", {"format": "pt"})
+    array = msgpack.ExtType(1, msgpack.packb(((2, 2), "float32", values)))
+    flax = {"w": {"a": array, "n": [1, None, "x", 2.0]}, "s": array, "k": {"b": b"raw", "i": -9}}
+    (directory / "j.msgpack").write_bytes(msgpack.packb(flax))
     return [path.read_bytes() for path in sorted(directory.iterdir())]
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from torchlift._system import collection_paused
 from torchlift.errors import FormatError
 from torchlift.formats.dcp import metadata_files, read_dcp
+from torchlift.formats.flax_msgpack import is_flax, read_flax
 from torchlift.formats.gguf import read_gguf
 from torchlift.formats.index import Index
 from torchlift.formats.npz import MAGIC, read_npy, read_npz
@@ -171,6 +172,7 @@ _SHARD_READERS: tuple[_Reader, ...] = (
     (_is_safetensors, read_safetensors),
     (lambda head: head[:4] == b"GGUF", read_gguf),
     (lambda head: head[:6] == MAGIC, read_npy),
+    (is_flax, read_flax),
 )
 _READERS: tuple[_Reader, ...] = (
     *_SHARD_READERS,
