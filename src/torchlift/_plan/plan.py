@@ -32,6 +32,7 @@ from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
 from torchlift._system import human
 from torchlift._transfer import STAGING
 from torchlift.errors import MismatchError
+from torchlift.formats import of_model
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,10 @@ def plan_only(model: nn.Module, ckpt: Checkpoint, options: Options) -> LoadPlan:
 
 def resolve(ckpt: Checkpoint | str | os.PathLike[str], root: str | None) -> tuple[Checkpoint, bool]:
     """Return the checkpoint that the argument means, and whether it was opened for this call."""
-    if not isinstance(ckpt, Checkpoint):
-        return open_checkpoint(ckpt, root=root), True
-    if root is None:
-        return ckpt, False
-    return Checkpoint(ckpt.index, root=root), True
+    opened = ckpt if isinstance(ckpt, Checkpoint) else open_checkpoint(ckpt)
+    if root is None and not opened.index.aside:
+        return opened, opened is not ckpt
+    return Checkpoint(of_model(opened.index) if root is None else opened.index, root=root), True
 
 
 def make_plan(

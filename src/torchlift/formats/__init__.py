@@ -12,10 +12,11 @@ from torchlift.formats.index import (
     Leaf,
     Storage,
     TensorEntry,
+    of_model,
     under,
 )
 
 __all__ = [
     "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "Storage", "TensorEntry", "cut",
-    "read_index", "row_major", "steps_in_file", "under",
+    "of_model", "read_index", "row_major", "steps_in_file", "under",
 ]  # fmt: skip

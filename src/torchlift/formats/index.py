@@ -6,6 +6,7 @@ process that has no means to run its code.
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -208,7 +209,8 @@ class Index:
     Attributes:
         path: the file or directory that was opened, absolute.
         format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
-            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"`` or ``"npz"``.
+            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"``, ``"flax-msgpack"``
+            or ``"zero"``.
         entries: key -> entry, in file order.
         storages: storage identity -> where its bytes are.
         files: every data file involved -> its stamp at the time of reading.
@@ -217,6 +219,8 @@ class Index:
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
         module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
         blocked_keys: key -> the name of the global that its value would have needed.
+        aside: containers at the top that hold no model, such as an optimizer's state: a load that
+            names no root leaves them out.
         templates: key of a module's extra state -> its containers as they were, with a ``Leaf`` for
             every value. Dotted keys alone do not tell a list from a dict, nor 1 from "1".
     """
@@ -232,6 +236,7 @@ class Index:
     module_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     blocked_keys: Mapping[str, str] = field(default_factory=dict)
     templates: Mapping[str, object] = field(default_factory=dict)
+    aside: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -265,7 +270,7 @@ def join(
     """
     keyed = "entries", "objects", "blocked_keys"
     names = (*keyed, "storages", "files", "module_versions", "templates")
-    merged: dict[str, dict[str, Any]] = {name: {} for name in names}
+    merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:
         for key in (*index.entries, *index.objects, *index.blocked_keys):
             if any(key in merged[name] for name in keyed):
@@ -291,8 +296,9 @@ def under(index: Index, root: str) -> Index | None:
     if not (entries or objects or blocked_keys):
         return None
     used = {entry.storage for entry in entries.values()}
-    # An entry in several chunks names the storage of the first one only.
-    spots = {(c.file, c.offset) for e in entries.values() if len(e.chunks) > 1 for c in e.chunks}
+    # An entry in several chunks names the storage of the first one only, or none of a file's.
+    pieced = (e for e in entries.values() if len(e.chunks) > 1 or e.storage not in index.storages)
+    spots = sorted((chunk.file, chunk.offset) for entry in pieced for chunk in entry.chunks)
     versions = inside(index.module_versions)
     if root in index.module_versions:
         versions[""] = index.module_versions[root]
@@ -306,11 +312,31 @@ def under(index: Index, root: str) -> Index | None:
         storages={
             name: storage
             for name, storage in index.storages.items()
-            if name in used or (storage.file, storage.offset) in spots
+            if name in used or _holds(storage, spots)
         },
         templates={key: _strip_leaves(tree, prefix) for key, tree in templates.items()},
         module_versions=versions,
+        aside=(),
     )
+
+
+def _holds(storage: Storage, spots: list[tuple[str, int]]) -> bool:
+    """Return whether any of the sorted spots is in a storage."""
+    at = bisect.bisect_left(spots, (storage.file, storage.offset))
+    return spots[at : at + 1] < [(storage.file, storage.offset + storage.nbytes)] and at < len(
+        spots
+    )
+
+
+def of_model(index: Index) -> Index:
+    """Return an index without its containers that hold no model."""
+    aside = tuple(name + "." for name in index.aside)
+
+    def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if not key.startswith(aside)}
+
+    entries, objects, blocked = map(kept, (index.entries, index.objects, index.blocked_keys))
+    return replace(index, entries=entries, objects=objects, blocked_keys=blocked, aside=())
 
 
 def _strip_leaves(tree: object, prefix: str) -> object:
