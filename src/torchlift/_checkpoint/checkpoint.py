@@ -140,7 +140,13 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all tensors as a plain dict of mapped views; aliases stay aliases."""
-        return {key: self.view(entry) for key, entry in self.entries.items()}
+        found: dict[str, torch.Tensor] = {}
+        made: dict[object, torch.Tensor] = {}
+        for key, entry in self.entries.items():
+            # What is put together of chunks is in memory: once for all of its names.
+            spot = (entry.storage, entry.chunks) if len(entry.chunks) > 1 else key
+            found[key] = made[spot] = made[spot] if spot in made else self.view(entry)
+        return found
 
     def refusal(self, key: str) -> UnsafeError:
         """Return the error that says why `key` cannot be had."""

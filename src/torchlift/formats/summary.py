@@ -109,7 +109,7 @@ def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
         ("locations", _count_text(entry.location for entry in entries)),
     ]
     lists: list[tuple[str, Collection[Any], Callable[[Any], str]]] = [
-        ("aliases", index.aliases, lambda group: " = ".join(map(_shown, group))),
+        ("aliases", index.aliases, _alias_text),
         (
             "objects",
             index.objects.items(),
@@ -125,6 +125,11 @@ def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
             lines.append(f"... and {len(items) - len(lines)} more")
         facts += [("" if at else label, line) for at, line in enumerate(lines)]
     return [(label, value) for label, value in facts if value]
+
+
+def _alias_text(group: tuple[str, ...]) -> str:
+    more = f" = ... ({len(group):,} keys)" if len(group) > 8 else ""
+    return " = ".join(map(_shown, group[:8])) + more
 
 
 def _row(entry: TensorEntry) -> tuple[str, ...]:

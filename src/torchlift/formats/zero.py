@@ -40,8 +40,6 @@ _LAYOUT = {
     "group_paddings", "param_alignment_paddings", *(name.removesuffix(".") for name in _WEIGHTS),
 }  # fmt: skip
 _SMALL = (bool, int, float, type(None))
-#: Containers of the index that are beside the model.
-OPTIMIZER, TRAINING = "optimizer", "training"
 
 _V = TypeVar("_V")
 _ReadFile = Callable[[str, Budget], Index]
@@ -63,7 +61,8 @@ def read_zero(path: str, names: Sequence[str], read_file: _ReadFile) -> Index:
 
     Weights have the model's names, optimizer state is below ``optimizer.state.<name>`` and its
     hyperparameters are below ``optimizer.param_groups.<name>``, as in torch's flattened state
-    dicts; what else was saved is below ``training``.
+    dicts; what else rank 0 saved is below ``training``. State that is not one number for each
+    element, nor one for all of them, is left out.
 
     Args:
         path: absolute path of the directory.
@@ -147,6 +146,12 @@ class _Vector:
             start, at = end, at + 1
 
 
+def _check_length(vector: _Vector, numel: int, align: int) -> None:
+    """Refuse a vector that its parameters do not fill, up to what it may be padded by."""
+    if -(-numel // align) != -(-vector.numel // align):
+        raise _unequal(vector, numel)
+
+
 def _unequal(vector: _Vector, numel: int) -> FormatError:
     return FormatError(
         "a vector has not the length that the shapes of its parameters need",
@@ -161,13 +166,13 @@ class _Parameter(NamedTuple):
     """Where a parameter is.
 
     Attributes:
-        group: number of the flat vector that it starts in, in each rank.
-        shares: (number of a `_Vector`, first element, how many).
+        group: number of the flat tensor that it starts in.
+        start: its first element in the vector, or in stage 3 that of each rank's share.
     """
 
     shape: tuple[int, ...]
     group: int
-    shares: list[tuple[int, int, int]]
+    start: int
 
 
 class _Reader:
@@ -194,6 +199,7 @@ class _Reader:
         starts = (base for base in _STATES if any(key.startswith(base + "0.") for key in keys))
         self.state = next(starts, _STATES[0])
         self.used: set[str] = set()
+        self.aside = ["optimizer", "training"]
 
     def index(self, path: str) -> Index:
         """Return the index of the whole."""
@@ -204,6 +210,9 @@ class _Reader:
                 hint="A pipeline's layers are in files of their own: see DeepSpeed's "
                 "ds_to_universal.py.",
             )
+        for at in range(2):
+            while under(module, self.aside[at]):  # the model has one of that name
+                self.aside[at] = "_" + self.aside[at]
         vectors = self._vectors()
         layout = self._layout(vectors)
         state, objects = self._optimizer(layout)
@@ -212,7 +221,9 @@ class _Reader:
         used = self.used.union(entry.storage for entry in entries.values())
         files = [*self.models, *self.optims]
         stage = "3" if self.is_stage_3 else "1 or 2"
-        version = self.model.objects.get("ds_version")
+        metadata = {"stage": stage, "ranks": str(self.world)}
+        if isinstance(version := self.model.objects.get("ds_version"), str):
+            metadata["deepspeed"] = version
         return replace(
             module,
             path=path,
@@ -223,8 +234,8 @@ class _Reader:
             objects={**module.objects, **objects, **self._rest("objects")},
             blocked_keys={**module.blocked_keys, **self._rest("blocked_keys")},
             blocked=tuple(dict.fromkeys(name for file in files for name in file.blocked)),
-            metadata={"stage": stage, "ranks": str(self.world), "deepspeed": str(version)},
-            aside=(OPTIMIZER, TRAINING),
+            metadata=metadata,
+            aside=tuple(self.aside),
         )
 
     def _vectors(self, name: str | None = None) -> list[_Vector]:
@@ -275,51 +286,45 @@ class _Reader:
                 if type(name) is not str or name in layout:
                     raise FormatError("a parameter is not named, or twice", entry=str(name)[:100])
                 shape = dense_shape(size, name, "shape", "tuple")
+                numel = math.prod(shape)
                 if self.is_stage_3:
-                    place = bisect.bisect_right(vectors[0].ends, start)
-                    shares = self._shares(shape, start)
-                    start += -(-math.prod(shape) // self.world)
+                    group = bisect.bisect_right(vectors[0].ends, start)
+                    layout[name] = _Parameter(shape, group, start)
+                    start += -(-numel // self.world)
                 else:
-                    place, shares = group, [(group, start, math.prod(shape))]
-                    start += math.prod(shape) + max(0, int(next(pads, 0)))
-                layout[name] = _Parameter(shape, place, shares)
+                    layout[name] = _Parameter(shape, group, start)
+                    start += numel + max(0, int(next(pads, 0)))
             if not self.is_stage_3:
-                # How much is added at the end is nowhere recorded: bounded as zero_to_fp32 does it.
-                align, vector = 2 * self.world, vectors[group]
-                if -(-start // align) != -(-vector.numel // align):
-                    raise _unequal(vector, start)
+                # By how much it is padded is not recorded: zero_to_fp32 has this bound, too.
+                _check_length(vectors[group], start, 2 * self.world)
                 start = 0
-        if self.is_stage_3:
-            for vector in vectors:
-                if vector.numel != start:
-                    raise _unequal(vector, start)
+        for vector in vectors if self.is_stage_3 else ():
+            _check_length(vector, start, 1)
         return layout
 
-    def _shares(self, shape: tuple[int, ...], start: int = 0) -> list[tuple[int, int, int]]:
-        """Return what each rank has of a parameter that is cut into equal shares."""
-        numel = math.prod(shape)
-        share = -(-numel // self.world)
-        ranks = range(-(-numel // share) if numel else 0)
-        return [(rank, start, min(share, numel - rank * share)) for rank in ranks]
-
-    def _flat(
-        self, key: str, parameter: _Parameter, vectors: Sequence[_Vector]
-    ) -> TensorEntry | None:
+    def _flat(self, key: str, place: _Parameter, vectors: Sequence[_Vector]) -> TensorEntry | None:
         """Return the entry of a parameter, or of its state; None where there is none."""
+        shares = [(place.group, math.prod(place.shape))]
+        if self.is_stage_3:
+            numel = math.prod(place.shape)
+            share = max(1, -(-numel // self.world))
+            shares = [
+                (at, min(share, numel - first)) for at, first in enumerate(range(0, numel, share))
+            ]
         places, kinds = [], set[tuple[str, str]]()
-        for number, start, numel in parameter.shares:
-            for part, first, count in vectors[number].runs(start, numel):
+        for number, count in shares:
+            for part, first, numel in vectors[number].runs(place.start, count):
                 if not part.chunks:
                     return None
                 (chunk,) = part.chunks
-                places.append((chunk.file, chunk.offset + first * part.itemsize, count))
+                places.append((chunk.file, chunk.offset + first * part.itemsize, numel))
                 kinds.add((part.dtype, part.location))
                 self.used.add(part.storage)
         dtypes = {dtype for dtype, _ in kinds} or {vectors[0].parts[0].dtype}
         if len(dtypes) > 1:
             raise FormatError("shares of several dtypes", entry=key, found=sorted(dtypes))
         location = min((location for _, location in kinds), default="cpu")
-        entry = flat_entry(key, dtypes.pop(), parameter.shape, places, key, location)
+        entry = flat_entry(key, dtypes.pop(), place.shape, places, key, location)
         self.budget.spend(ENTRY + len(key) + 4 * STEP * len(entry.chunks), key)
         return entry
 
@@ -357,8 +362,7 @@ class _Reader:
             whole = parts[0]
             if self.is_stage_3 and None not in parts:
                 vectors = [_Vector([part]) for part in filter(None, parts)]
-                place = _Parameter(shape, 0, self._shares(shape))
-                yield name, self._flat(name, place, vectors)
+                yield name, self._flat(name, _Parameter(shape, 0, 0), vectors)
             elif whole is None or whole.shape != shape:
                 raise FormatError(
                     "a frozen parameter without its values",
@@ -383,7 +387,7 @@ class _Reader:
             if weight and len(entry.shape) == 1 and entry.numel >= weight.numel:
                 vectors[kind] = vectors.get(kind) or self._vectors(kind)
             for name in groups.get(group, ()):
-                made = f"{OPTIMIZER}.state.{name}.{kind}"
+                made = f"{self.aside[0]}.state.{name}.{kind}"
                 self.budget.spend(ENTRY + len(made), name)
                 flat = self._flat(made, layout[name], vectors[kind]) if kind in vectors else None
                 if flat or (entry.numel == 1 and kind not in vectors):
@@ -413,7 +417,7 @@ class _Reader:
             for key, value in values.items():
                 many = value if isinstance(value, (list, tuple)) else (value,)
                 if len(many) <= 16 and all(type(x) in _SMALL for x in many):
-                    made = f"{OPTIMIZER}.{kind}.{name}.{key}"
+                    made = f"{self.aside[0]}.{kind}.{name}.{key}"
                     self.budget.spend(STEP * (1 + len(many)) + len(made), name)
                     objects[made] = value
 
@@ -421,7 +425,7 @@ class _Reader:
         """Return what else rank 0 stored."""
         both = {**getattr(self.model, what), **getattr(self.optims[0], what)}
         return {
-            f"{TRAINING}.{key}": value
+            f"{self.aside[1]}.{key}": value
             for key, value in both.items()
             if key.partition(".")[0] not in _LAYOUT
         }
