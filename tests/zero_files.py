@@ -122,7 +122,7 @@ class Zero:
     def _optimizer(self, rank: int, made: dict[str, Any]) -> dict[str, Any]:
         kinds = ("weights", "exp_avg", "exp_avg_sq")
         vectors = [
-            {kind: self._vector(kind, at, rank) for kind in kinds} for at in range(len(self.groups))
+            {kind: self._vector(kind, group, rank) for kind in kinds} for group in self.groups
         ]
         state = {
             at: {
