@@ -67,6 +67,8 @@ _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
      "Only unpickling could read it, which can run any code: ask for a file written by "
      "torch.save or safetensors."),
 )  # fmt: skip
+#: How a table of keys ends, as TensorFlow's ``*.index`` files are.
+_TABLE_END = b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"
 #: The same for a record of a zip archive, or a file in a directory.
 _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
     (r"model\.weights\.h5", "a Keras model (.keras)",
@@ -161,7 +163,7 @@ def _read_file(path: str, budget: Budget | None = None) -> Index:
         for fits, read in _SHARD_READERS if budget else _READERS:
             if fits(head):
                 return read(source)
-        raise _foreign(head, source.size)
+        raise _foreign(head, source.read(max(source.size - 8, 0), min(source.size, 8)), source.size)
 
 
 def _is_zip(head: bytes) -> bool:
@@ -227,13 +229,15 @@ _READERS: tuple[_Reader, ...] = (
 )
 
 
-def _foreign(head: bytes, size: int) -> FormatError:
+def _foreign(head: bytes, tail: bytes, size: int) -> FormatError:
     """Make the error for a file that no reader takes: what it is and what to do."""
     for magic, what, hint in _FOREIGN:
         if re.match(magic, head, re.DOTALL):
             called = _CALLED.search(head) if head[:1] == b"\x80" else None
             name = called and b".".join(filter(None, called.groups())).decode("ascii", "replace")
             return FormatError(what, expected=_EXPECTED, found=name or None, hint=hint)
+    if tail == _TABLE_END:
+        return FormatError("a TensorFlow checkpoint's index", expected=_EXPECTED, hint=_TENSORFLOW)
     what, found = "not a checkpoint that torchlift reads", None
     hint = "Check that the right file was fetched, completely."
     if not size:
@@ -274,8 +278,7 @@ def _read_directory(path: str) -> Index:
     """
     names = sorted(os.listdir(path))
     variants = {name: variant for name in names if (variant := _variant(name))}
-    components = _components(path, names)
-    if "model_index.json" in names and components:
+    if "model_index.json" in names and (components := _components(path, names)):
         raise _several("a directory of components, each with a checkpoint", components, path)
     # What has no variant first, whichever way it is stored: what its model is loaded from.
     for some in ([name for name in names if name not in variants], names):
@@ -285,7 +288,7 @@ def _read_directory(path: str) -> Index:
                     what = f"a directory with {len(found)} variants of a model: {', '.join(found)}"
                     raise _several(what, list(variants), path)
                 return read(path, chosen)
-    if components:
+    if components := _components(path, names):
         raise _several("a directory of directories with checkpoints", components, path)
     raise _foreign_in(names) or FormatError(
         "a directory without a checkpoint" if names else "an empty directory",

@@ -130,8 +130,11 @@ def _check_cover(entries: dict[str, TensorEntry], start: int, size: int) -> None
                 )
             position += chunk.nbytes
     if position != size:
+        missing = position - size
         raise FormatError(
-            "the file is truncated" if size < position else "bytes that belong to no tensor",
+            f"the file is truncated: {missing} bytes are missing"
+            if missing > 0
+            else "bytes that belong to no tensor",
             expected=f"{position} bytes",
             found=f"{size} bytes",
             hint="Fetch or write the file again.",

@@ -210,8 +210,10 @@ class _Reader:
                 hint="A pipeline's layers are in files of their own: see DeepSpeed's "
                 "ds_to_universal.py.",
             )
+        keys = (*module.entries, *module.objects, *module.blocked_keys)
+        tops = {key.partition(".")[0] for key in keys}
         for at in range(2):
-            while under(module, self.aside[at]):  # the model has one of that name
+            while self.aside[at] in tops:  # the model has one of that name
                 self.aside[at] = "_" + self.aside[at]
         vectors = self._vectors()
         layout = self._layout(vectors)
