@@ -17,6 +17,7 @@ from torch import nn
 from zero_files import Zero
 
 import torchlift
+from torchlift import measure
 from torchlift.distributed import StateDictOptions, set_optimizer_state_dict
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats import read_index
@@ -153,6 +154,29 @@ def test_any_shapes_on_any_number_of_ranks(
             assert torch.equal(ckpt[name], value)
             state = ckpt[f"optimizer.state.{name}.exp_avg"]
             assert torch.equal(state, zero.state("exp_avg", name))
+
+
+_LOADED = """
+result = []
+for source in ("read", "mmap"):
+    shapes = {f"w{at}": torch.empty(1021, 2049, device="meta") for at in range(8)}
+    model = torch.nn.ParameterDict(shapes)
+    with measure.memory(sampler="process") as use:
+        torchlift.load(model, args[0], source=source)
+    result.append((use.added_anonymous, float(model["w7"].sum())))
+    del model
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is told by /proc")
+def test_a_load_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
+    """Of 64 MiB in shares of three ranks: each part of a tensor goes to its place at once."""
+    values = {f"w{at}": torch.full((1021, 2049), float(at)) for at in range(8)}
+    path = Zero(3, 3, [values]).write(tmp_path / "run")
+    setup = "import torch, torchlift, torchlift._plan.fetch\nfrom torchlift import measure"
+    for added, total in measure.in_child(_LOADED, str(path), setup=setup).value:
+        assert total == 7 * 1021 * 2049
+        assert added < sum(value.nbytes for value in values.values()) + (24 << 20)
 
 
 def test_a_module_that_is_called_optimizer_keeps_its_name(tmp_path: Path) -> None:

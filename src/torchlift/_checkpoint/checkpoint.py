@@ -319,9 +319,12 @@ def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint
             zip files, the stream from before torch 1.6 and the older tar; TorchScript archives and
             exported programs (``.pt2``), of which only the weights are read; safetensors, Hugging
             Face's sharded ``*.index.json`` or a directory holding one; directories of
-            ``torch.distributed.checkpoint`` (DCP); GGUF; numpy's npz and npy. Of a program, the
-            state dict has its own names; what the program's text refers to comes below
-            ``CONSTANTS``, and other attributes of TorchScript modules below ``ATTRIBUTES``.
+            ``torch.distributed.checkpoint`` (DCP), Megatron's among them, and of DeepSpeed's ZeRO;
+            GGUF; numpy's npz and npy; flax's msgpack. Of a program, the state dict has its own
+            names; what the program's text refers to comes below ``CONSTANTS``, and other attributes
+            of TorchScript modules below ``ATTRIBUTES``. Of ZeRO, the full weights have the model's
+            names; the optimizer's state comes below ``optimizer`` and what else the training saved
+            below ``training``, which loads into models leave out.
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``. None keeps everything.
 
