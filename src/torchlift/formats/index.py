@@ -367,6 +367,8 @@ def _holds(storage: Storage, spots: list[tuple[str, int]]) -> bool:
 
 def of_model(index: Index) -> Index:
     """Return an index without its containers that hold no model."""
+    if not index.aside:
+        return index
     aside = tuple(name + "." for name in index.aside)
 
     def kept(values: Mapping[str, Any]) -> dict[str, Any]:
