@@ -332,10 +332,6 @@ def under(index: Index, root: str) -> Index | None:
     objects, blocked_keys = inside(index.objects), inside(index.blocked_keys)
     if not (entries or objects or blocked_keys):
         return None
-    used = {entry.storage for entry in entries.values()}
-    # An entry in several chunks names the storage of the first one only, or none of a file's.
-    pieced = (e for e in entries.values() if len(e.chunks) > 1 or e.storage not in index.storages)
-    spots = sorted((chunk.file, chunk.offset) for entry in pieced for chunk in entry.chunks)
     versions = inside(index.module_versions)
     if root in index.module_versions:
         versions[""] = index.module_versions[root]
@@ -346,23 +342,28 @@ def under(index: Index, root: str) -> Index | None:
         objects=objects,
         blocked_keys=blocked_keys,
         blocked=tuple(dict.fromkeys(blocked_keys.values())),
-        storages={
-            name: storage
-            for name, storage in index.storages.items()
-            if name in used or _holds(storage, spots)
-        },
+        storages=used_by(entries, index.storages),
         templates={key: _strip_leaves(tree, prefix) for key, tree in templates.items()},
         module_versions=versions,
         aside=(),
     )
 
 
-def _holds(storage: Storage, spots: list[tuple[str, int]]) -> bool:
-    """Return whether any of the sorted spots is in a storage."""
-    at = bisect.bisect_left(spots, (storage.file, storage.offset))
-    return spots[at : at + 1] < [(storage.file, storage.offset + storage.nbytes)] and at < len(
-        spots
-    )
+def used_by(
+    entries: Mapping[str, TensorEntry], storages: Mapping[str, Storage]
+) -> dict[str, Storage]:
+    """Return the storages that entries look into."""
+    used = {entry.storage for entry in entries.values()}
+    # An entry in several chunks names the storage of the first one only, or none of a file's.
+    pieced = (e for e in entries.values() if len(e.chunks) > 1 or e.storage not in storages)
+    spots = sorted((chunk.file, chunk.offset) for entry in pieced for chunk in entry.chunks)
+
+    def is_used(name: str, storage: Storage) -> bool:
+        at = bisect.bisect_left(spots, (storage.file, storage.offset))
+        end = storage.file, storage.offset + storage.nbytes
+        return name in used or (at < len(spots) and spots[at] < end)
+
+    return {name: storage for name, storage in storages.items() if is_used(name, storage)}
 
 
 def of_model(index: Index) -> Index:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
-from torchlift.formats.index import Index, TensorEntry, under
+from torchlift.formats.index import Index, TensorEntry, under, used_by
 from torchlift.formats.sharded import claimed, locate
 from torchlift.formats.source import dense_shape
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
@@ -198,7 +198,6 @@ class _Reader:
         keys = (*first.entries, *first.objects)
         starts = (base for base in _STATES if any(key.startswith(base + "0.") for key in keys))
         self.state = next(starts, _STATES[0])
-        self.used: set[str] = set()
         self.aside = ["optimizer", "training"]
 
     def index(self, path: str) -> Index:
@@ -220,7 +219,6 @@ class _Reader:
         state, objects = self._optimizer(layout)
         entries = {**self._module(module, layout, vectors), **state, **self._rest("entries")}
         entries = {key: replace(entry, key=key) for key, entry in entries.items()}
-        used = self.used.union(entry.storage for entry in entries.values())
         files = [*self.models, *self.optims]
         stage = "3" if self.is_stage_3 else "1 or 2"
         metadata = {"stage": stage, "ranks": str(self.world)}
@@ -231,7 +229,7 @@ class _Reader:
             path=path,
             format="zero",
             entries=entries,
-            storages={k: v for f in files for k, v in f.storages.items() if k in used},
+            storages=used_by(entries, {k: v for f in files for k, v in f.storages.items()}),
             files={name: stamp for file in files for name, stamp in file.files.items()},
             objects={**module.objects, **objects, **self._rest("objects")},
             blocked_keys={**module.blocked_keys, **self._rest("blocked_keys")},
@@ -321,7 +319,6 @@ class _Reader:
                 (chunk,) = part.chunks
                 places.append((chunk.file, chunk.offset + first * part.itemsize, numel))
                 kinds.add((part.dtype, part.location))
-                self.used.add(part.storage)
         dtypes = {dtype for dtype, _ in kinds} or {vectors[0].parts[0].dtype}
         if len(dtypes) > 1:
             raise FormatError("shares of several dtypes", entry=key, found=sorted(dtypes))
