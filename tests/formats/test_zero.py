@@ -214,6 +214,9 @@ def test_the_note_of_the_last_checkpoint_says_which(tmp_path: Path) -> None:
     (path / "latest").write_text("zero_to_fp32.py")
     with pytest.raises(FormatError, match="the last checkpoint is not a directory"):
         read_index(path)
+    (path / "latest").write_text("global_step3")
+    torch.save({"w": torch.ones(1)}, path / "rng_state_0.pth")
+    assert read_index(path).format == "zero"
     torch.save({"w": torch.ones(1)}, path / "pytorch_model.bin")
     assert list(read_index(path).entries) == ["w"]
 
