@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -22,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import WriteItem
 
 import torchlift
 from torchlift.errors import FormatError, UnsafeError
@@ -368,6 +373,95 @@ def test_objects_that_need_code_are_listed_and_blocked(tmp_path: Path) -> None:
         assert ckpt.blocked == ("posix.system",)
         with pytest.raises(UnsafeError, match=r"posix.system"):
             ckpt["bad"]
+
+
+class AsMegatron(DefaultSavePlanner):
+    """Sharded objects are packed already, as in megatron.core's ``MCoreSavePlanner``."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object
+
+
+def packed(*shards: object) -> io.BytesIO:
+    """What megatron.core makes of a rank's shards of an object."""
+    stream = io.BytesIO()
+    torch.save(list(shards), stream)
+    return stream
+
+
+@pytest.fixture
+def torch_dist(tmp_path: Path) -> Path:
+    """A directory of Megatron's ``torch_dist``, from when ``common.pt`` was beside it."""
+    path = tmp_path / "run" / "iter_0000100"
+    state = {
+        "decoder.layers.weight": torch.randn(2, 4, 3),
+        "optimizer.state.exp_avg.decoder.layers.weight": torch.randn(24),
+        "decoder.layers.core_attention._extra_state/shard_0_2": packed(io.BytesIO(b"te")),
+        "decoder.layers.core_attention._extra_state/shard_1_2": packed(None),
+        "rng_state/shard_0.0_1.1": packed([{"seed": 5, "torch": torch.get_rng_state()}]),
+    }
+    planner = AsMegatron(flatten_state_dict=False)
+    writer = dcp.FileSystemWriter(path)
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    common = {
+        "args": Namespace(hidden_size=4), "iteration": 100, "checkpoint_version": 3.0,
+        "optimizer": {"param_groups": [{"lr": 0.1}], "steps": [torch.tensor(3.0)]},
+    }  # fmt: skip
+    torch.save(common, path / "common.pt")
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (path.parent / "latest_checkpointed_iteration.txt").write_text("100")
+    metadata = metadata_of(path)
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    named = [name.rsplit(".", at)[0] for at in range(4, -1, -1)]
+    sys.modules.update({each: ModuleType(each) for each in named})
+    made = type("MCoreMetadata", (), {"__module__": name})
+    sys.modules[name].MCoreMetadata = made  # type: ignore[attr-defined]
+    other = made()
+    vars(other).update(vars(metadata), mcore_data={"a": {"shape": (2, 3)}})
+    other.all_local_plans = [planner.plan]  # type: ignore[attr-defined]
+    (path / ".metadata").write_bytes(pickle.dumps(other))
+    for each in named:
+        del sys.modules[each]
+    return path
+
+
+def test_a_directory_of_megatron_is_read(torch_dist: Path) -> None:
+    """Tensors, sharded objects one by one, and what is in ``common.pt``; classes are not needed."""
+    for path in (torch_dist, torch_dist.parent):
+        with torchlift.open(path) as ckpt:
+            assert ckpt.format == "dcp"
+            assert ckpt["decoder.layers.weight"].shape == (2, 4, 3)
+            assert ckpt["optimizer.state.exp_avg.decoder.layers.weight"].shape == (24,)
+            assert torch.equal(ckpt["rng_state/shard_0.0_1.1.0.0.torch"], torch.get_rng_state())
+            assert ckpt.objects["rng_state/shard_0.0_1.1.0.0.seed"] == 5
+            extra = "decoder.layers.core_attention._extra_state/shard_"
+            assert ckpt.objects[extra + "1_2"] == [None]
+            assert ckpt.objects["iteration"] == 100
+            assert ckpt.objects["optimizer.param_groups"] == [{"lr": 0.1}]
+            assert ckpt["optimizer.steps.0"].item() == 3
+            assert ckpt.blocked == ("_io.BytesIO", "argparse.Namespace")
+            with pytest.raises(UnsafeError, match=r"'args': .*argparse\.Namespace"):
+                ckpt["args"]
+        assert torchlift.verify(path).ok
+    assert "megatron" not in sys.modules
+
+
+def test_a_file_beside_the_metadata_of_megatron_is_as_strange_as_the_rest(torch_dist: Path) -> None:
+    """A pipe, a link elsewhere, a key that the metadata has, too."""
+    common = torch_dist / "common.pt"
+    torch.save({"decoder": {"layers.weight": 3}}, common)
+    with pytest.raises(FormatError, match=r"'decoder\.layers\.weight': two tensors or objects"):
+        torchlift.open(torch_dist)
+    os.rename(common, torch_dist.parent / "common.pt")
+    os.symlink(torch_dist.parent / "common.pt", common)
+    with pytest.raises(UnsafeError, match="a link that leaves the directory"):
+        torchlift.open(torch_dist)
+    common.unlink()
+    os.mkfifo(common)
+    with pytest.raises(FormatError, match="not a regular file"):
+        torchlift.open(torch_dist)
+    common.unlink()
+    assert "iteration" not in torchlift.open(torch_dist).objects
 
 
 def test_items_like_others_are_checked_as_if_they_were_the_first(tmp_path: Path) -> None:

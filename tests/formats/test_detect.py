@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
+import zlib
 
 import pytest
 import torch
@@ -45,6 +47,27 @@ def test_formats_load_without_torch(tmp_path):
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "git lfs pull"),
         (b"\x89HDF\r\n\x1a\n" + bytes(64), "HDF5.*h5py"),
         (gzip.compress(b"x", mtime=0), "gzip archive"),
+        (b"\xfd7zXZ\0" + bytes(9), "xz archive.*Decompress"),
+        (b"\x28\xb5\x2f\xfd" + bytes(9), "zstd archive.*Decompress"),
+        (zlib.compress(pickled({"a": 1})), "zlib stream, such as joblib writes"),
+        (b"\x08\x08\x12\x07pytorch\x1a\x032.1:\x90", "an ONNX model.*numpy_helper"),
+        (b"\x08\x0e:H\n\x0e\n\x01x\n\x01w", "an ONNX model"),
+        (b"\x08\x05\x12\x2c\n\x05image\x12", "a Core ML model.*coremltools"),
+        (b"\x08\x01\x12\xf0\x8d\x02\n\x8f", "a TensorFlow SavedModel.*tf.train.load_checkpoint"),
+        (b"\x1c\0\0\0TFL3" + bytes(9), "a TensorFlow Lite model"),
+        (b'model_checkpoint_path: "model.ckpt-5"\n', "TensorFlow's note of its last checkpoint"),
+        (
+            b"\0" * 40 + b"abc" + b"\x57\xfb\x80\x8b\x24\x75\x47\xdb",
+            "TensorFlow checkpoint's index",
+        ),
+        (b"ftrt" + bytes(20), "a TensorRT engine.*compiled program"),
+        (b"lmgg" + bytes(20), "a GGML file.*Convert it to GGUF"),
+        (b"MATLAB 5.0 MAT-file, Platform: GLNXA64", "MATLAB.*scipy.io.loadmat"),
+        (
+            b"\x80\x04\x95\x99\0\0\0\0\0\0\0\x8c\x0bsklearn.svm\x94\x8c\x03SVC\x94\x93\x94)\x81",
+            r"a pickle that torch.save did not write.*found sklearn\.svm\.SVC",
+        ),
+        (b"\x80\x03csklearn.svm\nSVC\nq\0)\x81", r"found sklearn\.svm\.SVC"),
         (pickled({"a": 1}), "a pickle that torch.save did not write"),
         (pickled({"a": 1}, 4), "a pickle that torch.save did not write"),
         (b"\xde\xad\xbe\xef" * 9, "not a checkpoint that torchlift reads"),
@@ -65,6 +88,51 @@ def test_a_tar_archive_says_what_it_is(tmp_path):
     with tarfile.open(path, "w") as archive:
         archive.add(os.path.dirname(__file__), "folder", filter=_named_py)
     refused(path, r"tar archive that torch\.save did not write.*Unpack it first")
+
+
+@pytest.mark.parametrize(
+    ("record", "match"),
+    [
+        ("model.weights.h5", "a Keras model.*h5py"),
+        ("x/saved_model.pb", "a TensorFlow SavedModel"),
+        ("Data/com.apple.CoreML/model.mlmodel", "a Core ML model"),
+        ("weights/model.safetensors", "an archive with a checkpoint in it; .*Unpack it first"),
+        ("notes.txt", "a zip archive that torch.save did not write"),
+    ],
+)
+def test_a_zip_archive_says_what_it_is(tmp_path, record, match):
+    """The names of its records tell."""
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("config.json", "{}")
+        archive.writestr(record, "x")
+    refused(path, match)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("saved_model.pb", "a TensorFlow SavedModel"),
+        ("variables.data-00000-of-00001", "a TensorFlow checkpoint"),
+        ("_CHECKPOINT_METADATA", "a checkpoint of orbax"),
+    ],
+)
+def test_a_directory_of_another_program_says_what_it_is(tmp_path, name, match):
+    """The names of its files tell."""
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(FormatError, match=match):
+        read_index(tmp_path)
+
+
+def test_a_truncated_download_says_how_many_bytes_are_missing(tmp_path):
+    """Where the header tells; of a zip archive, whose directory is at the end, nothing does."""
+    header = {"w": {"dtype": "F32", "shape": [100], "data_offsets": [0, 400]}}
+    path = write_safetensors(tmp_path / "x", header, bytes(400))
+    os.truncate(path, path.stat().st_size - 150)
+    refused(path, "the file is truncated: 150 bytes are missing")
+    torch.save({"w": torch.ones(100)}, path)
+    os.truncate(path, 900)
+    refused(path, "without its directory.*truncated: an interrupted save or download")
 
 
 def _named_py(info):

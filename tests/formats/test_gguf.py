@@ -121,7 +121,7 @@ COUNTS = ("I", 3), ("Q", 1), ("Q", 0)
     [
         (header(("I", 1)), "version of GGUF.*found 1"),
         (b"GGUF" + struct.pack(">I", 3), "found 3, big-endian"),
-        (header(("I", 3), ("Q", 1 << 60), ("Q", 0)), "the header ends early"),
+        (header(("I", 3), ("Q", 1 << 60), ("Q", 0)), "the file ends early"),
         (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 99)), "'a': a value of an unknown type"),
         (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 8), ("Q", 1 << 63)), "ends early"),
         (header(("I", 3), ("Q", 0), ("Q", 1), "a", ("I", 9), ("I", 10), ("Q", 1 << 62)), "early"),

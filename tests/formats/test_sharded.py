@@ -229,6 +229,64 @@ def test_an_ambiguous_directory_is_refused(tmp_path):
     assert list(read_index(tmp_path).entries) == ["m"]
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_plain_map_of_keys_to_files_is_an_index(tmp_path, suffix):
+    """accelerate takes an index without "weight_map", too."""
+    save = save_file if suffix == "safetensors" else torch.save
+    save({"a": torch.ones(2)}, tmp_path / f"x-1.{suffix}")
+    save({"b": torch.zeros(2), "metadata": torch.ones(1)}, tmp_path / f"x-2.{suffix}")
+    shards = {"a": f"x-1.{suffix}", "b": f"x-2.{suffix}", "metadata": f"x-2.{suffix}"}
+    (tmp_path / "x.index.json").write_text(json.dumps(shards))
+    assert set(read_index(tmp_path).entries) == {"a", "b", "metadata"}
+    (tmp_path / "x.index.json").write_text(json.dumps({**shards, "b": f"../x-2.{suffix}"}))
+    with pytest.raises(UnsafeError, match="leaves the directory"):
+        read_index(tmp_path)
+    (tmp_path / "x.index.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(FormatError, match="without a map from keys to files"):
+        read_index(tmp_path)
+
+
+def test_a_variant_counts_only_where_nothing_else_is(tmp_path):
+    """The model that its library loads first; of several variants, none is guessed."""
+    save_file({"w": torch.ones(1)}, tmp_path / "model.fp16.safetensors")
+    assert list(read_index(tmp_path).entries) == ["w"]
+    save_file({"w2": torch.ones(1)}, tmp_path / "model-00001-of-00001.bf16.safetensors")
+    write_index(
+        tmp_path, {"w2": "model-00001-of-00001.bf16.safetensors"},
+        "model.safetensors.index.bf16.json",
+    )  # fmt: skip
+    match = r"2 variants of a model: bf16, fp16; found .*model\.fp16\.safetensors.*path of the one"
+    with pytest.raises(FormatError, match=match):
+        read_index(tmp_path)
+    assert list(read_index(tmp_path / "model.safetensors.index.bf16.json").entries) == ["w2"]
+    torch.save({"b": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    assert list(read_index(tmp_path).entries) == ["b"]
+    save_file({"m": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert list(read_index(tmp_path).entries) == ["m"]
+    for name in list(tmp_path.iterdir()):
+        if "bf16" not in name.name:
+            name.unlink()
+    assert list(read_index(tmp_path).entries) == ["w2"]
+
+
+def test_a_directory_of_components_names_them(tmp_path):
+    """A pipeline of diffusers is several models; each is opened by its own path."""
+    for name in ("unet", "vae", "scheduler"):
+        (tmp_path / name).mkdir()
+    name = "diffusion_pytorch_model.safetensors"
+    save_file({"w": torch.ones(1)}, tmp_path / "unet" / name)
+    save_file({"w": torch.ones(1)}, tmp_path / "vae" / name.replace(".", ".fp16.", 1))
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text("{}")
+    match = r"directories with checkpoints; found unet, vae\. Give the path of .*/unet'"
+    with pytest.raises(FormatError, match=match):
+        read_index(tmp_path)
+    (tmp_path / "model_index.json").write_text("{}")
+    save_file({"w": torch.ones(1)}, tmp_path / "all-in-one.safetensors")
+    with pytest.raises(FormatError, match=r"components, each with a checkpoint; found unet, vae"):
+        read_index(tmp_path)
+    assert list(read_index(tmp_path / "vae").entries) == ["w"]
+
+
 def test_directories_without_a_checkpoint_say_so(tmp_path):
     """An empty directory, one of other files and a distributed checkpoint are told apart."""
     with pytest.raises(FormatError, match="an empty directory"):

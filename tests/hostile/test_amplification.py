@@ -258,6 +258,24 @@ def test_a_pickle_costs_in_proportion_to_its_bytes(tmp_path: Path, name: str) ->
     assert len(answers(*paths)) == len(paths)
 
 
+def test_a_map_of_msgpack_costs_in_proportion_to_its_bytes(tmp_path: Path) -> None:
+    """Millions of empty containers, long keys above many, one dtype for a million arrays."""
+    head = b"\x81\xa1x"
+    contents = {
+        "maps": head + b"\xdd" + struct.pack(">I", 600_000) + b"\x80" * 600_000,
+        "lists": head + b"\xdd" + struct.pack(">I", 600_000) + b"\x90" * 600_000,
+        "keys": head[:1] + b"\xda\xff\xff" + b"k" * 65_535 + b"\xde\xff\xff"
+        + b"".join(b"\xcd" + struct.pack(">H", at) + b"\xc0" for at in range(65_535)),
+        "arrays": head + b"\xdd" + struct.pack(">I", 50_000)
+        + b"\xc7\x08\x01\x93\x90\xa4int8\xa1x" * 50_000,
+    }  # fmt: skip
+    paths = []
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        paths.append(tmp_path / name)
+    assert len(answers(*paths)) == len(paths)
+
+
 # Directories --------------------------------------------------------------------------------------
 
 
@@ -417,6 +435,64 @@ def test_one_shard_is_read_once_however_it_is_spelled(
     assert list(found.entries) == list(header)
     assert len(found.storages) == len(header)
     assert sum(not name.endswith(".json") for name in opened) == 1
+
+
+def _zero(
+    path: Path, shapes: list[dict[str, tuple[int, ...]]], vectors: list[torch.Tensor], *,
+    world: int = 20, **state: Any
+) -> Path:  # fmt: skip
+    """A ZeRO directory of stage 3, in which every rank has these vectors and this state."""
+    path.mkdir()
+    module = {"module": {"b": torch.ones(1)}, "param_shapes": shapes, "buffer_names": ["b"]}
+    torch.save(module, path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    optimizer = {"fp32_flat_groups": vectors, "partition_count": world, **state}
+    for rank in range(world):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer}, path / name)
+    return path
+
+
+def test_a_parameter_in_many_ranks_costs_in_proportion_to_their_bytes(tmp_path: Path) -> None:
+    """Three thousand parameters on twenty ranks; one vector a hundred times is refused."""
+    names = {f"k{at}": (20,) for at in range(3_000)}
+    true = _zero(tmp_path / "true", [names], [torch.zeros(3_000)])
+    more, alias = {f"k{at}": (20,) for at in range(24_000)}, torch.zeros(240)
+    false = _zero(tmp_path / "false", [more], [alias.view(-1) for _ in range(100)])
+    first, second = answers(true, false)
+    assert first == "read"
+    assert "unfolds to far more than it stores" in second
+
+
+def test_state_that_many_parameters_share_is_paid_for(tmp_path: Path) -> None:
+    """Thousands of kinds of state, or of groups of hyperparameters, for thousands of parameters."""
+    names = {f"k{at}": (1,) for at in range(3_000)}
+    vector, one = torch.zeros(3_000), torch.ones(())
+    kinds = {f"s{at}": one for at in range(3_000)}
+    groups = [{"params": [0] * 10_000, "lr": 0.1, "betas": (0.9, 0.99)}]
+    for number, base in enumerate(
+        (
+            {"state": {0: kinds}},
+            {"state": {0: dict.fromkeys(kinds, vector)}},
+            {"state": {0: dict.fromkeys(kinds, 5)}},
+            {"state": {0: {"step": one}}, "param_groups": groups},
+        )
+    ):
+        path = _zero(tmp_path / str(number), [names], [vector], world=2, optimizer_state_dict=base)
+        (answer,) = answers(path)
+        assert "unfolds to far more than it stores" in answer
+
+
+def test_absurd_numbers_of_ranks_are_refused_at_once(tmp_path: Path) -> None:
+    """As the name of a file, and in a file."""
+    named = _zero(tmp_path / "named", [{"w": (2,)}], [torch.zeros(1)], world=2)
+    (named / "zero_pp_rank_999999999_mp_rank_00_optim_states.pt").write_bytes(b"x")
+    told = _zero(tmp_path / "told", [{"w": (2,)}], [torch.zeros(1)], world=2)
+    other = {"partition_count": 10**15, "fp32_flat_groups": [torch.zeros(1)]}
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": other}, told / name)
+    first, second = answers(named, told)
+    assert "of 1000000000 ranks; found 3, none of rank 2" in first
+    assert "found 2, none of rank 2" in second
 
 
 def test_what_people_save_is_far_below_the_budget(

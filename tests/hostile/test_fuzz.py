@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 
+import msgpack
 import pytest
 import torch
 from checkpoint_files import (
@@ -27,6 +28,7 @@ from checkpoint_files import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from zero_files import Zero
 
 from torchlift.errors import CheckpointError
 from torchlift.formats import read_index
@@ -80,6 +82,9 @@ def corpus(tmp_path_factory):
     for name in ("h.pt", "i.pt2", "j.pt"):
         _without_checksums(directory / name)
     save_file({"w": base, "v": torch.ones(5)}, directory / "e.safetensors", {"format": "pt"})
+    array = msgpack.ExtType(1, msgpack.packb(((2, 2), "float32", values)))
+    flax = {"w": {"a": array, "n": [1, None, "x", 2.0]}, "s": array, "k": {"b": b"raw", "i": -9}}
+    (directory / "j.msgpack").write_bytes(msgpack.packb(flax))
     return [path.read_bytes() for path in sorted(directory.iterdir())]
 
 
@@ -131,6 +136,37 @@ def test_cut_and_joined_bytes_are_read_or_refused(corpus, tmp_path, data):
     path = tmp_path / "x"
     path.write_bytes(content[:start] + inserted + content[end:])
     _look(path)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A ZeRO checkpoint, whose files are put back after each change."""
+    values = [{"w": torch.randn(3, 5), "b": torch.randn(3)}, {"e": torch.randn(4)}]
+    zero = Zero(3, 2, values, {"f": torch.randn(5)}, {"n": torch.ones(2)}, {"t": "w"})
+    path = zero.write(tmp_path_factory.mktemp("zero") / "run")
+    for file in (path / "global_step3").iterdir():
+        _without_checksums(file)
+    return path
+
+
+@settings(
+    max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_a_changed_file_of_a_directory_is_read_or_refused(directory, data):
+    """A few bytes of one rank's pickle, which the other ranks' files may not agree with then."""
+    file = data.draw(st.sampled_from(sorted((directory / "global_step3").iterdir())))
+    before = file.read_bytes()
+    content = bytearray(before)
+    first, last = content.index(b"data.pkl"), content.index(b".format_version")
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(first, last))
+        content[at] = data.draw(st.sampled_from([0, 1, 3, 0x28, 0x4B, 0x7F, 0x80, content[at] ^ 1]))
+    file.write_bytes(bytes(content))
+    try:
+        _look(directory)
+    finally:
+        file.write_bytes(before)
 
 
 _LIMITED = """

@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_files import Call, tensor, write_safetensors, write_zip
 from torch import nn
+from zero_files import Zero
 
 import torchlift
 from torchlift import errors
@@ -150,12 +151,21 @@ def _in_dcp(name: str) -> Callable[[Path], Path]:
     return make
 
 
+def _in_zero(name: str) -> Callable[[Path], Path]:
+    def make(directory: Path) -> Path:
+        return Zero(2, 2, [{"w": torch.ones(3)}]).write(directory) / "global_step3" / name
+
+    return make
+
+
 PLACES: dict[str, Callable[[Path], Path]] = {
     "a shard": _in_set,
     "an index": lambda d: (_in_set(d), d / "x.index.json")[1],
     "the only file": lambda d: d / "a.safetensors",
     "metadata": _in_dcp(".metadata"),
     "an item file": _in_dcp("__0_0.distcp"),
+    "a rank's optimizer": _in_zero("zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    "a rank's model": _in_zero("mp_rank_00_model_states.pt"),
 }
 
 

@@ -169,7 +169,13 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all tensors as a plain dict of mapped views; aliases stay aliases."""
-        return {key: self.view(entry) for key, entry in self.entries.items()}
+        found: dict[str, torch.Tensor] = {}
+        made: dict[object, torch.Tensor] = {}
+        for key, entry in self.entries.items():
+            # What is put together of chunks is in memory: once for all of its names.
+            spot = (entry.storage, entry.chunks) if len(entry.chunks) > 1 else key
+            found[key] = made[spot] = made[spot] if spot in made else self.view(entry)
+        return found
 
     def refusal(self, key: str) -> UnsafeError:
         """Return the error that says why `key` cannot be had."""
@@ -419,9 +425,12 @@ def open(path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None) ->
             zip files, the stream from before torch 1.6 and the older tar; TorchScript archives and
             exported programs (``.pt2``), of which only the weights are read; safetensors, Hugging
             Face's sharded ``*.index.json`` or a directory holding one; directories of
-            ``torch.distributed.checkpoint`` (DCP); GGUF; numpy's npz and npy. Of a program, the
-            state dict has its own names; what the program's text refers to comes below
-            ``CONSTANTS``, and other attributes of TorchScript modules below ``ATTRIBUTES``.
+            ``torch.distributed.checkpoint`` (DCP), Megatron's among them, and of DeepSpeed's ZeRO;
+            GGUF; numpy's npz and npy; flax's msgpack. Of a program, the state dict has its own
+            names; what the program's text refers to comes below ``CONSTANTS``, and other attributes
+            of TorchScript modules below ``ATTRIBUTES``. Of ZeRO, the full weights have the model's
+            names; the optimizer's state comes below ``optimizer`` and what else the training saved
+            below ``training``, which loads into models leave out.
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``. None keeps everything.
 

@@ -22,7 +22,7 @@ from torchlift._model.dtensor import (
 from torchlift._model.handlers import is_wrapper, slice_of
 from torchlift._plan.steps import Candidate, Copy, Sent
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats import put_together
+from torchlift.formats import of_model, put_together
 
 #: What a caller may pass as a checkpoint.
 Given = Checkpoint | str | os.PathLike[str] | BinaryIO | Mapping[str, Any]
@@ -58,12 +58,19 @@ def sources(given: Given | Sequence[Given], root: str | None) -> Iterator[Origin
 def checkpoint(given: Given, root: str | None) -> Iterator[Checkpoint]:
     """Open a checkpoint for one call, or restrict one that the caller has opened."""
     if isinstance(given, Checkpoint):
-        yield given if root is None else Checkpoint(given.index, root=root)
+        yield _chosen(given, root)
         return
     if isinstance(given, Mapping):
         raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
-    with open_checkpoint(given, root=root) as opened:
-        yield opened
+    with open_checkpoint(given) as opened:
+        yield _chosen(opened, root)
+
+
+def _chosen(ckpt: Checkpoint, root: str | None) -> Checkpoint:
+    """Return what is to be loaded: what is under `root`, or else all that is of a model."""
+    if root is not None:
+        return Checkpoint(ckpt.index, root=root)
+    return Checkpoint(of_model(ckpt.index)) if ckpt.index.aside else ckpt
 
 
 def flat_state(

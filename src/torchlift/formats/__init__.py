@@ -13,11 +13,12 @@ from torchlift.formats.index import (
     RebuiltEntry,
     Storage,
     TensorEntry,
+    of_model,
     under,
 )
 from torchlift.formats.sharded import put_together
 
 __all__ = [
     "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "RebuiltEntry", "Storage", "TensorEntry",
-    "cut", "put_together", "read_index", "row_major", "steps_in_file", "under",
+    "cut", "of_model", "put_together", "read_index", "row_major", "steps_in_file", "under",
 ]  # fmt: skip

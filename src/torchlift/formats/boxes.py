@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import Chunk, TensorEntry, is_row_major
+from torchlift.formats.index import ITEMSIZE, Chunk, TensorEntry, is_row_major
 from torchlift.formats.index import row_major as row_major  # also for who has boxes to lay out
 
 #: For each dimension of a tensor the (start, stop) ranges that follow each other in a slice of it.
@@ -92,6 +92,64 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
         entry.key, entry.dtype, shape, row_major(shape), nbytes, entry.location, "", chunks,
         entry.requires_grad, entry.is_parameter, entry.encoding,
     )  # fmt: skip
+
+
+def flat_entry(
+    key: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    places: Iterable[tuple[str, int, int]],
+    storage: str,
+    location: str = "cpu",
+) -> TensorEntry:
+    """Return the entry of a tensor that is stored in flat runs, with the boxes that they fill.
+
+    Args:
+        key: its name.
+        dtype: its element type.
+        shape: its shape, row-major.
+        places: (file, first byte, number of elements) of each run; together they are the tensor.
+        storage: identity of its bytes.
+        location: device tag.
+
+    Example:
+        >>> entry = flat_entry("w", "int8", (3, 4), [("a", 0, 6), ("b", 50, 6)], "w")
+        >>> [(chunk.file, chunk.offset, chunk.start, chunk.shape) for chunk in entry.chunks]
+        [('a', 0, (0, 0), (1, 4)), ('a', 4, (1, 0), (1, 2)), ('b', 50, (1, 2), (1, 2)),
+         ('b', 52, (2, 0), (1, 4))]
+    """
+    size, at, chunks = ITEMSIZE[dtype], 0, []
+    for file, offset, numel in places:
+        for start, sizes in _flat_boxes(shape, at, at + numel):
+            nbytes = math.prod(sizes) * size
+            chunks.append(Chunk(file, offset, nbytes, start, sizes))
+            offset += nbytes
+        at += numel
+    strides, nbytes = row_major(shape), math.prod(shape) * size
+    return TensorEntry(key, dtype, shape, strides, nbytes, location, storage, tuple(chunks))
+
+
+def _flat_boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the boxes that the elements from `start` to `stop` of a row-major tensor make up."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
+    # What comes before the first whole row, the whole rows, and what comes behind the last one.
+    if head:
+        for at, sizes in _flat_boxes(shape[1:], head, tail if first == last else inner):
+            yield (first, *at), (1, *sizes)
+        first += 1
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    if tail and first <= last:
+        for at, sizes in _flat_boxes(shape[1:], 0, tail):
+            yield (last, *at), (1, *sizes)
 
 
 def runs(entry: TensorEntry) -> Iterator[Run]:

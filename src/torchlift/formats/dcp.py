@@ -26,7 +26,7 @@ from torchlift.formats.index import (
     join,
     row_major,
 )
-from torchlift.formats.sharded import locate, locate_all
+from torchlift.formats.sharded import claimed, locate, locate_all
 from torchlift.formats.source import Source, dense_shape, errors_name, whole_numbers
 from torchlift.formats.torch_pickle import Blocked, Global, TorchWorld
 from torchlift.formats.torch_zip import read_torch_zip
@@ -36,9 +36,15 @@ from torchlift.formats.zip_archive import LOCAL_MAGIC
 #: Most bytes of metadata: a million chunks take some 300 MB.
 _MAX_METADATA = 1 << 30
 
+_CONFLICT = "two tensors or objects have this key"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata", re.ASCII)
 
-_DCP = "torch.distributed.checkpoint."
+_DCP, _MEGATRON = (
+    "torch.distributed.checkpoint.",
+    "megatron.core.dist_checkpointing.strategies.torch.",
+)
+#: Files beside the metadata of Megatron's ``torch_dist``: what is not sharded, and the backend.
+_COMMON, _BACKEND = "common.pt", "metadata.json"
 #: Classes of which only the attributes matter, by every name they have had.
 _RECORDS = {
     f"{_DCP}metadata.{name}": name
@@ -47,7 +53,16 @@ _RECORDS = {
         "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     )
 } | {
+    # Plans that savers keep beside what they describe (megatron.core, torch's cached plans).
+    f"{_DCP}planner.{name}": name
+    for name in (
+        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+    )
+} | {
     f"{_DCP}filesystem._StorageInfo": "_StorageInfo",
+    f"{_DCP}filesystem._StoragePrefix": "_StoragePrefix",
+    f"{_MEGATRON}MCoreMetadata": "Metadata",
+    f"{_MEGATRON}MCoreSavePlan": "SavePlan",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": "TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": "_MEM_FORMAT_ENCODING",
 }  # fmt: skip
@@ -82,6 +97,8 @@ def metadata_files(names: Iterable[str]) -> list[str]:
 def read_dcp(path: str, names: Sequence[str]) -> Index:
     """Read the index of a distributed checkpoint.
 
+    Of Megatron's ``torch_dist`` directories, what older versions store in ``common.pt`` is a part.
+
     Args:
         path: absolute path of the directory.
         names: its metadata files.
@@ -96,7 +113,12 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
         file = locate(path, name)
         with errors_name(file), Source(file, metadata.budget) as source:
             metadata.add(source.read_all(_MAX_METADATA, "the metadata"))
-    return _read_items(path, metadata)
+    index = _read_items(path, metadata)
+    if all(os.path.exists(os.path.join(path, name)) for name in (_COMMON, _BACKEND)):
+        with errors_name(file := locate(path, _COMMON)), Source(file, metadata.budget) as source:
+            common = claimed(_COMMON, read_torch_zip(source), {})
+        index = join(path, "dcp", [index, common], index.metadata, _CONFLICT)
+    return index
 
 
 @dataclass(slots=True)
@@ -342,7 +364,7 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
     tensors = Index(path, "dcp", entries, storages, stamps)
     version = {} if metadata.version is None else {"dcp_version": metadata.version}
     whole = [tensors, *(objects[key] for key in metadata.objects)]
-    return join(path, "dcp", whole, version, "two tensors or objects have this key")
+    return join(path, "dcp", whole, version, _CONFLICT)
 
 
 def _chunk(

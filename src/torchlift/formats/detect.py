@@ -9,12 +9,13 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from torchlift._system import collection_paused
+from torchlift._system import collection_paused, printable
 from torchlift.errors import FormatError
 from torchlift.formats.dcp import metadata_files, read_dcp
+from torchlift.formats.flax_msgpack import is_flax, read_flax
 from torchlift.formats.gguf import read_gguf
 from torchlift.formats.index import Index
 from torchlift.formats.npz import MAGIC, read_npy, read_npz
@@ -26,27 +27,65 @@ from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy,
 from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.torchscript import read_torchscript
 from torchlift.formats.unpickle import Budget
+from torchlift.formats.zero import read_zero, zero_files
 from torchlift.formats.zip_archive import END_MAGIC, LOCAL_MAGIC, read_directory
 
 #: Bytes at the start of a file that decide on its format.
 _HEAD = 512
 
 _EXPECTED = "a torch or safetensors file, or an *.index.json"
-#: (offset, magic, what it is, what to do). The first that fits counts.
-_FOREIGN: tuple[tuple[int, bytes, str, str], ...] = (
-    (0, b"version https://git-lfs.github.com/spec/",
+_UNPACK = "Unpack it first."
+_TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
+_ENGINE = "It holds a compiled program, whose weights cannot be had: ask for what it was made from."
+#: (how it starts, what it is, what to do). The first that fits counts.
+_FOREIGN: tuple[tuple[bytes, str, str], ...] = (
+    (rb"version https://git-lfs\.github\.com/spec/",
      "a git-lfs pointer: the place of the weights, not the weights",
      "Fetch the file itself: git lfs pull."),
-    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, such as Keras writes", "Read it with h5py."),
-    (0, b"\x1f\x8b", "a gzip archive", "Decompress it first."),
-    (0, b"\x28\xb5\x2f\xfd", "a zstd archive", "Decompress it first."),
-    (0, b"\xfd7zXZ\0", "an xz archive", "Decompress it first."),
-    (0, b"BZh", "a bzip2 archive", "Decompress it first."),
-    (0, b"\x7fELF", "a program", "It holds no checkpoint."),
-    *((0, bytes((0x80, protocol)), "a pickle that torch.save did not write",
-       "Only unpickling could read it, which can run any code: ask for a file written by "
-       "torch.save or safetensors.") for protocol in range(2, 6)),
+    (rb"\x89HDF\r\n\x1a\n", "an HDF5 file, such as Keras writes (.h5)", "Read it with h5py."),
+    (rb"\x1f\x8b", "a gzip archive, perhaps of a tar archive", "Decompress it first."),
+    (rb"\x28\xb5\x2f\xfd", "a zstd archive", "Decompress it first."),
+    (rb"\xfd7zXZ\0", "an xz archive", "Decompress it first."),
+    (rb"BZh", "a bzip2 archive", "Decompress it first."),
+    (rb"\x04\x22\x4d\x18", "an lz4 archive", "Decompress it first."),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
+    (rb"Rar!", "a rar archive", _UNPACK),
+    (rb"\x78[\x01\x5e\x9c\xda]", "a zlib stream, such as joblib writes",
+     "Where you trust it, load it with joblib and save the arrays with numpy.savez."),
+    (rb"\x7fELF|MZ.{58}|\xcf\xfa\xed\xfe", "a program", "It holds no checkpoint."),
+    (rb"%PDF|\x89PNG|\xff\xd8\xff", "a document or a picture", "It holds no checkpoint."),
+    (rb"ftrt", "a TensorRT engine", _ENGINE),
+    (rb".{4}TFL3", "a TensorFlow Lite model", _ENGINE),
+    (rb"\x08\x01\x12", "a TensorFlow SavedModel", _TENSORFLOW),
+    (rb"model_checkpoint_path:", "TensorFlow's note of its last checkpoint", _TENSORFLOW),
+    (rb"\x08[\x03-\x1f](?:\x12(?:\0|[\x01-\x7f][ -~])|[\x1a\x22\x28\x32\x3a\x42])", "an ONNX model",
+     "Read it with onnx: its numpy_helper gives each initializer as an array."),
+    (rb"\x08[\x02-\x1f]\x12", "a Core ML model", "Read it with coremltools."),
+    (rb"lmgg|fmgg|tjgg", "a GGML file, from before GGUF", "Convert it to GGUF with llama.cpp."),
+    (rb"MATLAB 5\.0 MAT-file", "a file of MATLAB", "Read it with scipy.io.loadmat."),
+    (rb"\x80[\2-\5]", "a pickle that torch.save did not write",
+     "Only unpickling could read it, which can run any code: ask for a file written by "
+     "torch.save or safetensors."),
 )  # fmt: skip
+#: How a table of keys ends, as TensorFlow's ``*.index`` files are.
+_TABLE_END = b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"
+#: The same for a record of a zip archive, or a file in a directory.
+_FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
+    (r"model\.weights\.h5", "a Keras model (.keras)",
+     "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
+    (r"(?:.*/)?saved_model\.pb", "a TensorFlow SavedModel", _TENSORFLOW),
+    (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint", _TENSORFLOW),
+    (r"(?:.*/)?(?:com\.apple\.CoreML(?:/.*)?|coremldata\.bin)", "a Core ML model",
+     "Read it with coremltools."),
+    (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt", "a checkpoint of orbax (jax)",
+     "Read it with orbax, and save its arrays with numpy.savez or safetensors."),
+    (r"(?:.*/)?[^/]+\.(?:safetensors|gguf|pth?|bin|ckpt|msgpack)",
+     "an archive with a checkpoint in it", _UNPACK),
+)  # fmt: skip
+#: The first name that a pickle calls for, as protocols from 4 on and those before write it.
+_CALLED = re.compile(
+    rb"\x8c.([\w.]{1,200})\x94\x8c.(\w{1,100})\x94\x93|c([\w.]{1,200})\n(\w{1,100})\n", re.DOTALL
+)
 
 #: What a damaged file can make a reader raise, besides what it says itself.
 _DAMAGE = (
@@ -58,6 +97,15 @@ _SHARD = re.compile(r"(.+)-(\d{2,9})-of-(\d{2,9})(\.\w+)", re.ASCII)
 _INDEX = ".index.json"
 #: Of several indexes or files, as Hugging Face repositories have them, these are the model.
 _PREFERRED = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+#: Models, their variant, if any, in the name of a file or of an index.
+_MODEL = re.compile(
+    r"(?:model|diffusion_pytorch_model|pytorch_model)(?:-\d+-of-\d+)?(?:\.(\w+?))?(?:-\d+-of-\d+)?"
+    r"\.(?:safetensors|bin)(?:\.index(?:\.(\w+))?\.json)?",
+    re.ASCII,
+)
+#: Notes of the last checkpoint, as DeepSpeed and Megatron write them -> its folder, of a number.
+_LAST = {"latest": "{}", "latest_checkpointed_iteration.txt": "iter_{:0>7}"}
+_MOST_FOLDERS = 1000
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -115,7 +163,7 @@ def _read_file(path: str, budget: Budget | None = None) -> Index:
         for fits, read in _SHARD_READERS if budget else _READERS:
             if fits(head):
                 return read(source)
-        raise _foreign(head, source.size)
+        raise _foreign(head, source.read(max(source.size - 8, 0), min(source.size, 8)), source.size)
 
 
 def _is_zip(head: bytes) -> bool:
@@ -152,6 +200,8 @@ def _read_zip(source: Source) -> Index:
             return read(source, records)
     if first.endswith(".npy"):
         return read_npz(source, records)
+    if first[: first.find("/") + 1] + "data.pkl" not in records and (error := _foreign_in(records)):
+        raise error
     return read_torch_zip(source, records=records)
 
 
@@ -172,6 +222,7 @@ _SHARD_READERS: tuple[_Reader, ...] = (
     (_is_safetensors, read_safetensors),
     (lambda head: head[:4] == b"GGUF", read_gguf),
     (lambda head: head[:6] == MAGIC, read_npy),
+    (is_flax, read_flax),
 )
 _READERS: tuple[_Reader, ...] = (
     *_SHARD_READERS,
@@ -179,11 +230,15 @@ _READERS: tuple[_Reader, ...] = (
 )
 
 
-def _foreign(head: bytes, size: int) -> FormatError:
+def _foreign(head: bytes, tail: bytes, size: int) -> FormatError:
     """Make the error for a file that no reader takes: what it is and what to do."""
-    for offset, magic, what, hint in _FOREIGN:
-        if head.startswith(magic, offset):
-            return FormatError(what, expected=_EXPECTED, hint=hint)
+    for magic, what, hint in _FOREIGN:
+        if re.match(magic, head, re.DOTALL):
+            called = _CALLED.search(head) if head[:1] == b"\x80" else None
+            name = called and b".".join(filter(None, called.groups())).decode("ascii", "replace")
+            return FormatError(what, expected=_EXPECTED, found=name or None, hint=hint)
+    if tail == _TABLE_END:
+        return FormatError("a TensorFlow checkpoint's index", expected=_EXPECTED, hint=_TENSORFLOW)
     what, found = "not a checkpoint that torchlift reads", None
     hint = "Check that the right file was fetched, completely."
     if not size:
@@ -200,31 +255,87 @@ def _foreign(head: bytes, size: int) -> FormatError:
     return FormatError(what, expected=_EXPECTED, found=found, hint=hint)
 
 
+def _foreign_in(names: Iterable[str]) -> FormatError | None:
+    """Make the error for an archive or a directory of another program, if its names tell."""
+    for pattern, what, hint in _FOREIGN_NAMES:
+        for name in names:
+            if re.fullmatch(pattern, name, re.DOTALL):
+                return FormatError(what, expected=_EXPECTED, found=name, hint=hint)
+    return None
+
+
 def _read_directory(path: str) -> Index:
     """Read the checkpoint in a directory.
 
     In this order: the metadata of a distributed checkpoint (DCP); an ``*.index.json`` and its
-    shards; safetensors files; torch files. Within each, a single file is taken, or a complete set
-    ``x-00001-of-0000N``, or the one that is named as the model of a Hugging Face repository.
+    shards; safetensors files; DeepSpeed's ZeRO; the folder that a note of the last checkpoint
+    names; torch files; GGUF and flax's. Within each, a single file is taken, or a complete set
+    ``x-00001-of-0000N``, or the one that is named as the model of a Hugging Face repository. A
+    variant (``model.fp16.safetensors``) counts only where there is nothing else.
 
     Raises:
         FormatError: nothing, or more than one thing, that could be meant.
         UnsafeError: a link leads out of the directory.
     """
     names = sorted(os.listdir(path))
-    for choose, read in _DIRECTORIES:
-        if chosen := choose(path, names):
-            return read(path, chosen)
-    raise FormatError(
+    variants = {name: variant for name in names if (variant := _variant(name))}
+    if "model_index.json" in names and (components := _components(path, names)):
+        raise _several("a directory of components, each with a checkpoint", components, path)
+    # What has no variant first, whichever way it is stored: what its model is loaded from.
+    for some in ([name for name in names if name not in variants], names):
+        for choose, read in _DIRECTORIES:
+            if chosen := choose(path, some):
+                if len(found := sorted(set(variants.values()))) > 1 and some is names:
+                    what = f"a directory with {len(found)} variants of a model: {', '.join(found)}"
+                    raise _several(what, list(variants), path)
+                return read(path, chosen)
+    if components := _components(path, names):
+        raise _several("a directory of directories with checkpoints", components, path)
+    raise _foreign_in(names) or FormatError(
         "a directory without a checkpoint" if names else "an empty directory",
         expected="an *.index.json, safetensors or torch files",
-        found=", ".join(names[:10]) + (" ..." if len(names) > 10 else "") or None,
+        found=_listed(names) or None,
         hint="Give the path of the file or directory that holds the weights.",
     )
 
 
+def _several(what: str, names: list[str], path: str) -> FormatError:
+    example = os.path.join(path, names[0])
+    hint = f"Give the path of the one you mean, such as {printable(example, 300)!r}."
+    return FormatError(what, found=_listed(names), hint=hint)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
+
+
+def _variant(name: str) -> str | None:
+    """Return the variant in the name of a model's file, as Hugging Face's libraries write it.
+
+    Example:
+        >>> _variant("model.fp16.safetensors"), _variant("pytorch_model.bin.index.fp16.json")
+        ('fp16', 'fp16')
+        >>> _variant("model-00001-of-00002.safetensors"), _variant("llama.v2.safetensors")
+        (None, None)
+    """
+    match = _MODEL.fullmatch(name)
+    return match and (match[1] or match[2])
+
+
+def _components(path: str, names: list[str]) -> list[str]:
+    """Return the folders of a directory that hold a checkpoint."""
+    found = []
+    for name in names[:_MOST_FOLDERS]:
+        folder = os.path.join(path, name)
+        if os.path.isdir(folder) and not os.path.islink(folder):
+            inner = sorted(os.listdir(folder))
+            if any(choose(folder, inner) for choose, _ in _DIRECTORIES):
+                found.append(name)
+    return found
+
+
 def _read_index_in(path: str, names: list[str]) -> Index:
-    name = _preferred(names, [name + _INDEX for name in _PREFERRED])
+    name = _preferred(path, names, [name + _INDEX for name in _PREFERRED])
     with Source(locate(path, name)) as source:
         return replace(read_sharded(source, _read_file), path=path)
 
@@ -232,11 +343,31 @@ def _read_index_in(path: str, names: list[str]) -> Index:
 def _read_files(path: str, names: list[str]) -> Index:
     if len(names) > 1 and _is_complete_set(names):
         return read_set(path, names, _read_file)
-    return _read_file(locate(path, _preferred(names, _PREFERRED)), Budget())
+    return _read_file(locate(path, _preferred(path, names, _PREFERRED)), Budget())
 
 
 def _ending(*suffixes: str) -> Callable[[str, list[str]], list[str]]:
     return lambda path, names: [name for name in names if name.endswith(suffixes)]
+
+
+def _indexes(path: str, names: list[str]) -> list[str]:
+    return [name for name in names if re.fullmatch(r".+\.index(?:\.\w+)?\.json", name)]
+
+
+def _notes(path: str, names: list[str]) -> list[str]:
+    """Return the notes that name the folder of the last checkpoint, unless a model is here, too."""
+    notes = [name for name in _LAST if name in names and os.path.isfile(os.path.join(path, name))]
+    return [] if any(name in names for name in _PREFERRED) else notes
+
+
+def _read_last(path: str, names: list[str]) -> Index:
+    """Read the last checkpoint of a training, in the folder that its note names."""
+    with Source(locate(path, names[0])) as source:
+        text = source.read_all(_HEAD, "the note of the last checkpoint").decode().strip()
+    folder = locate(path, _LAST[names[0]].format(text) if text.isdecimal() else text)
+    if not os.path.isdir(folder):
+        raise FormatError("the last checkpoint is not a directory", file=folder)
+    return replace(_read_directory(folder), path=path)
 
 
 def _torch_files(path: str, names: list[str]) -> list[str]:
@@ -256,22 +387,21 @@ _DIRECTORIES: tuple[
     tuple[Callable[[str, list[str]], list[str]], Callable[[str, list[str]], Index]], ...
 ] = (
     (lambda path, names: metadata_files(names), read_dcp),
-    (_ending(_INDEX), _read_index_in),
+    (_indexes, _read_index_in),
     (_ending(".safetensors"), _read_files),
+    (zero_files, lambda path, names: read_zero(path, names, _read_file)),
+    (_notes, _read_last),
     (_torch_files, _read_files),
+    (_ending(".gguf", ".msgpack"), _read_files),
 )
 
 
-def _preferred(names: list[str], preferred: Sequence[str]) -> str:
+def _preferred(path: str, names: list[str], preferred: Sequence[str]) -> str:
     """Return the only name, or the first preferred one."""
     for name in names if len(names) == 1 else preferred:
         if name in names:
             return name
-    raise FormatError(
-        "a directory with several checkpoints",
-        found=", ".join(names),
-        hint="Give the path of the one you mean.",
-    )
+    raise _several("a directory with several checkpoints", names, path)
 
 
 def _is_complete_set(names: list[str]) -> bool:

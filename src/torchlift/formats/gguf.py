@@ -12,7 +12,7 @@ from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
-from torchlift.formats.source import Source
+from torchlift.formats.source import Cursor, Source
 
 #: ggml's number of a type -> torch's name.
 _PLAIN = {
@@ -34,7 +34,6 @@ _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _TEXT, _ARRAY = 8, 9
-_WINDOW = 1 << 20
 _SHOWN = 1000  # bytes of a text in the metadata: a chat template may have a hundred thousand
 
 
@@ -46,7 +45,7 @@ def read_gguf(source: Source) -> Index:
     """
     cursor = _Cursor(source)
     cursor.take(4)
-    version = cursor.number("I")
+    version = cursor.number("<I")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         raise FormatError(
@@ -55,12 +54,12 @@ def read_gguf(source: Source) -> Index:
             found=f"{swapped}, big-endian" if swapped in (2, 3) else version,
             hint="Convert it with the tools of llama.cpp.",
         )
-    tensors, pairs = cursor.number("Q"), cursor.number("Q")
+    tensors, pairs = cursor.number("<Q"), cursor.number("<Q")
     metadata: dict[str, str] = {"GGUF.version": str(version)}
     alignment = 32
     for _ in range(pairs):
         name = cursor.text("a name in the metadata")
-        value = cursor.value(cursor.number("I"), name)
+        value = cursor.value(cursor.number("<I"), name)
         if name in metadata:
             raise FormatError("two values of the metadata have this name", entry=name)
         metadata[name] = str(value)
@@ -103,12 +102,12 @@ def read_gguf(source: Source) -> Index:
 def _description(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Return a tensor's name, shape, number of its type, and offset in the data."""
     key = cursor.text("the name of a tensor")
-    dims = cursor.number("I")
+    dims = cursor.number("<I")
     if dims > 64:
         raise FormatError("a tensor has too many dimensions", entry=key, found=dims)
-    sizes = tuple(cursor.number("Q") for _ in range(dims))
+    sizes = tuple(cursor.number("<Q") for _ in range(dims))
     # The first one runs fastest, unlike in torch.
-    return key, sizes[::-1], cursor.number("I"), cursor.number("Q")
+    return key, sizes[::-1], cursor.number("<I"), cursor.number("<Q")
 
 
 def _entry(
@@ -146,65 +145,29 @@ def _entry(
     return made, nbytes
 
 
-class _Cursor:
-    """What comes next in a file, read in windows: headers hold vocabularies of megabytes.
-
-    Attributes:
-        at: how many bytes have been taken.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.at = 0
-        self._source = source
-        self._window, self._start = b"", 0
-
-    def take(self, count: int) -> bytes:
-        """Return the next bytes, all of them or an error."""
-        begin = self.at - self._start
-        if not 0 <= begin <= begin + count <= len(self._window):
-            left = self._source.size - self.at
-            if count > left:
-                raise FormatError(
-                    "the header ends early",
-                    expected=f"{count} bytes more",
-                    found=f"{left} bytes",
-                    hint="The file is truncated: fetch it again.",
-                )
-            self._window = self._source.read(self.at, min(max(count, _WINDOW), left))
-            self._start, begin = self.at, 0
-        self.at += count
-        return self._window[begin : begin + count]
-
-    def skip(self, count: int) -> None:
-        """Pass over bytes that must be there."""
-        if count > self._source.size - self.at:
-            self.take(count)  # which raises
-        self.at += count
-
-    def number(self, code: str) -> Any:
-        """Return the next number."""
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+class _Cursor(Cursor):
+    """What comes next in a GGUF file."""
 
     def text(self, what: str) -> str:
         """Return the next text."""
         try:
-            return self.take(self.number("Q")).decode()
+            return self.take(self.number("<Q")).decode()
         except UnicodeDecodeError as error:
             raise FormatError(f"{what} is not text", found=str(error)) from error
 
     def value(self, kind: int, name: str, depth: int = 0) -> Any:
         """Return the next value of the metadata; of an array, what it holds."""
         if kind in _SCALARS:
-            return self.number(_SCALARS[kind])
+            return self.number("<" + _SCALARS[kind])
         if kind == _TEXT:
-            length = self.number("Q")
+            length = self.number("<Q")
             raw = self.take(min(length, _SHOWN))
             self.skip(length - len(raw))
             text = raw.decode(errors="replace")
             return text if length == len(raw) else f"{text}... ({length} bytes)"
         if kind != _ARRAY or depth > 3:
             raise FormatError("a value of an unknown type", entry=name, found=f"type {kind}")
-        inner, count = self.number("I"), self.number("Q")
+        inner, count = self.number("<I"), self.number("<Q")
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[inner]))
         else:

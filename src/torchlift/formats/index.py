@@ -6,6 +6,7 @@ process that has no means to run its code.
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -272,7 +273,8 @@ class Index:
     Attributes:
         path: the file or directory that was opened, absolute.
         format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
-            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"`` or ``"npz"``.
+            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"``, ``"flax-msgpack"``
+            or ``"zero"``.
         entries: key -> entry, in file order.
         storages: storage identity -> where its bytes are.
         files: every data file involved -> its stamp at the time of reading.
@@ -283,6 +285,8 @@ class Index:
         blocked_keys: key -> the name of the global that its value would have needed.
         blocked_tensors: key of such a value -> the number of tensors in it, where there are any;
             each tensor counts for the first value that it is in.
+        aside: containers at the top that hold no model, such as an optimizer's state: a load that
+            names no root leaves them out.
         templates: key of a module's extra state -> its containers as they were, with a ``Leaf`` for
             every value. Dotted keys alone do not tell a list from a dict, nor 1 from "1".
     """
@@ -299,6 +303,7 @@ class Index:
     blocked_keys: Mapping[str, str] = field(default_factory=dict)
     blocked_tensors: Mapping[str, int] = field(default_factory=dict)
     templates: Mapping[str, object] = field(default_factory=dict)
+    aside: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -332,7 +337,7 @@ def join(
     """
     keyed = "entries", "objects", "blocked_keys"
     names = (*keyed, "blocked_tensors", "storages", "files", "module_versions", "templates")
-    merged: dict[str, dict[str, Any]] = {name: {} for name in names}
+    merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:
         for key in (*index.entries, *index.objects, *index.blocked_keys):
             if any(key in merged[name] for name in keyed):
@@ -357,12 +362,6 @@ def under(index: Index, root: str) -> Index | None:
     objects, blocked_keys = inside(index.objects), inside(index.blocked_keys)
     if not (entries or objects or blocked_keys):
         return None
-    used = {entry.storage for entry in entries.values()}
-    for entry in entries.values():
-        if isinstance(entry, RebuiltEntry):
-            used.update(inner.storage for inner in entry.tensors)
-    # An entry in several chunks names the storage of the first one only.
-    spots = {(c.file, c.offset) for e in entries.values() if len(e.chunks) > 1 for c in e.chunks}
     versions = inside(index.module_versions)
     if root in index.module_versions:
         versions[""] = index.module_versions[root]
@@ -374,14 +373,44 @@ def under(index: Index, root: str) -> Index | None:
         blocked_keys=blocked_keys,
         blocked_tensors=inside(index.blocked_tensors),
         blocked=tuple(dict.fromkeys(blocked_keys.values())),
-        storages={
-            name: storage
-            for name, storage in index.storages.items()
-            if name in used or (storage.file, storage.offset) in spots
-        },
+        storages=used_by(entries, index.storages),
         templates={key: _strip_leaves(tree, prefix) for key, tree in templates.items()},
         module_versions=versions,
+        aside=(),
     )
+
+
+def used_by(
+    entries: Mapping[str, TensorEntry], storages: Mapping[str, Storage]
+) -> dict[str, Storage]:
+    """Return the storages that entries look into."""
+    used = {entry.storage for entry in entries.values()}
+    for entry in entries.values():
+        if isinstance(entry, RebuiltEntry):
+            used.update(inner.storage for inner in entry.tensors)
+    # An entry in several chunks names the storage of the first one only, or none of a file's.
+    pieced = (e for e in entries.values() if len(e.chunks) > 1 or e.storage not in storages)
+    spots = sorted((chunk.file, chunk.offset) for entry in pieced for chunk in entry.chunks)
+
+    def is_used(name: str, storage: Storage) -> bool:
+        at = bisect.bisect_left(spots, (storage.file, storage.offset))
+        end = storage.file, storage.offset + storage.nbytes
+        return name in used or (at < len(spots) and spots[at] < end)
+
+    return {name: storage for name, storage in storages.items() if is_used(name, storage)}
+
+
+def of_model(index: Index) -> Index:
+    """Return an index without its containers that hold no model."""
+    if not index.aside:
+        return index
+    aside = tuple(name + "." for name in index.aside)
+
+    def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if not key.startswith(aside)}
+
+    entries, objects, blocked = map(kept, (index.entries, index.objects, index.blocked_keys))
+    return replace(index, entries=entries, objects=objects, blocked_keys=blocked, aside=())
 
 
 def _strip_leaves(tree: object, prefix: str) -> object:

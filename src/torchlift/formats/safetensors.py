@@ -192,8 +192,11 @@ def _check_cover(rows: dict[str, _Row], size: int) -> None:
             )
         position += nbytes
     if position != size:
+        missing = position - size
         raise FormatError(
-            "the file is truncated" if size < position else "bytes that belong to no tensor",
+            f"the file is truncated: {missing} bytes are missing"
+            if missing > 0
+            else "bytes that belong to no tensor",
             expected=f"{position} bytes behind the header",
             found=f"{size} bytes",
             hint="Fetch or write the file again.",

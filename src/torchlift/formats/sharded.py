@@ -25,6 +25,8 @@ _MAX_INDEX = 1 << 28
 
 _CACHE_ROOT = re.compile(r"(models|datasets|spaces)--.+")
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+
 _ReadFile = Callable[[str, Budget], Index]
 
 
@@ -42,14 +44,14 @@ def read_sharded(source: Source, read_file: _ReadFile) -> Index:
         UnsafeError: a shard outside the index's directory.
     """
     content = parse_json(source.read_all(_MAX_INDEX, "the index"), "the index")
-    weight_map = content.get("weight_map")
+    weight_map = content.get("weight_map", content if _is_map(content) else None)
     if not isinstance(weight_map, dict) or not all(type(v) is str for v in weight_map.values()):
         raise FormatError(
             "an index without a map from keys to files",
             entry="weight_map",
             expected='{"weight_map": {"key": "file"}}',
         )
-    metadata = content.get("metadata") or {}
+    metadata = {} if weight_map is content else content.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise FormatError("the index's metadata is not a map", entry="metadata")
     directory = os.path.dirname(source.path)
@@ -69,6 +71,13 @@ def read_sharded(source: Source, read_file: _ReadFile) -> Index:
     claims = {key: names[id(shards[name])] for key, name in weight_map.items()}
     shards = {name: shards[name] for name in dict.fromkeys(claims.values())}
     return put_together(source.path, shards, claims, text)
+
+
+def _is_map(content: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object maps keys to files by itself, as accelerate has it, too."""
+    return bool(content) and all(
+        type(name) is str and name.endswith(_WEIGHTS) for name in content.values()
+    )
 
 
 def read_set(path: str, names: Iterable[str], read_file: _ReadFile) -> Index:
@@ -160,13 +169,16 @@ def put_together(
     """Put shards together under one index."""
     for shard in shards.values():
         metadata = {**shard.metadata, **metadata}
-    claimed = [_claimed(name, shard, weight_map) for name, shard in shards.items()]
+    mine = [claimed(name, shard, weight_map) for name, shard in shards.items()]
     conflict = "two shards hold this key and no index says which one counts"
-    return join(path, "sharded", claimed, metadata, conflict)
+    return join(path, "sharded", mine, metadata, conflict)
 
 
-def _claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:
-    """Return what a shard holds that the index does not take from another one."""
+def claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:
+    """Return what a shard holds that the index does not take from another one.
+
+    Its storages get the shard's name before theirs.
+    """
 
     def mine(values: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in values.items() if weight_map.get(key, name) == name}

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ _KINDS = {
     stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket",
     stat.S_IFCHR: "device", stat.S_IFBLK: "device",
 }  # fmt: skip
+
+#: Bytes that a `Cursor` reads ahead.
+_WINDOW = 1 << 16
 
 
 class Source:
@@ -104,6 +108,50 @@ class Source:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class Cursor:
+    """What comes next in a file, read in windows: headers hold vocabularies of megabytes.
+
+    Attributes:
+        at: how many bytes have been taken.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.at = 0
+        self._source = source
+        self._window, self._start = b"", 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes, all of them or an error."""
+        begin = self.at - self._start
+        if not 0 <= begin <= begin + count <= len(self._window):
+            left = self._check(count)
+            self._window = self._source.read(self.at, min(max(count, _WINDOW), left))
+            self._start, begin = self.at, 0
+        self.at += count
+        return self._window[begin : begin + count]
+
+    def skip(self, count: int) -> None:
+        """Pass over bytes that must be there."""
+        self._check(count)
+        self.at += count
+
+    def number(self, layout: str) -> Any:
+        """Return the next number, given how `struct` calls it."""
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
+
+    def _check(self, count: int) -> int:
+        """Return how many bytes are left, which must be enough."""
+        left = self._source.size - self.at
+        if count > left:
+            raise FormatError(
+                "the file ends early",
+                expected=f"{count} bytes more",
+                found=f"{left} bytes",
+                hint="The file is truncated: fetch it again.",
+            )
+        return left
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torchlift._model.torch_private import storage_key
 from torchlift._plan import DtypeRule, Rename, entry_like, renamed, target_dtype
 from torchlift._system import count_of, human, parse_size
 from torchlift.errors import PlacementError, did_you_mean
+from torchlift.formats import of_model
 from torchlift.remap.maps import (
     ByKey,
     Device,
@@ -316,16 +317,17 @@ def _extent(tensor: torch.Tensor) -> tuple[object, int, int]:
 
 
 def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) -> Inventory:
-    names = renamed(ckpt.entries, rename, ckpt.path)
+    entries = of_model(ckpt.index).entries
+    names = renamed(entries, rename, ckpt.path)
     same: dict[object, list[str]] = {}
     for key in names:
-        entry = ckpt.entries[key]
+        entry = entries[key]
         # Two keys that show the same bytes in the same way are one tensor.
         spot = (entry.storage, entry.chunks[:1], entry.shape, entry.stride, entry.dtype)
         same.setdefault(spot if entry.chunks else key, []).append(key)
     items = []
     for keys in same.values():
-        entry = ckpt.entries[keys[0]]
+        entry = entries[keys[0]]
         saved = dtype_of(entry, ckpt.path)
         blank = torch.empty(0, dtype=saved, device="meta")
         becomes = target_dtype(dtype, replace(entry, key=names[keys[0]]), blank, saved)

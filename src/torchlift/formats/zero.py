@@ -1,0 +1,430 @@
+"""Directories of DeepSpeed's ZeRO: every rank stores its share of the model as flat vectors.
+
+Facts: deepspeed, ``utils/zero_to_fp32.py`` and the optimizers' ``state_dict`` in ``runtime``. In
+stages 1 and 2 the vectors of all ranks, one behind the other, are the parameters of a group. In
+stage 3 each parameter is cut into equal shares, the last one padded, and the vectors of one rank,
+one behind the other, are its shares of all parameters. ``param_shapes`` has their order. Objects
+of deepspeed's classes are in the files, too: none is needed to find the numbers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+from torchlift.errors import FormatError
+from torchlift.formats.boxes import flat_entry
+from torchlift.formats.index import Index, TensorEntry, under, used_by
+from torchlift.formats.sharded import claimed, locate
+from torchlift.formats.source import dense_shape
+from torchlift.formats.unpickle import ENTRY, STEP, Budget
+
+_FILE = re.compile(
+    r"(?:(?:bf16_|fp16_)?(zero_pp_rank_)(\d{1,9})_)?mp_rank_(\d{1,9})_(model|optim)_states\.pt",
+    re.ASCII,
+)
+_OPTIM = "optimizer_state_dict"
+#: Where a rank has its vectors of weights, in stages 1 and 2 and in stage 3, and the state of them.
+_WEIGHTS = "single_partition_of_fp32_groups.", "fp32_flat_groups."
+_STATES = "base_optimizer_state.state.", "optimizer_state_dict.state.", "base_optimizer_state."
+#: What only says how the model and its optimizer are stored.
+_LAYOUT = {
+    "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
+    "buffer_names", "base_optimizer_state", "optimizer_state_dict", "param_slice_mappings",
+    "group_paddings", "param_alignment_paddings", *(name.removesuffix(".") for name in _WEIGHTS),
+}  # fmt: skip
+_SMALL = (bool, int, float, type(None))
+
+_V = TypeVar("_V")
+_ReadFile = Callable[[str, Budget], Index]
+
+
+def zero_files(path: str, names: Iterable[str]) -> list[str]:
+    """Return the files of a ZeRO checkpoint; none where no rank has a file of its own.
+
+    Example:
+        >>> zero_files("", ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py"])
+        ['zero_pp_rank_0_mp_rank_00_optim_states.pt']
+    """
+    found = [match for name in names if (match := _FILE.fullmatch(name))]
+    return [match[0] for match in found] if any(match[1] for match in found) else []
+
+
+def read_zero(path: str, names: Sequence[str], read_file: _ReadFile) -> Index:
+    """Read the index of a ZeRO checkpoint of stage 1, 2 or 3.
+
+    Weights have the model's names, optimizer state is below ``optimizer.state.<name>`` and its
+    hyperparameters are below ``optimizer.param_groups.<name>``, as in torch's flattened state
+    dicts; what else rank 0 saved is below ``training``. State that is not one number for each
+    element, nor one for all of them, is left out.
+
+    Args:
+        path: absolute path of the directory.
+        names: its files, see `zero_files`.
+        read_file: reads one file.
+
+    Raises:
+        FormatError: a rank's file is missing, the model is split in other ways too, or the vectors
+            have not the length that the shapes need.
+        UnsafeError: a file is a link that leaves the directory.
+    """
+    budget = Budget()
+    kinds: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
+    for match in filter(None, map(_FILE.fullmatch, names)):
+        if int(match[3]):
+            raise _split("by tensor or pipeline parallelism", match[0])
+        kinds[match[4]][int(match[2] or 0)] = match[0]
+
+    def read(kind: str, ranks: int) -> list[Index]:
+        lacking = next((rank for rank in range(ranks) if rank not in kinds[kind]), None)
+        if lacking is not None:
+            raise FormatError(
+                "a ZeRO checkpoint without the files of every rank",
+                expected=f"*_{kind}_states.pt of {ranks} ranks",
+                found=f"{len(kinds[kind])}, none of rank {lacking}",
+                hint="Each has a share of every weight: fetch them all.",
+            )
+        files = [locate(path, kinds[kind][rank]) for rank in range(ranks)]
+        return [claimed(os.path.basename(file), read_file(file, budget), {}) for file in files]
+
+    optims = read("optim", max(kinds["optim"], default=0) + 1)
+    budget.grow(sum(optim.nbytes for optim in optims))  # so many shares may be found in them
+    optims = [under(optim, _OPTIM) or optim for optim in optims]
+    counts = optims[0].objects.get("partition_count")
+    for count in counts if isinstance(counts, list) else [counts]:
+        if type(count) is int and count > len(optims):
+            read("optim", count)
+        if count != len(optims):
+            raise _split("by expert parallelism", found=f"partitions in {str(count)[:20]}")
+    return _Reader(optims, lambda ranks: read("model", ranks), budget).index(path)
+
+
+def _split(how: str, entry: str | None = None, found: str | None = None) -> FormatError:
+    return FormatError(
+        f"a ZeRO checkpoint of a model that is split {how}, too",
+        entry=entry,
+        found=found,
+        hint="Only DeepSpeed knows how it fits together: see its ds_to_universal.py.",
+    )
+
+
+class _Vector:
+    """Flat tensors that follow each other.
+
+    Attributes:
+        parts: the tensors; one without chunks stands for state that is not there.
+        ends: index of the first element behind each.
+    """
+
+    def __init__(self, parts: Iterable[TensorEntry]) -> None:
+        self.parts, self.ends = list(parts), list[int]()
+        for part in self.parts:
+            if len(part.shape) != 1 or not part.is_contiguous or part.encoding:
+                raise FormatError("a partition that is not flat", entry=part.key, found=part.shape)
+            self.ends.append(part.shape[0] + self.numel)
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.ends[-1] if self.ends else 0
+
+    def runs(self, start: int, numel: int) -> Iterator[tuple[TensorEntry, int, int]]:
+        """Yield the tensors that hold elements of the vector, with the first one and how many."""
+        at, stop = bisect.bisect_right(self.ends, start), start + numel
+        if stop > self.numel:
+            raise _unequal(self, stop)
+        while start < stop:
+            part, end = self.parts[at], min(self.ends[at], stop)
+            if end > start:
+                yield part, start - self.ends[at] + part.shape[0], end - start
+            start, at = end, at + 1
+
+
+def _check_length(vector: _Vector, numel: int, align: int) -> None:
+    """Refuse a vector that its parameters do not fill, up to what it may be padded by."""
+    if -(-numel // align) != -(-vector.numel // align):
+        raise _unequal(vector, numel)
+
+
+def _unequal(vector: _Vector, numel: int) -> FormatError:
+    return FormatError(
+        "a vector has not the length that the shapes of its parameters need",
+        entry=vector.parts[0].key if vector.parts else None,
+        expected=f"{numel} elements",
+        found=f"{vector.numel}",
+        hint="The files are of different checkpoints, or one was not saved completely.",
+    )
+
+
+class _Parameter(NamedTuple):
+    """Where a parameter is.
+
+    Attributes:
+        group: number of the flat tensor that it starts in.
+        start: its first element in the vector, or in stage 3 that of each rank's share.
+    """
+
+    shape: tuple[int, ...]
+    group: int
+    start: int
+
+
+class _Reader:
+    """A checkpoint whose files have been read: see `read_zero`.
+
+    Args:
+        optims: what each rank says of the optimizer.
+        read_models: reads what the first ranks say of the model.
+        budget: what reading the directory may still cost.
+    """
+
+    def __init__(
+        self, optims: list[Index], read_models: Callable[[int], list[Index]], budget: Budget
+    ) -> None:
+        self.optims, self.budget, self.world = optims, budget, len(optims)
+        self.models, self.read_models = read_models(1), read_models
+        self.model = self.models[0]
+        first = optims[0]
+        self.is_stage_3 = _WEIGHTS[1] + "0" in first.entries
+        self.weights = _WEIGHTS[self.is_stage_3]
+        numbered = (f"{self.weights}{at}" for at in itertools.count())
+        self.groups = sum(1 for _ in itertools.takewhile(first.entries.__contains__, numbered))
+        keys = (*first.entries, *first.objects)
+        starts = (base for base in _STATES if any(key.startswith(base + "0.") for key in keys))
+        self.state = next(starts, _STATES[0])
+        self.aside = ["optimizer", "training"]
+
+    def index(self, path: str) -> Index:
+        """Return the index of the whole."""
+        module = under(self.model, "module")
+        if module is None or not self.groups:
+            raise FormatError(
+                "a ZeRO checkpoint without a module or without weights",
+                hint="A pipeline's layers are in files of their own: see DeepSpeed's "
+                "ds_to_universal.py.",
+            )
+        keys = (*module.entries, *module.objects, *module.blocked_keys)
+        tops = {key.partition(".")[0] for key in keys}
+        for at in range(2):
+            while self.aside[at] in tops:  # the model has one of that name
+                self.aside[at] = "_" + self.aside[at]
+        vectors = self._vectors()
+        layout = self._layout(vectors)
+        state, objects = self._optimizer(layout)
+        entries = {**self._module(module, layout, vectors), **state, **self._rest("entries")}
+        entries = {key: replace(entry, key=key) for key, entry in entries.items()}
+        files = [*self.models, *self.optims]
+        stage = "3" if self.is_stage_3 else "1 or 2"
+        metadata = {"stage": stage, "ranks": str(self.world)}
+        if isinstance(version := self.model.objects.get("ds_version"), str):
+            metadata["deepspeed"] = version
+        return replace(
+            module,
+            path=path,
+            format="zero",
+            entries=entries,
+            storages=used_by(entries, {k: v for f in files for k, v in f.storages.items()}),
+            files={name: stamp for file in files for name, stamp in file.files.items()},
+            objects={**module.objects, **objects, **self._rest("objects")},
+            blocked_keys={**module.blocked_keys, **self._rest("blocked_keys")},
+            blocked=tuple(dict.fromkeys(name for file in files for name in file.blocked)),
+            metadata=metadata,
+            aside=tuple(self.aside),
+        )
+
+    def _vectors(self, name: str | None = None) -> list[_Vector]:
+        """Return the vectors of the weights, or of a state: one a group, or in stage 3 one a rank.
+
+        Raises:
+            FormatError: a rank lacks one.
+        """
+        self.budget.spend(STEP * self.groups * self.world)
+        table = []
+        for optim in self.optims:
+            keys = [f"{self.weights}{group}" for group in range(self.groups)]
+            row = [optim.entries.get(key) for key in keys]
+            if None in row:
+                what = "a rank without one of the vectors of weights"
+                raise FormatError(what, entry=keys[row.index(None)], file=optim.path)
+            parts = list(filter(None, row))
+            if name is not None:
+                states = (f"{self.state}{group}.{name}" for group in range(self.groups))
+                found = zip(parts, map(optim.entries.get, states), strict=True)
+                parts = [state or replace(part, chunks=()) for part, state in found]
+            table.append(parts)
+        return [_Vector(row) for row in (table if self.is_stage_3 else zip(*table, strict=True))]
+
+    def _layout(self, vectors: Sequence[_Vector]) -> dict[str, _Parameter]:
+        """Return where each parameter is.
+
+        Raises:
+            FormatError: the vectors have not the length that the shapes need.
+        """
+        shapes = self.model.objects.get("param_shapes")
+        shapes = shapes if isinstance(shapes, list) else [shapes]
+        if not all(isinstance(group, dict) for group in shapes):
+            raise FormatError("no shapes of the parameters", entry="param_shapes")
+        if not self.is_stage_3 and len(shapes) != self.groups:
+            raise FormatError(
+                "not as many groups of parameters as vectors",
+                entry="param_shapes",
+                expected=self.groups,
+                found=len(shapes),
+            )
+        paddings = self.optims[0].objects.get("param_alignment_paddings")
+        layout: dict[str, _Parameter] = {}
+        start = 0
+        for group, named in enumerate(shapes):
+            pads = iter(paddings[group] if isinstance(paddings, list) else ())
+            for name, size in named.items():
+                if type(name) is not str or name in layout:
+                    raise FormatError("a parameter is not named, or twice", entry=str(name)[:100])
+                shape = dense_shape(size, name, "shape", "tuple")
+                numel = math.prod(shape)
+                if self.is_stage_3:
+                    group = bisect.bisect_right(vectors[0].ends, start)
+                    layout[name] = _Parameter(shape, group, start)
+                    start += -(-numel // self.world)
+                else:
+                    layout[name] = _Parameter(shape, group, start)
+                    start += numel + max(0, int(next(pads, 0)))
+            if not self.is_stage_3:
+                # By how much it is padded is not recorded: zero_to_fp32 has this bound, too.
+                _check_length(vectors[group], start, 2 * self.world)
+                start = 0
+        for vector in vectors if self.is_stage_3 else ():
+            _check_length(vector, start, 1)
+        return layout
+
+    def _flat(self, key: str, place: _Parameter, vectors: Sequence[_Vector]) -> TensorEntry | None:
+        """Return the entry of a parameter, or of its state; None where there is none."""
+        shares = [(place.group, math.prod(place.shape))]
+        if self.is_stage_3:
+            numel = math.prod(place.shape)
+            share = max(1, -(-numel // self.world))
+            shares = [
+                (at, min(share, numel - first)) for at, first in enumerate(range(0, numel, share))
+            ]
+        places, kinds = [], set[tuple[str, str]]()
+        for number, count in shares:
+            for part, first, numel in vectors[number].runs(place.start, count):
+                if not part.chunks:
+                    return None
+                (chunk,) = part.chunks
+                places.append((chunk.file, chunk.offset + first * part.itemsize, numel))
+                kinds.add((part.dtype, part.location))
+        dtypes = {dtype for dtype, _ in kinds} or {vectors[0].parts[0].dtype}
+        if len(dtypes) > 1:
+            raise FormatError("shares of several dtypes", entry=key, found=sorted(dtypes))
+        location = min((location for _, location in kinds), default="cpu")
+        entry = flat_entry(key, dtypes.pop(), place.shape, places, key, location)
+        self.budget.spend(ENTRY + len(key) + 4 * STEP * len(entry.chunks), key)
+        return entry
+
+    def _module(
+        self, module: Index, layout: dict[str, _Parameter], vectors: Sequence[_Vector]
+    ) -> dict[str, TensorEntry]:
+        """Return the weights and buffers of the model, in its own order."""
+        found: dict[str, TensorEntry | None] = {
+            name: self._flat(name, place, vectors) for name, place in layout.items()
+        }
+        found.update(self._frozen())
+        shared = under(self.model, "shared_params")
+        for name, first in shared.objects.items() if shared else ():
+            if isinstance(first, str) and first in found:
+                found.setdefault(name, found[first])
+        named = self.model.objects.get("buffer_names")
+        buffers = {name for name in (named if isinstance(named, list) else ()) if type(name) is str}
+        for name, entry in module.entries.items():
+            # In stage 3 anything but a buffer is an empty stand-in for a parameter.
+            if not self.is_stage_3 or name in buffers:
+                found.setdefault(name, entry)
+        order = dict.fromkeys((*module.entries, *found))
+        return {name: made for name in order if (made := found.get(name)) is not None}
+
+    def _frozen(self) -> Iterator[tuple[str, TensorEntry | None]]:
+        """Yield the parameters that are not trained."""
+        shapes = under(self.model, "frozen_param_shapes")
+        if shapes is None:
+            return
+        if self.is_stage_3 and shapes.objects:
+            self.models = self.read_models(self.world)
+        for name, size in shapes.objects.items():
+            shape, key = dense_shape(size, name, "shape", "tuple"), f"frozen_param_fragments.{name}"
+            parts = [model.entries.get(key) for model in self.models]
+            whole = parts[0]
+            if self.is_stage_3 and None not in parts:
+                vectors = [_Vector([part]) for part in filter(None, parts)]
+                yield name, self._flat(name, _Parameter(shape, 0, 0), vectors)
+            elif whole is None or whole.shape != shape:
+                raise FormatError(
+                    "a frozen parameter without its values",
+                    entry=name,
+                    expected=shape,
+                    found=whole and whole.shape,
+                )
+            else:
+                yield name, whole
+
+    def _optimizer(
+        self, layout: dict[str, _Parameter]
+    ) -> tuple[dict[str, TensorEntry], dict[str, object]]:
+        """Return state and hyperparameters by parameter, as far as a state is one of elements."""
+        first, entries, objects = self.optims[0], dict[str, TensorEntry](), dict[str, object]()
+        groups: dict[str, list[str]] = {}
+        for name, place in layout.items():
+            groups.setdefault(str(place.group), []).append(name)
+        vectors: dict[str, list[_Vector]] = {}
+        for (group, kind), entry in self._by_group(first.entries):
+            weight = first.entries.get(f"{self.weights}{group}")
+            if weight and len(entry.shape) == 1 and entry.numel >= weight.numel:
+                vectors[kind] = vectors.get(kind) or self._vectors(kind)
+            for name in groups.get(group, ()):
+                made = f"{self.aside[0]}.state.{name}.{kind}"
+                self.budget.spend(ENTRY + len(made), name)
+                flat = self._flat(made, layout[name], vectors[kind]) if kind in vectors else None
+                if flat or (entry.numel == 1 and kind not in vectors):
+                    entries[made] = flat or entry
+        for (group, kind), value in self._by_group(first.objects):
+            self._note(objects, "state", groups.get(group, ()), {kind: value})
+        hypers = first.objects.get(self.state.removesuffix("state.") + "param_groups")
+        for hyper in hypers if isinstance(hypers, list) else ():
+            values = dict(hyper) if isinstance(hyper, dict) else {}
+            numbers = values.pop("params", None)
+            for number in numbers if isinstance(numbers, list) else ():
+                self._note(objects, "param_groups", groups.get(str(number), ()), values)
+        return entries, objects
+
+    def _by_group(self, values: Mapping[str, _V]) -> Iterator[tuple[tuple[str, str], _V]]:
+        """Yield what a rank has of its optimizer's state: number of the group, name, value."""
+        for key, value in values.items():
+            group, _, kind = key.removeprefix(self.state).partition(".")
+            if key.startswith(self.state) and kind:
+                yield (group, kind), value
+
+    def _note(
+        self, objects: dict[str, object], kind: str, names: Iterable[str], values: dict[str, object]
+    ) -> None:
+        """File small values under each of the parameters that they are of."""
+        for name in names:
+            for key, value in values.items():
+                many = value if isinstance(value, (list, tuple)) else (value,)
+                if len(many) <= 16 and all(type(x) in _SMALL for x in many):
+                    made = f"{self.aside[0]}.{kind}.{name}.{key}"
+                    self.budget.spend(STEP * (1 + len(many)) + len(made), name)
+                    objects[made] = value
+
+    def _rest(self, what: str) -> dict[str, Any]:
+        """Return what else rank 0 stored."""
+        both = {**getattr(self.model, what), **getattr(self.optims[0], what)}
+        return {
+            f"{self.aside[1]}.{key}": value
+            for key, value in both.items()
+            if key.partition(".")[0] not in _LAYOUT
+        }

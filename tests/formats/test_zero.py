@@ -1,0 +1,357 @@
+"""DeepSpeed's ZeRO directories: the model's weights and the optimizer's state, put together."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from zero_files import Zero
+
+import torchlift
+from torchlift import measure
+from torchlift.distributed import StateDictOptions, set_optimizer_state_dict
+from torchlift.errors import FormatError, UnsafeError
+from torchlift.formats import read_index
+
+
+class Model(nn.Module):
+    """Tied and frozen parameters, buffers, and shapes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.layers = nn.ModuleList([nn.Linear(3, 7), nn.Linear(7, 3)])
+        self.frozen = nn.Linear(3, 5)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+
+
+def training(stage: int, world: int, **how: Any) -> tuple[Model, Zero]:
+    torch.manual_seed(0)
+    model = Model()
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    groups = [
+        {name: value for name, value in trained.items() if (value.dim() > 1) is matrices}
+        for matrices in (True, False)
+    ]
+    frozen = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
+    tied = {"head.weight": "embedding.weight"}
+    return model, Zero(stage, world, groups, frozen, dict(model.named_buffers()), tied, **how)
+
+
+WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "stage 1": (1, 2, {}),
+    "stage 1 on 3 ranks, elastic": (1, 3, {"elastic": True}),
+    "stage 1 in bfloat16": (1, 4, {"prefix": "bf16_"}),
+    "stage 2": (2, 3, {"prefix": "bf16_"}),
+    "stage 2, aligned": (2, 3, {"alignment": 8}),
+    "stage 2 on more ranks than some have elements": (2, 40, {}),
+    "stage 3": (3, 2, {}),
+    "stage 3 on 3 ranks": (3, 3, {"prefix": "fp16_"}),
+    "stage 3 on more ranks than some have elements": (3, 40, {}),
+    "one rank": (3, 1, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_and_state_are_those_of_the_training(tmp_path: Path, way: str) -> None:
+    """Of every stage, without deepspeed: each value at its place, padding nowhere."""
+    stage, world, how = WAYS[way]
+    model, zero = training(stage, world, **how)
+    path = zero.write(tmp_path / "run")
+    with torchlift.open(path) as ckpt:
+        assert ckpt.format == "zero"
+        assert ckpt.path == str(path)
+        weights = zero.weights()
+        for name, value in weights.items():
+            assert torch.equal(ckpt[name], value), name
+        for group, named in enumerate(zero.groups):
+            for name in named:
+                prefix = f"optimizer.state.{name}."
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    assert torch.equal(ckpt[prefix + kind], zero.state(kind, name))
+                assert ckpt[prefix + "step"].item() == 3
+                lr = None if zero.elastic else 0.1 + group
+                assert ckpt.objects.get(f"optimizer.param_groups.{name}.lr") == lr
+        assert len(ckpt) == len(weights) + 3 * sum(map(len, zero.groups))
+        assert ("embedding.weight", "head.weight") in ckpt.aliases
+        assert ckpt.objects["training.epoch"] == 7
+        assert ckpt.objects["training.lr_scheduler.last_epoch"] == 3
+        assert "deepspeed.runtime.fp16.loss_scaler.LossScaler" in ckpt.blocked
+        with pytest.raises(UnsafeError, match=r"training\.loss_scaler.*LossScaler"):
+            ckpt["training.loss_scaler"]
+    assert not any(name.startswith("deepspeed") for name in sys.modules)
+    assert torchlift.verify(path).ok
+    loaded = Model()
+    report = torchlift.load(loaded, path)
+    assert set(report.loaded) | {"head.weight"} == set(weights)
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    entries = read_index(path).entries
+    nbytes = sum(entries[name].nbytes for name in weights if name != "head.weight")
+    assert torchlift.remap.fit(path, {"cpu": "1GiB"}).used == {"cpu": nbytes}
+    skeleton = torchlift.skeleton(Model)
+    with torchlift.open(path) as ckpt:
+        torchlift.load(skeleton, ckpt, source="read", dtype=torch.bfloat16)
+    assert torch.equal(skeleton.head.weight, model.head.weight.bfloat16())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_optimizer_goes_on_where_it_was(tmp_path: Path, stage: int) -> None:
+    """State and hyperparameters have the names of torch's flattened state dicts."""
+    _, zero = training(stage, 2)
+    model = Model()
+    groups = [
+        {"params": [p for p in model.parameters() if p.requires_grad and (p.dim() > 1) is matrices]}
+        for matrices in (True, False)
+    ]
+    optimizer = torch.optim.Adam(groups, lr=1.0)
+    with torchlift.open(zero.write(tmp_path / "run"), root="optimizer") as ckpt:
+        assert ckpt.nbytes >= 2 * 4 * sum(v.numel() for g in zero.groups for v in g.values())
+        set_optimizer_state_dict(
+            model,
+            optimizer,
+            {**ckpt, **ckpt.objects},
+            options=StateDictOptions(flatten_optimizer_state_dict=True, strict=False),
+        )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.1]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            state = optimizer.state[parameter]
+            assert torch.equal(state["exp_avg"], zero.state("exp_avg", name))
+            assert state["step"].item() == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    stage=st.sampled_from([1, 2, 3]),
+    world=st.integers(1, 7),
+    shapes=st.lists(
+        st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1, max_size=4),
+        min_size=1, max_size=3,
+    ),
+    alignment=st.sampled_from([1, 4]),
+)  # fmt: skip
+def test_any_shapes_on_any_number_of_ranks(
+    tmp_path_factory: pytest.TempPathFactory, stage: int, world: int, shapes: Any, alignment: int
+) -> None:
+    """Each element is found once, wherever the shares of the ranks begin and end."""
+    groups = [
+        {f"w{at}.{i}": torch.randn(shape) for i, shape in enumerate(group)}
+        for at, group in enumerate(shapes)
+    ]
+    zero = Zero(stage, world, groups, alignment=alignment)
+    with torchlift.open(zero.write(tmp_path_factory.mktemp("z") / "run")) as ckpt:
+        for name, value in zero.weights().items():
+            assert torch.equal(ckpt[name], value)
+            state = ckpt[f"optimizer.state.{name}.exp_avg"]
+            assert torch.equal(state, zero.state("exp_avg", name))
+
+
+_LOADED = """
+result = []
+for source in ("read", "mmap"):
+    shapes = {f"w{at}": torch.empty(1021, 2049, device="meta") for at in range(8)}
+    model = torch.nn.ParameterDict(shapes)
+    with measure.memory(sampler="process") as use:
+        torchlift.load(model, args[0], source=source)
+    result.append((use.added_anonymous, float(model["w7"].sum())))
+    del model
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is told by /proc")
+def test_a_load_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
+    """Of 64 MiB in shares of three ranks: each part of a tensor goes to its place at once."""
+    values = {f"w{at}": torch.full((1021, 2049), float(at)) for at in range(8)}
+    path = Zero(3, 3, [values]).write(tmp_path / "run")
+    setup = "import torch, torchlift, torchlift._plan.fetch\nfrom torchlift import measure"
+    for added, total in measure.in_child(_LOADED, str(path), setup=setup).value:
+        assert total == 7 * 1021 * 2049
+        assert added < sum(value.nbytes for value in values.values()) + (24 << 20)
+
+
+def test_a_module_that_is_called_optimizer_keeps_its_name(tmp_path: Path) -> None:
+    """The containers beside the model are called otherwise, then."""
+    values = {"optimizer.net": torch.randn(3, 2), "training.x": torch.randn(2)}
+    with torchlift.open(Zero(3, 2, [values]).write(tmp_path / "run")) as ckpt:
+        assert torch.equal(ckpt["optimizer.net"], values["optimizer.net"])
+        assert "_optimizer.state.optimizer.net.exp_avg" in ckpt
+        assert ckpt.objects["_training.epoch"] == 7
+    model = nn.Module()
+    model.optimizer = nn.ParameterDict({"net": torch.zeros(3, 2)})
+    model.training_ = nn.Identity()
+    torchlift.load(model, tmp_path / "run", rename=lambda key: None if key == "training.x" else key)
+    assert torch.equal(model.optimizer["net"], values["optimizer.net"])
+
+
+def test_the_note_of_the_last_checkpoint_says_which(tmp_path: Path) -> None:
+    """And the folder itself is a checkpoint; beside a model of its own, the note says nothing."""
+    _, zero = training(2, 2)
+    path = zero.write(tmp_path / "run")
+    inside = read_index(path / "global_step3")
+    assert list(inside.entries) == list(read_index(path).entries)
+    (path / "latest").unlink()
+    with pytest.raises(FormatError, match="directories with checkpoints; found global_step3"):
+        read_index(path)
+    (path / "latest").write_text("global_step9\n")
+    with pytest.raises(FormatError, match=r"global_step9.*missing"):
+        read_index(path)
+    (path / "latest").write_text("../run/global_step3")
+    with pytest.raises(UnsafeError, match="leaves the directory"):
+        read_index(path)
+    (path / "latest").write_text("zero_to_fp32.py")
+    with pytest.raises(FormatError, match="the last checkpoint is not a directory"):
+        read_index(path)
+    (path / "latest").write_text("global_step3")
+    torch.save({"w": torch.ones(1)}, path / "rng_state_0.pth")
+    assert read_index(path).format == "zero"
+    torch.save({"w": torch.ones(1)}, path / "pytorch_model.bin")
+    assert list(read_index(path).entries) == ["w"]
+
+
+def _remove(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _copy(name: str, other: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / other).write_bytes((folder / name).read_bytes())
+
+
+def _pipe(folder: Path) -> None:
+    (folder / RANK_1).unlink()
+    os.mkfifo(folder / RANK_1)
+
+
+def _link(folder: Path) -> None:
+    os.rename(folder / RANK_1, folder.parent.parent / "elsewhere")
+    os.symlink(folder.parent.parent / "elsewhere", folder / RANK_1)
+
+
+RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+RANK_0, MODEL = RANK_1.replace("1", "0", 1), "mp_rank_00_model_states.pt"
+FOLDERS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "the last rank is missing": (_remove(RANK_1), FormatError,
+        r"without the files of every rank; expected \*_optim_states.pt of 2 ranks; found 1, "
+        "none of rank 1"),
+    "the first rank is missing": (_remove(RANK_0), FormatError, "none of rank 0"),
+    "the model is missing": (_remove(MODEL), FormatError, r"_model_states.pt of 1 ranks; found 0"),
+    "parallel in other ways": (_copy(MODEL, "mp_rank_01_model_states.pt"), FormatError,
+        "'mp_rank_01_model_states.pt': .*split by tensor or pipeline parallelism.*ds_to_univ"),
+    "more ranks": (_copy(RANK_0, "zero_pp_rank_2_mp_rank_00_optim_states.pt"), FormatError,
+        "split by expert parallelism"),
+    "the model for a rank": (_copy(MODEL, RANK_1), FormatError, "a rank without one of the vec"),
+    "a rank for the model": (_copy(RANK_0, MODEL), FormatError, "without a module"),
+    "a named pipe": (_pipe, FormatError, "not a regular file; found a named pipe"),
+    "a link elsewhere": (_link, UnsafeError, "a link that leaves the directory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOLDERS)
+def test_a_directory_that_is_not_complete_is_refused(tmp_path: Path, what: str) -> None:
+    """With the files that are missing, or what else is wrong."""
+    edit, kind, text = FOLDERS[what]
+    _, zero = training(2, 2)
+    path = zero.write(tmp_path / "run")
+    edit(path / "global_step3")
+    with pytest.raises(kind, match=f"(?s){text}"):
+        torchlift.open(path)
+
+
+def _set(*keys: Any, value: Any) -> Callable[[str, Any], None]:
+    def edit(name: str, content: Any) -> None:
+        try:
+            for key in keys[:-1]:
+                content = content[key]
+            content[keys[-1]] = value
+        except (KeyError, IndexError):
+            pass
+
+    return edit
+
+
+_GROUPS = "optimizer_state_dict", "single_partition_of_fp32_groups"
+CONTENTS: dict[str, tuple[int, Callable[[str, Any], None], str]] = {
+    "no shapes": (2, _set("param_shapes", value=None), "no shapes of the parameters"),
+    "fewer groups": (2, _set("param_shapes", value=[{}]), "not as many groups.*expected 2; foun"),
+    "a shape that is none": (2, _set("param_shapes", 0, "embedding.weight", value=(5, -3)),
+        "'embedding.weight': a tensor has an impossible shape"),
+    "a larger shape": (2, _set("param_shapes", 0, "embedding.weight", value=(50, 3)),
+        "single_partition_of_fp32_groups.0': a vector has not the length.*expected 192 elements"),
+    "a larger share": (3, _set("param_shapes", 0, "embedding.weight", value=(50, 3)),
+        "fp32_flat_groups.0': a vector has not the length"),
+    "a huge shape": (3, _set("param_shapes", 0, "embedding.weight", value=(2**40, 2**20)),
+        "a vector has not the length"),
+    "a name twice": (3, _set("param_shapes", 1, "embedding.weight", value=(5, 3)),
+        "'embedding.weight': a parameter is not named, or twice"),
+    "a vector that is a matrix": (2, _set(*_GROUPS, 0, value=torch.ones(29, 1)),
+        "a partition that is not flat"),
+    "a vector that is missing": (2, _set(*_GROUPS, 0, value=None),
+        "without a module or without weights"),
+    "vectors of other dtypes": (2, lambda name, content: "rank_1" in name and _set(
+        *_GROUPS, 0, value=torch.ones(28, dtype=torch.float64))(name, content),
+        "shares of several dtypes; found .'float32', 'float64'"),
+    "frozen ones without values": (2, _set("frozen_param_fragments", value={}),
+        r"'frozen\.weight': a frozen parameter without its values"),
+    "frozen ones of another shape": (2, _set("frozen_param_shapes", "frozen.bias", value=(4,)),
+        r"'frozen\.bias': a frozen parameter without its values; expected \(4,\); found \(5,\)"),
+    "frozen shares that are short": (3, _set("frozen_param_shapes", "frozen.bias", value=(40,)),
+        "frozen_param_fragments.frozen.bias': a vector has not the length"),
+    "no module": (2, _set("module", value=None), "without a module"),
+    "other partitions": (2, _set("optimizer_state_dict", "partition_count", value=[2, 1]),
+        "split by expert parallelism, too; found partitions in 1"),
+    "no number of partitions": (2, _set("optimizer_state_dict", "partition_count", value="x"),
+        "partitions in x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONTENTS)
+def test_files_that_do_not_fit_together_are_refused(tmp_path: Path, what: str) -> None:
+    """Each names the entry, before anything is allocated for it."""
+    stage, edit, text = CONTENTS[what]
+    _, zero = training(stage, 2)
+    path = zero.write(tmp_path / "run", edit)
+    with pytest.raises(FormatError, match=f"(?s){text}"):
+        torchlift.open(path)
+
+
+def test_state_that_fits_no_parameter_is_left_out(tmp_path: Path) -> None:
+    """A state of another length is not one number for each element; a number for all is kept."""
+    _, zero = training(2, 2)
+
+    def edit(name: str, content: Any) -> None:
+        if "optim" in name:
+            state = content["optimizer_state_dict"]["base_optimizer_state"]["state"]
+            state[0].update(error=torch.ones(2), beta=0.5, maximum=torch.tensor(2.0))
+
+    with torchlift.open(zero.write(tmp_path / "run", edit)) as ckpt:
+        prefix = "optimizer.state.embedding.weight."
+        assert ckpt[prefix + "maximum"].item() == 2
+        assert ckpt.objects[prefix + "beta"] == 0.5
+        assert prefix + "error" not in ckpt
+
+
+def test_a_state_that_one_rank_lacks_is_left_out(tmp_path: Path) -> None:
+    """Of its parameters only: what other groups have stays."""
+    _, zero = training(3, 2)
+
+    def edit(name: str, content: Any) -> None:
+        if "rank_1" in name and "optim" in name:
+            state = content["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+            del state[0]["exp_avg"]
+
+    with torchlift.open(replace(zero).write(tmp_path / "run", edit)) as ckpt:
+        assert "optimizer.state.embedding.weight.exp_avg" not in ckpt
+        assert "optimizer.state.embedding.weight.exp_avg_sq" in ckpt
+        assert "optimizer.state.norm.weight.exp_avg" in ckpt
