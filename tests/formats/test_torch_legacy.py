@@ -156,7 +156,7 @@ def test_other_tensors_and_modules_are_named(path):
     assert list(ckpt) == ["w"]
     assert ckpt.blocked == ("torch._utils._rebuild_sparse_tensor",)
     torch.save(nn.Linear(1, 1), path, _use_new_zipfile_serialization=False)
-    with pytest.raises(torchlift.FormatError, match=r"whole pickled module.*state_dict\(\)"):
+    with pytest.raises(torchlift.UnsafeError, match=r"whole pickled module.*state_dict\(\)"):
         torchlift.open(path)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint_files import tensor, write_safetensors, write_zip
 
-from torchlift.errors import FormatError
+from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats import read_index
 
 
@@ -18,9 +18,9 @@ def path(tmp_path):
     return tmp_path / "bad.pt"
 
 
-def refused(path, match):
+def refused(path, match, kind=FormatError):
     """The error of reading a file, whose message must fit and name the file."""
-    with pytest.raises(FormatError, match=match) as caught:
+    with pytest.raises(kind, match=match) as caught:
         read_index(path)
     assert caught.value.file == str(path)
     assert str(path) in str(caught.value)
@@ -280,7 +280,7 @@ def test_a_true_among_equal_ones_is_still_refused(path):
 def test_a_whole_module_says_what_it_is(path):
     """A pickled module is refused with the way to a state dict."""
     torch.save(torch.nn.Linear(1, 1), path)
-    error = refused(path, r"whole pickled module.*state_dict\(\)")
+    error = refused(path, r"whole pickled module.*state_dict\(\)", UnsafeError)
     assert error.entry == "torch.nn.modules.linear.Linear"
 
 

@@ -10,17 +10,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
 from typing import Any, NamedTuple
 
 import torch
 
-from torchlift._checkpoint.checkpoint import Checkpoint, open
-from torchlift._system import count_of, human, printable
+from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, open
+from torchlift._system import Facts, Summary, count_of, human, printable
 
 Comparable = Checkpoint | Mapping[str, Any] | str | os.PathLike[str]
-#: Elements compared at a time: with the temporaries of a comparison in float64, about 40 MiB.
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +66,8 @@ class Change:
         return "; ".join([*texts, *([] if self.value is None else [str(self.value)])])
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointDiff:
+@dataclass(frozen=True, slots=True, repr=False)
+class CheckpointDiff(Summary):
     """What `diff` found, from the first checkpoint to the second.
 
     Attributes:
@@ -101,8 +98,9 @@ class CheckpointDiff:
     def __str__(self) -> str:
         return "\n".join(self._lines(20))
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+    def _summary(self) -> tuple[str, Facts]:
+        headline, *lines = self._lines(20)
+        return headline, [("", line) for line in lines]
 
     def _lines(self, rows: int) -> Iterator[str]:
         alike = self.compared - sum(
@@ -283,9 +281,8 @@ def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Value
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements on the host, in order, some at a time."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    for block in torch.split(flat, _BLOCK):
-        yield block.cpu()
+    for block in blocks_of(tensor.detach()):
+        yield block.resolve_conj().resolve_neg().cpu()
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:

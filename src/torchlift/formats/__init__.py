@@ -12,10 +12,12 @@ from torchlift.formats.index import (
     Leaf,
     Storage,
     TensorEntry,
+    matching,
+    select,
     under,
 )
 
 __all__ = [
     "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "Storage", "TensorEntry", "cut",
-    "read_index", "row_major", "steps_in_file", "under",
+    "matching", "read_index", "row_major", "select", "steps_in_file", "under",
 ]  # fmt: skip

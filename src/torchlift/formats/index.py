@@ -6,13 +6,15 @@ process that has no means to run its code.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchlift.errors import FormatError, IntegrityError
+from torchlift.errors import FormatError, IntegrityError, did_you_mean
 
 #: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
 ITEMSIZE: dict[str, int] = {
@@ -290,9 +292,6 @@ def under(index: Index, root: str) -> Index | None:
     objects, blocked_keys = inside(index.objects), inside(index.blocked_keys)
     if not (entries or objects or blocked_keys):
         return None
-    used = {entry.storage for entry in entries.values()}
-    # An entry in several chunks names the storage of the first one only.
-    spots = {(c.file, c.offset) for e in entries.values() if len(e.chunks) > 1 for c in e.chunks}
     versions = inside(index.module_versions)
     if root in index.module_versions:
         versions[""] = index.module_versions[root]
@@ -303,14 +302,66 @@ def under(index: Index, root: str) -> Index | None:
         objects=objects,
         blocked_keys=blocked_keys,
         blocked=tuple(dict.fromkeys(blocked_keys.values())),
-        storages={
-            name: storage
-            for name, storage in index.storages.items()
-            if name in used or (storage.file, storage.offset) in spots
-        },
+        storages=_used(index, entries),
         templates={key: _strip_leaves(tree, prefix) for key, tree in templates.items()},
         module_versions=versions,
     )
+
+
+def select(index: Index, root: str) -> Index:
+    """Return what is under the container `root`, with that prefix stripped.
+
+    Raises:
+        FormatError: there is no such container.
+    """
+    selected = under(index, root)
+    if selected is not None:
+        return selected
+    if root in index.entries or root in index.objects:
+        raise FormatError(
+            "it is a leaf of the checkpoint, not a container",
+            file=index.path,
+            entry=root,
+            hint="Leave root= out, or pass rename= to choose among the keys.",
+        )
+    tops = sorted({key.split(".", 1)[0] for key in [*index.entries, *index.objects]})
+    raise FormatError(
+        "there is no such container",
+        file=index.path,
+        entry=root,
+        found="at the top: " + (", ".join(tops) or "nothing"),
+        hint=did_you_mean(root, tops) or "Pass one of these as root=, or leave root out.",
+    )
+
+
+def matching(index: Index, patterns: Sequence[str]) -> Index:
+    """Return what an index has under keys that one of the glob patterns fits, whole."""
+    fits = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
+
+    def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if any(fit(key) for fit in fits)}
+
+    entries, blocked_keys = chosen(index.entries), chosen(index.blocked_keys)
+    return replace(
+        index,
+        entries=entries,
+        objects=chosen(index.objects),
+        blocked_keys=blocked_keys,
+        blocked=tuple(dict.fromkeys(blocked_keys.values())),
+        storages=_used(index, entries),
+    )
+
+
+def _used(index: Index, entries: Mapping[str, TensorEntry]) -> dict[str, Storage]:
+    """Return the storages that some of an index's entries need."""
+    used = {entry.storage for entry in entries.values()}
+    # An entry in several chunks names the storage of the first one only.
+    spots = {(c.file, c.offset) for e in entries.values() if len(e.chunks) > 1 for c in e.chunks}
+    return {
+        name: storage
+        for name, storage in index.storages.items()
+        if name in used or (storage.file, storage.offset) in spots
+    }
 
 
 def _strip_leaves(tree: object, prefix: str) -> object:
