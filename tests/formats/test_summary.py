@@ -57,7 +57,7 @@ def test_rows_limit_the_table(index):
 
 def rows(index, **options):
     """Label, tensors, bytes and note of every line of the tree."""
-    table, more = _tree(index, **{"lines": 1000, "depth": None, "by_size": False} | options)
+    table, more = _tree(_Rest(index), **{"lines": 1000, "depth": None, "by_size": False} | options)
     assert not more
     return [(row[0], row[1], row[2], row[-1]) for row in table[1:]]
 

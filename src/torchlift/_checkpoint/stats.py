@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint
-from torchlift.errors import FormatError
 from torchlift.formats import TensorEntry
 
 #: What the four bits of a float4_e2m1fn say; a byte holds two of them, the first in its low half.
 _FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-#: A view may repeat its bytes without end. More elements than this per stored byte are not read.
-_MOST_REPEATED = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +54,6 @@ def stats_of(ckpt: Checkpoint, entry: TensorEntry) -> TensorStats:
         ...     stats_of(ckpt, ckpt.entries["w"])
         TensorStats(min=1.0, max=3.0, mean=2.0, std=1.0, nan=1, inf=0)
     """
-    stored = sum(chunk.nbytes for chunk in entry.chunks)
-    if entry.numel > _MOST_REPEATED * max(stored, 1 << 10):
-        raise FormatError(
-            "a view that repeats its bytes too often to be read through",
-            file=ckpt.path,
-            entry=entry.key,
-            found=f"{entry.numel} elements of {stored} stored bytes",
-        )
     count, mean, squares, nan, inf = 0, 0.0, 0.0, 0, 0
     smallest: float | None = None
     largest: float | None = None

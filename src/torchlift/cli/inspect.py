@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torchlift._system import printable, progress_bar
+from torchlift._system import collection_paused, progress_bar
 from torchlift.cli.output import print_json
 from torchlift.errors import FormatError
 from torchlift.formats import Index, matching, read_index, select
@@ -67,6 +67,11 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary; 3 when something in the file would have run code."""
+    with collection_paused():  # which would walk 100,000 entries again and again
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     index = whole = read_index(args.path)
     if args.root is not None:
         index = select(index, args.root)
@@ -85,10 +90,9 @@ def run(args: argparse.Namespace) -> int:
     elif args.tensors or args.stats:
         cells = {key: _cells(known) for key, known in stats.items()}
         extra = ((*_STATS, "values"), cells) if args.stats else ((), {})
-        print(printable(to_table(index, rows=rows, extra=extra), lines=True))
+        print(to_table(index, rows=rows, extra=extra))
     else:
-        text = to_text(index, rows=rows, depth=args.depth, by_size=args.sort == "size")
-        print(printable(text, lines=True))
+        print(to_text(index, rows=rows, depth=args.depth, by_size=args.sort == "size"))
     return 0 if all(map(_DATA.match, whole.blocked)) else 3
 
 

@@ -72,8 +72,9 @@ def to_text(
         Lines without a final newline; no control characters but newlines.
     """
     lines = sys.maxsize if rows is None and depth is not None else rows
-    tree, more = _tree(index, _LINES if lines is None else lines, depth, by_size)
-    return _text(index, rows, tree, f"{more:,} more lines" if more else "")
+    rest = _Rest(index)
+    tree, more = _tree(rest, _LINES if lines is None else lines, depth, by_size)
+    return _text(rest, rows, tree, f"{more:,} more lines" if more else "")
 
 
 def to_table(index: Index, *, rows: int | None = None, extra: Extra = ((), {})) -> str:
@@ -97,16 +98,17 @@ def to_table(index: Index, *, rows: int | None = None, extra: Extra = ((), {})) 
     ]
     more = len(index.entries) - len(table)
     table = [(*_COLUMNS, *columns), *table] if table else []
-    return _text(index, rows, table, f"{more:,} more tensors" if more else "")
+    return _text(rest, rows, table, f"{more:,} more tensors" if more else "")
 
 
 def to_html(index: Index) -> str:
     """Return what `to_text` says for a notebook, every cell of it escaped."""
-    rows, more = _tree(index, _LINES, None, False)
+    rest = _Rest(index)
+    rows, more = _tree(rest, _LINES, None, False)
     tree = _without_empty(rows)
     return page(
         _shown(index.path),
-        ((), _facts(index, _ITEMS)),
+        ((), _facts(rest, _ITEMS)),
         (tree[0] if tree else (), tree[1:]),
         ((), [(f"... and {more:,} more lines",)] if more else []),
     )
@@ -117,15 +119,16 @@ def to_json(index: Index) -> dict[str, Any]:
 
     Objects that JSON cannot say (bytes, sets, complex numbers, NaN) appear as their Python text.
     """
+    rest = _Rest(index)
     return {
         "path": index.path,
         "format": index.format,
         "tensors": [_entry_json(entry) for entry in index.entries.values()],
-        "parameters": _Rest(index).elements,
+        "parameters": rest.elements,
         "nbytes": index.nbytes,
         "dtypes": _counts(map(_kind, index.entries.values())),
         "locations": _counts(entry.location for entry in index.entries.values()),
-        "aliases": [list(group) for group in index.aliases],
+        "aliases": [list(group) for group in rest.aliases],
         "objects": {key: _value_json(value) for key, value in index.objects.items()},
         "metadata": dict(index.metadata),
         "blocked": list(index.blocked),
@@ -137,31 +140,31 @@ def to_json(index: Index) -> dict[str, Any]:
     }
 
 
-def _text(index: Index, rows: int | None, table: Sequence[Sequence[str]], more: str) -> str:
-    facts = _facts(index, _ITEMS if rows is None else rows)
+def _text(rest: _Rest, rows: int | None, table: Sequence[Sequence[str]], more: str) -> str:
+    facts = _facts(rest, _ITEMS if rows is None else rows)
     width = max(len(label) for label, _ in facts)
-    lines = [_shown(index.path), ""]
+    lines = [_shown(rest.index.path), ""]
     lines += [f"{label:<{width}}  {value}" for label, value in facts]
     if table:
         lines += ["", *_align(_without_empty(table))]
     return "\n".join([*lines, f"... and {more}"] if more else lines)
 
 
-def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
+def _facts(rest: _Rest, rows: int) -> list[tuple[str, str]]:
     """Return label and value of everything above the table."""
-    entries = index.entries.values()
+    index, entries = rest.index, rest.index.entries.values()
     size = human(sum(stamp.size for stamp in index.files.values()))
     facts = [
         ("format", index.format),
         ("file size", size + (f" in {len(index.files):,} files" if len(index.files) > 1 else "")),
         ("tensors", f"{len(entries):,}"),
-        ("parameters", f"{_Rest(index).elements:,}"),
+        ("parameters", f"{rest.elements:,}"),
         ("storage", human(index.nbytes)),
         ("dtypes", _count_text(map(_kind, entries))),
         ("locations", _count_text(entry.location for entry in entries)),
     ]
     lists: list[tuple[str, Collection[Any], Callable[[Any], str]]] = [
-        ("aliases", index.aliases, lambda group: " = ".join(map(_shown, group))),
+        ("aliases", rest.aliases, lambda group: " = ".join(map(_shown, group))),
         (
             "objects",
             index.objects.items(),
@@ -188,9 +191,9 @@ class _Rest:
     """
 
     def __init__(self, index: Index) -> None:
-        self.index = index
+        self.index, self.aliases = index, index.aliases
         self.ties: dict[str, str] = {}
-        for group in index.aliases:
+        for group in self.aliases:
             first: dict[object, str] = {}
             for entry in map(index.entries.__getitem__, group):
                 same = (entry.chunks, entry.dtype, entry.shape, entry.stride, entry.encoding)
@@ -241,11 +244,10 @@ class _Node:
 
 
 def _tree(
-    index: Index, lines: int, depth: int | None, by_size: bool
+    rest: _Rest, lines: int, depth: int | None, by_size: bool
 ) -> tuple[list[tuple[str, ...]], int]:
     """Return the rows of a tree below their heads, and how many did not fit the lines."""
-    rest = _Rest(index)
-    top = level = _branches(list(index.entries.values()), 0, rest, by_size)
+    top = level = _branches(list(rest.index.entries.values()), 0, rest, by_size)
     shown = len(top)
     for _ in range(1, min(_DEEPEST if depth is None else depth, _DEEPEST)):
         below = [
