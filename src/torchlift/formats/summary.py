@@ -94,9 +94,9 @@ def to_table(index: Index, *, rows: int | None = None, extra: Extra = ((), {})) 
             *rest.of(entry),
             *cells.get(entry.key, [""] * len(columns)),
         )
-        for entry in islice(index.entries.values(), rows)
+        for entry in rest.entries[:rows]
     ]
-    more = len(index.entries) - len(table)
+    more = len(rest.entries) - len(table)
     table = [(*_COLUMNS, *columns), *table] if table else []
     return _text(rest, rows, table, f"{more:,} more tensors" if more else "")
 
@@ -123,11 +123,11 @@ def to_json(index: Index) -> dict[str, Any]:
     return {
         "path": index.path,
         "format": index.format,
-        "tensors": [_entry_json(entry) for entry in index.entries.values()],
+        "tensors": [_entry_json(entry) for entry in rest.entries],
         "parameters": rest.elements,
         "nbytes": index.nbytes,
-        "dtypes": _counts(map(_kind, index.entries.values())),
-        "locations": _counts(entry.location for entry in index.entries.values()),
+        "dtypes": _counts(map(_kind, rest.entries)),
+        "locations": _counts(entry.location for entry in rest.entries),
         "aliases": [list(group) for group in rest.aliases],
         "objects": {key: _value_json(value) for key, value in index.objects.items()},
         "metadata": dict(index.metadata),
@@ -152,7 +152,7 @@ def _text(rest: _Rest, rows: int | None, table: Sequence[Sequence[str]], more: s
 
 def _facts(rest: _Rest, rows: int) -> list[tuple[str, str]]:
     """Return label and value of everything above the table."""
-    index, entries = rest.index, rest.index.entries.values()
+    index, entries = rest.index, rest.entries
     size = human(sum(stamp.size for stamp in index.files.values()))
     facts = [
         ("format", index.format),
@@ -186,12 +186,14 @@ class _Rest:
     """What a line says of a tensor besides its name, which takes knowing the others.
 
     Attributes:
+        entries: those of the index.
         ties: key -> the key before it that has the same elements of the same storage.
         elements: of all tensors, those of ties counted once.
     """
 
     def __init__(self, index: Index) -> None:
         self.index, self.aliases = index, index.aliases
+        self.entries = list(index.entries.values())
         self.ties: dict[str, str] = {}
         for group in self.aliases:
             first: dict[object, str] = {}
@@ -200,11 +202,11 @@ class _Rest:
                 tied = first.setdefault(same, entry.key)
                 if tied != entry.key:
                     self.ties[entry.key] = tied
-        self.on_host = {"cpu"}.issuperset(entry.location for entry in index.entries.values())
+        self.on_host = {"cpu"}.issuperset(entry.location for entry in self.entries)
 
     @property
     def elements(self) -> int:
-        return sum(e.numel for key, e in self.index.entries.items() if key not in self.ties)
+        return sum(entry.numel for entry in self.entries if entry.key not in self.ties)
 
     def size(self, entries: Iterable[TensorEntry]) -> int:
         return sum(_size(entry) for entry in entries if entry.key not in self.ties)
@@ -247,7 +249,7 @@ def _tree(
     rest: _Rest, lines: int, depth: int | None, by_size: bool
 ) -> tuple[list[tuple[str, ...]], int]:
     """Return the rows of a tree below their heads, and how many did not fit the lines."""
-    top = level = _branches(list(rest.index.entries.values()), 0, rest, by_size)
+    top = level = _branches(rest.entries, 0, rest, by_size)
     shown = len(top)
     for _ in range(1, min(_DEEPEST if depth is None else depth, _DEEPEST)):
         below = [
