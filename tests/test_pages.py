@@ -136,6 +136,31 @@ def test_pages_do_not_promise_what_is_not_there() -> None:
         assert hasattr(torchlift, verb) or verb not in summary
 
 
+def test_the_page_of_formats_has_a_row_for_each() -> None:
+    """In the order in which `Checkpoint.format` lists them."""
+    import torchlift
+
+    page = ROOT.joinpath("docs/formats.rst").read_text(encoding="utf-8")
+    rows = re.findall(r"^   \* - ``([a-z0-9-]+)``$", page, re.MULTILINE)
+    (listed,) = re.findall(r"^ *format: (.*?)\.$", torchlift.Checkpoint.__doc__ or "", re.M | re.S)
+    assert rows == re.findall(r'``"([a-z0-9-]+)"``', listed)
+
+
+def test_what_pages_show_of_a_run_is_what_it_prints(tmp_path: Path) -> None:
+    """A block of text behind one of Python is the end of what that printed."""
+    shown = 0
+    for name in "formats", "security":
+        blocks = blocks_of(ROOT / "docs" / f"{name}.rst")
+        for at, (language, code) in enumerate(blocks):
+            if language == "text":
+                before = "\n".join(c for kind, c in blocks[:at] if kind == "python")
+                command = [sys.executable, "-c", before]
+                run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+                assert run.stdout.endswith(code.strip() + "\n"), f"{run.stdout}\n{run.stderr}"
+                shown += 1
+    assert shown == 3
+
+
 def test_measured_table_is_the_same_on_both_pages() -> None:
     """One measurement, told twice: in the README and on the first page of the site."""
     readme = ROOT.joinpath("README.md").read_text(encoding="utf-8")

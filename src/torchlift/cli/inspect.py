@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stats",
         action="store_true",
-        help="read the values: least, largest, mean, deviation, NaN and Inf of every tensor",
+        help="read the values: min, max, mean, std, NaN and Inf of every tensor",
     )
     parser.add_argument("--rows", type=_count, metavar="N", help="most lines of each list")
     parser.add_argument("--all", action="store_true", help="no limit to any list")
