@@ -216,8 +216,9 @@ def to_html(title: str, *tables: Table) -> str:
         head = f"<thead>{line('th', columns)}</thead>" if columns else ""
         found += [f"<table>{head}{body}</table>"] if body else []
     return (
-        "<div class='torchlift-summary'><style>.torchlift-summary{overflow-x:auto}"
-        ".torchlift-summary th,.torchlift-summary td{text-align:left;white-space:pre}</style>"
+        "<div class='torchlift-summary'><style>div.torchlift-summary{overflow-x:auto}"
+        "div.torchlift-summary table{margin:0.3em 0}"
+        "div.torchlift-summary th,div.torchlift-summary td{text-align:left;white-space:pre}</style>"
         f"<code>{escape(printable(title))}</code>{''.join(found)}</div>"
     )
 
@@ -249,7 +250,8 @@ class Summary:
 
     def _repr_html_(self) -> str:
         headline, facts = self._summary()
-        return to_html(headline, ((), facts))
+        labelled = any(label for label, _ in facts)
+        return to_html(headline, ((), [fact if labelled else fact[1:] for fact in facts]))
 
 
 def map_leaves(
