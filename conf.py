@@ -25,6 +25,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
+    "command_help",
     "public_names",
 ]
 
@@ -115,7 +116,7 @@ html_favicon = "docs/_static/mark.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
-html_sidebars = {"index": [], "installation": []}
+html_sidebars = {page: [] for page in ("index", "installation", "formats", "security", "commands")}
 html_theme_options = {
     "logo": {
         "text": "torchlift",

@@ -79,24 +79,28 @@ def test_every_block_of_a_page_runs_as_it_stands(page: Path, tmp_path: Path) -> 
         kept = lines if language == "python" else [x for x in lines if not is_for_a_clone(x)]
         if kept and language not in TEXT:
             found.append((language, "\n".join(kept)))
-    if not found:
-        return
+    if found:
+        run = run_blocks(found, tmp_path)
+        assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+
+
+def run_blocks(blocks: list[tuple[str, str]], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run blocks in order, as a reader in this folder would."""
     path = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     env = {**os.environ, "PATH": os.pathsep.join(path), "PYTHONWARNINGS": "error"}
     for name in "PYTHONPATH", "TORCHLIFT_SITE":  # as absolute paths: the folder is another one
         if name in env:
             env[name] = os.pathsep.join(map(os.path.abspath, env[name].split(os.pathsep)))
-    run = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        cwd=tmp_path,
+    return subprocess.run(
+        [sys.executable, "-u", "-c", RUNNER],
+        cwd=folder,
         env=env,
-        input=json.dumps(found),
+        input=json.dumps(blocks),
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
 
 
 @each_page
@@ -134,6 +138,29 @@ def test_pages_do_not_promise_what_is_not_there() -> None:
     assert summary.removesuffix(".") in readme.replace("**", "")
     for verb in ("convert", "save"):
         assert hasattr(torchlift, verb) or verb not in summary
+
+
+def test_the_page_of_formats_has_a_row_for_each() -> None:
+    """In the order in which `Checkpoint.format` lists them."""
+    import torchlift
+
+    page = ROOT.joinpath("docs/formats.rst").read_text(encoding="utf-8")
+    rows = re.findall(r"^   \* - ``([a-z0-9-]+)``$", page, re.MULTILINE)
+    (listed,) = re.findall(r"^ *format: (.*?)\.$", torchlift.Checkpoint.__doc__ or "", re.M | re.S)
+    assert rows == re.findall(r'``"([a-z0-9-]+)"``', listed)
+
+
+def test_what_pages_show_of_a_run_is_what_it_prints(tmp_path: Path) -> None:
+    """A block of text on the site is the end of what the blocks before it print."""
+    shown = 0
+    for name in "commands", "formats", "security":
+        blocks = blocks_of(ROOT / "docs" / f"{name}.rst")
+        for at, (language, code) in enumerate(blocks):
+            if language in TEXT:
+                run = run_blocks([block for block in blocks[:at] if block[0] not in TEXT], tmp_path)
+                assert run.stdout.endswith(code.strip() + "\n"), f"{run.stdout}\n{run.stderr}"
+                shown += 1
+    assert shown == 5
 
 
 def test_measured_table_is_the_same_on_both_pages() -> None:

@@ -35,7 +35,7 @@ print(torchlift.open(sent)["weight"])
 # %%
 # The summary names the trap, ``builtins.print``, as *blocked*: only unpickling could rebuild it.
 # The tensor beside it is there. ``torchlift inspect sent.pt`` prints the same in a terminal,
-# without importing torch.
+# without importing torch, and ends with status 3: something in the file would have run code.
 #
 # Why
 # ---
@@ -98,9 +98,9 @@ class Mark:
 def inspect(path):
     """Run the command, in a process of its own."""
     command = [sys.executable, "-m", "torchlift", "inspect", path]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True
-    ).stdout
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 3
+    return done.stdout
 
 
 READERS = {
@@ -180,6 +180,6 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **You were sent a file:** ``torchlift inspect FILE`` first.
+# - **You were sent a file:** ``torchlift inspect FILE`` first; a script asks for its exit status.
 # - **You only need its weights:** `torchlift.load` into your own model.
 # - **You want to pass it on:** save the tensors again, as safetensors.

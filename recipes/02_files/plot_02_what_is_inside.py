@@ -26,8 +26,9 @@ print(torchlift.open(path))
 
 # %%
 # Read it from the top. 76 MiB are *storage*, the bytes in the file. The *aliases* are one storage
-# under several keys, stored once. And ``model.last`` has 8 bytes, yet its storage has sixteen
-# million: a small view drags the tensor along that it was sliced from.
+# under several keys, stored once. The tree below has a line for each container and each tensor:
+# ``head`` is ``model.embed`` again. And ``last`` has 8 bytes, yet it is part of sixteen million: a
+# small view drags the tensor along that it was sliced from.
 #
 # Why
 # ---
@@ -125,6 +126,7 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **In a terminal:** ``torchlift inspect FILE``, with ``--json`` for a script.
+# - **In a terminal:** ``torchlift inspect FILE``, with ``--stats`` for the values, with ``--json``
+#   for a script.
 # - **In a program:** ``entries``, ``aliases``, ``objects`` and ``nbytes`` of `torchlift.open`.
 # - **Before a load:** `torchlift.plan` says which key goes where.

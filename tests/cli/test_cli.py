@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from checkpoint_files import tensor, write_zip
 
 from torchlift import cli
@@ -24,6 +27,13 @@ def torchlift(*args: object, **options) -> subprocess.CompletedProcess[str]:
     options = {"encoding": "utf-8", "capture_output": True, "timeout": 120} | options
     env = {**os.environ, **options.pop("env", {})}
     return subprocess.run(command, env=env, check=False, **options)
+
+
+class Trap:
+    """An object whose pickle is a call."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("called",)
 
 
 def write_safetensors(path: Path, *keys: str) -> Path:
@@ -44,12 +54,106 @@ def small(tmp_path) -> Path:
 
 
 def test_inspect_prints_every_tensor_and_the_totals(small) -> None:
-    """Keys, dtype and format are on stdout, nothing is on stderr, the status is 0."""
+    """The tree of modules is on stdout, nothing is on stderr, the status is 0."""
     done = torchlift("inspect", small)
     assert done.returncode == 0
     assert done.stderr == ""
-    for text in ("safetensors", "a.weight", "a.bias", "b.weight", "float32", "24 B"):
-        assert text in done.stdout
+    assert (
+        done.stdout
+        == f"""{small}
+
+format      safetensors
+file size   {small.stat().st_size} B
+tensors     3
+parameters  6
+storage     24 B
+dtypes      float32 (3)
+locations   cpu (3)
+
+key       tensors  size  dtype    shape
+a         2        16 B
+  weight           8 B   float32  2
+  bias             8 B   float32  2
+b.weight           8 B   float32  2
+"""
+    )
+
+
+def table(*args: object) -> list[list[str]]:
+    """The cells of the table that `inspect` prints last."""
+    done = torchlift("inspect", *args)
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.split("\n\n")[-1].splitlines()]
+
+
+def test_inspect_chooses_sorts_and_descends(tmp_path) -> None:
+    """--tensors, --filter, --sort, --depth and --root change what is listed, alone and together."""
+    header, at = {}, 0
+    for key, count in {"m.10.b": 1, "m.2.w": 3, "m.2.b": 1, "head": 9}.items():
+        header[key] = {"dtype": "F32", "shape": [count], "data_offsets": [at, at + 4 * count]}
+        at += 4 * count
+    text = json.dumps(header).encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(at))
+
+    def keys(*args: str) -> list[str]:
+        return [row[0] for row in table(path, *args)[1:]]
+
+    assert keys("--tensors") == ["m.10.b", "m.2.w", "m.2.b", "head"]
+    assert keys("--tensors", "--sort", "name") == ["head", "m.2.b", "m.2.w", "m.10.b"]
+    assert keys("--tensors", "--sort", "size") == ["head", "m.2.w", "m.10.b", "m.2.b"]
+    assert keys("--tensors", "--filter", "*.b") == ["m.10.b", "m.2.b"]
+    assert keys("--filter", "*.b", "--filter", "head", "--tensors") == ["m.10.b", "m.2.b", "head"]
+    assert keys("--depth", "1") == ["m", "head"]
+    assert keys("--depth", "1", "--sort", "size") == ["head", "m"]
+    assert keys("--root", "m", "--sort", "name") == ["2", "b", "w", "10.b"]
+    assert table(path, "--root", "m.2")[1:] == [["w", "12", "B", "float32", "3"],
+                                                ["b", "4", "B", "float32", "1"]]  # fmt: skip
+    done = torchlift("inspect", path, "--root", "n", "--json")
+    assert (done.returncode, done.stderr) == (1, f"torchlift: {path}: 'n': there is no such "
+            "container; found at the top: head, m. Pass one of these as root=, or leave root out."
+            "\n")  # fmt: skip
+    found = json.loads(done.stdout)["error"]
+    assert (found["type"], found["entry"], found["file"]) == ("FormatError", "n", str(path))
+    found = json.loads(torchlift("inspect", path, "--filter", "m.2*", "--json").stdout)
+    assert [tensor["key"] for tensor in found["tensors"]] == ["m.2.w", "m.2.b"]
+    assert found["nbytes"] == 16
+
+
+def test_inspect_reads_the_values_when_it_is_asked_to(tmp_path) -> None:
+    """--stats shows them as a table and as JSON, NaN and Inf apart."""
+    path = tmp_path / "m.pt"
+    values = torch.tensor([1.0, 3.0, math.nan, math.inf, -math.inf])
+    torch.save({"w": values.bfloat16(), "nothing": torch.ones(0)}, path)
+    assert table(path, "--stats", "--filter", "w")[:2] == [
+        ["key", "size", "dtype", "shape", "min", "max", "mean", "std", "nan", "inf"],
+        ["w", "10", "B", "bfloat16", "5", "1", "3", "2", "1", "1", "2"],
+    ]
+    found = json.loads(torchlift("inspect", path, "--stats", "--json").stdout)["tensors"]
+    assert found[0]["stats"] == {"min": 1, "max": 3, "mean": 2, "std": 1, "nan": 1, "inf": 2}
+    assert found[1]["stats"] == {
+        "min": None, "max": None, "mean": None, "std": None, "nan": 0, "inf": 0
+    }  # fmt: skip
+
+
+def test_inspect_has_status_3_when_something_would_have_run_code(tmp_path) -> None:
+    """Whatever is listed of it, and also where the whole file is refused; 0 for plain data."""
+    path = tmp_path / "m.pt"
+    torch.save({"model": {"w": torch.ones(2)}, "trap": Trap(), "step": 1}, path)
+    for options in [], ["--json"], ["--root", "model"], ["--filter", "nothing"], ["--stats"]:
+        done = torchlift("inspect", path, *options)
+        assert (done.returncode, done.stderr) == (3, ""), options
+        assert ("builtins.print" in done.stdout) == (options in ([], ["--json"], ["--stats"]))
+        assert "called" not in done.stdout
+    torch.save(torch.nn.Linear(2, 2), path)
+    done = torchlift("inspect", path)
+    assert (done.returncode, done.stdout) == (3, "")
+    torch.save({"w": torch.ones(2), "args": {"lr": 0.1}}, path)
+    assert torchlift("inspect", path).returncode == 0
+    for array, status in (np.array(["a"]), 0), (np.array([{}]), 3):
+        np.savez(tmp_path / "a.npz", array=array)
+        done = torchlift("inspect", tmp_path / "a.npz")
+        assert (done.returncode, "numpy.dtype" in done.stdout) == (status, True)
 
 
 def test_inspect_as_json_is_one_document(small) -> None:
@@ -61,13 +165,25 @@ def test_inspect_as_json_is_one_document(small) -> None:
     assert data["nbytes"] == 24
 
 
-@pytest.mark.parametrize(("option", "listed"), [(["--rows", "1"], 1), (["--all"], 30), ([], 20)])
-def test_inspect_lists_as_many_tensors_as_asked_for(tmp_path, option, listed) -> None:
-    """20 rows by default, any number with --rows, everything with --all."""
-    path = write_safetensors(tmp_path / "many.safetensors", *(f"layer{i:02}" for i in range(30)))
+@pytest.mark.parametrize(
+    ("option", "listed"),
+    [([], 40), (["--rows", "1"], 1), (["--all"], 50), (["--depth", "1"], 50)],
+    ids=str,
+)
+def test_inspect_lists_as_many_lines_as_asked_for(tmp_path, option, listed) -> None:
+    """As many as fit a screen, any number with --rows, everything with --all or at a depth."""
+    path = write_safetensors(tmp_path / "many.safetensors", *(f"layer{i:02}" for i in range(50)))
     done = torchlift("inspect", path, *option)
     assert done.stdout.count("layer") == listed
-    assert ("more tensors" in done.stdout) == (listed < 30)
+    assert (f"... and {50 - listed} more lines" in done.stdout) == (listed < 50)
+
+
+def test_inspect_lists_all_tensors_in_a_table_unless_told_otherwise(tmp_path) -> None:
+    """--tensors has no limit of its own; --rows gives it one."""
+    path = write_safetensors(tmp_path / "many.safetensors", *(f"layer{i:02}" for i in range(50)))
+    assert torchlift("inspect", path, "--tensors").stdout.count("layer") == 50
+    done = torchlift("inspect", path, "--tensors", "--rows", "2")
+    assert done.stdout.endswith("layer01  8 B   float32  2\n... and 48 more tensors\n")
 
 
 @pytest.mark.real
@@ -119,13 +235,23 @@ def test_a_bad_file_is_one_line_on_stderr_and_status_1(tmp_path, content, messag
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["nonsense"], ["inspect"], ["inspect", "--rows", "-1", "x"], ["inspect", "--what"]]
+    "args",
+    [
+        [],
+        ["nonsense"],
+        ["inspect"],
+        ["inspect", "--rows", "-1", "x"],
+        ["inspect", "x", "--what"],
+        ["inspect", "x", "--sort", "beauty"],
+    ],
+    ids=str,
 )
 def test_wrong_usage_is_status_2_with_the_usage(args) -> None:
     """What cannot be parsed is answered with how to call it."""
     done = torchlift(*args)
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: torchlift")
+    command = "torchlift inspect" if args[:1] == ["inspect"] else "torchlift"
+    assert done.stderr.startswith(f"usage: {command} [-h]")
     assert "Traceback" not in done.stderr
 
 
@@ -227,7 +353,7 @@ def test_verify_says_which_bytes_are_wrong(tmp_path, small) -> None:
     path = write_zip(tmp_path / "m.pt", {"w": tensor()})
     done = torchlift("verify", path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{path}: 1 storages good, 0 bad, 0 without a checksum\n"
+    assert done.stdout == f"{path}: every checksum is right\n  checked: 1 storage, 16 B\n"
     data = bytearray(path.read_bytes())
     data[data.find(b"archive/data/0") + len("archive/data/0")] ^= 1
     path.write_bytes(bytes(data))
@@ -235,7 +361,7 @@ def test_verify_says_which_bytes_are_wrong(tmp_path, small) -> None:
     found = json.loads(done.stdout)
     assert done.returncode == 1
     assert (found["ok"], found["failed"][0]["name"]) == (False, "data/0")
-    assert "3 without a checksum" in torchlift("verify", small).stdout
+    assert "not checked: 3 storages, 24 B" in torchlift("verify", small).stdout
     assert torchlift("verify", tmp_path / "nothing").returncode == 1
     code = "import sys, torchlift.cli as c; c.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     subprocess.run(
@@ -257,4 +383,7 @@ def test_diff_has_the_exit_status_of_diff(tmp_path, small) -> None:
     done = torchlift("diff", small, tmp_path / "nothing")
     assert done.returncode == 2
     assert "no such file" in done.stderr
+    done = torchlift("diff", small, tmp_path / "nothing", "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["file"] == str(tmp_path / "nothing")
     assert torchlift("diff", small).returncode == 2

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchlift
+from torchlift._checkpoint.stats import stats_of
 from torchlift.errors import FormatError
 from torchlift.formats import read_index
 from torchlift.formats.gguf import BLOCKS
@@ -70,7 +71,10 @@ def test_every_value_is_what_the_package_reads(tmp_path):
             assert torch.equal(ckpt[found.name].to(expected.dtype), expected), found.name
         assert ckpt["f32"].shape == (4, 512)
         text = str(ckpt)
-    assert "Q4_0   Q4_0      4 x 512  1.1 KiB" in text
+        for key in "f32", "Q4_0":
+            sums = stats_of(ckpt, ckpt.entries[key])
+            assert (sums.min, sums.max) == (ckpt[key].min().item(), ckpt[key].max().item())
+    assert "Q4_0   1.1 KiB  Q4_0      4 x 512" in text
     assert read_index(path).entries["Q4_0"].encoding == ("Q4_0",)
 
 

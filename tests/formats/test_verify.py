@@ -36,7 +36,9 @@ def test_an_intact_file_verifies(path):
     report = torchlift.verify(path)
     assert report.ok
     assert (report.path, report.checked, report.unchecked) == (str(path), ("data/0", "data/1"), ())
-    assert str(report) == f"{path}: 2 storages good, 0 bad, 0 without a checksum"
+    assert (report.nbytes, report.unchecked_nbytes) == (6_000_012, 0)
+    assert str(report) == f"{path}: every checksum is right\n  checked: 2 storages, 5.7 MiB"
+    assert repr(report) == str(report)
 
 
 @pytest.mark.parametrize("at", [0, 4 << 20, 5_999_999])
@@ -45,6 +47,7 @@ def test_one_wrong_bit_is_found_and_named(path, at):
     flip(path, "big", at)
     report = torchlift.verify(path)
     assert not report.ok
+    assert str(report).startswith(f"{path}: damaged: 1 of 2 checksums wrong\n  checked: 2 storages")
     (failure,) = report.failed
     assert failure.name == "data/0"
     assert failure.expected != failure.found
@@ -65,6 +68,11 @@ def test_what_has_no_checksum_is_said_to_be_unchecked(tmp_path):
     for path, name in ((tmp_path / "m.safetensors", "w"), (plain, "data/0")):
         report = torchlift.verify(path)
         assert (report.ok, report.checked, report.unchecked) == (True, (), (name,))
+        assert (report.nbytes, report.unchecked_nbytes) == (0, 12)
+        assert str(report) == (
+            f"{path}: nothing is wrong with its structure\n"
+            "  not checked: 1 storage, 12 B: the file records no checksum of these bytes"
+        )
 
 
 def test_a_truncated_file_is_no_checkpoint(path):

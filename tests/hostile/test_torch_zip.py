@@ -12,7 +12,7 @@ from checkpoint_files import Call, StorageId, tensor, write_safetensors, write_z
 from damaged_files import refused
 
 import torchlift
-from torchlift.errors import FormatError
+from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats import read_index
 
 
@@ -389,7 +389,7 @@ def test_a_true_among_equal_ones_is_still_refused(path):
 def test_a_whole_module_says_what_it_is(path):
     """A pickled module is refused with the way to a state dict."""
     torch.save(torch.nn.Linear(1, 1), path)
-    error = refused(path, r"whole pickled module.*state_dict\(\)")
+    error = refused(path, r"whole pickled module.*state_dict\(\)", UnsafeError)
     assert error.entry == "torch.nn.modules.linear.Linear"
 
 

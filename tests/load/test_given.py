@@ -63,7 +63,7 @@ def test_a_later_checkpoint_wins_and_the_report_says_which(tmp_path, live):
     assert planned.source == report.source
     values = {key: tensor.unique().tolist() for key, tensor in model.state_dict().items()}
     assert values == {"0.weight": [1], "0.bias": [1], "1.weight": [2], "1.bias": [3]}
-    assert f"2 from {base}" in str(report)
+    assert f"from {base}: 2" in str(report)
     with pytest.raises(TypeError, match="an empty list"):
         torchlift.load(model, [])
 

@@ -10,17 +10,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
 from typing import Any, NamedTuple
 
 import torch
 
-from torchlift._checkpoint.checkpoint import Checkpoint, open
-from torchlift._system import count_of, human, printable
+from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, dense_of, open
+from torchlift._system import Facts, Summary, count_of, human, printable
 
 Comparable = Checkpoint | Mapping[str, Any] | str | os.PathLike[str]
-#: Elements compared at a time: with the temporaries of a comparison in float64, about 40 MiB.
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +66,8 @@ class Change:
         return "; ".join([*texts, *([] if self.value is None else [str(self.value)])])
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointDiff:
+@dataclass(frozen=True, slots=True, repr=False)
+class CheckpointDiff(Summary):
     """What `diff` found, from the first checkpoint to the second.
 
     Attributes:
@@ -101,8 +98,9 @@ class CheckpointDiff:
     def __str__(self) -> str:
         return "\n".join(self._lines(20))
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+    def _summary(self) -> tuple[str, Facts]:
+        headline, *lines = self._lines(20)
+        return headline, [("", line) for line in lines]
 
     def _lines(self, rows: int) -> Iterator[str]:
         alike = self.compared - sum(
@@ -264,8 +262,8 @@ def _change(key: str, one: _Side, two: _Side, rtol: float, atol: float) -> Chang
 def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> ValueChange | None:
     """Return how far two tensors of one shape are from each other; None: not at all."""
     differing, largest = 0, 0.0
-    if [part.shape for part in _dense(a)] != [part.shape for part in _dense(b)]:
-        count = max(sum(part.numel() for part in _dense(x)) for x in (a, b))
+    if [part.shape for part in dense_of(a)] != [part.shape for part in dense_of(b)]:
+        count = max(sum(part.numel() for part in dense_of(x)) for x in (a, b))
         return ValueChange(count, count, math.nan)
     for one, two in zip(_blocks(a), _blocks(b), strict=True):
         # What most pairs are, at a tenth of the cost; float8 and complex32 have no `equal`.
@@ -286,26 +284,9 @@ def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Value
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements on the host, in order, some at a time."""
-    for part in _dense(tensor.detach()):
-        flat = part.resolve_conj().resolve_neg().reshape(-1)
-        for block in torch.split(flat, _BLOCK):
-            yield block.cpu()
-
-
-def _dense(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that hold all there is of one: indices and values, or slices."""
-    if tensor.is_meta:
-        return []
-    if tensor.is_nested:
-        return list(tensor.unbind())
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.dequantize() if tensor.is_quantized else tensor]
+    for part in dense_of(tensor.detach()):
+        for block in blocks_of(part):
+            yield block.resolve_conj().resolve_neg().cpu()
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torchlift._plan.plan import suggestion as suggestion
 from torchlift._plan.report import LoadReport as LoadReport
 from torchlift._plan.report import Mismatch as Mismatch
 from torchlift._plan.report import clipped_list as clipped_list
+from torchlift._plan.report import listed as listed
 from torchlift._plan.report import names_of as names_of
 from torchlift._plan.report import summarise as summarise
 from torchlift._plan.rules import AnyMode as AnyMode

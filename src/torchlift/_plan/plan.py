@@ -21,7 +21,7 @@ from torchlift._plan.hooks import (
     run_hooks,
     run_post_hooks,
 )
-from torchlift._plan.report import KeyReport, LoadReport, Mismatch, clipped_list
+from torchlift._plan.report import KeyReport, LoadReport, Mismatch, clipped_list, summarise
 from torchlift._plan.rules import (
     AnyMode,
     AnySource,
@@ -34,12 +34,12 @@ from torchlift._plan.rules import (
 )
 from torchlift._plan.sources import Given, Origin, sources
 from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
-from torchlift._system import human
+from torchlift._system import Facts, human
 from torchlift._transfer import STAGING
 from torchlift.errors import MismatchError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadPlan(LoadReport):
     """What a load would do; made by `plan`, without reading weights or changing the model.
 
@@ -53,12 +53,10 @@ class LoadPlan(LoadReport):
     bytes_to_read: int = 0
     work: Work = field(default_factory=Work, repr=False)
 
-    def _headline(self) -> list[str]:
+    def _summary(self) -> tuple[str, Facts]:
         peak = human(self.peak_bytes)
-        return [
-            f"plan: {self._size}",
-            f"  to read {human(self.bytes_to_read)}, anonymous memory at the peak {peak}",
-        ]
+        costs = f"to read {human(self.bytes_to_read)}, anonymous memory at the peak {peak}"
+        return f"plan: {self._size}", [("", costs), *summarise(self)]
 
 
 def plan(

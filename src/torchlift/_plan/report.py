@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from torchlift._system import count_of, human, printable
+from torchlift._system import Facts, Summary, count_of, human, printable
 
 #: A file's name of a tensor, for a line that holds several.
 clipped = partial(printable, limit=200)
@@ -72,8 +72,8 @@ class Mismatch:
         return f"{self.key}: model {list(self.expected)}, checkpoint {list(self.found)}"
 
 
-@dataclass(frozen=True)
-class LoadReport:
+@dataclass(frozen=True, repr=False)
+class LoadReport(Summary):
     """What a load did.
 
     Attributes:
@@ -128,45 +128,40 @@ class LoadReport:
     def _size(self) -> str:
         return f"{count_of(len(self.loaded), 'tensor')}, {human(self.nbytes)}, from {self.path}"
 
-    def _headline(self) -> list[str]:
-        read = f"  in {self.seconds:.3f} s, {human(self.bytes_read)} read"
-        return [f"loaded {self._size}", read]
-
-    def __str__(self) -> str:
-        # A file's names may hold what a terminal would obey.
-        return "\n".join(map(printable, [*self._headline(), *summarise(self)]))
+    def _summary(self) -> tuple[str, Facts]:
+        read = f"in {self.seconds:.3f} s, {human(self.bytes_read)} read"
+        return f"loaded {self._size}", [("", read), *summarise(self)]
 
 
-def summarise(report: LoadReport) -> list[str]:
-    """Return the lines that a plan and a report have in common."""
-    lines = []
+def summarise(report: LoadReport) -> Facts:
+    """Return the facts that a plan and a report have in common."""
+    facts: Facts = []
     ways = Counter((item.mode, item.source) for item in report.loaded.values())
-    lines += [f"  {mode} from {source}: {n}" for (mode, source), n in sorted(ways.items())]
+    facts += [(f"{mode} from {source}", str(n)) for (mode, source), n in sorted(ways.items())]
     mapped = [item for item in report.loaded.values() if item.is_mapped]
     if mapped:
-        lines.append(
-            f"  mapped: {count_of(len(mapped), 'tensor')}, {human(_bytes_of(mapped))}: these bytes "
-            'are the file\'s; never overwrite it in place, or load with source="read"'
-        )
+        size = f"{count_of(len(mapped), 'tensor')}, {human(_bytes_of(mapped))}"
+        warning = "these bytes are the file's; never overwrite it in place, or load with"
+        facts.append(("mapped", f'{size}: {warning} source="read"'))
     casts = Counter(
         f"{item.cast_from} to {item.dtype}" for item in report.loaded.values() if item.cast_from
     )
-    lines += [f"  cast {what}: {n}" for what, n in sorted(casts.items())]
+    facts += [(f"cast {what}", str(n)) for what, n in sorted(casts.items())]
     paths = Counter(item.path for item in report.loaded.values())
     if len(paths) > 1:
-        lines += [f"  {n} from {path}" for path, n in paths.items()]
-    lines += _listed("missing", report.missing_keys)
-    lines += _listed("unexpected", report.unexpected_keys)
-    lines += _listed("mismatched", [str(item) for item in report.mismatched.values()])
-    lines += _listed("replayed", report.replayed)
-    lines += _listed("left for later", report.deferred)
-    lines += _listed("tied", [" = ".join(names) for names in report.tied])
-    lines += _listed("renamed", [f"{old} -> {new}" for old, new in report.renamed.items()])
+        facts += [(f"from {path}", str(n)) for path, n in paths.items()]
+    facts += listed("missing", report.missing_keys)
+    facts += listed("unexpected", report.unexpected_keys)
+    facts += listed("mismatched", [str(item) for item in report.mismatched.values()])
+    facts += listed("replayed", report.replayed)
+    facts += listed("left for later", report.deferred)
+    facts += listed("tied", [" = ".join(names) for names in report.tied])
+    facts += listed("renamed", [f"{old} -> {new}" for old, new in report.renamed.items()])
     if report.hint:
-        lines.append(f"  hint: {report.hint}")
+        facts.append(("hint", report.hint))
     notes = Counter(item.note for item in report.loaded.values() if item.note)
-    lines += [f"  note: {note} ({count_of(n, 'tensor')})" for note, n in notes.items()]
-    return lines
+    facts += [("note", f"{note} ({count_of(n, 'tensor')})") for note, n in notes.items()]
+    return facts
 
 
 def _bytes_of(reports: Iterable[KeyReport]) -> int:
@@ -191,8 +186,9 @@ def names_of(report: LoadReport) -> dict[str, object]:
     }
 
 
-def _listed(title: str, items: list[str]) -> list[str]:
-    return [f"  {title} ({len(items)}): {clipped_list(items)}"] if items else []
+def listed(title: str, items: list[str]) -> Facts:
+    """Return a fact about names, of which the first are given; none where there are no names."""
+    return [(f"{title} ({len(items)})", clipped_list(items))] if items else []
 
 
 def clipped_list(items: Iterable[str], separator: str = ", ", limit: int = 5) -> str:

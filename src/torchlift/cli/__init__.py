@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torchlift
 from torchlift._system import printable
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, UnsafeError
 
 #: name -> (what it does, module). The module is imported only when its command is the one to run,
 #: so that `inspect` neither pays for nor runs anything that belongs to another command.
@@ -34,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes them from ``sys.argv``.
 
     Returns:
-        the exit status: 0 for success, 1 for a file that is bad or missing, 2 for wrong usage, 130
-        when interrupted, 141 when the reader of a pipe went away.
+        the exit status: 0 for success, 1 for a file that is bad or missing, 2 for wrong usage, 3
+        for a file that would have run code or left its directory, 130 when interrupted, 141 when
+        the reader of a pipe went away.
 
     Example:
         >>> from torchlift.cli import main
@@ -45,33 +46,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(words)
     try:
-        args = parser.parse_args(words)
+        args, unknown = parser.parse_known_args(words)
+        if unknown:  # `parse_args` would show how to call torchlift, and not its command
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     except SystemExit as stop:
         return int(stop.code or 0)
     # A key that the terminal's encoding lacks must not turn into a traceback.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    return _run(parser, args)
+    return _run(args)
 
 
-def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     try:
         status = importlib.import_module(COMMANDS[args.command][1]).run(args)
         sys.stdout.flush()
         return int(status)
     except UsageError as error:
-        print(f"{parser.prog} {args.command}: {printable(str(error))}", file=sys.stderr)
+        print(f"{args.parser.prog}: {printable(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # Python flushes stdout once more as it exits; without this that prints a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CheckpointError, OSError) as error:
-        print(f"{parser.prog}: {printable(_describe(error))}", file=sys.stderr)
-        return 1
+        print(f"torchlift: {printable(_describe(error))}", file=sys.stderr)
+        if args.json:
+            _print_error(error)
+        return args.trouble or (3 if isinstance(error, UnsafeError) else 1)
     except KeyboardInterrupt:
         return 130
+
+
+def _print_error(error: Exception) -> None:
+    import json
+
+    known = {"type": type(error).__name__, "message": _describe(error)}
+    if isinstance(error, CheckpointError):
+        known |= vars(error)
+    print(json.dumps({"error": known}, indent=2, default=str))
 
 
 def _describe(error: Exception) -> str:
@@ -96,6 +110,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             description=f"{summary[0].upper()}{summary[1:]}.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        command.set_defaults(parser=command, trouble=None)
         if name in words:
             importlib.import_module(module).configure(command)
     return parser

@@ -8,14 +8,13 @@ from dataclasses import asdict
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._checkpoint.diff import diff
 from torchlift._system import printable
-from torchlift.cli import UsageError
 from torchlift.cli.output import print_json
-from torchlift.errors import CheckpointError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = "Exit status: 0 when they are equal, 1 when they differ, 2 for trouble."
+    parser.set_defaults(trouble=2)
     parser.add_argument("a", metavar="A", help="a checkpoint file or directory")
     parser.add_argument("b", metavar="B", help="what to compare it with, in any format")
     parser.add_argument("--root", metavar="KEY", help="only this container of both")
@@ -28,14 +27,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the differences; 1 when there are any."""
-    try:
-        with (
-            open_checkpoint(args.a, root=args.root_a or args.root) as a,
-            open_checkpoint(args.b, root=args.root_b or args.root) as b,
-        ):
-            found = diff(a, b, rtol=args.rtol, atol=args.atol)
-    except (CheckpointError, OSError) as error:
-        raise UsageError(str(error)) from error
+    with (
+        open_checkpoint(args.a, root=args.root_a or args.root) as a,
+        open_checkpoint(args.b, root=args.root_b or args.root) as b,
+    ):
+        found = diff(a, b, rtol=args.rtol, atol=args.atol)
     if args.json:
         print_json({**asdict(found), "equal": found.equal})
     else:

@@ -3,23 +3,60 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from torchlift._system import printable
+from torchlift._system import collection_paused, progress_bar
 from torchlift.cli.output import print_json
-from torchlift.formats import read_index
-from torchlift.formats.summary import to_json, to_text
+from torchlift.errors import FormatError
+from torchlift.formats import Index, matching, read_index, select
+from torchlift.formats.summary import SORTS, sorted_by, to_json, to_table, to_text
+
+if TYPE_CHECKING:
+    from torchlift._checkpoint.stats import TensorStats
+
+#: What is listed as blocked and is no code: kinds of tensors, numbers and texts that no entry can
+#: be. An array of objects is a pickle.
+_DATA = re.compile(
+    r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$|numpy\.dtype\((?!\|O|structured)"
+)
+_STATS = ("min", "max", "mean", "std", "nan", "inf")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.epilog = "The file is read, never executed: it is safe to look at one nobody trusts."
-    parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument(
-        "--rows", type=_count, default=20, metavar="N", help="tensors to list (default: 20)"
+    parser.epilog = (
+        "The file is read, never executed: it is safe to look at one nobody trusts.\n"
+        "Exit status: 0; 1 for a file that is bad or missing; 2 for wrong usage; 3 when something\n"
+        "in the file would have run code: it names what is neither a tensor nor plain data\n"
+        "(listed as blocked), or the file was refused for it."
     )
-    parser.add_argument("--all", action="store_true", help="list all tensors")
+    parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
+    parser.add_argument("--root", metavar="KEY", help="only this container of the file")
+    parser.add_argument(
+        "--filter",
+        metavar="GLOB",
+        action="append",
+        help="only keys that fit, such as '*.bias'; may be given again",
+    )
+    parser.add_argument("--sort", choices=list(SORTS), default="file", help="default: file")
+    parser.add_argument(
+        "--depth", type=_count, metavar="N", help="levels of the tree (default: what fits a screen)"
+    )
+    parser.add_argument(
+        "--tensors", action="store_true", help="a table of all tensors instead of the tree"
+    )
+    parser.add_argument(
+        "--stats",
+        action="store_true",
+        help="read the values: min, max, mean, std, NaN and Inf of every tensor",
+    )
+    parser.add_argument("--rows", type=_count, metavar="N", help="most lines of each list")
+    parser.add_argument("--all", action="store_true", help="no limit to any list")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _count(text: str) -> int:
@@ -29,11 +66,60 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the summary."""
-    index = read_index(args.path)
+    """Print the summary; 3 when something in the file would have run code."""
+    with collection_paused():  # which would walk 100,000 entries again and again
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    index = whole = read_index(args.path)
+    if args.root is not None:
+        index = select(index, args.root)
+    if args.filter:
+        index = matching(index, args.filter)
+    if args.sort != "file":
+        index = sorted_by(index, args.sort)
+    stats = _stats(index) if args.stats else {}
+    rows = sys.maxsize if args.all else args.rows
     if args.json:
-        print_json(to_json(index))
+        found = to_json(index)
+        for tensor in found["tensors"] if args.stats else ():
+            known = stats[tensor["key"]]
+            tensor["stats"] = {"error": known} if isinstance(known, str) else asdict(known)
+        print_json(found)
+    elif args.tensors or args.stats:
+        cells = {key: _cells(known) for key, known in stats.items()}
+        extra = ((*_STATS, "values"), cells) if args.stats else ((), {})
+        print(to_table(index, rows=rows, extra=extra))
     else:
-        rows = sys.maxsize if args.all else args.rows
-        print(printable(to_text(index, rows=rows), lines=True))
-    return 0
+        print(to_text(index, rows=rows, depth=args.depth, by_size=args.sort == "size"))
+    return 0 if all(map(_DATA.match, whole.blocked)) else 3
+
+
+def _stats(index: Index) -> Mapping[str, TensorStats | str]:
+    """Return what the values of every tensor are like, or why that is not known."""
+    from torchlift._checkpoint import Checkpoint
+    from torchlift._checkpoint.stats import stats_of
+
+    found: dict[str, TensorStats | str] = {}
+    total = sum(entry.nbytes for entry in index.entries.values())
+    with (
+        Checkpoint(index) as ckpt,
+        progress_bar(sys.stderr.isatty(), total, "stats") as advance,
+    ):
+        for key, entry in index.entries.items():
+            try:
+                found[key] = stats_of(ckpt, entry)
+            except FormatError as error:  # quantised to what no package here computes
+                found[key] = error.reason
+            advance(entry.nbytes)
+    return found
+
+
+def _cells(known: TensorStats | str) -> list[str]:
+    if isinstance(known, str):
+        return [*[""] * len(_STATS), known]
+    numbers: dict[str, Any] = asdict(known)
+    counts = [f"{numbers[name]:,}" for name in _STATS[4:]]
+    floats = [numbers[name] for name in _STATS[:4]]
+    return [*("" if number is None else f"{number:.4g}" for number in floats), *counts, ""]

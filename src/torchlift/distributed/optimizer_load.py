@@ -24,15 +24,15 @@ from torchlift._model.dtensor import (
 )
 from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.names import Names
-from torchlift._plan import Copy, Sent
-from torchlift._system import leaves, map_leaves
+from torchlift._plan import Copy, Sent, listed
+from torchlift._system import Facts, Summary, leaves, map_leaves
 from torchlift.distributed.model_state import own
 from torchlift.distributed.optimizer_state import Saved, first_name, initial_state, once
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
 
 
-@dataclass(frozen=True)
-class OptimizerReport:
+@dataclass(frozen=True, repr=False)
+class OptimizerReport(Summary):
     """What a load did to the optimizers; every list holds canonical names.
 
     Attributes:
@@ -57,17 +57,13 @@ class OptimizerReport:
     kept_hyperparameters: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        lines = [f"loaded the state of {len(self.loaded)} parameters"]
-        for title, found in (
-            ("missing", self.missing_keys),
-            ("unexpected", self.unexpected_keys),
-            ("hyperparameters kept", self.kept_hyperparameters),
-            ("without a state, which the first step makes", self.left_out),
-        ):
-            if found:
-                lines.append(f"  {title} ({len(found)}): {', '.join(found)}")
-        return "\n".join(lines)
+    def _summary(self) -> tuple[str, Facts]:
+        return f"loaded the state of {len(self.loaded)} parameters", [
+            *listed("missing", self.missing_keys),
+            *listed("unexpected", self.unexpected_keys),
+            *listed("hyperparameters kept", self.kept_hyperparameters),
+            *listed("without a state, which the first step makes", self.left_out),
+        ]
 
 
 @dataclass

@@ -41,7 +41,7 @@ from torchlift._plan import (
     summarise,
     target_dtype,
 )
-from torchlift._system import count_of, human
+from torchlift._system import Facts, Summary, count_of, human
 from torchlift.distributed import gather
 from torchlift.distributed.broadcast import ALIGNMENT, BUDGET, packed
 from torchlift.formats import Chunk, TensorEntry
@@ -60,8 +60,8 @@ REPLICATE_DIMS = ("dp", "ddp", "dp_replicate", "replicate", "hsdp")
 _MOST_RANKS = 1 << 20
 
 
-@dataclass(frozen=True)
-class Simulation:
+@dataclass(frozen=True, repr=False)
+class Simulation(Summary):
     """What the ranks of a mesh would read.
 
     Attributes:
@@ -107,30 +107,33 @@ class Simulation:
         found["plan"] = names_of(self.plan) if self.plan is not None else None
         return {name: value for name, value in found.items() if value is not None}
 
-    def __str__(self) -> str:
+    def _summary(self) -> tuple[str, Facts]:
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         most = max((count for _, count in self.files.values()), default=0)
         lines = [
-            f"mesh: {mesh}, {count_of(self.ranks, 'rank')}, {human(self.nbytes)} of tensors",
-            f"  each rank reads {human(min(self.bytes))} to {human(max(self.bytes))} "
+            f"each rank reads {human(min(self.bytes))} to {human(max(self.bytes))} "
             f"in {min(self.requests):,} to {max(self.requests):,} byte ranges",
-            f"  all together {human(sum(self.bytes))}, {self.amplification:.2f} times the file"
+            f"all together {human(sum(self.bytes))}, {self.amplification:.2f} times the file"
             f"{'s' if len(self.files) > 1 else ''}",
-            f"  {count_of(len(self.files), 'file')}, at most {most:,} byte ranges from one",
-            f"  {count_of(self.communicators, 'process group')} to agree over",
+            f"{count_of(len(self.files), 'file')}, at most {most:,} byte ranges from one",
+            f"{count_of(self.communicators, 'process group')} to agree over",
         ]
         if self.messages:
             lines.append(
-                f"  rank 0 gathers all of it in {count_of(self.messages['gather'], 'message')}, or "
+                f"rank 0 gathers all of it in {count_of(self.messages['gather'], 'message')}, or "
                 f"sends it in {count_of(self.messages['broadcast'], 'message')}"
             )
         if self.plan is not None:
             lines.append(
-                f"  each rank holds {human(min(self.local_bytes))} to "
+                f"each rank holds {human(min(self.local_bytes))} to "
                 f"{human(max(self.local_bytes))} once {len(self.plan.loaded):,} tensors are loaded"
             )
-            lines += summarise(self.plan)
-        return "\n".join(lines)
+        facts = [("", line) for line in lines]
+        facts += summarise(self.plan) if self.plan is not None else []
+        return (
+            f"mesh: {mesh}, {count_of(self.ranks, 'rank')}, {human(self.nbytes)} of tensors",
+            facts,
+        )
 
 
 def simulate(

@@ -13,12 +13,15 @@ from torchlift.formats.index import (
     RebuiltEntry,
     Storage,
     TensorEntry,
+    matching,
     of_model,
+    select,
     under,
 )
 from torchlift.formats.sharded import put_together
 
 __all__ = [
     "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "RebuiltEntry", "Storage", "TensorEntry",
-    "cut", "of_model", "put_together", "read_index", "row_major", "steps_in_file", "under",
+    "cut", "matching", "of_model", "put_together", "read_index", "row_major", "select",
+    "steps_in_file", "under",
 ]  # fmt: skip

@@ -7,13 +7,15 @@ process that has no means to run its code.
 from __future__ import annotations
 
 import bisect
+import fnmatch
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torchlift.errors import FormatError, IntegrityError
+from torchlift.errors import FormatError, IntegrityError, did_you_mean
 
 #: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
 ITEMSIZE: dict[str, int] = {
@@ -411,6 +413,51 @@ def of_model(index: Index) -> Index:
 
     entries, objects, blocked = map(kept, (index.entries, index.objects, index.blocked_keys))
     return replace(index, entries=entries, objects=objects, blocked_keys=blocked, aside=())
+
+
+def select(index: Index, root: str) -> Index:
+    """Return what is under the container `root`, with that prefix stripped.
+
+    Raises:
+        FormatError: there is no such container.
+    """
+    selected = under(index, root)
+    if selected is not None:
+        return selected
+    if root in index.entries or root in index.objects:
+        raise FormatError(
+            "it is a leaf of the checkpoint, not a container",
+            file=index.path,
+            entry=root,
+            hint="Leave root= out, or pass rename= to choose among the keys.",
+        )
+    tops = sorted({key.split(".", 1)[0] for key in [*index.entries, *index.objects]})
+    raise FormatError(
+        "there is no such container",
+        file=index.path,
+        entry=root,
+        found="at the top: " + (", ".join(tops) or "nothing"),
+        hint=did_you_mean(root, tops) or "Pass one of these as root=, or leave root out.",
+    )
+
+
+def matching(index: Index, patterns: Sequence[str]) -> Index:
+    """Return what an index has under keys that one of the glob patterns fits, whole."""
+    fits = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
+
+    def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in values.items() if any(fit(key) for fit in fits)}
+
+    entries, blocked_keys = chosen(index.entries), chosen(index.blocked_keys)
+    return replace(
+        index,
+        entries=entries,
+        objects=chosen(index.objects),
+        blocked_keys=blocked_keys,
+        blocked_tensors=chosen(index.blocked_tensors),
+        blocked=tuple(dict.fromkeys(blocked_keys.values())),
+        storages=used_by(entries, index.storages),
+    )
 
 
 def _strip_leaves(tree: object, prefix: str) -> object:

@@ -7,67 +7,110 @@ move the cursor, recolour the screen or run a script in a notebook.
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from reprlib import repr as short_repr
 from typing import Any
 
 from torchlift._system import human, printable
+from torchlift._system import to_html as page
 from torchlift.formats.index import Chunk, Index, RebuiltEntry, TensorEntry
 
-_COLUMNS = ("key", "dtype", "shape", "size", "location")
-_WIDEST_KEY = 80
+_COLUMNS = ("key", "tensors", "size", "dtype", "shape", "location", "note")
+_WIDEST_KEY = 120
+#: Lines of the tree, and items of each list above it, where no number is asked for.
+_LINES, _ITEMS = 40, 10
+#: Levels of the tree; what is left of a key below is not told apart. No model nests as deep.
+_DEEPEST = 64
+_NUMBER = re.compile(r"[0-9]{1,9}\.?")
 _shown = partial(printable, limit=300)
 
+#: What `sorted_by` sorts by -> the sort key of an entry. Numbers in names count as numbers.
+SORTS: dict[str, Callable[[TensorEntry], Any]] = {
+    "file": lambda entry: 0,
+    "name": lambda entry: [
+        (len(part.lstrip("0")), part.lstrip("0")) if at % 2 else part
+        for at, part in enumerate(re.split(r"([0-9]+)", entry.key))
+    ],
+    "size": lambda entry: -_size(entry),
+    "dtype": lambda entry: _kind(entry),
+    "shape": lambda entry: (len(entry.shape), entry.shape),
+    "location": lambda entry: entry.location,
+}
 
-def to_text(index: Index, *, rows: int = 20) -> str:
-    """Return a summary for a terminal.
+#: Further columns of a table of tensors, and a tensor's cells in them by its key.
+Extra = tuple[Sequence[str], Mapping[str, Sequence[str]]]
+
+
+def sorted_by(index: Index, order: str) -> Index:
+    """Return an index with its entries in an order of `SORTS`; equal ones stay as they are."""
+    entries = sorted(index.entries.values(), key=SORTS[order])
+    return replace(index, entries={entry.key: entry for entry in entries})
+
+
+def to_text(
+    index: Index, *, rows: int | None = None, depth: int | None = None, by_size: bool = False
+) -> str:
+    """Return a summary for a terminal: facts, and a tree of the modules with their sizes.
+
+    Modules that are numbered and alike, such as the layers of a transformer, are one line, with
+    what each of them holds. A tensor that is another one under a second name counts once.
 
     Args:
         index: what to describe.
-        rows: most tensors, objects, aliases and blocked names to list of each.
+        rows: most lines of the tree, and most objects, aliases and blocked names to list of each;
+            None is for a number that fits a screen.
+        depth: levels of the tree; None for as many as fit these lines.
+        by_size: put the largest module first.
 
     Returns:
         Lines without a final newline; no control characters but newlines.
     """
-    facts = _facts(index, rows)
-    width = max(len(label) for label, _ in facts)
-    lines = [_shown(index.path), ""]
-    lines += [f"{label:<{width}}  {value}" for label, value in facts]
-    table = [_row(entry) for entry in _first(index.entries.values(), rows)]
-    if table:
-        lines += ["", *_align([_COLUMNS, *table])]
-    if len(index.entries) > len(table):
-        lines.append(f"... and {len(index.entries) - len(table)} more tensors")
-    return "\n".join(lines)
+    lines = sys.maxsize if rows is None and depth is not None else rows
+    rest = _Rest(index)
+    tree, more = _tree(rest, _LINES if lines is None else lines, depth, by_size)
+    return _text(rest, rows, tree, f"{more:,} more lines" if more else "")
 
 
-def to_html(index: Index, *, rows: int = 20) -> str:
-    """Return the same summary for a notebook, every part of it escaped.
+def to_table(index: Index, *, rows: int | None = None, extra: Extra = ((), {})) -> str:
+    """Return the same facts and, in place of the tree, a table of the tensors.
 
     Args:
         index: what to describe.
-        rows: most tensors to list.
+        rows: most tensors to list, None for all; and most objects and so on.
+        extra: further columns.
     """
-    from html import escape
+    columns, cells = extra
+    rest = _Rest(index)
+    table = [
+        (
+            printable(entry.key, _WIDEST_KEY),
+            "",
+            *rest.of(entry),
+            *cells.get(entry.key, [""] * len(columns)),
+        )
+        for entry in rest.entries[:rows]
+    ]
+    more = len(rest.entries) - len(table)
+    table = [(*_COLUMNS, *columns), *table] if table else []
+    return _text(rest, rows, table, f"{more:,} more tensors" if more else "")
 
-    def cells(tag: str, values: Iterable[str]) -> str:
-        return "".join(f"<{tag}>{escape(value)}</{tag.split()[0]}>" for value in values)
 
-    left = " style='text-align:left'"
-    facts = [cells("th" + left, [a]) + cells("td" + left, [b]) for a, b in _facts(index, rows)]
-    tensors = [cells("td", _row(entry)) for entry in _first(index.entries.values(), rows)]
-    more = len(index.entries) - rows
-    return (
-        f"<div class='torchlift-summary'><code>{escape(_shown(index.path))}</code><table>"
-        + "".join(f"<tr>{row}</tr>" for row in facts)
-        + f"</table><table><thead><tr>{cells('th', _COLUMNS)}</tr></thead><tbody>"
-        + "".join(f"<tr>{row}</tr>" for row in tensors)
-        + "</tbody></table>"
-        + (f"<p>... and {more} more tensors</p>" if more > 0 else "")
-        + "</div>"
+def to_html(index: Index) -> str:
+    """Return what `to_text` says for a notebook, every cell of it escaped."""
+    rest = _Rest(index)
+    rows, more = _tree(rest, _LINES, None, False)
+    tree = _without_empty(rows)
+    return page(
+        _shown(index.path),
+        ((), _facts(rest, _ITEMS)),
+        (tree[0] if tree else (), tree[1:]),
+        ((), [(f"... and {more:,} more lines",)] if more else []),
     )
 
 
@@ -76,18 +119,16 @@ def to_json(index: Index) -> dict[str, Any]:
 
     Objects that JSON cannot say (bytes, sets, complex numbers, NaN) appear as their Python text.
     """
+    rest = _Rest(index)
     return {
         "path": index.path,
         "format": index.format,
-        "tensors": [
-            {**_fields(entry), "chunks": [_fields(chunk) for chunk in entry.chunks]}
-            for entry in index.entries.values()
-        ],
-        "parameters": _unique_elements(index),
+        "tensors": [_entry_json(entry) for entry in rest.entries],
+        "parameters": rest.elements,
         "nbytes": index.nbytes,
-        "dtypes": _counts(map(_kind, index.entries.values())),
-        "locations": _counts(entry.location for entry in index.entries.values()),
-        "aliases": [list(group) for group in index.aliases],
+        "dtypes": _counts(map(_kind, rest.entries)),
+        "locations": _counts(entry.location for entry in rest.entries),
+        "aliases": [list(group) for group in rest.aliases],
         "objects": {key: _value_json(value) for key, value in index.objects.items()},
         "metadata": dict(index.metadata),
         "blocked": list(index.blocked),
@@ -100,19 +141,31 @@ def to_json(index: Index) -> dict[str, Any]:
     }
 
 
-def _facts(index: Index, rows: int) -> list[tuple[str, str]]:
+def _text(rest: _Rest, rows: int | None, table: Sequence[Sequence[str]], more: str) -> str:
+    facts = _facts(rest, _ITEMS if rows is None else rows)
+    width = max(len(label) for label, _ in facts)
+    lines = [_shown(rest.index.path), ""]
+    lines += [f"{label:<{width}}  {value}" for label, value in facts]
+    if table:
+        lines += ["", *_align(_without_empty(table))]
+    return "\n".join([*lines, f"... and {more}"] if more else lines)
+
+
+def _facts(rest: _Rest, rows: int) -> list[tuple[str, str]]:
     """Return label and value of everything above the table."""
-    entries = index.entries.values()
+    index, entries = rest.index, rest.entries
+    size = human(sum(stamp.size for stamp in index.files.values()))
     facts = [
-        ("format", index.format + (f", {len(index.files)} files" if len(index.files) > 1 else "")),
+        ("format", index.format),
+        ("file size", size + (f" in {len(index.files):,} files" if len(index.files) > 1 else "")),
         ("tensors", f"{len(entries):,}"),
-        ("parameters", f"{_unique_elements(index):,}"),
+        ("parameters", f"{rest.elements:,}"),
         ("storage", human(index.nbytes)),
         ("dtypes", _count_text(map(_kind, entries))),
         ("locations", _count_text(entry.location for entry in entries)),
     ]
     lists: list[tuple[str, Collection[Any], Callable[[Any], str]]] = [
-        ("aliases", index.aliases, _alias_text),
+        ("aliases", rest.aliases, _alias_text),
         (
             "objects",
             index.objects.items(),
@@ -145,11 +198,151 @@ def _alias_text(group: tuple[str, ...]) -> str:
     return " = ".join(map(_shown, group[:8])) + more
 
 
-def _row(entry: TensorEntry) -> tuple[str, ...]:
-    shape = "scalar" if not entry.shape else " x ".join(map(str, entry.shape))
-    key = printable(entry.key, _WIDEST_KEY)
-    nbytes = sum(chunk.nbytes for chunk in entry.chunks) if entry.is_quantized else entry.nbytes
-    return (key, _kind(entry), shape, human(nbytes), _shown(entry.location))
+class _Rest:
+    """What a line says of a tensor besides its name, which takes knowing the others.
+
+    Attributes:
+        entries: those of the index.
+        ties: key -> the key before it that has the same elements of the same storage.
+        elements: of all tensors, those of ties counted once.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self.index, self.aliases = index, index.aliases
+        self.entries = list(index.entries.values())
+        self.ties: dict[str, str] = {}
+        for group in self.aliases:
+            first: dict[object, str] = {}
+            for entry in map(index.entries.__getitem__, group):
+                same = (entry.chunks, entry.dtype, entry.shape, entry.stride, entry.encoding)
+                tied = first.setdefault(same, entry.key)
+                if tied != entry.key:
+                    self.ties[entry.key] = tied
+        self.on_host = {"cpu"}.issuperset(entry.location for entry in self.entries)
+
+    @property
+    def elements(self) -> int:
+        return sum(entry.numel for entry in self.entries if entry.key not in self.ties)
+
+    def size(self, entries: Iterable[TensorEntry]) -> int:
+        return sum(_size(entry) for entry in entries if entry.key not in self.ties)
+
+    def of(self, entry: TensorEntry) -> tuple[str, ...]:
+        shape = "scalar" if not entry.shape else " x ".join(map(str, entry.shape))
+        location = "" if self.on_host else _shown(entry.location)
+        note = ""
+        storage = self.index.storages.get(entry.storage)
+        if entry.key in self.ties:
+            note = f"= {_shown(self.ties[entry.key])}"
+        elif storage and len(entry.chunks) == 1 and entry.chunks[0].nbytes < storage.nbytes:
+            note = f"part of {human(storage.nbytes)}"
+        return human(_size(entry)), _kind(entry), shape, location, note
+
+
+class _Node:
+    """A line of the tree: a tensor, or the module of several.
+
+    Attributes:
+        label: what the line calls it.
+        entries: its tensors; of a run of modules that are alike, those of the first.
+        start: where in their keys the names below it begin.
+        children: the lines below it.
+    """
+
+    __slots__ = ("children", "entries", "label", "start")
+
+    def __init__(self, label: str, entries: list[TensorEntry], start: int) -> None:
+        self.label, self.entries, self.start = label, entries, start
+        self.children: list[_Node] = []
+
+    def line(self, rest: _Rest) -> tuple[str, ...]:
+        if len(self.entries) == 1:
+            return ("", *rest.of(self.entries[0]))
+        return (f"{len(self.entries):,}", human(rest.size(self.entries)), "", "", "", "")
+
+
+def _tree(
+    rest: _Rest, lines: int, depth: int | None, by_size: bool
+) -> tuple[list[tuple[str, ...]], int]:
+    """Return the rows of a tree below their heads, and how many did not fit the lines."""
+    top = level = _branches(rest.entries, 0, rest, by_size)
+    shown = len(top)
+    for _ in range(1, min(_DEEPEST if depth is None else depth, _DEEPEST)):
+        below = [
+            (node, _branches(node.entries, node.start, rest, by_size))
+            for node in level
+            if len(node.entries) > 1
+        ]
+        added = sum(len(children) for _, children in below)
+        if not added or (depth is None and shown + added > lines):
+            break
+        for node, children in below:
+            node.children = children
+        level = [child for _, children in below for child in children]
+        shown += added
+
+    def rows(nodes: list[_Node], indent: str) -> Iterator[tuple[str, ...]]:
+        for node in nodes:
+            yield (indent + printable(node.label, _WIDEST_KEY), *node.line(rest))
+            yield from rows(node.children, indent + "  ")
+
+    found = _first(rows(top, ""), lines)
+    return ([_COLUMNS, *found] if found else []), shown - len(found)
+
+
+def _branches(
+    entries: list[TensorEntry], start: int, rest: _Rest, by_size: bool = False
+) -> list[_Node]:
+    """Return the lines below a module: entries by the next component of their keys."""
+    groups: dict[str, list[TensorEntry]] = {}
+    for entry in entries:
+        stop = entry.key.find(".", start) + 1
+        groups.setdefault(entry.key[start : stop or None], []).append(entry)
+    numbers = {name: int(name.rstrip(".")) for name in groups if _NUMBER.fullmatch(name)}
+    names = sorted(groups, key=numbers.__getitem__) if len(numbers) == len(groups) else list(groups)
+    found: list[_Node] = []
+    at = 0
+    while at < len(names):
+        first, group = names[at], groups[names[at]]
+        like = _likeness(group, start + len(first), rest) if first in numbers else None
+        last = at
+        while (
+            like is not None
+            and last + 1 < len(names)
+            and numbers.get(names[last + 1]) == numbers[names[last]] + 1
+            and len(groups[names[last + 1]]) == len(group)
+            and _likeness(groups[names[last + 1]], start + len(names[last + 1]), rest) == like
+        ):
+            last += 1
+        if last > at:
+            label = f"{numbers[first]} to {numbers[names[last]]}, each"
+            found.append(_Node(label, group, start + len(first)))
+        elif len(group) == 1:
+            found.append(_Node(group[0].key[start:], group, len(group[0].key)))
+        else:
+            stop = _common_end(group, start + len(first))
+            found.append(_Node(group[0].key[start : stop - 1], group, stop))
+        at = last + 1
+    return sorted(found, key=lambda node: -rest.size(node.entries)) if by_size else found
+
+
+def _likeness(group: list[TensorEntry], start: int, rest: _Rest) -> list[object]:
+    """Return what is equal for modules that hold the same, whatever their names."""
+    return [(e.key[start:], _kind(e), e.shape, e.key in rest.ties) for e in group]
+
+
+def _common_end(group: list[TensorEntry], start: int) -> int:
+    """Return where the components end that all keys have in common, from `start` on."""
+    key = group[0].key
+    while stop := key.find(".", start) + 1:
+        if not all(entry.key.startswith(key[start:stop], start) for entry in group):
+            break
+        start = stop
+    return start
+
+
+def _size(entry: TensorEntry) -> int:
+    return sum(chunk.nbytes for chunk in entry.chunks) if entry.is_quantized else entry.nbytes
 
 
 def _kind(entry: TensorEntry) -> str:
@@ -158,22 +351,18 @@ def _kind(entry: TensorEntry) -> str:
     return entry.encoding[0] if entry.is_quantized else entry.dtype
 
 
-def _align(table: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
+def _without_empty(table: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return a table without the columns that have a head and nothing else."""
+    kept = [column for column in zip(*table, strict=True) if any(column[1:])]
+    return [list(row) for row in zip(*kept, strict=True)]
+
+
+def _align(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     ]
-
-
-def _unique_elements(index: Index) -> int:
-    """Count the elements of all tensors, each view of the same bytes once."""
-    seen = {
-        (entry.storage, entry.chunks[0].offset, entry.shape, entry.stride): entry.numel
-        for entry in index.entries.values()
-        if entry.chunks
-    }
-    return sum(seen.values())
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:
@@ -190,10 +379,15 @@ def _first(items: Iterable[Any], count: int) -> list[Any]:
     return list(islice(items, max(count, 0)))
 
 
-def _fields(record: TensorEntry | Chunk) -> dict[str, Any]:
-    # Not dataclasses.asdict, which copies each number: of 100,000 chunks, for half a minute.
-    values = ((name, getattr(record, name)) for name in record.__slots__)
-    return {name: list(value) if type(value) is tuple else value for name, value in values}
+def _entry_json(entry: TensorEntry) -> dict[str, Any]:
+    # `dataclasses.asdict` copies every value as if it were nested: 4 s for 100,000 entries.
+    found = {name: getattr(entry, name) for name in _FIELDS}
+    found["chunks"] = [{name: getattr(chunk, name) for name in _PLACE} for chunk in entry.chunks]
+    return found
+
+
+_FIELDS = tuple(field.name for field in fields(TensorEntry))
+_PLACE = tuple(field.name for field in fields(Chunk))
 
 
 def _value_json(value: object) -> Any:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torchlift._system import printable
-from torchlift.errors import FormatError
+from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.flatten import flatten
 from torchlift.formats.index import (
     ITEMSIZE,
@@ -217,7 +217,7 @@ def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str
 def _refuse_module(root: object) -> None:
     """Refuse a whole pickled module as what it is, instead of listing one blocked name."""
     if isinstance(root, Blocked) and root.state is not None and "_modules" in root.state:
-        raise FormatError(
+        raise UnsafeError(
             "a whole pickled module: loading it would import and run its class",
             entry=root.name,
             expected="tensors in dicts and lists",

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from torchlift._system import printable
+from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.errors import IntegrityError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.detect import read_index
@@ -38,8 +38,8 @@ class Failure:
     found: int
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(Summary):
     """What `verify` found.
 
     Attributes:
@@ -47,28 +47,37 @@ class VerifyReport:
         checked: identities of the storages whose checksum was recomputed.
         unchecked: identities of the storages for which the file records none.
         failed: the storages of `checked` whose bytes are wrong.
+        nbytes: bytes whose checksum was recomputed.
+        unchecked_nbytes: bytes of `unchecked`.
     """
 
     path: str
     checked: tuple[str, ...]
     unchecked: tuple[str, ...]
     failed: tuple[Failure, ...]
+    nbytes: int = 0
+    unchecked_nbytes: int = 0
 
     @property
     def ok(self) -> bool:
         """Return whether every checksum that there is agrees with the bytes."""
         return not self.failed
 
-    def __str__(self) -> str:
-        lines = [
-            f"{self.path}: {len(self.checked) - len(self.failed)} storages good, "
-            f"{len(self.failed)} bad, {len(self.unchecked)} without a checksum"
-        ]
-        lines += [
-            f"  {item.name}: expected crc32 {item.expected:08x}, found {item.found:08x}"
-            for item in self.failed
-        ]
-        return "\n".join(printable(line, 1000) for line in lines)
+    def _summary(self) -> tuple[str, Facts]:
+        checked, unchecked = len(self.checked), len(self.unchecked)
+        verdict = "every checksum is right" if checked else "nothing is wrong with its structure"
+        if self.failed:
+            verdict = f"damaged: {len(self.failed):,} of {count_of(checked, 'checksum')} wrong"
+        facts: Facts = []
+        if checked or not unchecked:
+            facts.append(("checked", f"{count_of(checked, 'storage')}, {human(self.nbytes)}"))
+        if unchecked:
+            size = f"{count_of(unchecked, 'storage')}, {human(self.unchecked_nbytes)}"
+            facts.append(("not checked", f"{size}: the file records no checksum of these bytes"))
+        for item in self.failed:
+            sums = f"expected crc32 {item.expected:08x}, found {item.found:08x}"
+            facts.append((printable(item.name, 300), sums))
+        return f"{self.path}: {verdict}", facts
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
@@ -112,7 +121,10 @@ def verify_index(index: Index, advance: Callable[[int], object] | None = None) -
         if storage.crc32 != (found := whole_crc(storage.nbytes, sums[name]))
     ]
     unchecked = tuple(name for name in index.storages if name not in with_sum)
-    return VerifyReport(index.path, tuple(with_sum), unchecked, tuple(failed))
+    nbytes = sum(storage.nbytes for storage in with_sum.values())
+    return VerifyReport(
+        index.path, tuple(with_sum), unchecked, tuple(failed), nbytes, index.nbytes - nbytes
+    )
 
 
 def _batches(storages: Mapping[str, Storage]) -> Iterator[list[_Range]]:

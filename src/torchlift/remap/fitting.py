@@ -20,7 +20,7 @@ from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.slots import collect, is_lazy, walk
 from torchlift._model.torch_private import storage_key
 from torchlift._plan import DtypeRule, Rename, entry_like, renamed, target_dtype
-from torchlift._system import count_of, human, parse_size
+from torchlift._system import Facts, Summary, count_of, human, parse_size
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats import of_model
 from torchlift.remap.maps import (
@@ -36,7 +36,7 @@ from torchlift.remap.maps import (
 _Limits = Mapping[str, "int | None"]
 
 
-class Fit(ByKey[str]):
+class Fit(Summary, ByKey[str]):
     """A `by_key` map that `fit` made, and the numbers behind it. Printing it shows a table.
 
     Attributes:
@@ -59,19 +59,22 @@ class Fit(ByKey[str]):
         """Bytes of all tensors, after casting."""
         return sum(self.used.values())
 
-    def __str__(self) -> str:
+    # A rule that a program can be given again, as that of every other rule; it is as short.
+    __repr__ = ByKey.__repr__
+
+    def _summary(self) -> tuple[str, Facts]:
         devices = count_of(sum(map(bool, self.contents.values())), "device")
-        lines = [f"fit: {human(self.nbytes)} on {devices}"]
+        facts: Facts = []
         for device, budget in self.budgets.items():
             limit = "" if budget is None else f" of {human(budget)}"
             reserved = self.reserved.get(device, 0)
             room = f", {human(reserved)} kept free for the largest layer" if reserved else ""
-            lines.append(f"  {device}: {human(self.used[device])}{limit}{room}")
+            facts.append((device, f"{human(self.used[device])}{limit}{room}"))
             runs = _runs(self.contents[device])
             if runs:
                 more = f", and {len(runs) - 8} more" if len(runs) > 8 else ""
-                lines.append(f"    {', '.join(runs[:8])}{more}")
-        return "\n".join(lines)
+                facts.append(("", f"  {', '.join(runs[:8])}{more}"))
+        return f"fit: {human(self.nbytes)} on {devices}", facts
 
 
 def _runs(prefixes: Iterable[str]) -> list[str]:

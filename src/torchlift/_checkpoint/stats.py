@@ -1,0 +1,93 @@
+"""`stats_of`: what the values of a tensor are like, one block of it in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from torchlift._checkpoint.checkpoint import Checkpoint
+from torchlift.formats import TensorEntry
+
+#: What the four bits of a float4_e2m1fn say; a byte holds two of them, the first in its low half.
+_FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """What the values of a tensor are like; of complex numbers, their absolute values.
+
+    Attributes:
+        min: the smallest finite value; None where there is none.
+        max: the largest finite value.
+        mean: of the finite values.
+        std: their standard deviation, that of the population.
+        nan: elements that are not a number.
+        inf: elements that are infinite.
+    """
+
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    nan: int
+    inf: int
+
+
+def stats_of(ckpt: Checkpoint, entry: TensorEntry) -> TensorStats:
+    """Read a tensor's values and sum them up.
+
+    Args:
+        ckpt: the checkpoint.
+        entry: one of its entries, of any dtype; quantised blocks take the package that knows them.
+
+    Raises:
+        FormatError: its values cannot be computed here.
+        IntegrityError: the file is gone, or not the one that was opened.
+
+    Example:
+        >>> import torch, torchlift, tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save({"w": torch.tensor([1.0, 3.0, float("nan")])}, path)
+        >>> with torchlift.open(path) as ckpt:
+        ...     stats_of(ckpt, ckpt.entries["w"])
+        TensorStats(min=1.0, max=3.0, mean=2.0, std=1.0, nan=1, inf=0)
+    """
+    count, mean, squares, nan, inf = 0, 0.0, 0.0, 0, 0
+    smallest: float | None = None
+    largest: float | None = None
+    for block in ckpt.blocks(entry):
+        values = _numbers(block)
+        if values.is_floating_point() and not math.isfinite(values.sum().item()):
+            nan += int(values.isnan().sum())
+            inf += int(values.isinf().sum())
+            values = values[values.isfinite()]
+        if not values.numel():
+            continue
+        low, high = (bound.item() for bound in values.aminmax())
+        smallest = low if smallest is None else min(low, smallest)
+        largest = high if largest is None else max(high, largest)
+        # Chan, Golub and LeVeque (1983): blocks are joined without the difference of large sums.
+        values = values.double()
+        center = values.mean()
+        apart = values - center
+        added, further = values.numel(), center.item() - mean
+        total = count + added
+        squares += torch.dot(apart, apart).item() + further * further * count * added / total
+        mean += further * added / total
+        count = total
+    if smallest is None or largest is None:
+        return TensorStats(None, None, None, None, nan, inf)
+    return TensorStats(smallest, largest, mean, math.sqrt(squares / count), nan, inf)
+
+
+def _numbers(block: torch.Tensor) -> torch.Tensor:
+    """Return values as int64 or float64, in which they are what they are."""
+    if block.dtype == torch.float4_e2m1fn_x2:
+        pairs = block.view(torch.uint8).int()
+        return torch.cat([_FLOAT4[pairs & 15], _FLOAT4[pairs >> 4]]).double()
+    if block.is_complex():
+        block = block.to(torch.complex128).abs()
+    whole = not block.is_floating_point() and block.dtype != torch.uint64
+    return block.to(torch.int64 if whole else torch.float64)
