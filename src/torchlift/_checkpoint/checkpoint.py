@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import TypeVar, overload
 
@@ -41,8 +42,6 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         entries: key -> `TensorEntry`, in file order.
         objects: key -> leaf that is not a tensor.
         metadata: what the format itself records.
-        nbytes: bytes of unique storage that the entries use.
-        aliases: groups of keys that share a storage.
         blocked: names of globals that only unpickling could rebuild; listed, never imported.
 
     Example:
@@ -59,11 +58,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self.root = root
         self.path = index.path
         self.format = index.format
-        self.entries: Mapping[str, TensorEntry] = MappingProxyType(dict(self._index.entries))
+        self.entries: Mapping[str, TensorEntry] = MappingProxyType(self._index.entries)
         self.objects: Mapping[str, object] = MappingProxyType(dict(self._index.objects))
         self.metadata: Mapping[str, str] = MappingProxyType(dict(self._index.metadata))
-        self.nbytes = self._index.nbytes
-        self.aliases = self._index.aliases
         self.blocked = tuple(self._index.blocked)
         self._views: MappedViews | None = MappedViews(self._index)
 
@@ -114,6 +111,16 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def _repr_html_(self) -> str:
         return to_html(self._index)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Return the bytes of unique storage that the entries use."""
+        return self._index.nbytes
+
+    @cached_property
+    def aliases(self) -> tuple[tuple[str, ...], ...]:
+        """Return the groups of keys that share a storage, in file order."""
+        return self._index.aliases
 
     @property
     def index(self) -> Index:

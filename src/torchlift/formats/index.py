@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchlift.errors import FormatError, IntegrityError
 
@@ -130,8 +130,7 @@ class TensorEntry:
         return is_row_major(self.shape, self.stride)
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """A run of bytes that one or more entries look into.
 
     Attributes:
@@ -147,6 +146,44 @@ class Storage:
     nbytes: int
     location: str
     crc32: int | None = None
+
+
+_Row = TypeVar("_Row")
+_Record = TypeVar("_Record")
+
+
+class Records(Mapping[str, _Record], Generic[_Row, _Record]):
+    """Records that are made from checked rows when they are asked for.
+
+    Half of what opening a file of 100,000 tensors would cost is making objects that nobody looks
+    at (safetensors: 0.58 s with them, 0.26 without).
+
+    Args:
+        rows: key -> what the record is made of.
+        make: (key, row) -> the record; each is made once.
+    """
+
+    __slots__ = ("_made", "_make", "_rows")
+
+    def __init__(self, rows: dict[str, _Row], make: Callable[[str, _Row], _Record]) -> None:
+        self._rows = rows
+        self._make = make
+        self._made: dict[str, _Record] = {}
+
+    def __getitem__(self, key: str) -> _Record:
+        made = self._made.get(key)
+        return (
+            self._made.setdefault(key, self._make(key, self._rows[key])) if made is None else made
+        )
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ ones JSON needs in Python, where ``true`` is an integer and 1e400 parses.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
@@ -15,9 +14,9 @@ from reprlib import repr as short_repr
 from typing import Any
 
 from torchlift.errors import FormatError, PlacementError
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
+from torchlift.formats.index import ITEMSIZE, Chunk, Index, Records, Storage, TensorEntry, row_major
 from torchlift.formats.layout import Layout, Payload, Stored, is_unicode
-from torchlift.formats.source import Source, dense_shape, parse_json, whole_numbers
+from torchlift.formats.source import Source, dense_shape, parse_json, unique, whole_numbers
 
 #: The format's own limit on the JSON header, in bytes.
 MAX_HEADER = 100_000_000
@@ -30,7 +29,8 @@ DTYPES: dict[str, str] = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
 
-_FIELDS = {"dtype", "shape", "data_offsets"}
+_FIELDS = "dtype", "shape", "data_offsets"
+_fields = itemgetter(*_FIELDS)
 
 _strides = lru_cache(maxsize=1024)(row_major)  # a model has few shapes: a tenth of the time
 
@@ -49,15 +49,26 @@ def read_safetensors(source: Source) -> Index:
             entry="__metadata__",
             found=type(metadata).__name__,
         )
-    entries = _entries(header, source.path, start)
-    _check_cover(entries, start, source.size)
-    storages = {
-        entry.storage: Storage(source.path, chunk.offset, chunk.nbytes, "cpu")
-        for entry in entries.values()
-        for chunk in entry.chunks
-    }
+    rows = _rows(header)
+    _check_cover(rows, source.size - start)
+    stored = {key: row for key, row in rows.items() if row[1]}
+
+    def entry(key: str, row: _Row) -> TensorEntry:
+        begin, nbytes, dtype, shape = row
+        chunk = Chunk(source.path, start + begin, nbytes, (0,) * len(shape), shape)
+        chunks = (chunk,) if nbytes else ()
+        return TensorEntry(key, dtype, shape, _strides(shape), nbytes, "cpu", key, chunks)
+
+    def storage(key: str, row: _Row) -> Storage:
+        return Storage(source.path, start + row[0], row[1], "cpu")
+
+    entries, storages = Records(rows, entry), Records(stored, storage)
     files = {source.path: source.stamp}
     return Index(source.path, "safetensors", entries, storages, files, metadata=metadata)
+
+
+#: First byte of the data, number of bytes, dtype, shape.
+_Row = tuple[int, int, str, tuple[int, ...]]
 
 
 def _read_header(source: Source) -> tuple[dict[str, Any], int]:
@@ -77,62 +88,81 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
             found=f"{length} bytes",
             hint="The file is truncated, or is not a safetensors file.",
         )
-    return parse_json(source.read(8, length), "the header"), 8 + length
+    return parse_json(source.read(8, length), "the header", _described), 8 + length
 
 
-def _entries(header: dict[str, Any], path: str, start: int) -> dict[str, TensorEntry]:
-    """Return checked entries in the order of their data: that of the header is arbitrary."""
-    found = []
+def _described(pairs: list[tuple[str, Any]]) -> object:
+    """Return (dtype, shape, data offsets) where a JSON object is a tensor, else a dict.
+
+    A tuple is what JSON itself never gives. Together with `_rows` it takes 0.16 s for 100,000
+    tensors; dicts that are looked into later take 0.25 s.
+    """
+    if len(pairs) == 3:
+        (first, code), (second, shape), (third, offsets) = pairs
+        if first == "dtype" and second == "shape" and third == "data_offsets":
+            return code, shape, offsets
+    found = unique(pairs)
+    is_tensor = found.keys() == set(_FIELDS) and type(found["shape"]) is list
+    return _fields(found) if is_tensor else found
+
+
+def _rows(header: dict[str, Any]) -> dict[str, _Row]:
+    """Return checked rows in the order of their data: that of the header is arbitrary."""
+    rows, last, is_sorted = {}, 0, True
     for key, value in header.items():
-        if type(value) is not dict or value.keys() != _FIELDS:
+        if type(value) is not tuple:
             raise FormatError(
                 "a tensor is not described as it should be",
                 entry=key,
                 expected="dtype, shape, data_offsets",
                 found=", ".join(value) if isinstance(value, dict) else f"a {type(value).__name__}",
             )
-        dtype = DTYPES.get(value["dtype"]) if type(value["dtype"]) is str else None
+        code, shape, offsets = value
+        dtype = DTYPES.get(code) if type(code) is str else None
         if dtype is None:
-            name = short_repr(value["dtype"])
-            raise FormatError("a dtype that torchlift does not know", entry=key, found=name)
-        shape = dense_shape(value["shape"], key, "shape")
-        offsets = whole_numbers(value["data_offsets"], key, "data_offsets")
-        if len(offsets) != 2:
+            found = short_repr(code)
+            raise FormatError("a dtype that torchlift does not know", entry=key, found=found)
+        nbytes = ITEMSIZE[dtype] if type(shape) is list and len(shape) <= 64 else 0
+        for extent in shape if nbytes else ():
+            nbytes *= extent if type(extent) is int and extent > 0 else 0
+        if not nbytes:  # no elements, or a shape that torch cannot have
+            dense_shape(shape, key, "shape")
+        begin, end = offsets if type(offsets) is list and len(offsets) == 2 else (None, None)
+        if type(begin) is not int or type(end) is not int or begin < 0:
+            whole_numbers(offsets, key, "data_offsets")
             raise FormatError("a tensor does not have two data offsets", entry=key)
-        begin, end = offsets
-        nbytes = math.prod(shape) * ITEMSIZE[dtype]
         if end - begin != nbytes:
+            dense_shape(shape, key, "shape")
             raise FormatError(
                 "a tensor's bytes are not what its shape and dtype need",
                 entry=key,
                 expected=f"{nbytes} bytes for {dtype} {shape}",
                 found=f"{end - begin} bytes",
             )
-        origin = (0,) * len(shape)
-        chunks = (Chunk(path, start + begin, nbytes, origin, shape),) if nbytes else ()
-        entry = TensorEntry(key, dtype, shape, _strides(shape), nbytes, "cpu", key, chunks)
-        found.append((begin, end, key, entry))
-    found.sort(key=itemgetter(0, 1, 2))
-    return {key: entry for _, _, key, entry in found}
+        is_sorted = is_sorted and last < begin
+        last = begin
+        rows[key] = begin, nbytes, dtype, tuple(shape)
+    if is_sorted:  # a tenth of the time
+        return rows
+    return {key: rows[key] for _, _, key in sorted((*row[:2], key) for key, row in rows.items())}
 
 
-def _check_cover(entries: dict[str, TensorEntry], start: int, size: int) -> None:
-    """All data, in order, must fill the file from `start` to `size` without hole or overlap."""
-    position = start
-    for entry in entries.values():
-        for chunk in entry.chunks:
-            if chunk.offset != position:
-                raise FormatError(
-                    "two tensors overlap" if chunk.offset < position else "a hole before a tensor",
-                    entry=entry.key,
-                    expected=f"data at byte {position}",
-                    found=f"byte {chunk.offset}",
-                )
-            position += chunk.nbytes
+def _check_cover(rows: dict[str, _Row], size: int) -> None:
+    """All data, in order, must fill the `size` bytes behind the header, no hole and no overlap."""
+    position = 0
+    for key, (begin, nbytes, _, _) in rows.items():
+        if begin != position:
+            raise FormatError(
+                "two tensors overlap" if begin < position else "a hole before a tensor",
+                entry=key,
+                expected=f"data at byte {position} behind the header",
+                found=f"byte {begin}",
+            )
+        position += nbytes
     if position != size:
         raise FormatError(
             "the file is truncated" if size < position else "bytes that belong to no tensor",
-            expected=f"{position} bytes",
+            expected=f"{position} bytes behind the header",
             found=f"{size} bytes",
             hint="Fetch or write the file again.",
         )

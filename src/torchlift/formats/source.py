@@ -8,7 +8,7 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -165,19 +165,24 @@ def dense_shape(values: object, key: str, what: str, kind: str = "list") -> tupl
     return shape
 
 
-def parse_json(data: bytes, what: str) -> dict[str, Any]:
+def parse_json(
+    data: bytes, what: str, hook: Callable[[list[tuple[str, Any]]], object] | None = None
+) -> dict[str, Any]:
     """Parse a JSON object strictly.
 
     Args:
         data: UTF-8 text.
         what: what it is called in an error, such as ``"the header"``.
+        hook: makes an object of its pairs instead of `unique`.
 
     Raises:
         FormatError: not JSON, not an object, nested too deep, or a name that occurs twice in one
             object (programs disagree on which of the two counts).
     """
     try:
-        found = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        found = json.loads(
+            data.decode(), object_pairs_hook=hook or unique, parse_constant=_no_constant
+        )
         if b"\\u" in data:
             # Escapes can make half of a character, which no terminal or file can take.
             json.dumps(found, ensure_ascii=False).encode()
@@ -190,7 +195,8 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     return found
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of pairs whose names must differ."""
     result = dict(pairs)
     if len(result) != len(pairs):
         counts = Counter(name for name, _ in pairs)

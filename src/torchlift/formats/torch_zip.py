@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torchlift._system import printable
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import flatten
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry
+from torchlift.formats.index import ITEMSIZE, Chunk, Index, Records, Storage, TensorEntry
 from torchlift.formats.layout import Layout, Payload, Stored
 from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_pickle import (
@@ -119,7 +119,7 @@ def index_of(
     return Index(
         path=source.path,
         format=format,
-        entries={name: resolver.entry(name, ref) for name, ref in flat.tensors.items()},
+        entries=resolver.entries(flat.tensors),
         storages=resolver.storages,
         files={source.path: source.stamp},
         objects=flat.objects,
@@ -240,53 +240,64 @@ class Resolver:
         self._order = ("big-endian",) if big_endian else ()
         self._layouts: dict[tuple[int, int], _Layout] = {}
 
+    def entries(self, refs: Mapping[str, TensorRef]) -> Mapping[str, TensorEntry]:
+        """Return the entries of tensors that are all checked now."""
+        return Records({key: self._row(key, ref) for key, ref in refs.items()}, self._entry)
+
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """Return the checked entry of one tensor."""
+        return self._entry(key, self._row(key, ref))
+
+    def _row(self, key: str, ref: TensorRef) -> _Row:
+        """Check all that a tensor says of bytes."""
         name, storage = self._find(key, ref.storage)
-        self.storages.setdefault(name, storage)
-        itemsize = ITEMSIZE[ref.dtype]
-        start, end = _view_of(storage, ref.storage, key)
+        self.storages[name] = storage
+        start, room = storage.offset, storage.nbytes
+        if ref.storage.view is not None:
+            start, room = _view_of(storage, ref.storage, key)
         # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
         # tuples stay alive as long as this object's input does.
         layout = self._layouts.get((id(ref.size), id(ref.stride)))
         if layout is None:
             layout = self._layouts[id(ref.size), id(ref.stride)] = _layout(ref, key)
-        shape, stride, origin, numel, span = layout
-        offset = ref.offset
+        shape, stride, _, numel, span = layout
+        itemsize, offset = ITEMSIZE[ref.dtype], ref.offset
         if type(offset) is not int or not 0 <= offset < 1 << 63:
             (offset,) = whole_numbers((offset,), key, "storage offset")
         nbytes = numel * itemsize
-        chunks: tuple[Chunk, ...] = ()
-        if numel:
-            if (offset + span) * itemsize > end - start:
-                raise FormatError(
-                    "a tensor reaches outside its storage",
-                    entry=key,
-                    expected=f"at most {end - start} bytes in {name}",
-                    found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
-                )
-            start += offset * itemsize
-            chunks = (Chunk(self.path, start, span * itemsize, origin, shape),)
-        if nbytes > max(storage.nbytes, _MAX_REPEATED, _MAX_REPEAT * storage.nbytes):
+        if numel and (offset + span) * itemsize > room:
+            raise FormatError(
+                "a tensor reaches outside its storage",
+                entry=key,
+                expected=f"at most {room} bytes in {name}",
+                found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
+            )
+        if nbytes > _MAX_REPEATED and nbytes > max(storage.nbytes, _MAX_REPEAT * storage.nbytes):
             raise FormatError(
                 "a broadcast view is absurdly larger than its storage",
                 entry=key,
                 found=f"shape {shape}, {nbytes} bytes over {storage.nbytes} stored ones",
             )
-        location, is_trained = ref.storage.location, ref.requires_grad is True
         if ref.lazy and ref.dtype not in _SIGNED[ref.lazy[0]]:
             raise FormatError(f"a {ref.lazy[0]} view of numbers that have none", entry=key)
-        encoding = (self._order if itemsize > 1 else ()) + ref.lazy if numel else ()
+        return ref, name, layout, start + offset * itemsize, nbytes
+
+    def _entry(self, key: str, row: _Row) -> TensorEntry:
+        ref, name, (shape, stride, origin, numel, span), start, nbytes = row
+        itemsize, location = ITEMSIZE[ref.dtype], ref.storage.location
+        chunks: tuple[Chunk, ...] = ()
+        encoding: tuple[str, ...] = ()
+        if numel:
+            chunks = (Chunk(self.path, start, span * itemsize, origin, shape),)
+            encoding = (self._order if itemsize > 1 else ()) + ref.lazy
         return TensorEntry(
-            key, ref.dtype, shape, stride, nbytes, location, name, chunks, is_trained,
-            ref.is_parameter, encoding,
+            key, ref.dtype, shape, stride, nbytes, location, name, chunks,
+            ref.requires_grad is True, ref.is_parameter, encoding,
         )  # fmt: skip
 
 
 def _view_of(storage: Storage, ref: StorageRef, key: str) -> tuple[int, int]:
-    """Return the first byte in the file, and that behind the last, which a tensor may look into."""
-    if ref.view is None:
-        return storage.offset, storage.offset + storage.nbytes
+    """Return the first byte in the file, and the number, which a tensor may look into."""
     itemsize = ITEMSIZE[ref.dtype or "uint8"]
     first, numel = whole_numbers(ref.view, key, "view of its storage", "pair")
     if (first + numel) * itemsize > storage.nbytes:
@@ -296,7 +307,7 @@ def _view_of(storage: Storage, ref: StorageRef, key: str) -> tuple[int, int]:
             expected=f"at most {storage.nbytes} bytes in storage {ref.key}",
             found=f"{numel} elements from number {first} on",
         )
-    return storage.offset + first * itemsize, storage.offset + (first + numel) * itemsize
+    return storage.offset + first * itemsize, numel * itemsize
 
 
 class ZipStorages:
@@ -316,14 +327,11 @@ class ZipStorages:
         self.records = records
         self.folder = folder
         self.prefix = prefix
-        self._found: dict[str, Storage] = {}
 
     def find(self, key: str, ref: StorageRef) -> tuple[str, Storage]:
         """Return the storage of a tensor, whose record must have exactly the declared size."""
-        name = self.prefix + ref.key
-        record = self.records.get(self.folder + ref.key) or look_up(
-            self.records, self.folder + ref.key
-        )
+        name, path = self.prefix + ref.key, self.folder + ref.key
+        record = self.records.get(path) or look_up(self.records, path)
         if record is None:
             raise FormatError("a tensor's storage is missing", entry=key, expected=f"record {name}")
         if record.method != STORED:
@@ -341,15 +349,13 @@ class ZipStorages:
                 expected=f"{ref.numel} elements, {nbytes} bytes",
                 found=f"{record.nbytes} bytes",
             )
-        found = self._found.get(ref.key)
-        if found is None:
-            start, crc = self.source.start + record.offset, record.crc32 or None
-            found = Storage(self.source.path, start, nbytes, ref.location, crc)
-            self._found[ref.key] = found
-        return name, found
+        start, crc = self.source.start + record.offset, record.crc32 or None
+        return name, Storage(self.source.path, start, nbytes, ref.location, crc)
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
+#: (what the pickle says, name of the storage, layout, first byte in the file, dense bytes).
+_Row = tuple[TensorRef, str, _Layout, int, int]
 
 
 def _layout(ref: TensorRef, key: str) -> _Layout:
