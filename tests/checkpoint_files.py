@@ -302,7 +302,7 @@ def gguf_bytes(*values: object) -> bytes:
     data = b"GGUF"
     for value in values:
         if isinstance(value, str):
-            data += struct.pack("<Q", len(value)) + value.encode()
+            data += struct.pack("<Q", len(value.encode())) + value.encode()
         else:
             code, number = value  # type: ignore[misc]
             data += struct.pack("<" + code, number)

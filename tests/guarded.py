@@ -141,7 +141,8 @@ def _answer(path: str) -> Answer:
         with guard(path if os.path.isdir(path) else os.path.dirname(path)):
             index = read_index(path)
             verify_index(index), to_text(index), to_html(index), json.dumps(to_json(index))
-            found = Answer("Index", None, "read")
+            blocked = printable(", ".join(index.blocked), 300)
+            found = Answer("Index", None, f"read, without {blocked}" if blocked else "read")
     except CheckpointError as error:
         is_wrong = error.file is None or isinstance(error.__cause__, MemoryError)
         found = Answer(type(error).__name__, error.entry, str(error))

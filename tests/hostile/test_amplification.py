@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import Call, pickled, tensor, write_safetensors, write_zip
+from checkpoint_files import (
+    Call,
+    pickled,
+    tensor,
+    write_program,
+    write_safetensors,
+    write_script,
+    write_zip,
+)
 from dcp_files import describe, write_dcp
 from guarded import answers
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -286,6 +294,27 @@ def test_a_path_that_joins_itself_is_paid_for(tmp_path: Path) -> None:
     """A path of two long texts, made thousands of times."""
     data = _again("pathlib.PosixPath", _LONG, call=b"h\1h\0h\0\x86R")
     ((_, _, answer),) = answers(_as_metadata(tmp_path, data))
+    assert "unfolds to far more than it stores" in answer
+
+
+def test_the_name_of_a_program_is_paid_for_with_each_weight(tmp_path: Path) -> None:
+    """Two programs in an archive: the name of each stands before every one of its keys."""
+    names = "n" * 60_000, "m"
+    many = {str(at): {"path_name": "weight_0", "tensor_meta": None} for at in range(10_000)}
+    records = {"data/constants/weight_0": b"", **{f"models/{name}.json": b"{}" for name in names}}
+    for kind in ("weight", "constant"):
+        for name in names:
+            config = json.dumps({"config": many}).encode()
+            records[f"data/{kind}s/{name}_{kind}s_config.json"] = config
+    ((_, _, answer),) = answers(write_program(tmp_path / "x", {}, records))
+    assert "unfolds to far more than it stores" in answer
+
+
+def test_attributes_that_many_modules_share_are_paid_for(tmp_path: Path) -> None:
+    """Of a script: one dict is the state of thousands of objects, each of which copies it."""
+    state = b"}(" + b"".join(_int(at) + b"N" for at in range(10_000)) + b"uq\x000"
+    data = b"\x80\x02" + state + b"c__torch__\nM\nq\x010](" + b"h\1)\x81h\0b" * 20_000 + b"e."
+    ((_, _, answer),) = answers(write_script(tmp_path / "x", None, data=data))
     assert "unfolds to far more than it stores" in answer
 
 
