@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing: one format for as long as libFuzzer is told to.
 
-    PYTHONPATH=src:tests python tests/hostile/fuzz_targets.py gguf -runs=10000000 corpus/gguf
+    PYTHONPATH=src:tests python tests/hostile/fuzz_targets.py every -max_total_time=60
 
 Whatever bytes a file has, `torchlift.open` and everything that lists its content ends with an
 answer or with a `CheckpointError` that knows its cause; nothing is imported, run, written, or
@@ -21,6 +21,7 @@ import struct
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import atheris
 
@@ -179,44 +180,48 @@ def _opened(path: str) -> Index:
         return ckpt.index
 
 
-def main() -> None:
-    """Fuzz the format that the first argument names; the others are libFuzzer's."""
-    name, *options = sys.argv[1:]
+def fuzz(name: str, options: list[str], folder: str) -> NoReturn:
+    """Fuzz a format in a folder; the options are libFuzzer's, which ends the process."""
     opened, make, seeds = FORMATS[name]
-    shm = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(dir=shm) as folder:
-        os.mkdir(os.path.join(folder, "opened"))
-        os.mkdir(os.path.join(folder, "seeds"))
-        place = os.path.join(folder, "opened")
-        files: dict[str, io.FileIO] = {}
+    place, corpus = os.path.join(folder, "opened"), os.path.join(folder, "corpus")
+    os.mkdir(place)
+    os.mkdir(corpus)
+    files: dict[str, io.FileIO] = {}
 
-        def one_input(data: bytes) -> None:
-            for file, content in make(parts_of(data)).items():
-                if file not in files:
-                    path = os.path.join(place, file)
-                    files[file] = open(path, "wb", buffering=0)  # noqa: SIM115 - kept open
-                files[file].seek(0)
-                files[file].write(content)
-                files[file].truncate()
-            with guard(place):
-                look(os.path.join(place, opened), _opened)
+    def one_input(data: bytes) -> None:
+        for file, content in make(parts_of(data)).items():
+            if file not in files:
+                path = os.path.join(place, file)
+                files[file] = open(path, "wb", buffering=0)  # noqa: SIM115 - kept open
+            files[file].seek(0)
+            files[file].write(content)
+            files[file].truncate()
+        with guard(place):
+            look(os.path.join(place, opened), _opened)
 
-        found = list(seeds(Path(folder, "seeds", "made")))
-        corpus = os.path.join(folder, "corpus")
-        os.mkdir(corpus)
-        for at, parts in enumerate(found):
-            Path(corpus, str(at)).write_bytes(joined(parts))
-        for parts in found:  # whatever is imported when it is first used
-            one_input(joined(parts))
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = _MEMORY + pages * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        folders = [option for option in options if not option.startswith("-")]
-        options = [option for option in options if option.startswith("-")]
-        arguments = [sys.argv[0], f"-max_len={_LONGEST}", "-timeout=10", "-print_final_stats=1",
-                     *options, *folders, corpus]  # fmt: skip
-        atheris.Setup(arguments, one_input, custom_mutator=mutated)
-        atheris.Fuzz()
+    for at, parts in enumerate(seeds(Path(folder, "made"))):
+        Path(corpus, str(at)).write_bytes(joined(parts))
+        one_input(joined(parts))  # whatever is imported when it is first used
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = _MEMORY + pages * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    options.sort(key=lambda option: not option.startswith("-"))  # folders come last
+    fixed = [f"-max_len={_LONGEST}", "-timeout=10", "-print_final_stats=1"]
+    atheris.Setup([name, *fixed, *options, corpus], one_input, custom_mutator=mutated)
+    atheris.Fuzz()
+    raise AssertionError("libFuzzer came back")
+
+
+def main() -> None:
+    """Fuzz the format that the first argument names, or every one, each in a fork of its own."""
+    name, *options = sys.argv[1:]
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    for one in FORMATS if name == "every" else [name]:
+        with tempfile.TemporaryDirectory(dir=memory) as folder:
+            if (child := os.fork()) == 0:
+                fuzz(one, options, folder)
+            if os.waitpid(child, 0)[1]:
+                sys.exit(f"{one}: the fuzzer found something, see above")
 
 
 if __name__ == "__main__":
