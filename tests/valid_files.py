@@ -16,6 +16,7 @@ import struct
 import warnings
 import zipfile
 import zlib
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -124,19 +125,24 @@ def _late(data: bytes) -> bytes:
 
 def _zip_seeds(path: Path) -> Iterator[Parts]:
     state = {"w": tensor(), "t": tensor((2, 2), (1, 2)), "n": {"e": [tensor((), ()), 3]}, "lr": 0.1}
-    found = [
+    noted = torch.ones(2, dtype=torch.uint16)
+    noted.note = "a tensor with an attribute"  # type: ignore[attr-defined]
+    found: list[object] = [
         torch.nn.Linear(2, 2).state_dict(),
         {"w": torch.ones(2, dtype=torch.bfloat16), "p": torch.nn.Parameter(base)},
         {"c": torch.ones(1, dtype=torch.complex64).conj(), "d": torch.float16},
         {"o": {1: {"step": 3, "m": base}}, "s": {1, 2}, "b": b"x"},
+        {"n": np.float32(1.5), "c": Counter("ab"), "d": defaultdict(list, a=1), "t": noted},
+        {"v": torch.device("cuda", 0), "i": slice(1, 2), "m._extra_state": {"x": [base, 1]}},
     ]
     for value in found:
         for protocol in (2, 4):
             torch.save(value, path, pickle_protocol=protocol)
             yield _records(path)
     yield _records(write_zip(path, state))
-    yield _records(write_zip(path, {"evil": Call(os.getenv, "HOME"), "w": tensor()}))
-    data = _late(pickled([tensor(storage="0"), tensor((4,), (1,)), tensor((), ())]))
+    pairs = Call(OrderedDict, [[1, 2], [(1, "a"), 3]])
+    yield _records(write_zip(path, {"evil": Call(os.getenv, "HOME"), "w": tensor(), "p": pairs}))
+    data = _late(pickled({"a": tensor(), "b": tensor((4,), (1,)), "c": tensor((), ())}))
     yield _records(write_zip(path, data=data))
     parts = _records(path)
     yield [b"~" + parts[0], *parts[1:]]
