@@ -162,7 +162,7 @@ PLACES: dict[str, Callable[[Path], Path]] = {
     "an index": lambda d: (_in_set(d), d / "x.index.json")[1],
     "the only file": lambda d: d / "a.safetensors",
     "metadata": _in_dcp(".metadata"),
-    "metadata of a rank": lambda d: (_in_dcp(".metadata")(d).rename(d / "__0.metadata")),
+    "metadata of a rank": lambda d: _in_dcp(".metadata")(d).rename(d / "__0.metadata"),
     "an item file": _in_dcp("__0_0.distcp"),
 }
 
