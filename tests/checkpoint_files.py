@@ -363,6 +363,24 @@ def write_safetensors(path: Path, header: object, data: bytes = b"", pad: int = 
     return path
 
 
+def gguf_bytes(*values: object) -> bytes:
+    """The start of a GGUF file: numbers as they are given, texts with their length."""
+    data = b"GGUF"
+    for value in values:
+        if isinstance(value, str):
+            data += struct.pack("<Q", len(value.encode())) + value.encode()
+        else:
+            code, number = value  # type: ignore[misc]
+            data += struct.pack("<" + code, number)
+    return data
+
+
+def npy_bytes(header: str, data: bytes = b"", version: int = 1) -> bytes:
+    """A numpy file of one array with this header."""
+    text = header.encode("latin1")
+    return b"\x93NUMPY" + bytes((version, 0)) + struct.pack("<H", len(text)) + text + data
+
+
 def read_tensor(entry: TensorEntry) -> torch.Tensor:
     """A tensor made of nothing but the byte range, shape and stride of an entry."""
     dtype = getattr(torch, entry.dtype)

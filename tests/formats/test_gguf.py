@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from checkpoint_files import gguf_bytes as header
 from damaged_files import read_or_refused
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
@@ -103,18 +104,6 @@ def test_without_the_package_the_error_says_which(tmp_path, monkeypatch):
         assert torch.equal(ckpt["f32"], torch.from_numpy(VALUES))
         with pytest.raises(FormatError, match=r"'Q4_0': quantised to Q4_0.*pip install gguf"):
             ckpt["Q4_0"]
-
-
-def header(*values: object) -> bytes:
-    """The start of a file: numbers as they are given, texts with their length."""
-    data = b"GGUF"
-    for value in values:
-        if isinstance(value, str):
-            data += struct.pack("<Q", len(value)) + value.encode()
-        else:
-            code, number = value  # type: ignore[misc]
-            data += struct.pack("<" + code, number)
-    return data
 
 
 COUNTS = ("I", 3), ("Q", 1), ("Q", 0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from checkpoint_files import npy_bytes as npy
 from damaged_files import read_or_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,12 +81,6 @@ def test_a_compressed_archive_says_what_to_do(tmp_path):
     np.savez_compressed(tmp_path / "m.npz", w=np.ones(100))
     with pytest.raises(FormatError, match=r"'w.npy': a compressed array.*numpy.savez"):
         read_index(tmp_path / "m.npz")
-
-
-def npy(header: str, data: bytes = b"", version: int = 1) -> bytes:
-    """A file of one array with this header."""
-    text = header.encode("latin1")
-    return b"\x93NUMPY" + bytes((version, 0)) + struct.pack("<H", len(text)) + text + data
 
 
 GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}"

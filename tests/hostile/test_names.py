@@ -158,11 +158,19 @@ def _in_zero(name: str) -> Callable[[Path], Path]:
     return make
 
 
+def _set_of_two(directory: Path) -> Path:
+    for at in (1, 2):
+        torch.save({f"w{at}": torch.ones(1)}, directory / f"a-0000{at}-of-00002.safetensors")
+    return directory / "a-00002-of-00002.safetensors"
+
+
 PLACES: dict[str, Callable[[Path], Path]] = {
     "a shard": _in_set,
+    "a shard of a set": _set_of_two,
     "an index": lambda d: (_in_set(d), d / "x.index.json")[1],
     "the only file": lambda d: d / "a.safetensors",
     "metadata": _in_dcp(".metadata"),
+    "metadata of a rank": lambda d: _in_dcp(".metadata")(d).rename(d / "__0.metadata"),
     "an item file": _in_dcp("__0_0.distcp"),
     "a rank's optimizer": _in_zero("zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     "a rank's model": _in_zero("mp_rank_00_model_states.pt"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
-from torchlift.formats.source import Cursor, Source
+from torchlift.formats.source import Cursor, Source, dense_shape
 
 #: ggml's number of a type -> torch's name.
 _PLAIN = {
@@ -105,9 +105,9 @@ def _description(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     dims = cursor.number("<I")
     if dims > 64:
         raise FormatError("a tensor has too many dimensions", entry=key, found=dims)
-    sizes = tuple(cursor.number("<Q") for _ in range(dims))
+    sizes = [cursor.number("<Q") for _ in range(dims)]
     # The first one runs fastest, unlike in torch.
-    return key, sizes[::-1], cursor.number("<I"), cursor.number("<Q")
+    return key, dense_shape(sizes[::-1], key, "shape"), cursor.number("<I"), cursor.number("<Q")
 
 
 def _entry(
@@ -115,7 +115,7 @@ def _entry(
 ) -> tuple[TensorEntry, int]:
     """Return an entry, and the bytes that it takes in the file."""
     numel = math.prod(shape)
-    if numel >= 1 << 60 or any(size >= 1 << 60 for size in shape):
+    if numel >= 1 << 60:
         raise FormatError("a tensor has an impossible shape", entry=key, found=shape)
     encoding: tuple[str, ...] = ()
     if kind in _PLAIN:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import ROOT_TENSOR
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
-from torchlift.formats.source import Source, whole_numbers
+from torchlift.formats.source import Source, dense_shape
 from torchlift.formats.zip_archive import STORED, Record
 
 MAGIC = b"\x93NUMPY"
@@ -120,11 +120,11 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
     text = source.read(record.offset + 8 + size, length, key)
     try:
         fields = ast.literal_eval(text.decode("utf-8" if head[6] == 3 else "latin1").strip())
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise FormatError("the header is no literal of Python's", entry=key) from error
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise FormatError("the header does not say what it should", entry=key)
-    shape = whole_numbers(fields["shape"], key, "shape", "tuple")
+    shape = dense_shape(fields["shape"], key, "shape", "tuple")
     if type(fields["fortran_order"]) is not bool:
         raise FormatError("the order of the elements is neither True nor False", entry=key)
     code = fields["descr"]

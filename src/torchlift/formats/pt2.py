@@ -126,6 +126,7 @@ def _listed(
     opened: set[str] = set()
     for name, meta in listed.items():
         key = f"{under}.{name}" if under else name
+        source.budget.spend(len(under), under)  # one name of a program, before many keys
         with errors_name(source.path, key):
             path = _field(meta, "path_name", str)
             stored = records.get(folder + path)

@@ -187,11 +187,14 @@ def whole_numbers(values: object, key: str, what: str, kind: str = "list") -> tu
         )
     for value in values:
         if type(value) is not int or not 0 <= value < 1 << 63:  # True is an int, and no size
+            # Python refuses to write more than 4,300 digits, but not in hexadecimal.
+            is_long = type(value) is int and value.bit_length() > 64
+            found = hex(value) if is_long else value
             raise FormatError(
                 f"a tensor has an impossible {what}",
                 entry=key,
                 expected="whole numbers from 0 to 2**63",
-                found=value if isinstance(value, (int, float)) else f"a {type(value).__name__}",
+                found=found if isinstance(value, (int, float)) else f"a {type(value).__name__}",
             )
     return tuple(values)
 

@@ -121,7 +121,10 @@ class _ScriptWorld(TorchWorld):
     def build(self, target: object, state: object) -> None:
         """Give an object its attributes."""
         if isinstance(target, _Object):
-            target.update(state if isinstance(state, dict) else {"__getstate__": state})
+            state = state if isinstance(state, dict) else {"__getstate__": state}
+            for name in state:  # which many objects may share, and each has a copy
+                self.budget.hash(name)
+            target.update(state)
         else:
             super().build(target, state)
 

@@ -254,14 +254,15 @@ _Entry = tuple[int, bytes, int, int, int, int]
 def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
     """Split the directory: (header's position, name, packed size, size, CRC, method) per record."""
     unpack, fixed = CENTRAL.unpack_from, CENTRAL.size
-    at = 0
+    at, stop = 0, len(directory)
+    directory += bytes(fixed)  # the last record may end early, and is then damaged like any other
     for number in range(count):
         (magic, flags, method, crc, packed, size, n_name, n_extra, n_comment, attributes, header,
         ) = unpack(directory, at)  # fmt: skip
         extra = at + fixed + n_name
         name = directory[at + fixed : extra]
         at = extra + n_extra + n_comment
-        if magic != CENTRAL_MAGIC or at > len(directory):
+        if magic != CENTRAL_MAGIC or at > stop:
             raise FormatError("the archive's directory is damaged", found=f"record {number}")
         if flags & _ENCRYPTED:
             raise FormatError("an encrypted record", entry=_text(name))
@@ -271,10 +272,10 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
             numbers = (size, packed, header)
             size, packed, header = _widened(numbers, directory[extra : extra + n_extra], name)
         yield header, name, packed, size, crc, method
-    if at != len(directory):
+    if at != stop:
         raise FormatError(
             "the archive's directory has bytes that no record accounts for",
-            expected=f"{len(directory)} bytes",
+            expected=f"{stop} bytes",
             found=f"{at} bytes in {count} records",
         )
 

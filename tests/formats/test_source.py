@@ -1,0 +1,92 @@
+"""What a system may do to a read of a header: give less, fail, or find the file shorter."""
+
+from __future__ import annotations
+
+import errno
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from valid_files import FORMATS
+
+from torchlift.errors import FormatError
+from torchlift.formats import Index, read_index
+
+#: A read of a file: the true one and how many bytes are asked for -> what is had.
+Read = Callable[[Callable[[int], bytes], int], bytes]
+
+
+@pytest.fixture(params=FORMATS)
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file, or a directory, of each format."""
+    opened, make, seeds = FORMATS[request.param]
+    (tmp_path / "d").mkdir()
+    for name, content in make(next(iter(seeds(tmp_path / "made")))).items():
+        (tmp_path / "d" / name).write_bytes(content)
+    return tmp_path / "d" / opened
+
+
+def read(path: Path, monkeypatch: pytest.MonkeyPatch, answer: Read) -> Index:
+    """Read an index from files that are read so."""
+
+    class File(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            assert size is not None
+            return answer(super().read, size)
+
+    with monkeypatch.context() as patch:
+        name = "torchlift.formats.source.open"
+        patch.setattr(name, lambda path, *_, **__: File(path), raising=False)
+        return read_index(path)
+
+
+def test_short_reads_are_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals and network mounts give less than was asked for, and the rest when asked again."""
+    whole = read_index(path)
+    found = read(path, monkeypatch, lambda true, size: true(min(size, 7)))
+    assert dict(found.entries) == dict(whole.entries)
+    assert found.objects == whole.objects
+
+
+@pytest.mark.parametrize("problem", ["Input/output error", "shrank while it was read"])
+def test_a_read_that_fails_is_an_error_with_the_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    """Whichever read it is; never an index of what was read until then."""
+    left = 0
+
+    def answer(true: Callable[[int], bytes], size: int) -> bytes:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            return true(size)
+        if "error" in problem:
+            raise OSError(errno.EIO, "Input/output error")
+        return b""
+
+    for reads in range(1_000):
+        left = reads
+        try:
+            read(path, monkeypatch, answer)
+        except FormatError as error:
+            refusal = error
+        else:
+            break
+        assert refusal.file is not None
+        assert problem in str(refusal)
+    assert reads > 0
+    assert left >= 0
+
+
+def test_threads_that_read_one_file_read_the_same(path: Path) -> None:
+    """Nothing is shared between two readers."""
+    found: list[Index] = []
+    threads = [threading.Thread(target=lambda: found.append(read_index(path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(dict(index.entries) == dict(found[0].entries) for index in found)

@@ -1,0 +1,458 @@
+"""Bad inputs of every format and kind, each read by a child under guard: who says what, and where.
+
+The child (`guarded.answers`) fails where anything is imported, run or opened besides the file, and
+where reading takes more steps or memory than the size of a file allows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import (
+    MAGIC,
+    Call,
+    Script,
+    TarId,
+    gguf_bytes,
+    legacy_id,
+    legacy_tensor,
+    npy_bytes,
+    pickled,
+    tar_members,
+    tensor,
+    weight,
+    write_legacy,
+    write_program,
+    write_safetensors,
+    write_script,
+    write_tar,
+    write_zip,
+)
+from dcp_files import describe, write_dcp
+from guarded import Answer, answers
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+RUN = Call(os.system, "touch torchlift-was-here")
+LONG = "\x1b[2J\x07\r\u202e" + "n" * 5_000
+
+Make = Callable[[Path], Path]
+
+
+def put(content: bytes) -> Make:
+    """A file with this content."""
+
+    def make(path: Path) -> Path:
+        path.write_bytes(content)
+        return path
+
+    return make
+
+
+def cut(make: Make, keep: int) -> Make:
+    """The first bytes of another file; with a negative number, all but the last ones."""
+    return lambda path: put(make(path).read_bytes()[:keep])(path)
+
+
+def changed(make: Make, old: bytes, new: bytes, last: bool = False) -> Make:
+    """Another file with some bytes replaced, where they come first or last."""
+
+    def replaced(path: Path) -> Path:
+        data = make(path).read_bytes()
+        at = data.rfind(old) if last else data.find(old)
+        assert at >= 0
+        return put(data[:at] + new + data[at + len(old) :])(path)
+
+    return replaced
+
+
+def zipped(obj: object = None, **rest: Any) -> Make:
+    return lambda path: write_zip(path, obj, **rest)
+
+
+def script(root: object = None, **rest: Any) -> Make:
+    return lambda path: write_script(path, root, **rest)
+
+
+def program(weights: object, records: dict[str, bytes] | None = None) -> Make:
+    return lambda path: write_program(path, weights, records)
+
+
+def legacy(obj: object, *arguments: Any, **rest: Any) -> Make:
+    return lambda path: write_legacy(path, obj, *arguments, **rest)
+
+
+def tar(obj: object, *, numel: int = 4, shape: tuple[int, ...] = (2, 2), **members: bytes) -> Make:
+    values = struct.pack("<4f", 1, 2, 3, 4)
+    strides = tuple(1 for _ in shape)
+    made = tar_members(
+        obj, [(1, "cpu", torch.FloatStorage, numel, values)], [(2, 1, shape, strides, 0)]
+    )
+    return lambda path: write_tar(path, {**made, **members})
+
+
+def safetensors(header: object, data: bytes = b"") -> Make:
+    return lambda path: write_safetensors(path, header, data)
+
+
+def described(*shape: object, at: tuple[object, object] = (0, 8), dtype: object = "F32") -> object:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(at)}
+
+
+def npz(**records: bytes) -> Make:
+    def make(path: Path) -> Path:
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in records.items():
+                archive.writestr(f"{name}.npy", content)
+        return path
+
+    return make
+
+
+def index(weight_map: object, **shards: dict[str, object]) -> Make:
+    """A directory with an index and shards of safetensors, each of eight bytes."""
+
+    def make(path: Path) -> Path:
+        path.mkdir()
+        for name, header in shards.items():
+            write_safetensors(path / name, header, bytes(8))
+        (path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        return path
+
+    return make
+
+
+def link(path: Path) -> Path:
+    index({"w": "a"})(path)
+    write_safetensors(path.parent / "outside", {"w": described(2)}, bytes(8))
+    (path / "a").symlink_to(path.parent / "outside")
+    return path
+
+
+GOOD = {"w": tensor()}
+MODEL = Script("Model", {"w": tensor()})
+EMPTY = pickled({})
+F32 = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}"
+ONE = ("I", 3), ("Q", 1), ("Q", 0)
+
+
+def gguf(*values: object, data: bytes = b"") -> Make:
+    return put(gguf_bytes(*values) + data)
+
+
+def gguf_tensor(shape: tuple[int, ...], kind: int = 0, at: int = 0, name: str = "w") -> Make:
+    sizes = [("Q", size) for size in shape]
+    return gguf(*ONE, name, ("I", len(shape)), *sizes, ("I", kind), ("Q", at), data=bytes(99))
+
+
+def one(shape: Any = (2,), **changes: Any) -> Make:
+    """A distributed checkpoint of one tensor, with one thing changed in what is said of it."""
+
+    def make(path: Path) -> Path:
+        torch.save(torch.ones(2), path.with_suffix(".item"))
+        item = path.with_suffix(".item").read_bytes()
+        info = _StorageInfo("__0_0.distcp", 0, len(item))
+        for name in ("relative_path", "offset", "length"):
+            setattr(info, name, changes.get(name, getattr(info, name)))
+        boxes = changes.get("boxes", [((0,), (2,))])
+        return write_dcp(path, {changes.get("key", "w"): describe(shape, *boxes)},
+                         {("w", (0,)): item},
+                         {MetadataIndex("w", (0,)): info})  # fmt: skip
+
+    return make
+
+
+def metadata(content: bytes) -> Make:
+    def make(path: Path) -> Path:
+        path.mkdir()
+        (path / ".metadata").write_bytes(content)
+        return path
+
+    return make
+
+
+FORMAT, UNSAFE, READ = "FormatError", "UnsafeError", "Index"
+
+#: What is wrong -> a maker of it, the class of the answer, its entry, words of it.
+ROWS: dict[str, tuple[Make, str, str | None, str]] = {
+    # 1. Files that end early, or hold something else behind their first bytes.
+    "an empty file": (put(b""), FORMAT, None, "an empty file"),
+    "zip and junk": (put(b"PK\3\4" + b"junk" * 99),
+        FORMAT, None, "a zip archive without its directory"),
+    "legacy and junk": (put(pickled(MAGIC) + b"junk" * 99),
+        FORMAT, "the protocol", "the pickle refers to something it has not made"),
+    "tar and junk": (put(bytes(257) + b"ustar" + b"junk" * 99),
+        FORMAT, "", "a member of the tar has an impossible size"),
+    "safetensors and junk": (put(bytes(8) + b"{" + b"junk" * 99),
+        FORMAT, None, "the header is not valid JSON"),
+    "GGUF and junk": (put(b"GGUF" + b"junk" * 99),
+        FORMAT, None, "a version of GGUF that torchlift does not know"),
+    "numpy and junk": (put(b"\x93NUMPY" + b"junk" * 99),
+        FORMAT, "tensor", "not an array of numpy's"),
+    "metadata of junk": (metadata(b"junk" * 99),
+        FORMAT, None, "the pickle refers to something it has not made"),
+    "a cut directory": (cut(zipped(GOOD), -40),
+        FORMAT, None, "a zip archive without its directory"),
+    "a cut script": (cut(script(MODEL), -40), FORMAT, None, "a zip archive without its directory"),
+    "a cut program": (cut(program({"w": weight()}), -40),
+        FORMAT, None, "a zip archive without its directory"),
+    "a cut npz": (cut(npz(w=npy_bytes(F32, bytes(8))), -40),
+        FORMAT, None, "a zip archive without its directory"),
+    "a cut stream": (cut(legacy({"w": legacy_tensor()}), -3),
+        FORMAT, "0", "a storage reaches past the end of the file"),
+    "a cut tar": (cut(tar(TarId("2")), 1500),
+        FORMAT, None, "a tar archive that torch.save did not write"),
+    "a cut GGUF": (cut(gguf_tensor((2,)), 40), FORMAT, None, "the file ends early"),
+    "cut metadata": (metadata(pickled({"a": 1})[:-1]), FORMAT, None, "the pickle ends early"),
+    "a record outside the top": (
+        changed(zipped(GOOD), b"archive/version", b"brchive/version", last=True),
+        FORMAT, "brchive/version", "names another record"),
+    "a script's record outside": (changed(script(MODEL), b"m/version", b"n/version", last=True),
+        FORMAT, "n/version", "a record's own header is damaged or names another record"),
+    "a record in capitals, too": (
+        zipped(GOOD, storages={"0": bytes(16), "\xdf": b"", "\u1e9e": b""}),
+        FORMAT, "archive/data/\xdf", "or one that differs only in capital letters"),
+    # 2. Checksums and encryption.
+    "a wrong checksum": (changed(zipped(GOOD), b"cpu", b"cpv"),
+        FORMAT, "archive/data.pkl", "a record's CRC32 does not match its bytes"),
+    "a script's wrong checksum": (changed(script(MODEL), b"cpu", b"cpv"),
+        FORMAT, "m/data.pkl", "a record's CRC32 does not match its bytes"),
+    "a program's wrong checksum": (changed(program({"w": weight()}), b"weight_0", b"weight_1"),
+        FORMAT, "m/data/weights/model_weights_config.json", "CRC32 does not match its bytes"),
+    # 3. Deflated records.
+    "a deflated storage": (zipped(GOOD, storage_method=zipfile.ZIP_DEFLATED),
+        FORMAT, "archive/data/0", "a storage is compressed, so its bytes are not its numbers"),
+    "a bomb": (zipped(data=bytes(1 << 27), method=zipfile.ZIP_DEFLATED),
+        FORMAT, "archive/data.pkl", "a record is too large to be read"),
+    "a bomb of code": (script(MODEL, code=bytes(1 << 27), method=zipfile.ZIP_DEFLATED),
+        FORMAT, "m/code/__torch__.py", "a record is too large to be read"),
+    # 4. Notes.
+    "version 0": (zipped(GOOD, notes={"version": b"0"}),
+        FORMAT, "archive/version", "a record of the archive makes no sense"),
+    "an alignment of -1": (zipped(GOOD, notes={"version": b"3", ".storage_alignment": b"-1"}),
+        FORMAT, "archive/.storage_alignment", "a record of the archive makes no sense"),
+    "an unknown byte order": (zipped(GOOD, notes={"version": b"3", "byteorder": b"pdp"}),
+        FORMAT, "archive/byteorder", "a record of the archive makes no sense"),
+    "a program's version": (program({"w": weight()}, {".data/version": b"x"}),
+        FORMAT, "m/.data/version", "a record of the archive makes no sense"),
+    "GGUF's alignment": (
+        gguf(("I", 3), ("Q", 0), ("Q", 1), "general.alignment", ("I", 4), ("I", 0)),
+        FORMAT, "general.alignment", "an impossible alignment"),
+    # 5. Storages.
+    "a larger storage": (zipped({"w": tensor(numel=5)}),
+        FORMAT, "archive/data/0", "a storage does not have the size that the tensor 'w' says"),
+    "a smaller storage": (zipped({"w": tensor(numel=3)}),
+        FORMAT, "archive/data/0", "a storage does not have the size that the tensor 'w' says"),
+    "a negative storage": (zipped({"w": tensor(numel=-4)}),
+        FORMAT, "0", "a storage has an impossible number of elements"),
+    "an overflowing storage": (zipped({"w": tensor(numel=2**63)}),
+        FORMAT, "0", "a storage has an impossible number of elements"),
+    "a missing storage": (zipped({"w": tensor(storage="7")}),
+        FORMAT, "w", "a tensor's storage is missing"),
+    "a stream's larger storage": (legacy({"w": legacy_tensor()}, {"0": (5, bytes(16))}),
+        FORMAT, "0", "a storage does not have the size its tensors say"),
+    "a stream's huge storage": (
+        legacy({"w": legacy_tensor(identity=legacy_id(numel=2**60))}, {"0": (2**60, bytes(16))}),
+        FORMAT, "0", "a storage reaches past the end of the file"),
+    "a tar's huge storage": (tar(TarId("2"), numel=2**60),
+        FORMAT, "1", "a storage reaches past the end of the file"),
+    "a tar's negative storage": (tar(TarId("2"), numel=-4),
+        FORMAT, "1", "a storage has an impossible size"),
+    "a script's missing storage": (script(Script("Model", {"w": tensor(storage="9")})),
+        FORMAT, "w", "a tensor's storage is missing"),
+    "a program's missing storage": (program({"w": weight(path_name="weight_9")}),
+        FORMAT, "w", "a tensor's record is missing"),
+    "an array longer than its record": (npz(w=npy_bytes(F32, bytes(7))),
+        FORMAT, "w", "an array's bytes are not what its shape and dtype need"),
+    "GGUF past the end": (gguf_tensor((99,)),
+        FORMAT, "w", "a tensor reaches past the end of the file"),
+    # 6. Views.
+    "a view outside": (zipped({"w": tensor((5,), (1,))}),
+        FORMAT, "w", "a tensor reaches outside its storage"),
+    "a negative stride": (zipped({"w": tensor((2,), (-1,), 1)}),
+        FORMAT, "w", "a tensor has an impossible stride"),
+    "an overflowing size": (zipped({"w": tensor((2**63,), (0,))}),
+        FORMAT, "w", "a tensor has an impossible size"),
+    "two sizes, one stride": (zipped({"w": tensor((2, 2), (1,))}),
+        FORMAT, "w", "a tensor has not one stride per dimension"),
+    "a huge broadcast view": (zipped({"w": tensor((2**40,), (0,))}),
+        FORMAT, "w", "a broadcast view is absurdly larger than its storage"),
+    "a stream's view outside": (legacy({"w": legacy_tensor((5,), (1,))}),
+        FORMAT, "w", "a tensor reaches outside its storage"),
+    "a tar's view outside": (tar(TarId("2"), shape=(9,)),
+        FORMAT, "tensor", "a tensor reaches outside its storage"),
+    "a script's view outside": (script(Script("Model", {"w": tensor((5,), (1,))})),
+        FORMAT, "w", "a tensor reaches outside its storage"),
+    "a program's view outside": (program({"w": weight((5,), (1,))}),
+        FORMAT, "w", "a tensor reaches outside its storage"),
+    # 7. Globals.
+    "a call": (zipped({**GOOD, "x": RUN}), READ, None, "without posix.system"),
+    "a script's call": (script(Script("Model", {"w": tensor(), "x": RUN}), constants=(RUN,)),
+        READ, None, "without posix.system"),
+    "a stream's call": (legacy({"w": legacy_tensor(), "x": RUN}),
+        READ, None, "without posix.system"),
+    "a tar's call": (tar(RUN), READ, None, "without posix.system"),
+    "a call for a count": (legacy({}, keys=RUN),
+        UNSAFE, "the storage keys", "a pickle of plain data names a global"),
+    "a call for a tar's count": (tar(TarId("2"), storages=pickled(RUN)),
+        UNSAFE, "the count in storages", "a pickle of plain data names a global"),
+    "a call in metadata": (metadata(pickled(RUN)),
+        UNSAFE, "posix.system", "the metadata names a global that describes no checkpoint; torch"),
+    "an array of objects": (npz(w=npy_bytes(F32.replace("<f4", "|O"), pickled(RUN))),
+        READ, None, "without numpy.dtype(|O)"),
+    "a header that calls": (put(npy_bytes("__import__('os').system('x')")),
+        FORMAT, "tensor", "the header is no literal of Python's"),
+    # 8. Pickles: see test_pickle.py for those that are refused in a torch file.
+    "a stream of a huge bytearray": (
+        changed(legacy({}), EMPTY, b"\x80\x02cbuiltins\nbytearray\n\x8a\5\0\0\0\0\2\x85R."),
+        FORMAT, "builtins.bytearray", "a global is called with arguments it does not take"),
+    "a stream nested deep": (changed(legacy({}), EMPTY, b"\x80\x02" + b"(" * 100_000 + b"."),
+        FORMAT, "the object", "the pickle nests too deep"),
+    "a stream that holds itself": (changed(legacy({}), EMPTY, b"\x80\x02]q\0h\0a."),
+        FORMAT, "0", "a storage that no tensor uses"),
+    "a script nested deep": (script(data=b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."),
+        FORMAT, "m/data.pkl", "a TorchScript archive without a module"),
+    "constants nested deep": (script(MODEL, constants=Call(set, (((((),),),),))),
+        FORMAT, "m/constants.pkl", "a dictionary key is a large or deeply nested tuple"),
+    "metadata nested deep": (metadata(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."),
+        FORMAT, None, "the metadata is not that of a distributed checkpoint"),
+    "metadata that underflows": (metadata(b"\x80\x02R."),
+        FORMAT, None, "the pickle takes more than its stack holds"),
+    # 9. safetensors.
+    "a header of 2**64-1": (put(b"\xff" * 8 + b"{}"),
+        FORMAT, None, "the header's length is impossible"),
+    "a header past the file": (put(struct.pack("<Q", 99) + b'{"w": 1}'),
+        FORMAT, None, "the header's length is impossible"),
+    "an overlap": (safetensors({"a": described(2), "b": described(2, at=(4, 12))}, bytes(12)),
+        FORMAT, "b", "two tensors overlap"),
+    "a hole": (safetensors({"a": described(2), "b": described(2, at=(12, 20))}, bytes(20)),
+        FORMAT, "b", "a hole before a tensor"),
+    "trailing data": (safetensors({"a": described(2)}, bytes(9)),
+        FORMAT, None, "bytes that belong to no tensor"),
+    "short data": (safetensors({"a": described(2)}, bytes(7)),
+        FORMAT, None, "the file is truncated"),
+    "a float dimension": (safetensors({"a": described(2.0)}, bytes(8)),
+        FORMAT, "a", "a tensor has an impossible shape"),
+    "a negative dimension": (safetensors({"a": described(-2)}, bytes(8)),
+        FORMAT, "a", "a tensor has an impossible shape"),
+    "a true dimension": (safetensors({"a": described(True, 2)}, bytes(8)),
+        FORMAT, "a", "a tensor has an impossible shape"),
+    "a dtype nobody knows": (safetensors({"a": described(2, dtype="F5")}, bytes(8)),
+        FORMAT, "a", "a dtype that torchlift does not know"),
+    # 10. Indexes.
+    "an absolute shard": (index({"w": "/etc/passwd"}),
+        UNSAFE, "/etc/passwd", "a shard's name is not a plain relative one"),
+    "a shard above": (index({"w": "a/../../b"}),
+        UNSAFE, "a/../../b", "a shard's name leaves the directory"),
+    "a backslash": (index({"w": "..\\b"}),
+        UNSAFE, "..\\b", "a shard's name is not a plain relative one"),
+    "a drive": (index({"w": "C:b"}), UNSAFE, "C:b", "a shard's name is not a plain relative one"),
+    "a link out": (link, UNSAFE, "a", "a shard is a link that leaves the directory"),
+    "a key its shard lacks": (index({"v": "a"}, a={"w": described(2)}),
+        FORMAT, "v", "the index says that this key is in a, which lacks it"),
+    "a missing shard": (index({"w": "a"}), FORMAT, "a", "a shard is missing"),
+    "an index in an index": (index({"w": "x.index.json"}),
+        FORMAT, None, "a text file, not a checkpoint"),
+    # 11. Distributed checkpoints.
+    "an item above": (one(relative_path="../x"),
+        UNSAFE, "../x", "a shard's name leaves the directory"),
+    "an item past the end": (one(length=10**9),
+        FORMAT, "w", "an item reaches past the end of its file"),
+    "an item far outside": (one(offset=2**62),
+        FORMAT, "w", "an item reaches past the end of its file"),
+    "chunks that overlap": (one((3,), boxes=[((0,), (2,)), ((1,), (2,))]),
+        FORMAT, "w", "the chunks of a tensor overlap"),
+    "chunks with a gap": (one((3,)), FORMAT, "w", "the chunks of a tensor leave gaps"),
+    "a chunk outside": (one((1,)), FORMAT, "w", "a chunk reaches outside its tensor"),
+    # 12. Something else.
+    "a whole module": (lambda path: (torch.save(torch.nn.Linear(1, 1), path), path)[1],
+        UNSAFE, "torch.nn.modules.linear.Linear", "a whole pickled module"),
+    "a text": (put(b"hello\n" * 99), FORMAT, None, "a text file, not a checkpoint"),
+    "an empty directory": (lambda path: (path.mkdir(), path)[1],
+        FORMAT, None, "an empty directory"),
+    "a zip of texts": (npz(), FORMAT, None, "a zip archive that torch.save did not write"),
+    "a plain pickle": (put(pickled(RUN)), FORMAT, None, "a pickle that torch.save did not write"),
+    # 15. Sizes.
+    "65 dimensions": (zipped({"w": tensor((1,) * 65, (1,) * 65)}),
+        FORMAT, "w", "a tensor's size is not a tuple of at most 64 numbers"),
+    "65 dimensions in a script": (script(Script("Model", {"w": tensor((1,) * 65, (1,) * 65)})),
+        FORMAT, "w", "a tensor's size is not a tuple of at most 64 numbers"),
+    "65 dimensions in a program": (program({"w": weight((1,) * 65, (1,) * 65)}),
+        FORMAT, "w", "a tensor's size is not a tuple of at most 64 numbers"),
+    "65 dimensions in a stream": (legacy({"w": legacy_tensor((1,) * 65, (1,) * 65)}),
+        FORMAT, "w", "a tensor's size is not a tuple of at most 64 numbers"),
+    "65 dimensions in a tar": (tar(TarId("2"), shape=(1,) * 65),
+        FORMAT, "2", "a tensor of absurd dimensions"),
+    "65 dimensions of GGUF": (gguf_tensor((1,) * 65),
+        FORMAT, "w", "a tensor has too many dimensions"),
+    "65 dimensions of numpy": (put(npy_bytes(F32.replace("(2,)", str((1,) * 65)), bytes(4))),
+        FORMAT, "tensor", "a tensor's shape is not a tuple of at most 64 numbers"),
+    "an empty array of huge sizes": (put(npy_bytes(F32.replace("2,", f"0, {2**62}, {2**62}"))),
+        FORMAT, "tensor", "a tensor has an impossible shape"),
+    "GGUF, empty and huge": (gguf_tensor((2**59, 2**59, 0)),
+        FORMAT, "w", "a tensor has an impossible shape"),
+    "a program's, empty and huge": (program({"w": weight((0, 2**62, 2**62), (1, 1, 1))}),
+        FORMAT, "w", "a tensor has an impossible size"),
+    "a stream's, empty and huge": (legacy({"w": legacy_tensor((0, 2**62, 2**62), (1, 1, 1))}),
+        FORMAT, "w", "a tensor has an impossible size"),
+    "a size of 5,000 digits": (put(npy_bytes(F32.replace("2,", "0x" + "f" * 5000 + ","), bytes(8))),
+        FORMAT, "tensor", "a tensor has an impossible shape"),
+    "a header with a list as a key": (put(npy_bytes("{[]: 1}")),
+        FORMAT, "tensor", "the header is no literal of Python's"),
+    # 16. Names.
+    "an odd name": (zipped({LONG: tensor(numel=5)}),
+        FORMAT, "archive/data/0", "a storage does not have the size that the tensor"),
+    "an odd storage": (legacy({"w": legacy_tensor(identity=legacy_id(LONG[:300]))}),
+        FORMAT, "0", "a storage that no tensor uses"),
+    "an odd key of storages": (legacy({"w": legacy_tensor()}, keys=["0", LONG]),
+        FORMAT, LONG, "a storage that no tensor uses"),
+    "an odd name in a script": (script(Script("Model", {LONG: tensor(numel=5)})),
+        FORMAT, "m/data/0", "a storage does not have the size that the tensor"),
+    "an odd class": (script(Script("X" + LONG[:300].replace("\r", ""), {"w": tensor(numel=5)})),
+        FORMAT, "m/data/0", "does not have the size"),
+    "an odd name in a program": (program({LONG: weight(dtype=99)}),
+        FORMAT, LONG, "a dtype that torchlift does not know"),
+    "an odd record of a program": (program({"w": weight(path_name=LONG)}),
+        FORMAT, "w", "a tensor's record is missing"),
+    "an odd device of a program": (program({"w": weight((5,), (1,), device={"type": LONG})}),
+        FORMAT, "w", "a tensor reaches outside its storage"),
+    "an odd name in GGUF": (gguf_tensor((2,), 99, name=LONG),
+        FORMAT, LONG, "a type of tensor that torchlift does not know"),
+    "an odd value in GGUF": (gguf(("I", 3), ("Q", 0), ("Q", 1), LONG, ("I", 99)),
+        FORMAT, LONG, "a value of an unknown type"),
+    "an odd array": (npz(**{LONG: npy_bytes(F32, bytes(7))}),
+        FORMAT, LONG, "an array's bytes are not what"),
+    "an odd type of array": (npz(w=npy_bytes(F32.replace("<f4", "\x9b" + "n" * 5_000), bytes(7))),
+        READ, None, "without numpy.dtype(\\x9bnnn"),
+    "an odd tensor of a tar": (tar(TarId("\x1b[2J" * 5)),
+        FORMAT, "pickle", "the pickle refers to a tensor that is not there"),
+    "an odd member of a tar": (lambda path: write_tar(path, {"/\x1b[2J\r": b""}),
+        UNSAFE, "/\x1b[2J\r", "leaves the directory"),
+    "an odd name in metadata": (one(key=LONG), FORMAT, LONG, "does not say in which file"),
+    "an odd file in metadata": (one(relative_path=LONG), FORMAT, LONG, "a shard is missing"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """What one child says of all of them."""
+    directory = tmp_path_factory.mktemp("hazards")
+    paths = [make(directory / str(at)) for at, (make, *_) in enumerate(ROWS.values())]
+    return dict(zip(ROWS, answers(*paths), strict=True))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_bad_input_is_answered_with_its_cause(told: dict[str, Answer], name: str) -> None:
+    """The class of the error, the entry it is about, and what is wrong; or an index."""
+    _, kind, entry, words = ROWS[name]
+    assert told[name].kind == kind
+    assert told[name].entry == entry
+    assert words in told[name].text

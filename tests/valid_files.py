@@ -1,0 +1,349 @@
+"""Valid files of every format, as the parts that they are put together from.
+
+The records of an archive, a header and its data: so that what is changed in a pickle is not lost to
+a checksum or a length before anybody reads it. The last part, if there is one left over, changes
+bytes of the whole.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import pickletools
+import struct
+import warnings
+import zipfile
+import zlib
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import gguf
+import msgpack
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_files import (
+    Call,
+    Script,
+    StorageId,
+    TarId,
+    pickled,
+    tar_members,
+    tensor,
+    weight,
+    write_legacy,
+    write_program,
+    write_script,
+    write_zip,
+)
+from zero_files import Zero
+
+from torchlift.formats.zip_archive import (
+    CENTRAL,
+    CENTRAL_MAGIC,
+    END,
+    LOCAL,
+    LOCAL_MAGIC,
+    end_records,
+)
+
+Parts = list[bytes]
+
+
+# Parts and files ----------------------------------------------------------------------------------
+
+
+def _changed(content: bytes, changes: bytes) -> bytes:
+    """The same bytes with some replaced: two bytes of place and one of value for each."""
+    found = bytearray(content)
+    for at in range(0, len(changes) - 2, 3):
+        found[int.from_bytes(changes[at : at + 2], "little") % len(found)] = changes[at + 2]
+    return bytes(found)
+
+
+def _archive(parts: Parts) -> bytes:
+    """A zip archive of names and contents, without checksums; a name with a ~ is deflated."""
+    payloads, directory, count = bytearray(), bytearray(), len(parts) // 2
+    for name, content in zip(parts[0::2], parts[1::2], strict=False):
+        packed, method, name = content, 0, name
+        if name.startswith(b"~"):
+            engine = zlib.compressobj(1, zlib.DEFLATED, -15)
+            packed, method, name = engine.compress(content) + engine.flush(), 8, name[1:]
+        sizes = len(packed), len(content), len(name)
+        directory += CENTRAL.pack(
+            CENTRAL_MAGIC, 0, method, 0, *sizes, 0, 0, 0, len(payloads)
+        ) + name  # fmt: skip
+        payloads += LOCAL.pack(LOCAL_MAGIC, 0, method, len(name), 0) + name + packed
+    end = end_records(count, len(payloads), len(directory))
+    changes = parts[-1] if len(parts) % 2 else b""
+    end = end[-END.size :] if len(changes) % 3 else end
+    return _changed(bytes(payloads + directory) + end, changes)
+
+
+def _tar(parts: Parts) -> bytes:
+    """A tar of names and contents, with right checksums; a name with a ~ is an extended header."""
+    found = bytearray()
+    for name, content in zip(parts[0::2], parts[1::2], strict=False):
+        header = bytearray(512)
+        header[: len(name[:100])] = name[:100]
+        header[124:136] = b"%011o\0" % len(content)
+        header[148:156], header[156:157] = b" " * 8, b"x" if name.startswith(b"~") else b"0"
+        header[257:265] = b"ustar\x0000"
+        header[148:156] = b"%06o\0 " % sum(header)
+        found += header + content + bytes(-len(content) % 512)
+    return _changed(bytes(found) or bytes(512), parts[-1] if len(parts) % 2 else b"")
+
+
+def _plain(parts: Parts) -> bytes:
+    return parts[0] if parts else b""
+
+
+def _safetensors(parts: Parts) -> bytes:
+    header, data, changes = [*parts, b"", b"", b""][:3]
+    return _changed(struct.pack("<Q", len(header)) + header + data, changes)
+
+
+# Seeds --------------------------------------------------------------------------------------------
+
+
+def _records(path: Path) -> Parts:
+    with zipfile.ZipFile(path) as archive:
+        return [part for info in archive.infolist()
+                for part in (info.filename.encode(), archive.read(info))] + [b""]  # fmt: skip
+
+
+def _late(data: bytes) -> bytes:
+    """The same pickle with long indexes, as those of hundreds of tensors have."""
+    made, wide = bytearray(), {"BINPUT": b"r", "BINGET": b"j"}
+    ends = [*[at for _, _, at in pickletools.genops(data)][1:], len(data)]
+    for (opcode, argument, at), end in zip(pickletools.genops(data), ends, strict=True):
+        code = wide.get(opcode.name)
+        made += code + struct.pack("<I", argument + 256) if code else data[at:end]
+    return bytes(made)
+
+
+def _zip_seeds(path: Path) -> Iterator[Parts]:
+    state = {"w": tensor(), "t": tensor((2, 2), (1, 2)), "n": {"e": [tensor((), ()), 3]}, "lr": 0.1}
+    noted = torch.ones(2, dtype=torch.uint16)
+    noted.note = "a tensor with an attribute"  # type: ignore[attr-defined]
+    found: list[object] = [
+        torch.nn.Linear(2, 2).state_dict(),
+        {"w": torch.ones(2, dtype=torch.bfloat16), "p": torch.nn.Parameter(base)},
+        {"c": torch.ones(1, dtype=torch.complex64).conj(), "d": torch.float16},
+        {"o": {1: {"step": 3, "m": base}}, "s": {1, 2}, "b": b"x"},
+        {"n": np.float32(1.5), "c": Counter("ab"), "d": defaultdict(list, a=1), "t": noted},
+        {"v": torch.device("cuda", 0), "i": slice(1, 2), "m._extra_state": {"x": [base, 1]}},
+    ]
+    for value in found:
+        for protocol in (2, 4):
+            torch.save(value, path, pickle_protocol=protocol)
+            yield _records(path)
+    yield _records(write_zip(path, state))
+    pairs = Call(OrderedDict, [[1, 2], [(1, "a"), 3]])
+    yield _records(write_zip(path, {"evil": Call(os.getenv, "HOME"), "w": tensor(), "p": pairs}))
+    numbers = StorageId("storage", torch.QInt8Storage, "q", "cpu", 16)
+    whole = tensor((2, 2), (2, 1), storage_type=torch.LongStorage, storage="i")
+    schemes = (torch.per_tensor_affine, 0.1, 0), (torch.per_channel_affine, [0.1] * 4, [0] * 4, 0)
+    others = {
+        "s": Call(torch._utils._rebuild_sparse_tensor, "torch.sparse_coo",
+                  (whole, tensor((2,), (1,)), (3, 3), True)),
+        "n": Call(torch._utils._rebuild_nested_tensor, tensor((4,), (1,)), whole, whole, whole),
+        "m": Call(torch._utils._rebuild_meta_tensor_no_storage, torch.float32, (2,), (1,), False),
+        "q": [Call(torch._utils._rebuild_qtensor, numbers, 0, (4, 4), (4, 1), scheme, False, {})
+              for scheme in schemes],
+        "storage": numbers,
+    }  # fmt: skip
+    storages = {"0": bytes(16), "q": bytes(16), "i": bytes(32)}
+    yield _records(write_zip(path, others, storages=storages))
+    data = _late(pickled({"a": tensor(), "b": tensor((4,), (1,)), "c": tensor((), ())}))
+    yield _records(write_zip(path, data=data))
+    parts = _records(path)
+    yield [b"~" + parts[0], *parts[1:]]
+
+
+base = torch.arange(6.0).reshape(2, 3)
+
+
+def _legacy_seeds(path: Path) -> Iterator[Parts]:
+    for value in (torch.nn.Linear(2, 2).state_dict(), {"w": base, "t": base.t(), "n": [3, "x"]}):
+        for protocol in (1, 2):
+            torch.save(value, path, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
+            yield [path.read_bytes()]
+    view = StorageId("storage", torch.FloatStorage, "0", "cpu", 4, ("v", 1, 2))
+    viewed = Call(torch._utils._rebuild_tensor_v2, view, 0, (2,), (1,), False, {})
+    yield [write_legacy(path, {"w": viewed, "evil": Call(os.getenv, "HOME")}).read_bytes()]
+
+
+def _tar_seeds(path: Path) -> Iterator[Parts]:
+    values = struct.pack("<4f", 1, 2, 3, 4)
+    storages = [(1, "cpu", torch.FloatStorage, 4, values), ("7", "cpu", torch.ByteStorage, 1, b"x")]
+    tensors = [(2, 1, (2, 2), (2, 1), 0), (3, 9, (), (), 0)]
+    state = {"w": TarId("2"), "n": 5, "v": TarId("3")}
+    members = tar_members(state, storages, tensors, [(9, 1, 1, 2)])
+    parts = [part for name, content in members.items() for part in (name.encode(), content)]
+    yield [*parts, b""]
+    yield [b"~x", b"20 mtime=1480000000.25\n"[:23], *parts, b""]
+
+
+def _script_seeds(path: Path) -> Iterator[Parts]:
+    inner = Script("Model", {"w": tensor(), "plain": Script("Plain", {"w": tensor()})})
+    model = Script("Model", {"w": tensor(), "b": tensor(), "inner": inner, "n": 5})
+    stored = {"data/0": bytes(16), "constants/0": bytes(16)}
+    yield _records(write_script(path, model, constants=(tensor(), 5), storages=stored))
+    with warnings.catch_warnings(action="ignore"):  # that it is deprecated
+        torch.jit.script(torch.nn.Linear(2, 2)).save(path)
+    yield _small(_records(path))
+
+
+def _small(parts: Parts) -> Parts:
+    """Without the records that only say where in a program something was written."""
+    pairs = zip(parts[0::2], parts[1::2], strict=False)
+    return [part for pair in pairs if b"debug" not in pair[0] for part in pair] + [b""]
+
+
+def _program_seeds(path: Path) -> Iterator[Parts]:
+    weights = {"w": weight(), "v": weight((2,), (1,), storage_offset={"as_int": 2})}
+    yield _records(write_program(path, weights))
+    torch.save(torch.ones(2), path.with_suffix(".one"))
+    one = path.with_suffix(".one").read_bytes()
+    record = {"data/weights/weight_1": one}
+    pickled_weight = weight(path_name="weight_1", use_pickle=True)
+    listed = {"p": pickled_weight, "o": weight(tensor_meta=None), "s": weight(layout=1)}
+    yield _records(write_program(path, listed, record))
+    yield [b"serialized_state_dict.pt", one, b"serialized_constants.pt", one, b""]
+    models = {f"data/{kind}s/{name}_{kind}s_config.json": b'{"config": {}}'
+              for kind in ("weight", "constant") for name in ("a", "model")}  # fmt: skip
+    yield _records(write_program(path, weights, {**models, "models/a.json": b"{}"}))
+
+
+def _safetensors_seeds(path: Path) -> Iterator[Parts]:
+    header = {"__metadata__": {"format": "pt"},
+              "a": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]},
+              "b": {"dtype": "BF16", "shape": [], "data_offsets": [8, 10]},
+              "e": {"dtype": "I64", "shape": [0, 3], "data_offsets": [10, 10]}}  # fmt: skip
+    yield [json.dumps(header).encode(), bytes(10), b""]
+    yield [b"{}   ", b"", b""]
+
+
+def _sharded_seeds(path: Path) -> Iterator[Parts]:
+    header = {"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}
+    index = {"metadata": {"total_size": 2, "x": [1]}, "weight_map": {"a": "a.st", "w": "b.pt"}}
+    yield [json.dumps(index).encode(), json.dumps(header).encode(), bytes(2), b""]
+    spelled = {"weight_map": {"a": "./a.st", "w": ".//b.pt"}}
+    yield [json.dumps(spelled).encode(), json.dumps(header).encode(), bytes(2), b""]
+
+
+def _dcp_seeds(path: Path) -> Iterator[Parts]:
+    states = [{"w": base, "v": torch.ones(2, dtype=torch.int8)},
+              {"m": {"w": base}, "o": {"step": 3, "lr": [0.1]}}]  # fmt: skip
+    for at, state in enumerate(states):
+        folder = path.with_suffix(f".{at}")
+        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+            dcp.save(state, checkpoint_id=folder, no_dist=True)
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        # Small archives without checksums instead of the ones that torch pads to kilobytes.
+        data = bytearray()
+        stored = (folder / "__0_0.distcp").read_bytes()
+        for info in metadata.storage_data.values():
+            item = zipfile.ZipFile(io.BytesIO(stored[info.offset : info.offset + info.length]))
+            parts = [part for name in item.namelist() if "alignment" not in name
+                     for part in (name.encode(), item.read(name))]  # fmt: skip
+            made = _archive(parts)
+            info.offset, info.length = len(data), len(made)
+            data += made
+        yield [pickle.dumps(metadata), bytes(data), b""]
+
+
+def _gguf_seeds(path: Path) -> Iterator[Parts]:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("tokens", ["a", "bb"])
+    writer.add_array("scores", [0.5] * 3)
+    writer.add_tensor("f32", np.ones((2, 3), np.float32))
+    blocks = gguf.quants.quantize(np.ones((1, 32), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("q", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    yield [path.read_bytes()]
+
+
+def _npz_seeds(path: Path) -> Iterator[Parts]:
+    path = path.with_suffix(".npz")
+    arrays = {"a": np.ones((2, 3), np.float32), "b": np.asfortranarray(np.ones((2, 2), ">i2")),
+              "e": np.ones((0, 3)), "s": np.array(5)}  # fmt: skip
+    np.savez(path, **arrays)
+    yield _records(path)
+    np.savez(path, o=np.array([None], dtype=object), t=np.ones(2, "i4,f8"), u=np.array(["x"]))
+    yield _records(path)
+
+
+def _npy_seeds(path: Path) -> Iterator[Parts]:
+    for parts in _npz_seeds(path):
+        yield from ([content] for content in parts[1::2])
+
+
+def _flax_seeds(path: Path) -> Iterator[Parts]:
+    array = msgpack.ExtType(1, msgpack.packb(((2, 2), "float32", struct.pack("<4f", 1, 2, 3, 4))))
+    flax = {"w": {"a": array, "n": [1, None, "x", 2.0]}, "s": array, "k": {"b": b"raw", "i": -9}}
+    yield [msgpack.packb(flax)]
+
+
+#: (file, record) of each part of a ZeRO directory.
+_ZERO: list[tuple[str, bytes]] = []
+
+
+def _zero_seeds(path: Path) -> Iterator[Parts]:
+    values = [{"w": base, "b": torch.ones(3)}, {"e": torch.ones(4)}]
+    zero = Zero(3, 2, values, {"f": torch.ones(5)}, {"n": torch.ones(2)}, {"t": "w"})
+    folder = zero.write(path.with_suffix(".zero")) / "global_step3"
+    found = [(file.name, _records(file)) for file in sorted(folder.iterdir())]
+    _ZERO[:] = [(name, record) for name, parts in found for record in parts[:-1:2]]
+    yield [content for _, parts in found for content in parts[1::2]]
+
+
+def _zero_files(parts: Parts) -> dict[str, bytes]:
+    records: dict[str, Parts] = {}
+    for (name, record), content in zip(_ZERO, parts, strict=False):
+        records.setdefault(name, []).extend((record, content))
+    return {name: _archive(pairs) for name, pairs in records.items()}
+
+
+def _one(make: Callable[[Parts], bytes]) -> Callable[[Parts], dict[str, bytes]]:
+    return lambda parts: {"x": make(parts)}
+
+
+def _shards(parts: Parts) -> dict[str, bytes]:
+    return {"a.st": _safetensors(parts[1:]), "b.pt": _SHARD, "x": _plain(parts)}
+
+
+_SHARD = _archive(
+    [b"a/data.pkl", pickled({"w": tensor()}), b"a/version", b"3", b"a/data/0", bytes(16)]
+)
+
+
+def _directory(parts: Parts) -> dict[str, bytes]:
+    metadata, data, changes = [*parts, b"", b"", b""][:3]
+    return {".metadata": metadata, "__0_0.distcp": _changed(data or b"\0", changes)}
+
+
+#: Format -> what to open, the files that parts stand for (what stays is made once), and seeds.
+FORMATS: dict[str, tuple[str, Callable[[Parts], dict[str, bytes]], Callable[..., Iterator[Parts]]]]
+FORMATS = {
+    "torch-zip": ("x", _one(_archive), _zip_seeds),
+    "torch-legacy": ("x", _one(_plain), _legacy_seeds),
+    "torch-tar": ("x", _one(_tar), _tar_seeds),
+    "torchscript": ("x", _one(_archive), _script_seeds),
+    "pt2": ("x", _one(_archive), _program_seeds),
+    "safetensors": ("x", _one(_safetensors), _safetensors_seeds),
+    "sharded": ("x", _shards, _sharded_seeds),
+    "dcp": ("", _directory, _dcp_seeds),
+    "gguf": ("x", _one(_plain), _gguf_seeds),
+    "npz": ("x", _one(_archive), _npz_seeds),
+    "npy": ("x", _one(_plain), _npy_seeds),
+    "flax-msgpack": ("x", _one(_plain), _flax_seeds),
+    "zero": ("", _zero_files, _zero_seeds),
+}
