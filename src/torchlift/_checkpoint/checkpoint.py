@@ -52,7 +52,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     Attributes:
         path: the file or directory, absolute.
         format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
-            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"`` or ``"npz"``.
+            ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"``, ``"flax-msgpack"``
+            or ``"zero"``.
         entries: key -> `TensorEntry`, in file order.
         objects: key -> leaf that is not a tensor.
         metadata: what the format itself records.
