@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar, overload
 
 import torch
 
+from torchlift._checkpoint.tree import Tree
 from torchlift._system import printable
 from torchlift._transfer import Files
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError, did_you_mean
@@ -181,6 +182,32 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             spot = (entry.storage, entry.chunks) if len(entry.chunks) > 1 else key
             found[key] = made[spot] = made[spot] if spot in made else self.view(entry)
         return found
+
+    def tree(self, root: str | None = None) -> Any:
+        """Return the containers as they were saved: integer keys, lists, dtypes, devices, slices.
+
+        Args:
+            root: only what is under this container, without that prefix.
+
+        Returns:
+            The object that was saved, with mapped tensors; a dict of all keys where the format has
+            names only, such as safetensors.
+
+        Raises:
+            FormatError: `root` names nothing in it.
+            UnsafeError: a value in it could only be had by running code.
+
+        Example:
+            >>> import torch, torchlift, tempfile, os
+            >>> path = os.path.join(tempfile.mkdtemp(), "training.pt")
+            >>> torch.save({"groups": [{"params": [0, 1], "lr": 0.1}], "type": torch.half}, path)
+            >>> torchlift.open(path).tree()
+            {'groups': [{'params': [0, 1], 'lr': 0.1}], 'type': torch.float16}
+        """
+        if self._index.tree is not None:
+            return Tree(self._index, self.view, self.refusal).rebuild(root)
+        index = self._index if root is None else select(self._index, root)
+        return {**{key: self.view(e) for key, e in index.entries.items()}, **index.objects}
 
     def refusal(self, key: str) -> UnsafeError:
         """Return the error that says why `key` cannot be had."""

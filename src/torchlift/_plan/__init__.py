@@ -28,11 +28,13 @@ from torchlift._plan.rules import allowed as allowed
 from torchlift._plan.rules import check_rule as check_rule
 from torchlift._plan.rules import entry_like as entry_like
 from torchlift._plan.rules import target_dtype as target_dtype
+from torchlift._plan.sources import IN_MEMORY as IN_MEMORY
 from torchlift._plan.sources import Given as Given
 from torchlift._plan.sources import Origin as Origin
 from torchlift._plan.sources import StateSource as StateSource
 from torchlift._plan.sources import apart as apart
 from torchlift._plan.sources import checkpoint as checkpoint
+from torchlift._plan.sources import container as container
 from torchlift._plan.sources import copy_values as copy_values
 from torchlift._plan.sources import place as place
 from torchlift._plan.sources import sources as sources

@@ -55,22 +55,44 @@ def sources(given: Given | Sequence[Given], root: str | None) -> Iterator[Origin
 
 
 @contextmanager
-def checkpoint(given: Given, root: str | None) -> Iterator[Checkpoint]:
-    """Open a checkpoint for one call, or restrict one that the caller has opened."""
+def checkpoint(given: Given, root: str | None, *, whole: bool = False) -> Iterator[Checkpoint]:
+    """Open a checkpoint for one call, or restrict one that the caller has opened.
+
+    Args:
+        given: what the caller passed.
+        root: the container to take.
+        whole: whether what holds no model is taken, too.
+    """
     if isinstance(given, Checkpoint):
-        yield _chosen(given, root)
+        yield _chosen(given, root, whole)
         return
     if isinstance(given, Mapping):
         raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
     with open_checkpoint(given) as opened:
-        yield _chosen(opened, root)
+        yield _chosen(opened, root, whole)
 
 
-def _chosen(ckpt: Checkpoint, root: str | None) -> Checkpoint:
+def _chosen(ckpt: Checkpoint, root: str | None, whole: bool) -> Checkpoint:
     """Return what is to be loaded: what is under `root`, or else all that is of a model."""
     if root is not None:
         return Checkpoint(ckpt.index, root=root)
-    return Checkpoint(of_model(ckpt.index)) if ckpt.index.aside else ckpt
+    return Checkpoint(of_model(ckpt.index)) if ckpt.index.aside and not whole else ckpt
+
+
+def container(state: Any, root: str | None) -> Any:
+    """Return what a nested state has under a dotted name.
+
+    Raises:
+        FormatError: `root` names nothing in it.
+    """
+    for name in root.split(".") if root else ():
+        at = int(name) if name.isdecimal() and isinstance(state, (list, tuple)) else name
+        try:
+            state = state[at]
+        except (LookupError, TypeError) as error:
+            where = f"there is no such container: {error}"
+            raise FormatError(where, file=IN_MEMORY, entry=root) from error
+    return state
 
 
 def flat_state(
@@ -81,11 +103,9 @@ def flat_state(
     Raises:
         FormatError: `root` names nothing in it.
     """
-    for name in root.split(".") if root else ():
-        inner = state.get(name)
-        if not isinstance(inner, Mapping):
-            raise FormatError("there is no such container", file=IN_MEMORY, entry=root)
-        state = inner
+    state = container(state, root)
+    if not isinstance(state, Mapping):
+        raise FormatError("not a state dict", file=IN_MEMORY, entry=root)
     flat: dict[str, Any] = {}
 
     def visit(values: Mapping[str, Any], prefix: str) -> None:

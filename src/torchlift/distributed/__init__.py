@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         get_optimizer_state_dict as get_optimizer_state_dict,
     )
     from torchlift.distributed.state_dict import get_state_dict as get_state_dict
+    from torchlift.distributed.state_dict import load_optimizer as load_optimizer
     from torchlift.distributed.state_dict import patch_model_state_dict as patch_model_state_dict
     from torchlift.distributed.state_dict import (
         patch_optimizer_state_dict as patch_optimizer_state_dict,
@@ -44,7 +45,7 @@ __getattr__, __dir__, __all__ = lazy(
         "save": "save_consolidated",
         "simulation": "Simulation simulate",
         "state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
-        "patch_model_state_dict patch_optimizer_state_dict "
+        "load_optimizer patch_model_state_dict patch_optimizer_state_dict "
         "set_model_state_dict set_optimizer_state_dict set_state_dict",
     },
 )

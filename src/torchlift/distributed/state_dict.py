@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from torchlift._checkpoint import Checkpoint
 from torchlift._model.dtensor import is_dtensor, reshard
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, tensors_of
 from torchlift._model.slots import ModuleTree, locked
+from torchlift._plan import IN_MEMORY, Given, checkpoint, container
 from torchlift._system import collection_paused
 from torchlift.distributed.gather import Sequence, finish, require_within, run_alike, sequence
 from torchlift.distributed.loading import load
@@ -35,6 +38,8 @@ from torchlift.distributed.options import (
     require_module,
     several,
 )
+from torchlift.errors import FormatError
+from torchlift.formats.source import errors_name
 
 
 class LoadedKeys(_IncompatibleKeys):
@@ -293,6 +298,96 @@ def set_state_dict(
     """
     call = Part.BOTH, model, optimizers, model_state_dict, optim_state_dict, options
     return _load(*call, collective, process_group)
+
+
+def load_optimizer(
+    model: nn.Module,
+    optimizer: Optimizers,
+    ckpt: Given,
+    *,
+    root: str | None = None,
+    strict: bool = True,
+    collective: bool | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> OptimizerReport:
+    """Load optimizer state from a checkpoint, whatever form it was saved in.
+
+    The file is mapped: what is in memory beside the optimizer's own state is one tensor at a time,
+    and each rank reads its own slices. See `set_optimizer_state_dict` for what is kept and checked.
+
+    Args:
+        model: the model whose parameters the optimizer holds, plain or sharded.
+        optimizer: one, or several that share one saved state.
+        ckpt: a checkpoint, a path, a file object, or a training state in memory. Its optimizer
+            state may be an optimizer's own ``state_dict()``, one under canonical names, flat, or a
+            list with one of these, as Lightning keeps it.
+        root: the container that holds it, such as ``"optimizer"`` or ``"optimizer_states.0"``.
+        strict: raise where a parameter that is trained has no saved state.
+        collective: see `set_optimizer_state_dict`.
+        process_group: see `set_optimizer_state_dict`.
+
+    Returns:
+        What was loaded, missing, unexpected and left out.
+
+    Raises:
+        FormatError: `root` names nothing, or there is no optimizer state.
+        StateDictMismatch: it does not fit; nothing has changed then.
+
+    Example:
+        >>> import os, tempfile
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> path = os.path.join(tempfile.mkdtemp(), "training.pt")
+        >>> torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        >>> load_optimizer(model, optimizer, path, root="optimizer").missing_keys
+        []
+    """
+    options = StateDictOptions(strict=strict, full_state_dict=True)
+    among: dict[str, Any] = {"collective": collective, "process_group": process_group}
+    with ExitStack() as stack:
+        if isinstance(ckpt, Mapping) and not isinstance(ckpt, Checkpoint):
+            path, saved = IN_MEMORY, container(ckpt, root)
+        else:
+            opened = stack.enter_context(checkpoint(ckpt, None, whole=True))
+            path, saved = opened.path, opened.tree(root)
+        with errors_name(path):
+            saved = _optimizer_state(saved)
+            return set_optimizer_state_dict(model, optimizer, saved, options=options, **among)
+
+
+def _optimizer_state(saved: Any) -> Any:
+    """Return the state out of a list with one, and refuse what has none.
+
+    Raises:
+        FormatError: there is none here, or one of several is to be chosen.
+    """
+    if isinstance(saved, list) and len(saved) == 1:
+        (saved,) = saved
+    if isinstance(saved, Mapping):
+        names = [key for key in saved if isinstance(key, str)]
+        if _is_optimizer_state(saved) or any(name.startswith(_FLAT) for name in names):
+            return saved
+    items = saved.items() if isinstance(saved, Mapping) else enumerate(saved or ())
+    found = [
+        str(key)
+        for key, value in items
+        if _is_optimizer_state(value)
+        or (isinstance(value, list) and value and all(map(_is_optimizer_state, value)))
+    ]
+    raise FormatError(
+        "no optimizer state here",
+        expected="a dict with 'state' and 'param_groups', or a flat one of those",
+        found=f"a {type(saved).__name__}",
+        hint=f"Pass root={found[0]!r}." if found else "Pass the container that holds it as root=.",
+    )
+
+
+#: How the names of a flat state begin.
+_FLAT = "state.", "param_groups."
+
+
+def _is_optimizer_state(value: object) -> bool:
+    return isinstance(value, Mapping) and value.keys() >= {"state", "param_groups"}
 
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:

@@ -195,6 +195,8 @@ class _Flattener:
         self.budget.spend(STEP + (len(value) if isinstance(value, _TEXTS) else 0), key)
         if value is None or type(value) in _SCALARS:
             return value
+        if isinstance(value, str):  # of a device or a slice
+            return str(value)
         if isinstance(value, Global):
             return value.name
         if isinstance(value, NumpyDtype):
@@ -233,7 +235,7 @@ class _Flattener:
         """Return the text of a dictionary key that is not a string."""
         if isinstance(name, (bytes, tuple)):
             self.budget.spend(STEP * check_key(name), prefix)
-        return _key_text(name, prefix)
+        return key_text(name, prefix)
 
 
 def _check_depth(depth: int, key: str | None = None) -> None:
@@ -245,7 +247,7 @@ def _check_depth(depth: int, key: str | None = None) -> None:
         )
 
 
-def _key_text(name: object, prefix: str) -> str:
+def key_text(name: object, prefix: str) -> str:
     """Return the text of a dictionary key that is not a string."""
     if name is None or isinstance(name, (int, float)):
         return str(name)

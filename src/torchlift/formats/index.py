@@ -291,6 +291,9 @@ class Index:
             names no root leaves them out.
         templates: key of a module's extra state -> its containers as they were, with a ``Leaf`` for
             every value. Dotted keys alone do not tell a list from a dict, nor 1 from "1".
+        tree: the one object that was saved, made of the records of `torch_pickle`; None where a
+            format has names only.
+        tree_root: the container of the tree that the index is of.
     """
 
     path: str
@@ -306,6 +309,8 @@ class Index:
     blocked_tensors: Mapping[str, int] = field(default_factory=dict)
     templates: Mapping[str, object] = field(default_factory=dict)
     aside: tuple[str, ...] = ()
+    tree: tuple[object] | None = field(default=None, repr=False)
+    tree_root: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -379,6 +384,7 @@ def under(index: Index, root: str) -> Index | None:
         templates={key: _strip_leaves(tree, prefix) for key, tree in templates.items()},
         module_versions=versions,
         aside=(),
+        tree_root=f"{index.tree_root}.{root}".removeprefix("."),
     )
 
 

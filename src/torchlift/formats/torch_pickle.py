@@ -85,6 +85,18 @@ class Blocked:
         self.state: dict[Any, Any] | None = None
 
 
+class DeviceName(str):
+    """A ``torch.device``, by its name."""
+
+    __slots__ = ()
+
+
+class SliceText(str):
+    """A slice, as its text; a tuple of its numbers is beside it."""
+
+    arguments: tuple[int | None, ...]
+
+
 class OrderedRecord(dict[Any, Any]):
     """An ``OrderedDict``, with the ``_metadata`` that torch attaches to state dicts."""
 
@@ -498,13 +510,16 @@ def _copied(world: TorchWorld, items: object = None) -> dict[Any, Any]:
     return copied
 
 
-def _device(world: TorchWorld, kind: object, index: object = None) -> str:
+def _device(world: TorchWorld, kind: object, index: object = None) -> DeviceName:
     name = _short(kind)
-    return name if index is None else f"{name}:{_checked(index, int)}"
+    return DeviceName(name if index is None else f"{name}:{_checked(index, int)}")
 
 
-def _slice(world: TorchWorld, *arguments: object) -> str:
-    return f"slice({', '.join(str(_checked(a, int, type(None))) for a in arguments)})"
+def _slice(world: TorchWorld, *arguments: Any) -> SliceText:
+    texts = [str(_checked(a, int, type(None))) for a in arguments]
+    made = SliceText(f"slice({', '.join(texts)})")
+    made.arguments = arguments
+    return made
 
 
 def _encode(world: TorchWorld, text: object, encoding: object = "utf-8") -> bytes:

@@ -140,6 +140,7 @@ def index_of(
         blocked_keys=flat.blocked,
         blocked_tensors=flat.inside,
         templates=flat.templates,
+        tree=(root,),
     )
 
 

@@ -1,0 +1,181 @@
+"""`Checkpoint.tree`, and the optimizer states that `load_optimizer` takes from it."""
+
+import copy
+import re
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import torchlift
+
+KEYS = st.one_of(st.text("ab1_", max_size=3), st.integers(0, 5), st.booleans())
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-9, 9), st.text(max_size=3), st.floats(-1, 1),
+    st.sampled_from([torch.float16, torch.device("cuda", 3), slice(1, None, 2), frozenset({1})]),
+    st.builds(lambda n: torch.arange(n), st.integers(0, 3)),
+)  # fmt: skip
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3)
+    | st.tuples(inner, inner) | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
+    max_leaves=8,
+)  # fmt: skip
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(a) is type(b) and [*map(repr, a)] == [*map(repr, b)] and all(
+            same(x, y) for x, y in zip(a.values(), b.values(), strict=True)
+        )  # fmt: skip
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@given(tree=TREES)
+def test_a_tree_comes_back_as_it_was_saved(tmp_path_factory, zipped, tree):
+    """Integer keys, lists, tuples, dtypes, devices and slices; tensors are mapped."""
+    path = tmp_path_factory.mktemp("tree") / "x.pt"
+    torch.save(tree, path, _use_new_zipfile_serialization=zipped)
+    refused = None
+    try:
+        ckpt = torchlift.open(path)
+    except torchlift.FormatError as error:
+        refused = str(error)
+    if refused is None:
+        assert same(tree, ckpt.tree())
+    else:
+        assert "have this key once containers are joined by dots" in refused
+
+
+def test_a_container_of_a_tree_is_found_by_its_dotted_name(tmp_path):
+    """Also one whose own names have dots, one in a list, and one of a checkpoint with a root."""
+    state = {"a.b": [{"c": torch.ones(1), 3: "x"}, [1, 2]], "a": {"d": (1,)}}
+    torch.save({"outer": state}, tmp_path / "x.pt")
+    ckpt = torchlift.open(tmp_path / "x.pt", root="outer")
+    assert same(ckpt.tree(), state)
+    assert same(ckpt.tree("a.b.0"), state["a.b"][0])
+    assert ckpt.tree("a.b.1") == [1, 2]
+    assert ckpt.tree("a") == {"d": (1,)}
+    with pytest.raises(torchlift.FormatError, match="no such container"):
+        ckpt.tree("nothing")
+
+
+def test_metadata_of_state_dicts_stays(tmp_path):
+    """As torch.load gives it."""
+    torch.save(nn.BatchNorm1d(2).state_dict(), tmp_path / "x.pt")
+    made = torchlift.open(tmp_path / "x.pt").tree()
+    assert made._metadata == torch.load(tmp_path / "x.pt")._metadata
+
+
+def test_what_cannot_be_had_is_refused_by_its_key(tmp_path):
+    """Beside it everything is."""
+    torch.save({"model": {"w": torch.ones(1)}, "args": {"x": re.compile("a")}}, tmp_path / "x.pt")
+    ckpt = torchlift.open(tmp_path / "x.pt")
+    with pytest.raises(torchlift.UnsafeError, match=r"'args\.x'"):
+        ckpt.tree()
+    assert same(ckpt.tree("model"), {"w": torch.ones(1)})
+
+
+def test_a_format_with_names_only_gives_a_dict(tmp_path):
+    """There are no containers to bring back."""
+    from safetensors.torch import save_file
+
+    save_file({"a.b": torch.ones(1), "a.c": torch.zeros(2)}, tmp_path / "x.safetensors")
+    ckpt = torchlift.open(tmp_path / "x.safetensors")
+    assert same(ckpt.tree(), {"a.b": torch.ones(1), "a.c": torch.zeros(2)})
+    assert same(ckpt.tree("a"), {"b": torch.ones(1), "c": torch.zeros(2)})
+
+
+# -- load_optimizer -------------------------------------------------------------------------------
+
+
+def trained(kind=torch.optim.Adam, **options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def forms(model, optimizer):
+    own = optimizer.state_dict()
+    named = torchlift.distributed.get_optimizer_state_dict(model, optimizer)
+    flat = torchlift.distributed.get_optimizer_state_dict(
+        model, optimizer,
+        options=torchlift.distributed.StateDictOptions(flatten_optimizer_state_dict=True),
+    )  # fmt: skip
+    return {
+        "plain": ({"model": model.state_dict(), "optimizer": own}, "optimizer"),
+        "the file itself": (own, None),
+        "Lightning's list": ({"state_dict": {}, "optimizer_states": [own]}, "optimizer_states"),
+        "one of a list": ({"optimizer_states": [own, {}]}, "optimizer_states.0"),
+        "by name": ({"optim": named}, "optim"),
+        "flat": ({"optim": flat}, "optim"),
+    }
+
+
+FORMS = ["plain", "the file itself", "Lightning's list", "one of a list", "by name", "flat"]
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_training_goes_on_from_any_form(tmp_path, kind, form, in_memory):
+    """Bit by bit as if it had never stopped, whatever saved the state."""
+    model, optimizer = trained(kind)
+    saved, root = forms(model, optimizer)[form]
+    torch.save(saved, tmp_path / "x.pt")
+    other = copy.deepcopy(model)
+    fresh = kind(other.parameters(), lr=0.5)
+    given_ = saved if in_memory else tmp_path / "x.pt"
+    report = torchlift.load_optimizer(other, fresh, given_, root=root)
+    assert fresh.param_groups[0]["lr"] == 0.1
+    assert not report.missing_keys
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, fresh)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_where_the_state_lies_is_pointed_out(tmp_path):
+    """A root that is missing, or one too high, gets the one to pass; nothing has changed."""
+    model, optimizer = trained()
+    before = copy.deepcopy(optimizer.state_dict())
+    torch.save({"model": {}, "optim": optimizer.state_dict()}, tmp_path / "x.pt")
+    with pytest.raises(torchlift.FormatError, match=r"no optimizer state.*root='optim'"):
+        torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt")
+    with pytest.raises(torchlift.FormatError, match="no such container"):
+        torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt", root="optimizer")
+    with pytest.raises(torchlift.FormatError, match="no optimizer state"):
+        torchlift.load_optimizer(model, optimizer, {"step": 3})
+    assert same(before, optimizer.state_dict())
+
+
+def test_a_state_that_does_not_fit_changes_nothing(tmp_path):
+    """Strict by default; otherwise what fits is loaded."""
+    model, optimizer = trained()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"] = torch.ones(7)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(torchlift.CheckpointError, match=r"0\.weight"):
+        torchlift.load_optimizer(model, optimizer, saved)
+    assert same(before, optimizer.state_dict())
+    named = torchlift.distributed.get_optimizer_state_dict(model, optimizer)
+    del named["state"]["1.bias"]
+    report = torchlift.load_optimizer(model, optimizer, named, strict=False)
+    assert report.missing_keys == ["1.bias"]
