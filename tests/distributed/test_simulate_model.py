@@ -60,7 +60,7 @@ def test_with_a_model_only_what_it_loads_is_read(tied: Path) -> None:
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     assert found.to_dict()["plan"] == {
         "loaded": 4, "missing_keys": [], "unexpected_keys": [], "mismatched": {},
-        "replayed": ["mask"], "tied": [["embed.weight", "head.weight"]],
+        "replayed": ["mask"], "deferred": [], "tied": [["embed.weight", "head.weight"]],
         "renamed": {f"module.{k}": k for k in Tied().state_dict()},
     }  # fmt: skip
     assert "each rank holds 108 B to 108 B once 4 tensors are loaded" in str(found)
