@@ -298,6 +298,8 @@ def _warn_of_missing(
     tree: ModuleTree, plan: LoadPlan, missing: Sequence[str], options: Options
 ) -> None:
     """Name the parameters that train on although nothing was loaded into them."""
+    if not missing:
+        return
     parameters = {
         name for g in tree.groups if isinstance(g.tensor, nn.Parameter) for name in g.names
     }

@@ -379,7 +379,7 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "an empty directory": (lambda path: (path.mkdir(), path)[1],
         FORMAT, None, "an empty directory"),
     "a zip of texts": (npz(), FORMAT, None, "a zip archive that torch.save did not write"),
-    "a plain pickle": (put(pickled(RUN)), FORMAT, None, "a pickle that torch.save did not write"),
+    "a plain pickle": (put(pickled(RUN)), UNSAFE, None, "a pickle that torch.save did not write"),
     # 15. Sizes.
     "65 dimensions": (zipped({"w": tensor((1,) * 65, (1,) * 65)}),
         FORMAT, "w", "a tensor's size is not a tuple of at most 64 numbers"),

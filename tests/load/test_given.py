@@ -1,6 +1,9 @@
 """What `load` takes as a checkpoint, and what it takes for the model."""
 
 import io
+import pickle
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -192,3 +195,101 @@ def test_stages_leave_to_a_later_load_what_is_not_theirs():
     del saved["head.bias"]
     report = torchlift.load(torchlift.skeleton(Model), saved, device=late, strict=False)
     assert report.replayed == ["inverse"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "assign", "swap", "copy"])
+@pytest.mark.parametrize("live", [True, False])
+def test_a_transform_never_gets_or_places_the_callers_own_tensor(mode, live):
+    """One that writes in place writes to a copy, and the model has memory of its own."""
+    saved, model = state(1), build() if live else torchlift.skeleton(build)
+    torchlift.load(model, saved, mode=mode, transform=lambda key, tensor: tensor.mul_(2))
+    assert all(tensor.eq(1).all() for tensor in saved.values())
+    assert all(tensor.eq(2).all() for tensor in model.state_dict().values())
+    ours = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    assert ours.isdisjoint(tensor.data_ptr() for tensor in saved.values())
+
+
+def test_a_transform_leaves_the_dtype_and_the_strides_that_were_asked_for():
+    """Of a skeleton that was cast, and one in another memory format."""
+    half = torchlift.skeleton(Model).half().to(memory_format=torch.channels_last)
+    report = torchlift.load(half, Model().state_dict(), transform=lambda key, tensor: tensor)
+    assert half.body.weight.dtype == torch.float16
+    assert report.loaded["body.weight"].dtype == "float16"
+    assert half.body.weight.is_contiguous(memory_format=torch.channels_last)
+    made = torchlift.skeleton(Model).to(memory_format=torch.channels_last)
+    torchlift.materialize(made)
+    assert made.body.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_one_name_of_a_tie_is_enough_where_another_has_a_different_shape():
+    """What fits is loaded; what does not is listed."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(2, 2, bias=False)
+            self.b = nn.Linear(2, 2, bias=False)
+            self.b.weight = self.a.weight
+
+    model = Tied()
+    values = {"a.weight": torch.ones(2, 2), "b.weight": torch.ones(3)}
+    report = torchlift.load(model, values, ignore_mismatched=True)
+    assert model.b.weight.eq(1).all()
+    assert list(report.mismatched) == ["b.weight"]
+    with pytest.raises(torchlift.MismatchError, match=r"mismatched \(1\): b.weight"):
+        torchlift.load(model, values)
+
+
+def test_what_only_unpickling_could_rebuild_can_be_left_out_by_its_name(tmp_path):
+    """Beside a flat state dict no root= helps; what the model needs is still refused."""
+    torch.save({**state(1), "args": re.compile("a")}, tmp_path / "x.pt")
+    model = build()
+    with pytest.raises(torchlift.UnsafeError, match=r"'args'.*allow_unexpected"):
+        torchlift.load(model, tmp_path / "x.pt")
+    report = torchlift.load(model, tmp_path / "x.pt", allow_unexpected=["args"])
+    assert report.unexpected_keys == ["args"]
+    assert torchlift.load(model, tmp_path / "x.pt", strict=False).unexpected_keys == ["args"]
+    torch.save({**state(1), "1.bias": re.compile("a")}, tmp_path / "x.pt")
+    with pytest.raises(torchlift.UnsafeError, match=r"'1\.bias'"):
+        torchlift.load(model, tmp_path / "x.pt", strict=False)
+
+
+def test_a_counter_that_batch_norm_makes_up_is_no_sign_that_anything_fits():
+    """Nothing of the checkpoint is in the model."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(torchlift.MismatchError, match="nothing in the checkpoint fits"):
+        torchlift.load(model, {"other": torch.ones(1)}, strict=False)
+
+
+def test_what_is_no_tensor_is_named_once():
+    """Neither as missing nor as unexpected, with advice about names."""
+    with pytest.raises(torchlift.MismatchError, match="no tensor in the checkpoint") as caught:
+        torchlift.load(build(), {**state(1), "0.bias": 3})
+    assert "unexpected" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, torch.optim.SGD([torch.ones(1)]), None])
+def test_what_is_no_module_is_told(wrong):
+    """A class, an optimizer, nothing."""
+    with pytest.raises(TypeError, match="expected a module to load into"):
+        torchlift.load(wrong, {})
+
+
+def test_the_content_of_a_file_is_no_path():
+    """It is neither searched for nor printed."""
+    with pytest.raises(TypeError, match=r"io\.BytesIO") as caught:
+        torchlift.open(bytes(9_999))  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 100
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_an_index_can_be_copied_and_sent(tmp_path, kind):
+    """What makes its records on demand stays behind."""
+    from safetensors.torch import save_file
+
+    path = tmp_path / "x"
+    (torch.save if kind == "torch" else save_file)(state(1), path)
+    index = torchlift.open(path).index
+    sent = pickle.loads(pickle.dumps(replace(index, tree=None)))
+    assert dict(sent.entries) == dict(index.entries)
+    assert dict(sent.storages) == dict(index.storages)

@@ -217,7 +217,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             file=self.path,
             entry=key,
             found=f"{count} tensor{'s' * (count > 1)} in it" if count else None,
-            hint="Pass root= to take a part of the file without it, or save it as plain tensors.",
+            hint="Load without it: allow_unexpected=[...] with its name, or root= for a part of "
+            "the file. Or save it as plain tensors.",
         )
 
     @property
@@ -370,13 +371,18 @@ class MappedViews:
                 # Unlike in torch.load: what lies outside would be written to outside, too.
                 indices, values = inner
                 return torch.sparse_coo_tensor(
-                    indices, values, entry.shape, check_invariants=True, is_coalesced=entry.facts[0]
+                    indices,
+                    values,
+                    entry.shape,
+                    device="cpu",
+                    check_invariants=True,
+                    is_coalesced=entry.facts[0],
                 )
             if kind.startswith("sparse"):
                 compressed, plain, values = inner
                 return torch.sparse_compressed_tensor(
                     compressed, plain, values, entry.shape,
-                    layout=getattr(torch, kind), check_invariants=True,
+                    layout=getattr(torch, kind), device="cpu", check_invariants=True,
                 )  # fmt: skip
             return _quantized(entry, dtype, *inner)
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
@@ -451,14 +457,16 @@ def _quantized(
     shape = [1] * numbers.dim()
     if entry.encoding[0] == "per_tensor_affine":
         scale, zero = entry.facts
-        made = torch.quantize_per_tensor(torch.zeros(shape), scale, zero, dtype)
+        made = torch.quantize_per_tensor(torch.zeros(shape, device="cpu"), scale, zero, dtype)
     else:
         axis, *listed = entry.facts
-        scales, zeros = rest or [torch.tensor(x) for x in listed]
+        scales, zeros = rest or [torch.tensor(x, device="cpu") for x in listed]
         shape[axis] = scales.numel()
         if scales.numel() != entry.shape[axis]:
             raise ValueError(f"{scales.numel()} scales for {entry.shape[axis]} channels")
-        made = torch.quantize_per_channel(torch.zeros(shape), scales, zeros, axis, dtype)
+        made = torch.quantize_per_channel(
+            torch.zeros(shape, device="cpu"), scales, zeros, axis, dtype
+        )
     whole = numbers.untyped_storage()
     return made.set_(whole, numbers.storage_offset(), numbers.shape, numbers.stride())
 
@@ -538,6 +546,8 @@ def open(path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None) ->
         >>> torchlift.open(path, root="model").entries["weight"].shape
         (2, 3)
     """
+    if isinstance(path, bytes) and (0 in path or len(path) > 4096):
+        raise TypeError("that is the content of a file: pass its path, or io.BytesIO(content)")
     if isinstance(path, (str, bytes, os.PathLike)):
         return Checkpoint(read_index(path), root=root)
     if not hasattr(path, "read"):

@@ -92,7 +92,7 @@ class CheckpointDiff(Summary):
 
     @property
     def equal(self) -> bool:
-        """Return whether both have the same keys with the same shapes, dtypes and values."""
+        """Return whether all that can be compared has the same keys, shapes, dtypes and values."""
         return not (self.added or self.removed or self.changed)
 
     def __str__(self) -> str:
@@ -106,7 +106,9 @@ class CheckpointDiff(Summary):
         alike = self.compared - sum(
             change.object is None and change.kind is None for change in self.changed.values()
         )
-        verdict = "equal" if self.equal else "different"
+        verdict = "different"
+        if self.equal:
+            verdict = "equal as far as compared" if self.blocked else "equal"
         total = count_of(self.compared, "tensor")
         yield f"{verdict}: {alike:,} of {total} alike, {human(self.nbytes)}"
         new = set(self.renamed.values())

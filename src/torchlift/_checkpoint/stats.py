@@ -11,7 +11,9 @@ from torchlift._checkpoint.checkpoint import Checkpoint
 from torchlift.formats import TensorEntry
 
 #: What the four bits of a float4_e2m1fn say; a byte holds two of them, the first in its low half.
-_FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_FLOAT4 = torch.tensor(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from torchlift._model.torch_private import storage_key
 from torchlift._plan import rules
 from torchlift._plan.report import Mode, Route, Source
 from torchlift._plan.steps import Base, Candidate, Making, Match, Step
-from torchlift._skeleton.skeleton import asked_strides, constructions_of, is_cast
+from torchlift._skeleton.skeleton import changed_on_meta, constructions_of
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, RebuiltEntry, TensorEntry
@@ -86,7 +86,11 @@ def makings_for(
         device = rules.target_device(where, seen.key, tensor, present=options.present)
         dtype = tensor.dtype
         if tensor.is_meta and group.persistent:
-            alike = isinstance(tensor, nn.Parameter) and len(around) == 1 and not is_cast(group)
+            alike = (
+                isinstance(tensor, nn.Parameter)
+                and len(around) == 1
+                and not changed_on_meta(group)[0]
+            )
             like = next(iter(around)) if alike and dtype.is_floating_point else dtype
             dtype = rules.target_dtype(options.dtype, seen, tensor, like)
         if (device, dtype) != (tensor.device, tensor.dtype):
@@ -98,19 +102,22 @@ def _decide(
 ) -> Step | None:
     candidate, tensor = candidates[0], group.tensor
     entry, file_dtype = candidate.entry, candidate_dtype(candidate, path)
-    if isinstance(entry, RebuiltEntry) and candidate.value is None:
-        raise not_dense(entry, path)
     seen = entry or rules.entry_like(key, group)
     if seen.key != key:
         seen = replace(seen, key=key)
     asked, note = rules.asked_device(options.device, seen, group)
-    if rules.is_deferred(asked):
+    if asked is not None and rules.is_deferred(asked):
         return None
-    _require_values(group, candidate.value)
+    if candidate.value is not None:
+        _require_values(group, candidate.value)
+    elif isinstance(entry, RebuiltEntry):
+        raise not_dense(entry, path)
+    is_cast, stride = changed_on_meta(group)
     if asked == DISK:
-        options, dtype = rules.kept_on_disk(options, group, seen, file_dtype), file_dtype
+        options = rules.kept_on_disk(options, group, seen, file_dtype, is_cast=is_cast)
+        dtype, stride = file_dtype, None
     else:
-        dtype = rules.target_dtype(options.dtype, seen, tensor, file_dtype, is_cast=is_cast(group))
+        dtype = rules.target_dtype(options.dtype, seen, tensor, file_dtype, is_cast=is_cast)
     device = rules.target_device(asked, seen.key, tensor, present=options.present)
     spans: Spans | None = None
     if is_sharded(tensor):
@@ -128,7 +135,7 @@ def _decide(
         _check_in_place(group, device, dtype)
     changes = device.type != "cpu" or dtype != file_dtype or spans is not None
     changes = changes or (entry is not None and entry.is_pieced)
-    stride = None if in_place or spans is not None else asked_strides(group)
+    stride = None if is_sharded(tensor) else stride
     changes = changes or stride is not None
     source: Source = "memory"
     if entry is not None:
@@ -154,7 +161,7 @@ def _decide(
         route=route,
         device=device,
         dtype=dtype,
-        dtype_is_fixed=options.dtype is not None or not tensor.is_meta,
+        dtype_is_fixed=options.dtype is not None or is_cast or not tensor.is_meta,
         handled=handled,
         note=note,
         stride=stride,
@@ -222,7 +229,9 @@ def untransformed(step: Step, path: str, *, own: bool) -> Step:
         step, dtype=candidate_dtype(step.candidate, path), device=torch.device("cpu"), base=None
     )
     if value is not None:
-        as_it_is = isinstance(value, torch.Tensor) and step.spans is None and not own
+        # A caller's own tensor is neither shown to code that may write to it, nor placed.
+        mapped = step.candidate.entry is not None and isinstance(value, torch.Tensor)
+        as_it_is = mapped and step.spans is None and not own
         return replace(raw, route="view" if as_it_is else "compute")
     owned = own or step.source == "read" or (entry is not None and entry.is_pieced)
     return _routed(raw, owned=owned)

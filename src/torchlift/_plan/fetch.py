@@ -233,7 +233,7 @@ def _made(step: Step, transform: Transform | None, raw: torch.Tensor, path: str)
         step, made = _handled(step, made, path)
         if not is_plain(made):
             return step, made if made.device == step.device else made.to(step.device)
-    made = _cast(step, made, path)
+    made = _strided(step, _cast(step, made, path))
     _check_class(step, made, path)
     return step, made
 

@@ -138,6 +138,9 @@ def check_order(model: object, ckpt: object) -> None:
     """
     if isinstance(ckpt, nn.Module) and not isinstance(model, nn.Module):
         raise TypeError("the model comes first, then the checkpoint: load(model, ckpt)")
+    if not isinstance(model, nn.Module):
+        found = repr(model) if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"expected a module to load into, not {found}")
 
 
 def make_plan(
@@ -162,9 +165,14 @@ def make_plan(
     for rule in (options.device, options.dtype):
         check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
     names = renamed([*origin.candidates, *origin.blocked], options.rename, origin.path)
+    model_names = {name for group in tree.groups for name in group.names}
+    ignored = [names[key] for key in origin.blocked if key in names]
+    excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
     for key in origin.blocked:
-        if key in names:
+        name = names.get(key)
+        if name is not None and (name in model_names or name not in excused):
             raise origin.refusal(key)
+    names = {key: name for key, name in names.items() if key not in origin.blocked}
     objects = renamed(origin.objects, options.rename, origin.path)
     modules = hooked_modules(tree, names.values())
     hooked = has_post_hooks(tree)
@@ -180,7 +188,10 @@ def make_plan(
     matched = match(tree.groups, outcome.candidates, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing += [name for name in outcome.missing if name not in matched.missing]
-    matched.unexpected += outcome.unexpected
+    matched.unexpected += [*outcome.unexpected, *ignored]
+    matched.fits = any(
+        candidate.key in origin.candidates for pair in matched.pairs for candidate in pair[2]
+    )
     if options.strict and (matched.missing or matched.unexpected) and hooked:
         # They may excuse a name, and get to see the loaded module only if nothing is wrong.
         run_post_hooks(tree, matched.missing, matched.unexpected)
@@ -206,6 +217,7 @@ def _assemble(
         path = origin.paths.get(step.candidate.key, origin.path)
         loaded.update(dict.fromkeys(step.group.names, _describe(step, path)))
     placed = {id(step.group.tensor) for step in work.steps}
+    matched_ids = {id(group.tensor) for group, _, _ in matched.pairs}
     placed |= {id(item.group.tensor) for item in work.makings}
     return LoadPlan(
         path=origin.path,
@@ -219,7 +231,8 @@ def _assemble(
         deferred=[
             name
             for group in groups
-            if group.tensor.is_meta and id(group.tensor) not in placed and not is_lazy(group.tensor)
+            if id(group.tensor) not in placed and not is_lazy(group.tensor)
+            if group.tensor.is_meta or id(group.tensor) in matched_ids
             for name in group.names
         ],
         renamed={old: new for old, new in names.items() if old != new},
@@ -290,10 +303,16 @@ def _check(matched: Match, path: str, options: Options) -> None:
     missing = [name for name in matched.missing if name not in excused]
     unexpected = [name for name in matched.unexpected if name not in excused]
     wrong = {} if options.ignore_mismatched else matched.mismatched
-    nothing = not matched.pairs and bool(missing)
+    # What a module's own code makes up (BatchNorm its counter) is no sign that anything fits.
+    nothing = not matched.fits and bool(missing)
+    odd = [name for name in missing if name in matched.unexpected]
     if not (wrong or nothing or (options.strict and (missing or unexpected))):
         return
     lists, ways = [], []
+    missing, unexpected = ([n for n in names if n not in odd] for names in (missing, unexpected))
+    if odd:
+        lists.append(f"no tensor in the checkpoint ({len(odd)}): {clipped_list(odd)}")
+        ways.append("tensors under these names (torch.from_numpy makes one of an array)")
     if missing:
         lists.append(f"missing ({len(missing)}): {clipped_list(missing)}")
         ways.append("allow_missing=[...] with the names that may be")
@@ -368,12 +387,12 @@ def match(
             for name, candidate in found
             if check_shapes and not _fits(group.tensor, candidate.shape)
         ]
-        if wrong:
-            result.mismatched.update({item.key: item for item in wrong})
-        elif found:
+        result.mismatched.update({item.key: item for item in wrong})
+        found = [(name, one) for name, one in found if name not in result.mismatched]
+        if found:  # also where another name of the tie has another shape
             result.pairs.append((group, found[0][0], [candidate for _, candidate in found]))
             continue
-        else:
+        if not wrong:
             result.missing += names
         result.unmatched.append(group)
     result.unexpected = [name for name in candidates if name not in known]

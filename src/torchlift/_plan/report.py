@@ -125,8 +125,13 @@ class LoadReport(Summary):
         return {key: item.source for key, item in self.loaded.items()}
 
     @property
+    def _from(self) -> str:
+        paths = dict.fromkeys(item.path for item in self.loaded.values())
+        return ", ".join(paths) or self.path
+
+    @property
     def _size(self) -> str:
-        return f"{count_of(len(self.loaded), 'tensor')}, {human(self.nbytes)}, from {self.path}"
+        return f"{count_of(len(self.loaded), 'tensor')}, {human(self.nbytes)}, from {self._from}"
 
     def _summary(self) -> tuple[str, Facts]:
         read = f"in {self.seconds:.3f} s, {human(self.bytes_read)} read"

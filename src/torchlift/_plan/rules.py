@@ -154,7 +154,7 @@ def target_device(
 
 
 def kept_on_disk(
-    options: Options, group: Group, seen: TensorEntry, file_dtype: torch.dtype
+    options: Options, group: Group, seen: TensorEntry, file_dtype: torch.dtype, *, is_cast: bool
 ) -> Options:
     """Return the options for a tensor that stays on disk: mapped as it is, on any file system.
 
@@ -162,7 +162,7 @@ def kept_on_disk(
         PlacementError: what else was asked for takes memory for it.
     """
     blank = torch.empty(0, dtype=group.tensor.dtype, device="meta")
-    dtype = target_dtype(options.dtype, seen, blank, file_dtype)
+    dtype = target_dtype(options.dtype, seen, blank, file_dtype, is_cast=is_cast)
     if dtype != file_dtype:
         raise PlacementError(
             "cannot stay on disk and be cast",

@@ -252,7 +252,13 @@ class _Layers(FileSource):
                 mine = {key for key, winner in owner.items() if winner == str(number)}
                 candidates |= {k: v for k, v in layer.candidates.items() if k in mine}
                 objects |= {k: v for k, v in layer.objects.items() if k in mine}
-                self.versions = {**self.versions, **layer.versions}
+        self.versions = {
+            name: version
+            for layer in layers
+            for name, version in (
+                layer.versions if isinstance(layer, StateSource) else layer.index.module_versions
+            ).items()
+        }
         self.candidates = {key: candidates[key] for key in owner if key in candidates}
         self.objects = {key: objects[key] for key in owner if key in objects}
 

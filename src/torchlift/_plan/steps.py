@@ -115,6 +115,7 @@ class Match:
         pairs: (group, name under which the source has it, the candidates of all its names).
         unmatched: groups of the model that get nothing.
         missing, unexpected, mismatched: as in `LoadReport`.
+        fits: whether anything of the source is in a pair.
     """
 
     pairs: list[tuple[Group, str, list[Candidate]]] = field(default_factory=list)
@@ -122,6 +123,7 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: dict[str, Mismatch] = field(default_factory=dict)
+    fits: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,13 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
             if is_sharded(group.tensor):  # the rest is freed at once: one whole tensor at a time
                 tensor = shard_of_value(tensor, group.tensor, group.fqn)
                 tensor = wrap(group.tensor, tensor)
-            made[positions[at]] = tensor.to(group.tensor.dtype)  # it may have been cast on meta
+            tensor = tensor.to(group.tensor.dtype)  # it may have been cast on meta
+            if tensor.stride() != group.tensor.stride() and not is_sharded(tensor):
+                strided = torch.empty_strided(
+                    tensor.shape, group.tensor.stride(), dtype=tensor.dtype, device=device
+                )
+                tensor = strided.copy_(tensor)
+            made[positions[at]] = tensor
     return [made[position] for position in range(len(groups))]
 
 
@@ -209,18 +215,18 @@ def _describes(ref: Ref, tensor: torch.Tensor) -> bool:
     return ref.shape == tuple(tensor.shape) and (is_cast or ref.dtype == tensor.dtype)
 
 
-def is_cast(group: Group) -> bool:
-    """Return whether a tensor of a skeleton got another dtype after it was made (``.half()``)."""
-    made = construction_of(group) if group.tensor.is_meta else None
-    return made is not None and made.ref.dtype != group.tensor.dtype
+def changed_on_meta(group: Group) -> tuple[bool, tuple[int, ...] | None]:
+    """Return what a tensor of a skeleton became after it was made.
 
-
-def asked_strides(group: Group) -> tuple[int, ...] | None:
-    """Return the strides that a tensor of a skeleton got after it was made (channels last)."""
+    Returns:
+        Whether it has another dtype (``.half()``), and its strides if they are others (channels
+        last), else None.
+    """
     made = construction_of(group) if group.tensor.is_meta else None
-    if made is None or made.ref.stride == group.tensor.stride():
-        return None
-    return tuple(group.tensor.stride())
+    if made is None:
+        return False, None
+    strides = tuple(group.tensor.stride())
+    return made.ref.dtype != group.tensor.dtype, None if made.ref.stride == strides else strides
 
 
 def constructions_of(groups: Iterable[Group]) -> list[Construction]:

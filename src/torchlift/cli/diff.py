@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import asdict
 
 from torchlift._checkpoint import open as open_checkpoint
@@ -13,15 +14,22 @@ from torchlift.cli.output import print_json
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.epilog = "Exit status: 0 when they are equal, 1 when they differ, 2 for trouble."
+    parser.epilog = (
+        "Exit status: 0 when they are equal, 1 when they differ, 2 for trouble, and where all is "
+        "equal but for what could not be compared."
+    )
     parser.set_defaults(trouble=2)
     parser.add_argument("a", metavar="A", help="a checkpoint file or directory")
     parser.add_argument("b", metavar="B", help="what to compare it with, in any format")
     parser.add_argument("--root", metavar="KEY", help="only this container of both")
     parser.add_argument("--root-a", metavar="KEY", help="only this container of A")
     parser.add_argument("--root-b", metavar="KEY", help="only this container of B")
-    parser.add_argument("--rtol", type=float, default=0.0, metavar="R", help="relative tolerance")
-    parser.add_argument("--atol", type=float, default=0.0, metavar="R", help="absolute tolerance")
+    parser.add_argument(
+        "--rtol", type=_tolerance, default=0.0, metavar="R", help="relative tolerance"
+    )
+    parser.add_argument(
+        "--atol", type=_tolerance, default=0.0, metavar="R", help="absolute tolerance"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -36,4 +44,12 @@ def run(args: argparse.Namespace) -> int:
         print_json({**asdict(found), "equal": found.equal})
     else:
         print(printable(str(found), lines=True))
-    return int(not found.equal)
+    return 1 if not found.equal else 2 if found.blocked else 0
+
+
+def _tolerance(text: str) -> float:
+    """Return a number that is no less than 0."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from torchlift._system import collection_paused, printable
-from torchlift.errors import FormatError
+from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats.dcp import metadata_files, read_dcp
 from torchlift.formats.flax_msgpack import is_flax, read_flax
 from torchlift.formats.gguf import read_gguf
@@ -230,13 +230,14 @@ _READERS: tuple[_Reader, ...] = (
 )
 
 
-def _foreign(head: bytes, tail: bytes, size: int) -> FormatError:
+def _foreign(head: bytes, tail: bytes, size: int) -> CheckpointError:
     """Make the error for a file that no reader takes: what it is and what to do."""
     for magic, what, hint in _FOREIGN:
         if re.match(magic, head, re.DOTALL):
             called = _CALLED.search(head) if head[:1] == b"\x80" else None
             name = called and b".".join(filter(None, called.groups())).decode("ascii", "replace")
-            return FormatError(what, expected=_EXPECTED, found=name or None, hint=hint)
+            kind = UnsafeError if name else FormatError
+            return kind(what, expected=_EXPECTED, found=name or None, hint=hint)
     if tail == _TABLE_END:
         return FormatError("a TensorFlow checkpoint's index", expected=_EXPECTED, hint=_TENSORFLOW)
     what, found = "not a checkpoint that torchlift reads", None

@@ -143,25 +143,25 @@ class _Scan(Cursor):
         return made
 
     def _array(self) -> TensorRef | Blocked:
-        key = ".".join(self.path) or ROOT_TENSOR
-        no_array = FormatError("an array that is not a shape, a dtype and bytes", entry=key)
+        # The entry is named where errors leave the scanner. Joined for each array, a long name
+        # would be paid for by none of them.
+        no_array = "an array that is not a shape, a dtype and bytes"
         if self.take(1) != b"\x93":
-            raise no_array
+            raise FormatError(no_array)
         sizes, dtype = self.value(_MAX_DEPTH), self.value(_MAX_DEPTH)
         kind, size = _SIZED.get(self.take(1)[0], ("", 0))
         if type(dtype) is not str or kind not in ("bin", "str"):
-            raise no_array
+            raise FormatError(no_array)
         nbytes = self.number(size) if isinstance(size, str) else size
         start = self.at
         self.skip(nbytes)
         if dtype not in ITEMSIZE:
             return self.world.block(f"numpy.dtype({dtype[:100]})", called=True)
-        shape = dense_shape(sizes, key, "size")
+        shape = dense_shape(sizes, ".".join(self.path[-1:]), "size")
         expected = math.prod(shape) * ITEMSIZE[dtype]
         if nbytes != expected:
             raise FormatError(
                 "an array's bytes are not what its shape and dtype need",
-                entry=key,
                 expected=f"{expected} bytes for {dtype} {shape}",
                 found=f"{nbytes} bytes",
             )

@@ -204,6 +204,12 @@ class Records(Mapping[str, _Record], Generic[_Row, _Record]):
     def __contains__(self, key: object) -> bool:
         return key in self._rows
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # what makes them may hold a file
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
 

@@ -108,7 +108,8 @@ def _described(pairs: list[tuple[str, Any]]) -> object:
     """
     if len(pairs) == 3:
         (first, code), (second, shape), (third, offsets) = pairs
-        if first == "dtype" and second == "shape" and third == "data_offsets":
+        named = first == "dtype" and second == "shape" and third == "data_offsets"
+        if named and type(shape) is list:
             return code, shape, offsets
     found = unique(pairs)
     is_tensor = found.keys() >= set(_FIELDS) and type(found["shape"]) is list
@@ -117,9 +118,11 @@ def _described(pairs: list[tuple[str, Any]]) -> object:
 
 def _rows(header: dict[str, Any]) -> dict[str, _Row]:
     """Return checked rows in the order of their data: that of the header is arbitrary."""
-    rows, last, is_sorted = {}, 0, True
+    rows, last, is_sorted = {}, -1, True
     for key, value in header.items():
         if type(value) is not tuple:
+            if isinstance(value, dict) and value.keys() >= set(_FIELDS):
+                dense_shape(value["shape"], key, "shape")  # which is no list
             raise FormatError(
                 "a tensor is not described as it should be",
                 entry=key,

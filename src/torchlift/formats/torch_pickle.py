@@ -776,6 +776,8 @@ def _look_up(m: Machine, gets: tuple[bytes, ...]) -> tuple[str | None, str] | No
     )
     if type(word) is not str or word != "storage" or type(location) is not str:
         return None
+    if len(location) > MAX_TEXT - 9:  # less the longest key: see `TorchWorld.persistent`
+        return None
     if type(hooks) is not Global or hooks.name != "collections.OrderedDict":
         return None
     if (

@@ -338,7 +338,10 @@ class _Reader:
         shared = under(self.model, "shared_params")
         for name, first in shared.objects.items() if shared else ():
             if isinstance(first, str) and first in found:
-                found.setdefault(name, found[first])
+                entry = found[first]
+                chunks = len(entry.chunks) if entry is not None else 0
+                self.budget.spend(ENTRY + len(name) + 4 * STEP * chunks, name)
+                found.setdefault(name, entry)
         named = self.model.objects.get("buffer_names")
         buffers = {name for name in (named if isinstance(named, list) else ()) if type(name) is str}
         for name, entry in module.entries.items():
