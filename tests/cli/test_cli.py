@@ -142,8 +142,11 @@ def test_inspect_has_status_3_when_something_would_have_run_code(tmp_path) -> No
     torch.save({"model": {"w": torch.ones(2)}, "trap": Trap(), "step": 1}, path)
     for options in [], ["--json"], ["--root", "model"], ["--filter", "nothing"], ["--stats"]:
         done = torchlift("inspect", path, *options)
-        assert (done.returncode, done.stderr) == (3, ""), options
-        assert ("builtins.print" in done.stdout) == (options in ([], ["--json"], ["--stats"]))
+        shown = options in ([], ["--json"], ["--stats"])
+        assert done.returncode == 3, options
+        assert ("builtins.print" in done.stdout) == shown
+        assert ("elsewhere in the file: builtins.print" in done.stderr) != shown, options
+        assert ("no key fits 'nothing'" in done.stderr) == ("nothing" in options)
         assert "called" not in done.stdout
     torch.save(torch.nn.Linear(2, 2), path)
     done = torchlift("inspect", path)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torchlift._system import collection_paused, progress_bar
+from torchlift._system import collection_paused, printable, progress_bar
 from torchlift.cli.output import print_json
 from torchlift.errors import FormatError
 from torchlift.formats import Index, matching, read_index, select
@@ -93,7 +93,17 @@ def _run(args: argparse.Namespace) -> int:
         print(to_table(index, rows=rows, extra=extra))
     else:
         print(to_text(index, rows=rows, depth=args.depth, by_size=args.sort == "size"))
+    if args.filter and not (index.entries or index.objects or index.blocked_keys):
+        patterns = " or ".join(map(repr, args.filter))
+        _note(f"no key fits {patterns}; a pattern fits a whole key, as '*layers*' does")
+    elsewhere = [name for name in whole.blocked if name not in index.blocked]
+    if elsewhere:
+        _note(f"blocked elsewhere in the file: {', '.join(elsewhere[:5])}")
     return 0 if all(map(_DATA.match, whole.blocked)) else 3
+
+
+def _note(text: str) -> None:
+    print(f"torchlift: {printable(text)}", file=sys.stderr)
 
 
 def _stats(index: Index) -> Mapping[str, TensorStats | str]:

@@ -257,11 +257,12 @@ class Resolver:
             key: self._row(key, ref) if type(ref) is TensorRef else self._rebuilt(key, ref)
             for key, ref in refs.items()
         }
-        return Records(rows, self._entry)
+        # No method: the records of an archive are not kept as long as its entries.
+        return Records(rows, partial(_entry_of, self.path, self._order))
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """Return the checked entry of one tensor."""
-        return self._entry(key, self._row(key, ref))
+        return _entry_of(self.path, self._order, key, self._row(key, ref))
 
     def _row(self, key: str, ref: TensorRef) -> _Row:
         """Check all that a tensor says of bytes."""
@@ -297,21 +298,6 @@ class Resolver:
             raise FormatError(f"a {ref.lazy[0]} view of numbers that have none", entry=key)
         return ref, name, layout, start + offset * itemsize, nbytes
 
-    def _entry(self, key: str, row: _Row | RebuiltEntry) -> TensorEntry:
-        if isinstance(row, RebuiltEntry):
-            return row
-        ref, name, (shape, stride, origin, numel, span), start, nbytes = row
-        itemsize, location = ITEMSIZE[ref.dtype], ref.storage.location
-        chunks: tuple[Chunk, ...] = ()
-        encoding: tuple[str, ...] = ()
-        if numel:
-            chunks = (Chunk(self.path, start, span * itemsize, origin, shape),)
-            encoding = (self._order if itemsize > 1 else ()) + ref.lazy
-        return TensorEntry(
-            key, ref.dtype, shape, stride, nbytes, location, name, chunks,
-            ref.requires_grad is True, ref.is_parameter, encoding,
-        )  # fmt: skip
-
     def _rebuilt(self, key: str, ref: TensorRef) -> RebuiltEntry:
         """Return the entry of a tensor that torch makes of others, each of them checked."""
         assert isinstance(ref, RebuiltRef)
@@ -330,6 +316,23 @@ class Resolver:
             key, ref.dtype, shape, stride, nbytes, ref.storage.location, storage, chunks,
             ref.requires_grad is True, ref.is_parameter, (ref.kind,), tensors, ref.facts,
         )  # fmt: skip
+
+
+def _entry_of(path: str, order: tuple[str, ...], key: str, row: _Row | RebuiltEntry) -> TensorEntry:
+    """Return the entry of a checked row."""
+    if isinstance(row, RebuiltEntry):
+        return row
+    ref, name, (shape, stride, origin, numel, span), start, nbytes = row
+    itemsize, location = ITEMSIZE[ref.dtype], ref.storage.location
+    chunks: tuple[Chunk, ...] = ()
+    encoding: tuple[str, ...] = ()
+    if numel:
+        chunks = (Chunk(path, start, span * itemsize, origin, shape),)
+        encoding = (order if itemsize > 1 else ()) + ref.lazy
+    return TensorEntry(
+        key, ref.dtype, shape, stride, nbytes, location, name, chunks,
+        ref.requires_grad is True, ref.is_parameter, encoding,
+    )  # fmt: skip
 
 
 def _view_of(storage: Storage, ref: StorageRef, key: str) -> tuple[int, int]:
