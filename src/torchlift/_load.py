@@ -87,7 +87,7 @@ def load(
     Args:
         model: the module to load into.
         ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
-            a list of these, of which a later one wins; `KeyReport.path` says which gave what.
+            a list of these, of which a later one wins; ``KeyReport.path`` says which gave what.
         root: keep only what is under this container of the checkpoint, of each where it is a list.
         rename: callable from a name in the checkpoint to a name in the model, or to None to drop.
         device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its

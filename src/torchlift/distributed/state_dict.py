@@ -313,7 +313,8 @@ def load_optimizer(
     """Load optimizer state from a checkpoint, whatever form it was saved in.
 
     The file is mapped: what is in memory beside the optimizer's own state is one tensor at a time,
-    and each rank reads its own slices. See `set_optimizer_state_dict` for what is kept and checked.
+    and each rank reads its own slices. What is kept and checked, see
+    `torchlift.distributed.set_optimizer_state_dict`.
 
     Args:
         model: the model whose parameters the optimizer holds, plain or sharded.
@@ -323,8 +324,8 @@ def load_optimizer(
             list with one of these, as Lightning keeps it.
         root: the container that holds it, such as ``"optimizer"`` or ``"optimizer_states.0"``.
         strict: raise where a parameter that is trained has no saved state.
-        collective: see `set_optimizer_state_dict`.
-        process_group: see `set_optimizer_state_dict`.
+        collective: see `torchlift.distributed.set_optimizer_state_dict`.
+        process_group: see `torchlift.distributed.set_optimizer_state_dict`.
 
     Returns:
         What was loaded, missing, unexpected and left out.

@@ -130,7 +130,7 @@ class TensorEntry:
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether the bytes are not the elements: blocks, or what a tensor is made of."""
+        """Return whether the bytes are not the elements, but blocks, or what a tensor is made of."""
         return not _ELEMENTWISE.issuperset(self.encoding)
 
     @property
@@ -297,7 +297,7 @@ class Index:
             names no root leaves them out.
         templates: key of a module's extra state -> its containers as they were, with a ``Leaf`` for
             every value. Dotted keys alone do not tell a list from a dict, nor 1 from "1".
-        tree: the one object that was saved, made of the records of `torch_pickle`; None where a
+        tree: the one object that was saved, made of records of the pickle; None where a
             format has names only.
         tree_root: the container of the tree that the index is of.
     """
