@@ -313,7 +313,7 @@ def load_optimizer(
     """Load optimizer state from a checkpoint, whatever form it was saved in.
 
     The file is mapped: what is in memory beside the optimizer's own state is one tensor at a time,
-    and each rank reads its own slices. What is kept and checked, see
+    and each rank reads its own slices. For what is kept and checked, see
     `torchlift.distributed.set_optimizer_state_dict`.
 
     Args:

@@ -130,7 +130,7 @@ class TensorEntry:
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether the bytes are not the elements, but blocks, or what a tensor is made of."""
+        """Return whether the bytes are blocks of elements, or what a tensor is made of."""
         return not _ELEMENTWISE.issuperset(self.encoding)
 
     @property
