@@ -17,7 +17,7 @@ from torchlift._plan.decide import candidate_dtype, is_dense, overlapping, swapp
 from torchlift._plan.plan import LoadPlan
 from torchlift._plan.sources import Origin, copy_values
 from torchlift._plan.steps import Advance, Candidate, Copy, Making, Sent, Step, Transform
-from torchlift._skeleton.skeleton import make
+from torchlift._skeleton.skeleton import make, strided
 from torchlift._system import trim
 from torchlift._transfer import BUDGET, Request, allocate, read, requests_for
 from torchlift.errors import MismatchError, PlacementError
@@ -193,10 +193,7 @@ def _entry(step: Step) -> TensorEntry:
 
 def _strided(step: Step, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with the strides that were asked for, one such copy at a time."""
-    if step.stride is None or step.stride == tensor.stride():
-        return tensor
-    made = torch.empty_strided(tensor.shape, step.stride, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+    return tensor if step.stride is None else strided(tensor, step.stride)
 
 
 def _wrapped(step: Step, tensor: torch.Tensor) -> torch.Tensor:

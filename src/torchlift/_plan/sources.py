@@ -249,9 +249,9 @@ class _Layers(FileSource):
         candidates, objects = dict(self.candidates), dict(self.objects)
         for number, layer in enumerate(layers):
             if isinstance(layer, StateSource):
-                mine = {key for key, winner in owner.items() if winner == str(number)}
-                candidates |= {k: v for k, v in layer.candidates.items() if k in mine}
-                objects |= {k: v for k, v in layer.objects.items() if k in mine}
+                me = str(number)
+                candidates |= {k: v for k, v in layer.candidates.items() if owner[k] == me}
+                objects |= {k: v for k, v in layer.objects.items() if owner[k] == me}
         self.versions = {
             name: version
             for layer in layers

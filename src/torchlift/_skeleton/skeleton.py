@@ -127,13 +127,18 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
                 tensor = shard_of_value(tensor, group.tensor, group.fqn)
                 tensor = wrap(group.tensor, tensor)
             tensor = tensor.to(group.tensor.dtype)  # it may have been cast on meta
-            if tensor.stride() != group.tensor.stride() and not is_sharded(tensor):
-                strided = torch.empty_strided(
-                    tensor.shape, group.tensor.stride(), dtype=tensor.dtype, device=device
-                )
-                tensor = strided.copy_(tensor)
+            if not is_sharded(tensor):
+                tensor = strided(tensor, group.tensor.stride())
             made[positions[at]] = tensor
     return [made[position] for position in range(len(groups))]
+
+
+def strided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor, or a copy of it where it has other strides, in elements, than these."""
+    if tensor.stride() == stride:
+        return tensor
+    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
 def _remember(recorder: Recorder, group: Group) -> None:
