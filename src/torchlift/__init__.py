@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchlift._plan import plan as plan
     from torchlift._skeleton.skeleton import materialize as materialize
     from torchlift._skeleton.skeleton import skeleton as skeleton
+    from torchlift.distributed.keeper import Keeper as Keeper
     from torchlift.distributed.state_dict import load_optimizer as load_optimizer
     from torchlift.errors import CheckpointError as CheckpointError
     from torchlift.errors import FormatError as FormatError
@@ -45,6 +46,7 @@ __getattr__, __dir__, __all__ = lazy(
         "_skeleton.skeleton": "materialize skeleton",
         "bench": "bench",
         "distributed": "distributed",
+        "distributed.keeper": "Keeper",
         "distributed.state_dict": "load_optimizer",
         "errors": "errors CheckpointError FormatError IntegrityError MismatchError PlacementError "
         "UnsafeError",

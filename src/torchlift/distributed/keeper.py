@@ -1,0 +1,565 @@
+"""Keep the checkpoints of a training run: save in the background, keep some, find the last, resume.
+
+The policies are those of orbax's ``CheckpointManager``; the machinery on a mesh (the snapshot, the
+planner, the files) is that of ``torch.distributed.checkpoint``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchlift._checkpoint import open as open_checkpoint
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.ranks import RankGroup, has_group, world_of
+from torchlift._save import save
+from torchlift._system import leaves
+from torchlift._transfer.write import remove_debris
+from torchlift.distributed.options import StateDictOptions
+from torchlift.distributed.reader import CheckpointReader
+from torchlift.distributed.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_state_dict,
+)
+from torchlift.errors import CheckpointError, FormatError
+
+#: What a checkpoint is called, and the number of the attempt where a mesh saved a step again.
+_NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?(\.pt)?")
+#: What a process that was killed leaves of one: its temporary file.
+_BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
+#: Beside the shards of a mesh: what is no tensor of a model, and what each rank has of its own.
+_REST, _RNG = "rest.pt", "rng-{}.pt"
+#: Names that a checkpoint needs for itself.
+_OWN = ("step", "metrics", "rng")
+
+
+class _Kept(NamedTuple):
+    """A complete checkpoint: its step, the attempt, and where it is."""
+
+    step: int
+    attempt: int
+    path: str
+
+
+class Keeper:
+    """Keeps the checkpoints of one run in a folder, which no other program writes to.
+
+    On one process a checkpoint is a torch file, ``step-000000100.pt``, which appears whole or not
+    at all. On several it is a folder, ``step-000000100``, in the format of
+    ``torch.distributed.checkpoint``; its ``.metadata``, which is written last, says that it is
+    complete. `torchlift.open` and `torchlift.load` read both (``root="model"``).
+
+    A save takes a snapshot in memory, which is all that training waits for, and writes it in a
+    thread of its own. One save is on its way at a time. What goes wrong there is raised by the next
+    call of `save`, `wait` or `close`.
+
+    Args:
+        directory: where; created where it is not there.
+        keep: how many of the last checkpoints to keep; None keeps all.
+        every: keep those too whose step is a multiple of it.
+        best: keep the one too whose metric of that name is the best.
+        best_is: whether the lowest or the highest metric is.
+        background: False writes before `save` returns.
+        busy: what `save` does while the last one is on its way: ``"wait"`` for it, or ``"skip"``.
+
+    Raises:
+        ValueError: an argument is not what it can be.
+
+    Example:
+        >>> import tempfile, torch, torchlift
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> state = {"model": model, "optimizer": optimizer}
+        >>> folder = tempfile.mkdtemp()
+        >>> with torchlift.Keeper(folder, keep=2) as keeper:
+        ...     for step in range(keeper.resume(**state) or 0, 5):
+        ...         keeper.save(step + 1, **state)
+        True
+        True
+        True
+        True
+        True
+        >>> keeper.steps(), keeper.resume(**state)
+        ([4, 5], 5)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        every: int | None = None,
+        best: str | None = None,
+        best_is: Literal["lowest", "highest"] = "lowest",
+        background: bool = True,
+        busy: Literal["wait", "skip"] = "wait",
+    ) -> None:
+        for name, number in (("keep", keep), ("every", every)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"{name}={number!r}: expected a number from 1 on, or None")
+        for name, word, words in (
+            ("best_is", best_is, ("lowest", "highest")),
+            ("busy", busy, ("wait", "skip")),
+        ):
+            if word not in words:
+                raise ValueError(f"{name}={word!r}: expected one of {', '.join(words)}")
+        self.directory = os.path.abspath(os.fspath(directory))
+        self._keep, self._every, self._best, self._best_is = keep, every, best, best_is
+        self._background, self._skips = background, busy == "skip"
+        self._rank, self._world = world_of()
+        # Two of its own: what a save in the background agrees on must not meet what the calls of
+        # this class do, nor what training does.
+        front, back = [
+            [torch.distributed.new_group(backend="gloo")] if self._world > 1 else [] for _ in "ab"
+        ]
+        self._ranks, self._writers = RankGroup(front), RankGroup(back)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
+        self._saving: Future[None] | None = None
+        self._stager: Any = None
+        self._ranks.run(lambda: (os.makedirs(self.directory, exist_ok=True), None))
+
+    # ---- save
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object] | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        **objects: object,
+    ) -> bool:
+        """Save the state of a run; on a mesh all ranks call it.
+
+        Beside the state a checkpoint has the states of the random number generators of torch, of
+        Python and, where it is loaded, of NumPy: of each rank its own.
+
+        Args:
+            step: number of steps that the state is the result of.
+            state: name -> object: a module; an optimizer of the parameters of one of the modules;
+                anything with ``state_dict`` and ``load_state_dict``; or plain data and tensors.
+            metrics: name -> number, to tell the best by.
+            **objects: more of the state.
+
+        Returns:
+            Whether it is being saved; False where the last save is not done, and not waited for.
+
+        Raises:
+            CheckpointError: this state cannot be saved, or the last one could not.
+            TypeError, ValueError: an argument is not what it can be.
+        """
+        objects = _named(state, objects)
+        numbers = {name: float(number) for name, number in (metrics or {}).items()}
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step={step!r}: expected a number from 0 on")
+        if self._best is not None and self._best not in numbers:
+            raise ValueError(
+                f"metrics has no {self._best!r}, by which the best checkpoint is told (best=)"
+            )
+        if self._skips and any(self._ranks.exchange(not self._is_done).values()):
+            return False
+        self.wait()
+        (tensors, rest), _ = self._ranks.run(lambda: (self._snapshot(objects), None))
+        rest = {"step": step, "metrics": numbers, **rest}
+        path = self._ranks.exchange(self._new_path(step))[0]
+        self._saving = self._thread.submit(self._write, path, tensors, rest, _generators())
+        if not self._background:
+            self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Return when nothing is being saved any more; on a mesh all ranks call it.
+
+        Raises:
+            CheckpointError: the last save failed; what was complete before it still is.
+        """
+        saving, self._saving = self._saving, None
+        # All ranks raise, or one would go on alone into the next collective.
+        self._ranks.agree(None if saving is None else saving.exception())
+
+    def close(self) -> None:
+        """Wait for the last save, and free the memory of the snapshot; on a mesh on all ranks.
+
+        Raises:
+            CheckpointError: see `wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        self._thread.shutdown()
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # other ranks may be elsewhere: what this one was writing is finished, no more
+            self._free()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._saving is None or self._saving.done()
+
+    def _snapshot(self, objects: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return copies on the host of the states of models and optimizers, and of all else."""
+        tensors: dict[str, Any] = {}
+        for module, name, optimizers in _models(objects):
+            tensors[name] = get_model_state_dict(module)
+            for other, optimizer in optimizers.items():
+                tensors[other] = get_optimizer_state_dict(module, optimizer)
+        rest = {
+            name: obj.state_dict() if _is_stateful(obj) else obj
+            for name, obj in objects.items()
+            if name not in tensors
+        }
+        for name, value in rest.items():
+            if self._world > 1 and any(map(is_dtensor, leaves(value).values())):
+                raise TypeError(
+                    f"{name}: rank 0 saves what is no module and no optimizer, and it has DTensors"
+                )
+        if self._stager is None:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            pinned = torch.cuda.is_available()
+            self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        copied: tuple[dict[str, Any], dict[str, Any]]
+        copied = self._stager.stage((tensors, rest))
+        return copied
+
+    def _write(
+        self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
+    ) -> None:
+        """Write a checkpoint, and remove those that are no longer to be kept."""
+        try:
+            if self._world == 1:
+                save({**rest, "rng": rng, **tensors}, path)
+            else:
+                self._write_shards(path, tensors, rest, rng)
+            if self._rank == 0:
+                self._sweep(path)
+        except OSError as error:
+            raise CheckpointError("could not be saved", file=path, found=str(error)) from error
+
+    def _write_shards(
+        self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
+    ) -> None:
+        from torch.distributed import checkpoint as dcp
+
+        def begin() -> tuple[None, None]:
+            os.makedirs(path, exist_ok=True)
+            save(rng, os.path.join(path, _RNG.format(self._rank)))
+            if self._rank == 0:
+                save(rest, os.path.join(path, _REST))
+            return None, None
+
+        self._writers.run(begin)
+        try:
+            dcp.save(
+                tensors,
+                storage_writer=dcp.FileSystemWriter(path, sync_files=True),
+                process_group=self._writers.groups[0],
+            )
+        except CheckpointException as error:
+            raise CheckpointError("could not be saved", file=path, found=str(error)) from error
+        if self._rank == 0:  # before an older one is removed
+            for folder in (path, self.directory):
+                descriptor = os.open(folder, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    # ---- find
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a complete checkpoint, the last one last."""
+        return [kept.step for kept in self._kept()]
+
+    def latest(self) -> str | None:
+        """Return the path of the last complete checkpoint, or None."""
+        kept = self._kept()
+        return kept[-1].path if kept else None
+
+    def best(self) -> str | None:
+        """Return the path of the complete checkpoint with the best metric, or None."""
+        return self._best_of(self._kept())
+
+    def _kept(self) -> list[_Kept]:
+        """Return the complete checkpoints in order, of each step the last attempt."""
+        found: dict[int, _Kept] = {}
+        for name in os.listdir(self.directory):
+            match, path = _NAME.fullmatch(name), os.path.join(self.directory, name)
+            # The marker of DCP is renamed to its name when all ranks have written their files.
+            complete = match and (match[3] or os.path.exists(os.path.join(path, ".metadata")))
+            if match and complete:
+                kept = _Kept(int(match[1]), int(match[2] or 0), path)
+                found[kept.step] = max(kept, found.get(kept.step, kept))
+        return sorted(found.values())
+
+    def _best_of(self, kept: list[_Kept]) -> str | None:
+        if self._best is None:
+            return None
+        values = {}
+        for one in kept:
+            file = one.path if os.path.isfile(one.path) else os.path.join(one.path, _REST)
+            with suppress(CheckpointError):  # not ours, or damaged: no candidate
+                with open_checkpoint(file) as ckpt:
+                    value: Any = ckpt.objects.get(f"metrics.{self._best}")
+                if value is not None and value == value:  # a loss that is NaN is never the best
+                    values[one.path] = value if self._best_is == "lowest" else -value
+        return min(reversed(values), key=values.__getitem__, default=None)
+
+    def _new_path(self, step: int) -> str:
+        name = os.path.join(self.directory, f"step-{step:09d}")
+        if self._world == 1:
+            return name + ".pt"
+        # A complete one of that step stays until the new one is complete.
+        attempt = max((one.attempt + 1 for one in self._kept() if one.step == step), default=0)
+        return f"{name}-{attempt}" if attempt else name
+
+    def _sweep(self, newest: str) -> None:
+        """Remove what is no longer to be kept, and what saves that were interrupted left."""
+        kept = self._kept()
+        stays = {one.path for one in (kept if self._keep is None else kept[-self._keep :])}
+        stays |= {one.path for one in kept if self._every and one.step % self._every == 0}
+        # After a resume from an earlier step, the one just saved is not the last one.
+        stays |= {newest, self._best_of(kept)}
+        for name in os.listdir(self.directory):
+            path = os.path.join(self.directory, name)
+            if begun := _BEGUN.fullmatch(name):
+                remove_debris(os.path.join(self.directory, begun[1]))
+            if not _NAME.fullmatch(name) or path in stays:
+                continue
+            if os.path.isdir(path):
+                # First the marker: what a crash leaves of it here is no complete checkpoint.
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, ".metadata"))
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+
+    # ---- resume
+
+    def resume(
+        self,
+        state: Mapping[str, object] | None = None,
+        *,
+        step: int | None = None,
+        **objects: object,
+    ) -> int | None:
+        """Load the last complete checkpoint; on a mesh all ranks call it.
+
+        A model and its optimizers are loaded together, both or neither; so are the others, one
+        after the other, and last the random number generators. The number of ranks may be another
+        than the one that saved: then a rank without a state of its own for its generators keeps
+        what it has.
+
+        Args:
+            state: name -> object, as for `save`: modules, optimizers, and others that have
+                ``load_state_dict``.
+            step: of another checkpoint than the last one.
+            **objects: more of the state.
+
+        Returns:
+            The step that was saved, or None where there is no checkpoint.
+
+        Raises:
+            CheckpointError: it does not fit, or is damaged.
+            TypeError: an object has no ``load_state_dict``; plain data is in
+                ``torchlift.open(keeper.latest()).tree()``, or beside the shards in ``rest.pt``.
+        """
+        objects = _named(state, objects)
+        for name, obj in objects.items():
+            if not _is_stateful(obj):
+                raise TypeError(
+                    f"{name}: a {type(obj).__name__} has no load_state_dict; plain data is in "
+                    "torchlift.open(path).tree()"
+                )
+        self.wait()
+        found = [one for one in self._kept() if step in (None, one.step)]
+        path = self._ranks.exchange(found[-1].path if found else None)[0]
+        if path is None:
+            if step is None:
+                return None
+            raise FormatError("has no complete checkpoint of that step", file=self.directory,
+                              expected=f"one of {self.steps()}", found=step)  # fmt: skip
+        whole = os.path.isfile(path)
+        with open_checkpoint(path if whole else os.path.join(path, _REST)) as ckpt:
+            saved = ckpt.tree()
+            loaded: set[str] = set()
+            for module, name, optimizers in _models(objects):
+                if not whole:
+                    saved |= _read_shards(path, module, name, optimizers)
+                _require(saved, [name, *optimizers], path)
+                set_state_dict(
+                    module,
+                    [*optimizers.values()],
+                    model_state_dict=saved[name],
+                    optim_state_dict=_merged([saved[other] for other in optimizers]),
+                    options=StateDictOptions(full_state_dict=whole),
+                    process_group=self._ranks.groups[0] if self._ranks.groups else None,
+                )
+                loaded |= {name, *optimizers}
+            rest = {name: obj for name, obj in objects.items() if name not in loaded}
+            _require(saved, rest, path)
+            for name, obj in rest.items():
+                # The object may keep what it gets, and a sweep removes the file: no maps.
+                obj.load_state_dict(copy.deepcopy(saved[name]))  # type: ignore[attr-defined]
+            _set_generators(saved.get("rng") if whole else _own_generators(path, self._rank))
+            done: int = saved["step"]
+            return done
+
+
+def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> dict[str, object]:
+    """Return all objects by name.
+
+    Raises:
+        ValueError: a name that a checkpoint needs for itself, or one with a dot.
+    """
+    found = {**(state or {}), **more}
+    for name in found:
+        if not isinstance(name, str) or "." in name or name in _OWN:
+            raise ValueError(
+                f"{name!r} cannot name an object: expected a word other than {', '.join(_OWN)}"
+            )
+    return found
+
+
+def _is_stateful(obj: object) -> bool:
+    return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _models(
+    objects: Mapping[str, object],
+) -> Iterator[tuple[nn.Module, str, dict[str, torch.optim.Optimizer]]]:
+    """Yield each module with its name and the optimizers of its parameters.
+
+    Raises:
+        ValueError: no module has the parameters of an optimizer.
+    """
+    modules = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
+    owned: dict[str, dict[str, torch.optim.Optimizer]] = {name: {} for name in modules}
+    ids = {name: set(map(id, module.parameters())) for name, module in modules.items()}
+    for name, obj in objects.items():
+        if isinstance(obj, torch.optim.Optimizer):
+            params = {id(param) for group in obj.param_groups for param in group["params"]}
+            owner = next((each for each in modules if params <= ids[each]), None)
+            if owner is None:
+                raise ValueError(f"{name}: no module among the objects has all of its parameters")
+            owned[owner][name] = obj
+    for name, module in modules.items():
+        yield module, name, owned[name]
+
+
+def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> None:
+    for name in names:
+        if name not in saved:
+            raise FormatError(
+                "has no state for an object",
+                file=path,
+                entry=name,
+                expected=f"one of {', '.join(map(repr, saved))}",
+            )
+
+
+def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the states of several optimizers of one module as one."""
+    return {
+        "state": {name: each for state in states for name, each in state["state"].items()},
+        "param_groups": [group for state in states for group in state["param_groups"]],
+    } if states else {}  # fmt: skip
+
+
+def _read_shards(
+    path: str, module: nn.Module, name: str, optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """Read this rank's shards of the states of a model and its optimizers into memory of its own.
+
+    Raises:
+        CheckpointError: something is missing, or could not be read.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    states: dict[str, Any] = {name: get_model_state_dict(module)}
+    for other, optimizer in optimizers.items():
+        states[other] = get_optimizer_state_dict(module, optimizer)
+    states = _blank(states)
+    try:
+        dcp.load(states, storage_reader=CheckpointReader(path), no_dist=not has_group())
+    except CheckpointException as error:
+        raise CheckpointError("could not be read", file=path, found=str(error)) from error
+    return states
+
+
+def _blank(value: Any) -> Any:
+    """Return containers with memory of their own in place of live tensors."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value)
+    if isinstance(value, Mapping):
+        return {key: _blank(item) for key, item in value.items()}
+    return type(value)(map(_blank, value)) if isinstance(value, (list, tuple)) else value
+
+
+# ---- random number generators
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of this process's generators."""
+    version, numbers, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+    }
+    if torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, at, has_gauss, gauss = numpy.random.get_state()
+        if kind == "MT19937":
+            numbers = keys.tolist()
+            found["numpy"] = {"numbers": numbers, "at": at, "gauss": (has_gauss, gauss)}
+    return found
+
+
+def _own_generators(path: str, rank: int) -> dict[str, Any] | None:
+    """Return what a rank saved of its own; None where fewer ranks saved."""
+    file = os.path.join(path, _RNG.format(rank))
+    if not os.path.exists(file):
+        return None
+    with open_checkpoint(file) as ckpt:
+        found: dict[str, Any] = copy.deepcopy(ckpt.tree())
+        return found
+
+
+def _set_generators(states: Mapping[str, Any] | None) -> None:
+    if states is None:
+        return
+    torch.set_rng_state(states["torch"].clone())
+    python = states["python"]
+    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+    if "cuda" in states and torch.cuda.is_available():
+        for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
+            torch.cuda.set_rng_state(state.clone(), device)
+    numpy: Any = sys.modules.get("numpy")
+    if "numpy" in states and numpy is not None:
+        legacy = states["numpy"]
+        numpy.random.set_state(("MT19937", legacy["numbers"], legacy["at"], *legacy["gauss"]))

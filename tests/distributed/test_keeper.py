@@ -1,0 +1,285 @@
+"""`torchlift.Keeper`: what is kept, found and resumed, on one process and on several."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_saves_then_loads
+from torch import nn
+
+import torchlift
+from torchlift.distributed import keeper as keeper_module
+from torchlift.errors import CheckpointError
+
+WORKERS = Path(__file__).parent / "workers_keeper.py"
+RANKS = (2, 4)
+
+
+def run_of(seed: int = 0) -> dict[str, Any]:
+    """A model whose steps need random numbers, its optimizer and a scheduler of schedulers."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedulers = [
+        torch.optim.lr_scheduler.LinearLR(optimizer),
+        torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 4]),
+    ]
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, [2])
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train(run: dict[str, Any], steps: int) -> None:
+    for _ in range(steps):
+        numbers = torch.randn(16, 4) + random.random() + np.random.rand()
+        run["model"](numbers).square().mean().backward()
+        run["optimizer"].step()
+        run["optimizer"].zero_grad()
+        run["scheduler"].step()
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    one, other = left["model"].state_dict(), right["model"].state_dict()
+    return all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def test_a_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    """Weights, statistics, moments, learning rate and three kinds of random numbers."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path) as keeper:
+        assert keeper.resume(run) is None
+        train(run, 3)
+        assert keeper.save(3, run, epoch=1)
+        train(run, 3)  # while it is being written
+    again = run_of(seed=1)
+    assert torchlift.Keeper(tmp_path).resume(again) == 3
+    train(again, 3)
+    assert same(again, run)
+    assert again["scheduler"].state_dict() == run["scheduler"].state_dict()
+    with torchlift.open(tmp_path / "step-000000003.pt") as ckpt:
+        assert ckpt.objects["epoch"] == 1
+        model = torchlift.skeleton(lambda: run_of()["model"])
+        torchlift.load(model, ckpt, root="model")
+    torch.load(tmp_path / "step-000000003.pt", weights_only=True)
+
+
+def test_the_last_ones_every_nth_and_the_best_are_kept(tmp_path: Path) -> None:
+    """A loss that is not a number is never the best; a step that is saved again is replaced."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path, keep=2, every=3, best="loss", background=False) as keeper:
+        for step, loss in enumerate([float("nan"), 1.0, 5.0, 4.0, 3.0, 2.0, 8.0], 1):
+            keeper.save(step, run, metrics={"loss": loss})
+        assert keeper.steps() == [2, 3, 6, 7]
+        assert keeper.best() == str(tmp_path / "step-000000002.pt")
+        keeper.save(7, run, metrics={"loss": 0.5})
+        assert keeper.steps() == [3, 6, 7]
+    with torchlift.Keeper(tmp_path, keep=1, best="loss", best_is="highest") as keeper:
+        assert keeper.best() == str(tmp_path / "step-000000003.pt")
+        assert keeper.latest() == str(tmp_path / "step-000000007.pt")
+        assert keeper.resume(run, step=6) == 6
+        # From an earlier one: what is saved then is not the last, and stays.
+        keeper.save(6, run, metrics={"loss": 3.0})
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:09d}.pt" for step in (3, 6, 7)]
+    with torchlift.Keeper(tmp_path, keep=None) as keeper:
+        keeper.save(8, run)
+    assert keeper.steps() == [3, 6, 7, 8]
+
+
+def test_several_models_and_optimizers_are_told_apart(tmp_path: Path) -> None:
+    """Each optimizer goes with the model whose parameters it has; two of one model are merged."""
+
+    def pair(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+        return {
+            "weights": torch.optim.SGD([one.weight], lr=0.1, momentum=0.9),
+            "one": one,
+            "two": two,
+            "other": torch.optim.Adam(two.parameters()),
+            "biases": torch.optim.Adam([one.bias], lr=0.2),
+        }
+
+    def steps(run: dict[str, Any]) -> None:
+        for _ in range(3):
+            (run["one"](torch.ones(1, 2)).sum() + run["two"](torch.ones(1, 2)).sum()).backward()
+            for name in ("weights", "other", "biases"):
+                run[name].step()
+
+    run, again = pair(0), pair(1)
+    steps(run)
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, run)
+        keeper.resume(again)
+    for each in (run, again):
+        for name in ("weights", "other", "biases"):
+            each[name].zero_grad()
+        steps(each)
+    for name in ("one", "two"):
+        for left, right in zip(run[name].parameters(), again[name].parameters(), strict=True):
+            assert torch.equal(left, right)
+
+
+def test_an_error_of_a_save_in_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    """What was complete before still is, and the next save works."""
+    run = run_of()
+    keeper = torchlift.Keeper(tmp_path)
+    keeper.save(1, run)
+    keeper.wait()
+    keeper.save(2, run, what=object())
+    with pytest.raises(CheckpointError, match="what"):
+        keeper.save(3, run)
+    assert keeper.steps() == [1]
+    keeper.save(3, run)
+    keeper.close()
+    assert sorted(os.listdir(tmp_path)) == ["step-000000001.pt", "step-000000003.pt"]
+
+
+def test_a_save_may_be_skipped_while_another_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training never waits for the disk then."""
+    written, save = threading.Event(), keeper_module.save
+
+    def slow(*args: Any, **options: Any) -> Any:
+        assert written.wait(60)
+        return save(*args, **options)
+
+    monkeypatch.setattr(keeper_module, "save", slow)
+    run = run_of()
+    with torchlift.Keeper(tmp_path, busy="skip") as keeper:
+        assert keeper.save(1, run)
+        assert not keeper.save(2, run)
+        written.set()
+        keeper.wait()
+        assert keeper.save(3, run)
+    assert keeper.steps() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 0}, "keep=0: expected a number from 1 on, or None"),
+        ({"every": True}, "every=True: expected a number from 1 on, or None"),
+        ({"busy": "no"}, "busy='no': expected one of wait, skip"),
+        ({"best_is": "max"}, "best_is='max': expected one of lowest, highest"),
+    ],
+)
+def test_arguments_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    """Before the folder is made."""
+    with pytest.raises(ValueError, match=message):
+        torchlift.Keeper(tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_cannot_be_saved_or_resumed_is_named(tmp_path: Path) -> None:
+    """An optimizer of nobody, a name that is taken, plain data to resume, no checkpoint."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path, best="loss") as keeper:
+        with pytest.raises(ValueError, match="optimizer: no module among the objects has all of"):
+            keeper.save(1, optimizer=run["optimizer"], metrics={"loss": 1.0})
+        with pytest.raises(ValueError, match="'rng' cannot name an object"):
+            keeper.save(1, {"rng": 1})
+        with pytest.raises(ValueError, match="metrics has no 'loss'"):
+            keeper.save(1, run)
+        with pytest.raises(ValueError, match="step=-1: expected a number from 0 on"):
+            keeper.save(-1, run)
+        assert keeper.steps() == []
+        keeper.save(1, {"model": run["model"]}, metrics={"loss": 1.0})
+        with pytest.raises(TypeError, match="epoch: a int has no load_state_dict"):
+            keeper.resume(epoch=3)
+        before = {key: value.clone() for key, value in run["model"].state_dict().items()}
+        with torch.no_grad():
+            run["model"][0].weight.zero_()
+        with pytest.raises(CheckpointError, match="'optimizer': has no state for an object"):
+            keeper.resume(run)
+        assert not run["model"][0].weight.any()
+        with pytest.raises(CheckpointError, match=r"no complete checkpoint of that step.*\[1\]"):
+            keeper.resume(run, step=5)
+        assert keeper.resume(model=run["model"]) == 1
+        assert torch.equal(run["model"][0].weight, before["0.weight"])
+
+
+_CHILD = """
+import sys, torch, torchlift
+model = torch.nn.Linear(300, 300)
+optimizer = torch.optim.Adam(model.parameters())
+keeper = torchlift.Keeper(sys.argv[1], keep=2, best="loss")
+step = keeper.resume(model=model, optimizer=optimizer) or 0
+print("ready", flush=True)
+while True:
+    step += 1
+    with torch.no_grad():
+        model.weight.fill_(step)
+    keeper.save(step, model=model, optimizer=optimizer, metrics={"loss": -step})
+"""
+
+
+def test_a_run_that_is_killed_finds_its_last_complete_checkpoint(tmp_path: Path) -> None:
+    """At moments of no choice of its own; what was begun is gone after the next save."""
+    last = 0
+    for moment in range(6):
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.05 + 0.037 * moment)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        model = nn.Linear(300, 300)
+        optimizer = torch.optim.Adam(model.parameters())
+        with torchlift.Keeper(tmp_path, keep=2) as keeper:
+            found = keeper.resume(model=model, optimizer=optimizer)
+            if found is None:
+                continue
+            assert found >= last
+            assert torch.equal(model.weight, torch.full((300, 300), float(found)))
+            assert all(torchlift.verify(tmp_path / name).ok for name in complete(tmp_path))
+            last = found + 1
+            with torch.no_grad():
+                model.weight.fill_(last)
+            keeper.save(last, model=model, optimizer=optimizer, metrics={"loss": -last})
+        assert sorted(os.listdir(tmp_path)) == complete(tmp_path)
+        assert len(complete(tmp_path)) <= 2
+    assert last > 0
+
+
+def complete(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+
+
+# ---- on several processes
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[int, dict[str, str]]:
+    """Every check on every number of ranks, after each number of ranks has saved."""
+    return run_saves_then_loads(WORKERS, RANKS)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    "check",
+    [
+        "training_goes_on_bit_by_bit",
+        "what_is_kept_is_complete_and_no_more_than_asked_for",
+        "a_rank_that_cannot_write_ends_the_save_on_all",
+        "any_number_of_ranks_goes_on_with_what_another_kept",
+    ],
+)
+def test_ranks_keep_together(results: dict[int, dict[str, str]], check: str, ranks: int) -> None:
+    """See the docstring of each check in workers_keeper.py."""
+    assert not results[ranks][check], results[ranks][check]

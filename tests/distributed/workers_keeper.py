@@ -1,0 +1,179 @@
+"""Checks of a `torchlift.Keeper` that run on every rank of a process group.
+
+The name of the results folder says which: ``save-N`` trains and keeps on N ranks, ``load-N``
+resumes what any number of ranks kept.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import cpu_mesh, main_saves_then_loads
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import torchlift
+from torchlift.errors import CheckpointError
+
+warnings.simplefilter("ignore")
+
+OUT = Path(sys.argv[1])
+SHARED = OUT.parent
+STEPS = 3
+
+
+def run_of(wrapping: str) -> dict[str, Any]:
+    """A model with sizes that no number of ranks divides, its optimizer and its scheduler."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
+    if wrapping == "fsdp2":
+        fully_shard(model[0], mesh=cpu_mesh())
+        fully_shard(model, mesh=cpu_mesh())
+    elif wrapping == "ddp":
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train(run: dict[str, Any], steps: int = STEPS) -> None:
+    """Steps on numbers that each rank draws for itself."""
+    for _ in range(steps):
+        run["model"](torch.randn(4, 5)).square().mean().backward()
+        run["optimizer"].step()
+        run["optimizer"].zero_grad()
+        run["scheduler"].step()
+
+
+def values_of(run: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The whole tensors of the model and of its moments."""
+    found = {}
+    for name, param in run["model"].named_parameters():
+        name = name.removeprefix("module.")
+        state = run["optimizer"].state.get(param, {})
+        for kind, value in {"": param.detach(), **state}.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{name} {kind}"] = whole.clone()  # training goes on
+    return found
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def folder_of(wrapping: str, ranks: int) -> Path:
+    return SHARED / f"kept-{wrapping}-{ranks}"
+
+
+def training_goes_on_bit_by_bit() -> None:
+    """Model, moments, learning rate and each rank's own random numbers."""
+    for wrapping in ("fsdp2", "ddp"):
+        run, folder = run_of(wrapping), folder_of(wrapping, dist.get_world_size())
+        torch.manual_seed(dist.get_rank())
+        with torchlift.Keeper(folder) as keeper:
+            assert keeper.resume(run) is None
+            train(run)
+            assert keeper.save(STEPS, run)
+            expected = values_of(run)
+            train(run)  # while it is being written
+            after = values_of(run)
+            keeper.wait()
+            again = run_of(wrapping)
+            train(again)  # DDP sums in another order from its second step on
+            assert keeper.resume(again) == STEPS
+            assert same(values_of(again), expected)
+            train(again)
+            assert same(values_of(again), after)
+            assert again["scheduler"].state_dict() == run["scheduler"].state_dict()
+        if dist.get_rank() == 0:
+            torch.save(expected, folder / "expected")
+        dist.barrier()
+
+
+def what_is_kept_is_complete_and_no_more_than_asked_for() -> None:
+    """The last two, every third, the best; a step that is saved again replaces the older one."""
+    run, folder = run_of("fsdp2"), SHARED / f"policies-{dist.get_world_size()}"
+    with torchlift.Keeper(folder, keep=2, every=3, best="loss", background=False) as keeper:
+        for step, loss in enumerate([9.0, 1.0, 5.0, 4.0, 3.0, 2.0, 8.0], 1):
+            keeper.save(step, run, metrics={"loss": loss})
+            dist.barrier()
+            assert keeper.latest() == str(folder / f"step-{step:09d}")
+        assert keeper.steps() == [2, 3, 6, 7]
+        assert keeper.best() == str(folder / "step-000000002")
+        train(run, 1)
+        keeper.save(7, run, metrics={"loss": 0.5})
+        dist.barrier()
+        assert keeper.steps() == [3, 6, 7]
+        assert keeper.latest() == keeper.best() == str(folder / "step-000000007-1")
+        assert sorted(os.listdir(folder)) == [
+            "step-000000003", "step-000000006", "step-000000007-1",
+        ]  # fmt: skip
+        again = run_of("fsdp2")
+        assert keeper.resume(again) == 7
+        assert same(values_of(again), values_of(run))
+
+
+def a_rank_that_cannot_write_ends_the_save_on_all() -> None:
+    """All raise at the next call, the one before is still the last, and what was begun goes."""
+    run, folder = run_of("fsdp2"), SHARED / f"full-{dist.get_world_size()}"
+    keeper = torchlift.Keeper(folder, background=False)
+    keeper.save(1, run)
+    dist.barrier()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (7000, before[1]))
+    try:
+        with pytest.raises(CheckpointError):
+            keeper.save(2, run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert keeper.latest() == str(folder / "step-000000001")
+    dist.barrier()
+    keeper.save(3, run)
+    dist.barrier()
+    assert keeper.steps() == [1, 3]
+    assert sorted(os.listdir(folder)) == ["step-000000001", "step-000000003"]
+    keeper.close()
+
+
+def any_number_of_ranks_goes_on_with_what_another_kept() -> None:
+    """Sharded or not; a rank that did not exist then keeps its random numbers."""
+    for ranks in (2, 4):
+        for wrapping in ("fsdp2", "ddp"):
+            folder = folder_of(wrapping, ranks)
+            expected = torch.load(folder / "expected")
+            for now in ("fsdp2", "ddp"):
+                run = run_of(now)
+                with torchlift.Keeper(folder) as keeper:
+                    assert keeper.resume(run) == STEPS
+                assert same(values_of(run), expected), (ranks, wrapping, now)
+                assert run["scheduler"].last_epoch == STEPS
+
+
+if __name__ == "__main__":
+    main_saves_then_loads(
+        saves={
+            check.__name__: check
+            for check in (
+                training_goes_on_bit_by_bit,
+                what_is_kept_is_complete_and_no_more_than_asked_for,
+                a_rank_that_cannot_write_ends_the_save_on_all,
+            )
+        },
+        loads={
+            check.__name__: check for check in (any_number_of_ranks_goes_on_with_what_another_kept,)
+        },
+    )
