@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torchlift._plan import LoadPlan as LoadPlan
     from torchlift._plan import LoadReport as LoadReport
     from torchlift._plan import plan as plan
+    from torchlift._save import SaveReport as SaveReport
+    from torchlift._save import save as save
     from torchlift._skeleton.skeleton import materialize as materialize
     from torchlift._skeleton.skeleton import skeleton as skeleton
     from torchlift.distributed.keeper import Keeper as Keeper
@@ -43,6 +45,7 @@ __getattr__, __dir__, __all__ = lazy(
         "_checkpoint.diff": "CheckpointDiff diff",
         "_load": "load",
         "_plan": "LoadPlan LoadReport plan",
+        "_save": "SaveReport save",
         "_skeleton.skeleton": "materialize skeleton",
         "bench": "bench",
         "distributed": "distributed",

@@ -158,9 +158,14 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             IntegrityError: the file is gone, or not the one that was opened.
             CheckpointError: the checkpoint was closed.
         """
-        return self._mapped().view(entry)
+        return self.mapped().view(entry)
 
-    def _mapped(self) -> MappedViews:
+    def mapped(self) -> MappedViews:
+        """Return the tensors over this checkpoint's memory map.
+
+        Raises:
+            CheckpointError: the checkpoint was closed.
+        """
         if self._views is None:
             raise CheckpointError(
                 "the checkpoint is closed",
@@ -171,7 +176,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
         """Yield the elements of `entry`, in any order, some at a time; see `view` for errors."""
-        return self._mapped().blocks(entry)
+        return self.mapped().blocks(entry)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all tensors as a plain dict of mapped views; aliases stay aliases."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import Index, TensorEntry, select
 from torchlift.formats.flatten import ROOT_TENSOR, key_text
 from torchlift.formats.torch_pickle import (
@@ -20,6 +20,9 @@ from torchlift.formats.torch_pickle import (
     SliceText,
 )
 
+#: In place of a value that is left out.
+_DROPPED = object()
+
 
 class Tree:
     """The records of a pickle, on their way to what they stand for.
@@ -28,15 +31,17 @@ class Tree:
         index: what the pickle described.
         view: entry -> its tensor.
         refusal: key -> the error that says why its value cannot be had.
+        dropped: keys that are left out, and containers of nothing else with them.
     """
 
     def __init__(
         self,
         index: Index,
-        view: Callable[[TensorEntry], torch.Tensor],
+        view: Callable[[TensorEntry], object],
         refusal: Callable[[str], CheckpointError],
+        dropped: Collection[str] = (),
     ) -> None:
-        self.index, self.view, self.refusal = index, view, refusal
+        self.index, self.view, self.refusal, self.dropped = index, view, refusal, dropped
 
     def rebuild(self, root: str | None) -> Any:
         """Return the object below a container of the index, or all of it.
@@ -50,7 +55,8 @@ class Tree:
         found = self._below(saved, "", full) if full else saved
         if found is None and root is not None:
             select(self.index, root)
-        return self._made(found, root)
+        made = self._made(found, root)
+        return {} if made is _DROPPED else made
 
     def _below(self, value: object, prefix: str, root: str) -> object:
         """Return the container with a dotted name, which may have dots in its own names."""
@@ -65,12 +71,17 @@ class Tree:
         return None
 
     def _made(self, value: Any, key: str | None) -> Any:
+        if key in self.dropped:
+            return _DROPPED
         entry = self.index.entries.get(ROOT_TENSOR if key is None else key)
         if isinstance(value, dict):
-            pairs = [
+            every = [
                 (self._made(name, None), self._made(item, _joined(key, _text(name))))
                 for name, item in value.items()
             ]
+            pairs = [pair for pair in every if pair[1] is not _DROPPED]
+            if every and not pairs:
+                return _DROPPED
             if not isinstance(value, OrderedRecord):
                 return dict(pairs)
             made = OrderedDict(pairs)
@@ -78,9 +89,16 @@ class Tree:
                 made._metadata = self._made(value.metadata, None)  # type: ignore[attr-defined]
             return made
         if isinstance(value, (list, tuple)):
-            return type(value)(
-                self._made(item, _joined(key, str(at))) for at, item in enumerate(value)
-            )
+            items = [self._made(item, _joined(key, str(at))) for at, item in enumerate(value)]
+            kept = [item for item in items if item is not _DROPPED]
+            if kept and len(kept) < len(items):
+                raise PlacementError(
+                    "an item of a list cannot be left out alone: the next ones would move up",
+                    file=self.index.path,
+                    entry=key,
+                    hint="Leave out all of it, or nothing.",
+                )
+            return _DROPPED if items and not kept else type(value)(kept)
         if isinstance(value, (set, frozenset)):
             return type(value)(self._made(item, None) for item in value)
         if isinstance(value, Blocked):

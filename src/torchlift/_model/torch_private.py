@@ -114,3 +114,10 @@ def shard_order(dtensor: Any) -> tuple[tuple[int, ...], ...]:
 def is_compiling() -> bool:
     """Say whether torch.compile is at work in this thread."""
     return torch._guards.CompileContext.current_compile_id() is not None
+
+
+def dcp_item(file: str, offset: int, nbytes: int) -> Any:
+    """Return what a distributed checkpoint's metadata says of where an item is."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, nbytes)

@@ -8,12 +8,17 @@ more. POSIX only, as ``os.pwrite`` is.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
+
+from torchlift.errors import CheckpointError
+from torchlift.formats.crc import PartialCrc
 
 _MARK = ".torchlift-"  # without it, somebody's own unfinished download could be taken for ours
 _LONGEST = 200  # bytes of NAME in the name of a temporary file, which may have 255 in all
@@ -95,21 +100,180 @@ class AtomicFile:
             self.descriptor = -1
 
 
-def remove_debris(path: str) -> None:
+class AtomicSet:
+    """Files in one folder that appear together, when the last of them, the head, names the others.
+
+    Until then the head is the old one, and what it names is in place. Before a file is made, its
+    name is in a journal beside the head, which is locked for as long as its owner lives: so an
+    error, or else the next writer of the head, removes what no head names in the end.
+
+    Attributes:
+        names: those of the files, which the folder had not.
+    """
+
+    def __init__(self, head: str, names: Sequence[str], named: Callable[[str], set[str]]) -> None:
+        """Find names, and remove what dead writers of the same head left.
+
+        Args:
+            head: absolute path.
+            names: those that the files should have; where there is one of them, all get others.
+            named: path of a head -> the names of the files in its folder that it names.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        # Where the head is a link, its readers look for the others beside the link.
+        self._folder, self._named = os.path.realpath(os.path.dirname(head)), named
+        self._head = self._path(os.path.basename(head))
+        self._is_committed = False
+        self._journals = self._head + ".files"
+        _mode_of(self._head)
+        with self._locked():
+            taken = self._recover()
+            self.names = list(names)
+            if any(name in taken or os.path.lexists(self._path(name)) for name in names):
+                token = secrets.token_hex(4)
+                self.names = [_with_token(name, token) for name in names]
+            self._journal = AtomicFile(self._journals)
+            self._known: list[str] = []
+            try:
+                self._note(self.names)
+            except BaseException:
+                self._journal.close()
+                raise
+
+    def file(self, number: int) -> AtomicFile:
+        """Return one of the files, to be written and committed.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        return AtomicFile(self._path(self.names[number]))
+
+    def commit(self, content: bytes) -> None:
+        """Write the head, from which on all of them are in place; then remove what the old one had.
+
+        Raises:
+            NotDurable: they are in place, but a crash of the machine may bring the old ones back.
+            OSError: they are not.
+        """
+        head = AtomicFile(self._head)
+        try:
+            write_at(head.descriptor, content, 0)
+            with self._locked():
+                self._note(self._old() or ())
+                try:
+                    head.commit()
+                except NotDurable:
+                    self._is_committed = True
+                    raise
+                self._is_committed = True
+        finally:
+            head.close()
+
+    def close(self) -> None:
+        """Remove the files that the head does not name; may be called twice."""
+        if self._journal.descriptor >= 0:
+            with self._locked():
+                if not self._clean(self._known) and not self._is_committed:
+                    self._remove(self.names)
+            self._journal.close()
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._folder, name)
+
+    def _old(self) -> set[str] | None:
+        """Return what the head names; None where nobody can tell."""
+        if not os.path.lexists(self._head):
+            return set()
+        try:
+            return self._named(self._head)
+        except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
+            return None
+
+    def _note(self, names: Iterable[str]) -> None:
+        new = [name for name in names if name not in self._known]
+        end = os.fstat(self._journal.descriptor).st_size
+        write_at(self._journal.descriptor, "".join(f"{json.dumps(n)}\n" for n in new).encode(), end)
+        os.fsync(self._journal.descriptor)
+        self._known += new
+
+    def _clean(self, names: Iterable[str]) -> bool:
+        """Remove files that the head does not name; say whether that can be told."""
+        needed = self._old()
+        if needed is None:
+            return False
+        self._remove(name for name in names if name not in needed)
+        return True
+
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            remove_debris(self._path(name))
+            with suppress(OSError):  # it may never have been made
+                os.unlink(self._path(name))
+
+    def _recover(self) -> set[str]:
+        """Remove what dead writers left; return the names that live ones are about to use."""
+        taken: set[str] = set()
+
+        def journal(path: str) -> list[str]:
+            with suppress(OSError), open(path, encoding="utf-8") as lines:
+                # The last line may be cut off: nothing of that name was made.
+                full = [line for line in lines if line.endswith("\n")]
+                return [name for name in map(json.loads, full) if os.sep not in name]
+            return []
+
+        remove_debris(
+            self._journals,
+            dead=lambda path: self._clean(journal(path)),
+            live=lambda path: taken.update(journal(path)),
+        )
+        return taken
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let one writer after the other look at the folder and change what is in it."""
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            _lock(folder)
+            yield
+        finally:
+            os.close(folder)
+
+
+def _with_token(name: str, token: str) -> str:
+    """Return a name like another one: ``a-TOKEN-00001-of-00002.x`` for ``a-00001-of-00002.x``."""
+    match = re.fullmatch(r"(.*?)((?:-\d{5,}-of-\d{5,})?\.[^.]*)", name)
+    stem, rest = match.groups() if match else (name, "")
+    return f"{stem}-{token}{rest}"
+
+
+def remove_debris(
+    path: str,
+    *,
+    dead: Callable[[str], bool] = lambda _: True,
+    live: Callable[[str], object] = lambda _: None,
+) -> None:
     """Remove temporary files of a path whose writers are dead.
 
     Args:
         path: absolute, of the finished file, where it is and not where a link to it is.
+        dead: called with the path of each that is to be removed; says whether it may be.
+        live: called with the path of each that has a writer.
     """
     folder, prefix = os.path.split(_prefix(path))
     pattern = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.part")
-    for found in filter(pattern.fullmatch, os.listdir(folder)):
+    for name in filter(pattern.fullmatch, os.listdir(folder)):
+        found = os.path.join(folder, name)
         # Not allowed to open, or locked by a live writer: neither is ours to remove.
         with suppress(OSError):
-            descriptor = os.open(os.path.join(folder, found), os.O_RDWR | os.O_NOFOLLOW)
+            descriptor = os.open(found, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 flock(descriptor, LOCK_EX | LOCK_NB)
-                os.unlink(os.path.join(folder, found))
+                if dead(found):
+                    os.unlink(found)
+            except BlockingIOError:
+                live(found)
             finally:
                 os.close(descriptor)
 
@@ -126,6 +290,32 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         if done <= 0:
             raise OSError("nothing was written")
         view, offset = view[done:], offset + done
+
+
+def write_runs(
+    descriptor: int, start: int, runs: Iterable[tuple[int, memoryview]], crc: PartialCrc | None
+) -> int:
+    """Write runs of a payload's bytes, and sum them up.
+
+    Args:
+        descriptor: of the file.
+        start: where the payload begins in it.
+        runs: (offset in the payload, bytes).
+        crc: the sum of the payload, where there is to be one.
+
+    Returns:
+        How many bytes they are.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    nbytes = 0
+    for offset, run in runs:
+        write_at(descriptor, run, start + offset)
+        nbytes += len(run)
+        if crc is not None:
+            crc.add(offset, run)
+    return nbytes
 
 
 def _mode_of(path: str) -> int | None:

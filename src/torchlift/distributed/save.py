@@ -6,7 +6,6 @@ where things lie in it for `torchlift.formats`, how it appears whole for `torchl
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 from array import array
@@ -21,7 +20,6 @@ from torch import nn
 
 from torchlift._model.dtensor import (
     Spans,
-    blocks,
     everything,
     first_rank,
     held,
@@ -33,8 +31,8 @@ from torchlift._model.dtensor import (
 from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, rank, ranks_of
 from torchlift._model.slots import ModuleTree
-from torchlift._save import Contents, Described
-from torchlift._transfer.write import AtomicFile, NotDurable, write_at
+from torchlift._save import BLOCK, Contents, Described, Workspace, tensor_blocks, write_error
+from torchlift._transfer.write import AtomicFile, write_at, write_runs
 from torchlift.distributed.model_state import read_model
 from torchlift.distributed.options import StateDictOptions
 from torchlift.errors import CheckpointError, PlacementError
@@ -44,7 +42,7 @@ from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.layout import Stored
 
 _REPLICATED = ("equal", "rank0")
-_BLOCK = 16 << 20  # bytes that are copied from an accelerator, or made dense, at a time
+_BLOCK = BLOCK
 
 
 def save_consolidated(
@@ -249,12 +247,8 @@ class _Saver:
         value: Any = None
         try:
             value = step()
-        except NotDurable as failure:
-            reason = "the new file is in place, but its folder is not durable"
-            hint = "Save again: a crash of the machine may bring the older file back."
-            error = self._error(reason, failure, hint)
         except OSError as failure:
-            error = self._error("the file cannot be written", failure)
+            error = write_error(self.path, failure)
         except BaseException as failure:
             error = failure
         try:
@@ -263,14 +257,10 @@ class _Saver:
             if failure is error:
                 raise
             hint = "The file is the old one, or the complete new one if that rank was last."
-            raise self._error("another rank died or does not answer", failure, hint) from failure
+            reason = "another rank died or does not answer"
+            found = str(failure).partition("\n")[0]
+            raise CheckpointError(reason, file=self.path, found=found, hint=hint) from failure
         return [values[who] for who in self.ranks]
-
-    def _error(self, reason: str, cause: Exception, hint: str | None = None) -> CheckpointError:
-        found = str(cause).partition("\n")[0]
-        error = CheckpointError(reason, file=self.path, found=found, hint=hint)
-        error.__cause__ = cause
-        return error
 
     def _describe(self) -> _RankSummary:
         """Check the arguments here, where the other ranks learn of an error."""
@@ -360,11 +350,9 @@ class _Saver:
                 for data, places in _blocks_of(tensor, stored, mine, turn):
                     if compared:
                         whole = crc32(data, whole)
-                    for offset, run in places:
-                        write_at(descriptor, run, start + offset)
-                        nbytes += len(run)
-                        if self.layout.checked:
-                            total.add(offset, run)
+                    nbytes += write_runs(
+                        descriptor, start, places, total if self.layout.checked else None
+                    )
                 sums.append(total.value())
                 copies.append((mine.part + 1 << 32) + whole if compared else 0)
             os.fsync(descriptor)
@@ -530,18 +518,7 @@ def _blocks_of(
         stored.key, stored.dtype, shape, row_major(shape), stored.nbytes, "cpu", "", (chunk,)
     )
     part = cut(whole, mine.spans)
-    limit = max(1, _BLOCK // size)
-    # One for all blocks: the C library would hold on to five that are made in a row.
-    buffer = torch.empty(0, dtype=local.dtype, device=local.device)
-    for at, block in enumerate(blocks(local.shape, limit)):
-        values = local[tuple(slice(*span) for span in block)]
-        if not values.is_contiguous() or values.is_conj() or values.is_neg():
-            if not buffer.numel():
-                buffer.resize_(min(limit, local.numel()))
-            values = buffer[: values.numel()].view(values.shape).copy_(values)
-        values = values.cpu()
-        data = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-        view = memoryview(data).cast("B")  # through NumPy it would need NumPy
+    for at, (block, view) in enumerate(tensor_blocks(local, local.dtype, Workspace(_BLOCK))):
         places = []
         if (turn + at) % mine.copies == mine.number:
             found = runs(cut(part, [[span] for span in block]))

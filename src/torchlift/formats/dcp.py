@@ -36,6 +36,8 @@ from torchlift.formats.zip_archive import LOCAL_MAGIC
 #: Most bytes of metadata: a million chunks take some 300 MB.
 _MAX_METADATA = 1 << 30
 
+METADATA, SUFFIX = ".metadata", ".distcp"
+
 _CONFLICT = "two tensors or objects have this key"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata", re.ASCII)
 
@@ -461,3 +463,16 @@ def _check_boxes(key: str, shape: tuple[int, ...], boxes: list[_Box], budget: Bu
             found=f"{stored} in {len(boxes)} chunks, which do not fit together at "
             f"{list(wrong)} along dimensions {dims}",
         )
+
+
+def items_of(path: str) -> set[str]:
+    """Return the names of data files that a ``.metadata`` has in its own folder.
+
+    Raises:
+        CheckpointError, OSError: it cannot be read.
+    """
+    metadata = _Metadata()
+    with Source(path, metadata.budget) as source:
+        metadata.add(source.read_all(_MAX_METADATA, "the metadata"))
+    names = {name for name, _, _ in metadata.items.values()}
+    return {name for name in names if os.sep not in name and name.endswith(SUFFIX)}

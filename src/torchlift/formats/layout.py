@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 from torchlift.formats.index import ITEMSIZE
 
+#: Formats of one file, and those of several.
 FORMATS = ("safetensors", "torch-zip")
+SETS = ("sharded", "dcp")
+INDEX = ".index.json"
 
 _SUFFIXES = {
     ".safetensors": "safetensors", ".pt": "torch-zip", ".pth": "torch-zip", ".bin": "torch-zip",
@@ -67,8 +70,13 @@ class Layout:
     frame: Callable[[Sequence[int]], Iterator[tuple[int, bytes]]]
 
 
-def format_for(path: str, given: str | None) -> str:
+def format_for(path: str, given: str | None, known: Sequence[str] = FORMATS) -> str:
     """Return the format to write: the one that is asked for, or that of the suffix.
+
+    Args:
+        path: where to.
+        given: what the caller asks for.
+        known: the formats that can be written.
 
     Raises:
         ValueError: it is neither asked for nor clear, or it is not known.
@@ -78,14 +86,16 @@ def format_for(path: str, given: str | None) -> str:
         ('torch-zip', 'safetensors')
     """
     if given is not None:
-        if given not in FORMATS:
-            raise ValueError(f"format={given!r}: expected one of {', '.join(FORMATS)}, or None")
+        if given not in known:
+            raise ValueError(f"format={given!r}: expected one of {', '.join(known)}, or None")
         return given
+    if path.lower().endswith(INDEX) and "sharded" in known:
+        return "sharded"
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in _SUFFIXES:
         raise ValueError(
             f"{path}: the suffix {suffix!r} does not say which format to write; name the file "
-            f".safetensors or .pt, or pass format= one of {', '.join(map(repr, FORMATS))}"
+            f".safetensors or .pt, or pass format= one of {', '.join(map(repr, known))}"
         )
     return _SUFFIXES[suffix]
 

@@ -6,9 +6,13 @@ ones JSON needs in Python, where ``true`` is an integer and 1e400 parses.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
 from reprlib import repr as short_repr
@@ -43,13 +47,20 @@ _fields = itemgetter(*_FIELDS)
 _strides = lru_cache(maxsize=1024)(row_major)  # a model has few shapes: a tenth of the time
 
 
+#: In the metadata: the CRC-32 of the header, its digits here taken as zeros, and that of every
+#: tensor which has bytes, in their order; eight hexadecimal digits each.
+_SUMS = "torchlift.crc32"
+
+
 def read_safetensors(source: Source) -> Index:
-    """Read the index of a safetensors file.
+    """Read the index of a safetensors file, with the checksums and ties that torchlift notes.
 
     Raises:
         FormatError: not such a file, damaged, or inconsistent.
     """
     header, start = _read_header(source)
+    # Where another program has written the file anew and kept the metadata, that comes first.
+    is_last = bool(header) and next(reversed(header)) == "__metadata__"
     metadata = header.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(type(v) is str for v in metadata.values()):
@@ -68,12 +79,40 @@ def read_safetensors(source: Source) -> Index:
         chunks = (chunk,) if nbytes else ()
         return TensorEntry(key, dtype, shape, _strides(shape), nbytes, "cpu", key, chunks)
 
-    def storage(key: str, row: _Row) -> Storage:
-        return Storage(source.path, start + row[0], row[1], "cpu")
+    sums = _sums(source, start, metadata, list(stored)) if is_last else {}
 
-    entries, storages = Records(rows, entry), Records(stored, storage)
-    files = {source.path: source.stamp}
+    def storage(key: str, row: _Row) -> Storage:
+        return Storage(source.path, start + row[0], row[1], "cpu", sums.get(key))
+
+    ties = {key: name for key, name in metadata.items() if name in rows and key not in rows}
+    entries: Mapping[str, TensorEntry] = Records(rows, entry)
+    if ties:
+        tied = {key: replace(entries[name], key=key) for key, name in ties.items()}
+        entries = {**entries, **tied}
+    storages, files = Records(stored, storage), {source.path: source.stamp}
+    metadata = {key: text for key, text in metadata.items() if key not in {_SUMS, *ties}}
     return Index(source.path, "safetensors", entries, storages, files, metadata=metadata)
+
+
+def _sums(source: Source, start: int, metadata: dict[str, str], keys: list[str]) -> dict[str, int]:
+    """Return key -> the checksum of its bytes, where torchlift wrote the file.
+
+    Raises:
+        FormatError: the header is not as it was written.
+    """
+    digits = metadata.get(_SUMS, "")
+    if not re.fullmatch(f"(?:[0-9a-f]{{8}}){{{len(keys) + 1}}}", digits):
+        return {}
+    found = zlib.crc32(_noted(source.read(0, start), digits, "0" * len(digits)))
+    if found != int(digits[:8], 16):
+        raise FormatError(
+            "the header is damaged: its checksum is wrong",
+            entry="__metadata__",
+            expected=f"crc32 {digits[:8]}",
+            found=f"{found:08x}",
+            hint="Fetch or write the file again.",
+        )
+    return {key: int(digits[at : at + 8], 16) for at, key in zip(itertools.count(8, 8), keys)}
 
 
 #: First byte of the data, number of bytes, dtype, shape.
@@ -210,13 +249,16 @@ _ALIGNMENT = 64
 _CODES = {name: code for code, name in DTYPES.items()}
 
 
-def safetensors_layout(tensors: Iterable[Stored], metadata: Mapping[str, str] | int) -> Layout:
+def safetensors_layout(
+    tensors: Iterable[Stored], metadata: Mapping[str, str] | int, *, checked: bool = False
+) -> Layout:
     """Lay out a safetensors file; widest items first, so that each tensor is aligned to its items.
 
     Args:
         tensors: what to store; every name has bytes of its own.
         metadata: text for the header; or the bytes in front of the data, where only the offsets
             are asked for and not the frame.
+        checked: whether to note checksums in the metadata, where other readers pass over them.
 
     Raises:
         PlacementError: a dtype has no name in the format, or the header is longer than it allows.
@@ -248,18 +290,32 @@ def safetensors_layout(tensors: Iterable[Stored], metadata: Mapping[str, str] | 
         }
         places.append((tensor, at))
         at = stop
-    head = b"" if isinstance(metadata, int) else _head(described, metadata)
+    filled = [number for number, (tensor, _) in enumerate(places) if tensor.nbytes]
+    # The digits are of one length, so that the data lies where it does before they are known.
+    blank = "0" * 8 * (1 + len(filled))
+    if checked and not isinstance(metadata, int):
+        metadata = {**metadata, _SUMS: blank}
+    head = b"" if isinstance(metadata, int) else _head(described, metadata, last=checked)
     length = metadata if isinstance(metadata, int) else len(head)
 
     def frame(sums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        yield 0, head
+        if checked:
+            every = zlib.crc32(head), *(sums[number] for number in filled)
+            yield 0, _noted(head, blank, "".join(f"{each:08x}" for each in every))
+        else:
+            yield 0, head
 
     payloads = tuple(Payload(tensor, length + start) for tensor, start in places)
-    return Layout(length + at, payloads, False, frame)
+    return Layout(length + at, payloads, checked, frame)
 
 
-def _head(described: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    """Return what stands before the data."""
+def _noted(head: bytes, old: str, new: str) -> bytes:
+    """Return a header with other digits of checksums."""
+    return head.replace(f'"{_SUMS}":"{old}"'.encode(), f'"{_SUMS}":"{new}"'.encode())
+
+
+def _head(described: Mapping[str, Any], metadata: Mapping[str, str], *, last: bool) -> bytes:
+    """Return what stands before the data, with the metadata first as others have it, or last."""
     for name, value in metadata.items():
         for text in (name, value):
             if not isinstance(text, str):
@@ -269,8 +325,8 @@ def _head(described: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
                 )
             if not is_unicode(text):
                 raise ValueError(f"metadata[{name!r}] = {value!r}: lone surrogates are not text")
-    if metadata:
-        described = {"__metadata__": dict(metadata), **described}
+    noted = {"__metadata__": dict(metadata)} if metadata else {}
+    described = {**described, **noted} if last else {**noted, **described}
     header = json.dumps(described, separators=(",", ":")).encode()
     header += b" " * (-(len(header) + 8) % _ALIGNMENT)
     if len(header) > MAX_HEADER:

@@ -199,3 +199,32 @@ def _prefixed(entry: TensorEntry, name: str) -> TensorEntry:
     if isinstance(made, RebuiltEntry):
         return replace(made, tensors=tuple([_prefixed(inner, name) for inner in made.tensors]))
     return made
+
+
+def index_content(files: Mapping[str, Iterable[str]], nbytes: int) -> bytes:
+    """Return an index of shards, as Hugging Face lays it out.
+
+    Args:
+        files: name of a shard -> the keys in it.
+        nbytes: of all tensors.
+
+    Example:
+        >>> json.loads(index_content({"a": ["w"]}, 8))
+        {'metadata': {'total_size': 8}, 'weight_map': {'w': 'a'}}
+    """
+    weight_map = {key: name for name, keys in files.items() for key in keys}
+    content = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def shards_of(path: str) -> set[str]:
+    """Return the names of weight files that an index has in its own folder.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        content = json.loads(file.read(_MAX_INDEX))
+    found = content["weight_map"] if isinstance(content.get("weight_map"), dict) else content
+    names = {name for name in found.values() if type(name) is str and os.sep not in name}
+    return {name for name in names if name.endswith(_WEIGHTS)}

@@ -417,13 +417,16 @@ _TOP = "archive/"
 _SERIALIZATION_ID, _ID_DIGITS = ".data/serialization_id", 40
 
 
-def torch_zip_layout(tensors: Sequence[Stored], pickled: bytes | int) -> Layout:
+def torch_zip_layout(
+    tensors: Sequence[Stored], pickled: bytes | int, *, checked: bool = True
+) -> Layout:
     """Lay out a torch file.
 
     Args:
         tensors: one for each storage: the first has the key ``"0"`` in the pickle, and so on.
         pickled: the ``data.pkl``, see `torch_pickle`; or its length in bytes, where only the
             offsets are asked for and not the frame.
+        checked: whether to record the CRC-32 of every storage.
 
     Example:
         >>> layout = torch_zip_layout([Stored("w", "float32", (3,))], 100)
@@ -447,13 +450,14 @@ def torch_zip_layout(tensors: Sequence[Stored], pickled: bytes | int) -> Layout:
     payloads = map(Payload, tensors, (record.start for record in records[first:last]))
     directory = sum(len(record.central_header(0)) for record in records)
     end = at + directory + len(end_records(len(records), at, directory))
-    return Layout(end, tuple(payloads), True, partial(_frame, records, first))
+    return Layout(end, tuple(payloads), checked, partial(_frame, records, first, len(stored)))
 
 
 def _frame(
-    records: list[NewRecord], first: int, sums: Sequence[int]
+    records: list[NewRecord], first: int, count: int, sums: Sequence[int]
 ) -> Iterator[tuple[int, bytes]]:
     """Return all that is between the payloads, and the directory, given the payloads' CRC-32s."""
+    sums = sums or [0] * count  # as torch records what it does not compute
     # Two files with equal bytes get equal names, and nothing random is in a file.
     import hashlib  # 3 ms, which reading does without
 

@@ -1,17 +1,10 @@
-"""Check and lay out what one file will hold, and make the ``data.pkl`` of a torch file.
-
-The pickle is made from names, dtypes and shapes: no tensor is at hand. Records that hold no values
-are pickled as what ``torch.save`` makes of tensors, so the opcodes are the same, and everything
-that reads those of torch reads these.
-"""
+"""Check and lay out what one file of a mesh will hold, of which each rank has some."""
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,18 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchlift._model.dtensor import first_rank, held
-from torchlift._model.torch_private import REBUILD_V2, REBUILD_V3
-from torchlift.errors import FormatError, PlacementError
+from torchlift._save.pickling import Shared, require_plain, torch_pickle
+from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE
-from torchlift.formats.boxes import row_major
-from torchlift.formats.flatten import flatten
 from torchlift.formats.layout import Layout, Stored, format_for, is_unicode
 from torchlift.formats.safetensors import safetensors_layout
-from torchlift.formats.torch_pickle import STORAGE_DTYPES, TorchWorld, read_torch_pickle
 from torchlift.formats.torch_zip import torch_zip_layout
-from torchlift.formats.unpickle import MAX_INT, Budget, check_key
-
-_STORAGES = {dtype: name.removeprefix("torch.") for name, dtype in STORAGE_DTYPES.items()}
 
 
 class Described(NamedTuple):
@@ -92,9 +79,9 @@ class Contents:
         self._metadata = dict(metadata)
         self.state: Mapping[str, Any] = obj.state_dict() if isinstance(obj, nn.Module) else obj
         for key in self.state:
-            _require_name(key)
+            require_name(key)
         self.tensors = {
-            key: _stored(key, value, self.format)
+            key: stored_as(key, value, self.format)
             for key, value in self.state.items()
             if isinstance(value, torch.Tensor) or self.format == "safetensors"
         }
@@ -109,10 +96,10 @@ class Contents:
         """
         plain = {key: value for key, value in self.state.items() if key not in self.tensors}
         for key, value in plain.items():
-            _require_plain(key, value)
+            require_plain(key, value)
         notes = getattr(self.state, "_metadata", None)
         if notes is not None:
-            _require_plain("_metadata", notes)
+            require_plain("_metadata", notes)
         tensors = {k: (stored, first_rank(self.state[k])) for k, stored in self.tensors.items()}
         return Described(tensors, plain, notes, list(self.state))
 
@@ -169,7 +156,7 @@ class Contents:
         return torch_zip_layout(tensors, data), len(data)
 
 
-def _require_name(key: object) -> None:
+def require_name(key: object) -> None:
     """Refuse a name that readers cannot read, such as a member of an Enum."""
     if type(key) is str and is_unicode(key):
         return
@@ -182,7 +169,7 @@ def _require_name(key: object) -> None:
     )
 
 
-def _stored(key: str, value: object, format: str) -> Stored:
+def stored_as(key: str, value: object, format: str) -> Stored:
     """Describe a tensor as it is going to be stored; refuse what has no values to store."""
     found = type(value).__name__
     if isinstance(value, torch.Tensor) and is_lazy(value):
@@ -199,139 +186,3 @@ def _stored(key: str, value: object, format: str) -> Stored:
         expected="a dense tensor with values",
         found=found,
     )
-
-
-class Shared(NamedTuple):
-    """In place of a tensor: the number of the storage that holds it."""
-
-    number: int
-
-
-def torch_pickle(
-    values: Mapping[str, object],
-    tensors: Sequence[Stored],
-    *,
-    metadata: Mapping[str, Any] | None = None,
-    ordered: bool = False,
-) -> bytes:
-    """Pickle a state dict whose tensors are only described.
-
-    Args:
-        values: key -> `Shared`, with the number of a tensor; or plain data. Keys with one number
-            share a storage when they are loaded.
-        tensors: one for each storage.
-        metadata: the ``_metadata`` that a module's state dict has; makes it an ordered one.
-        ordered: whether to make an ``OrderedDict`` rather than a dict.
-
-    Raises:
-        PlacementError: a value cannot be read back, or only by running code.
-
-    Example:
-        >>> import torch, pickletools
-        >>> data = torch_pickle({"w": Shared(0)}, [Stored("w", "float32", (2, 3))])
-        >>> [arg for op, arg, _ in pickletools.genops(data) if op.name == "GLOBAL"]
-        ['torch._utils _rebuild_tensor_v2', 'torch FloatStorage', 'collections OrderedDict']
-    """
-    plain = {key: value for key, value in values.items() if not isinstance(value, Shared)}
-    for key, value in plain.items():
-        _require_plain(key, value)
-    state = OrderedDict(values) if ordered or metadata is not None else dict(values)
-    if metadata is not None:
-        _require_plain("_metadata", metadata)
-        state._metadata = metadata  # type: ignore[attr-defined]
-    file = io.BytesIO()
-    _Pickler(file, tensors).dump(state)
-    data = file.getvalue()
-    if plain:
-        _require_readable(data)
-    return data
-
-
-class _Storage(NamedTuple):
-    key: str
-    tensor: Stored
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Stored]) -> None:
-        super().__init__(file, protocol=2)
-        # One key object per storage: the pickle then writes it once.
-        self._storages = [_Storage(str(at), tensor) for at, tensor in enumerate(tensors)]
-
-    def persistent_id(self, obj: object) -> object:
-        if type(obj) is not _Storage:
-            return None
-        name, nbytes = _STORAGES.get(obj.tensor.dtype), obj.tensor.nbytes
-        kind = torch.UntypedStorage if name is None else getattr(torch, name)
-        numel = nbytes if name is None else nbytes // ITEMSIZE[obj.tensor.dtype]
-        # The location is where whoever wrote it had it: of a mesh, that means nothing elsewhere.
-        return "storage", kind, obj.key, "cpu", numel
-
-    def reducer_override(self, obj: object) -> Any:
-        if type(obj) is not Shared:
-            return NotImplemented
-        storage = self._storages[obj.number]
-        _, dtype, shape = storage.tensor
-        # New tuples: the pickle would refer back to one that it has seen, as torch's never does.
-        arguments: tuple[Any, ...] = (storage, 0, (*shape,), row_major(shape), False, OrderedDict())
-        if dtype in _STORAGES:
-            return REBUILD_V2, arguments
-        return REBUILD_V3, (*arguments, getattr(torch, dtype))
-
-
-#: What values that are not tensors may consist of: what ``weights_only=True`` and torchlift read.
-_LEAVES = (type(None), bool, int, float, str, bytes)
-_CONTAINERS = (list, tuple, dict, OrderedDict)
-_MAX_BITS = 8 * (MAX_INT - 1)
-_MAX_DEPTH = 90  # torchlift reads 100 levels, and a state dict and its templates are some of them
-
-
-def _require_plain(key: str, value: object) -> None:
-    """Refuse a value that torch, with ``weights_only=True``, and torchlift could not read back."""
-    seen: set[tuple[int, int]] = set()  # what many containers share is looked at once a level
-
-    def refuse(expected: str, found: str) -> NoReturn:
-        raise PlacementError(
-            "cannot be stored in a torch file so that it can be read back without running code",
-            entry=key,
-            expected=expected,
-            found=found,
-            hint="Take it out of what is saved, or flatten what holds it.",
-        )
-
-    def check(item: Any, depth: int) -> None:
-        if isinstance(item, str) and not is_unicode(item):
-            refuse("text", "a lone surrogate, which UTF-8 cannot write")
-        if isinstance(item, int) and item.bit_length() >= _MAX_BITS:
-            refuse(f"integers of less than {_MAX_BITS} bits", f"{item.bit_length()} bits")
-        if type(item) in _LEAVES or (id(item), depth) in seen:
-            return
-        if type(item) not in _CONTAINERS:
-            found = f"a {type(item).__module__}.{type(item).__qualname__}"
-            refuse("tensors as values of the state dict, or plain data", found)
-        if depth == _MAX_DEPTH:
-            refuse(f"at most {_MAX_DEPTH} levels of containers, none inside itself", "more")
-        seen.add((id(item), depth))
-        for part in [*item, *item.values()] if isinstance(item, dict) else item:
-            check(part, depth + 1)
-        for name in item if isinstance(item, dict) else ():
-            try:
-                check_key(name)
-            except FormatError as error:
-                refuse("short keys of dictionaries", error.reason)
-
-    check(value, 0)
-
-
-def _require_readable(pickled: bytes) -> None:
-    """Refuse what torchlift would not read back, such as two values that would get one name."""
-    try:
-        world = TorchWorld(Budget(len(pickled)))
-        flatten(read_torch_pickle(pickled, world), world.budget)
-    except FormatError as error:
-        raise PlacementError(
-            f"cannot be stored in a torch file so that it can be read back: {error.reason}",
-            entry=error.entry,
-            expected=error.expected,
-            found=error.found,
-        ) from error

@@ -1,0 +1,100 @@
+"""Read the values of a tensor a block at a time, wherever they are and however they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+from torchlift._checkpoint import MappedViews, dtype_of
+from torchlift._model.dtensor import Span, blocks
+from torchlift._transfer import is_readable, read, requests_for
+from torchlift.formats import TensorEntry, cut
+
+#: Bytes that are copied from an accelerator, cast, read or made dense at a time.
+BLOCK = 16 << 20
+
+
+class Workspace:
+    """Memory for one block, the same for all tensors.
+
+    The C library would hold on to five that are made in a row.
+    """
+
+    def __init__(self, limit: int = BLOCK) -> None:
+        self.limit = limit
+        self._memory: dict[torch.device, torch.Tensor] = {}
+
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a flat tensor, which is valid until the next one is asked for."""
+        nbytes = numel * dtype.itemsize
+        memory = self._memory.get(device)
+        if memory is None or memory.numel() < nbytes:
+            # Nothing is copied when it grows; small tensors do with little.
+            self._memory.pop(device, None)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self._memory[device] = memory
+        return memory[:nbytes].view(dtype)
+
+
+def memory_of(values: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in host memory, which the caller keeps alive."""
+    # Through NumPy it would need NumPy.
+    data = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+    return memoryview(data).cast("B")
+
+
+def tensor_blocks(
+    tensor: torch.Tensor, dtype: torch.dtype, work: Workspace
+) -> Iterator[tuple[tuple[Span, ...], memoryview]]:
+    """Yield blocks of a tensor in row-major order, with their bytes.
+
+    A whole tensor is never copied, however it lies in memory.
+
+    Args:
+        tensor: on any device.
+        dtype: what its values become.
+        work: memory for those that do not lie as they are written.
+    """
+    limit = max(1, work.limit // max(tensor.itemsize, dtype.itemsize))
+    for block in blocks(tensor.shape, limit):
+        values = tensor[tuple(slice(*span) for span in block)]
+        plain = values.is_contiguous() and not values.is_conj() and not values.is_neg()
+        if not plain or values.dtype != dtype:
+            room = work.room(values.numel(), dtype, values.device)
+            values = room.view(values.shape).copy_(values)
+        values = values.cpu()
+        yield block, memory_of(values)
+
+
+def entry_blocks(
+    entry: TensorEntry, dtype: torch.dtype, work: Workspace, views: MappedViews
+) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor of a file in row-major order, some at a time.
+
+    Args:
+        entry: the tensor.
+        dtype: what its values become.
+        work: memory for the values.
+        views: of the files.
+
+    Raises:
+        IntegrityError: the file cannot be read, or has changed.
+    """
+    if entry.is_quantized:
+        for values in views.blocks(entry):
+            room = work.room(values.numel(), dtype, values.device)
+            yield memory_of(room.copy_(values))
+        return
+    stored, host = dtype_of(entry, views.index.path), torch.device("cpu")
+    limit = max(1, work.limit // max(stored.itemsize, dtype.itemsize))
+    for block in blocks(entry.shape, limit):
+        part = cut(entry, [[span] for span in block])
+        room = work.room(part.numel, dtype, host)
+        if is_readable(part):
+            # Not out of the map: a file that is truncated meanwhile would be a SIGBUS.
+            read(requests_for(part, room, stored), views.files)
+        else:
+            views.fill(room.view(part.shape), part)
+        yield memory_of(room)

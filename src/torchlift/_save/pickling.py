@@ -1,0 +1,190 @@
+"""Make the pickle of a torch file, out of names, dtypes and shapes: no tensor is at hand.
+
+Records that hold no values are pickled as what ``torch.save`` makes of tensors, so the opcodes are
+the same, and everything that reads those of torch reads these.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from torchlift._model.torch_private import REBUILD_V2, REBUILD_V3
+from torchlift.errors import FormatError, PlacementError
+from torchlift.formats import ITEMSIZE
+from torchlift.formats.boxes import row_major
+from torchlift.formats.flatten import flatten
+from torchlift.formats.layout import Stored, is_unicode
+from torchlift.formats.torch_pickle import STORAGE_DTYPES, TorchWorld, read_torch_pickle
+from torchlift.formats.unpickle import MAX_INT, Budget, check_key
+
+_STORAGES = {dtype: name.removeprefix("torch.") for name, dtype in STORAGE_DTYPES.items()}
+
+
+class Shared(NamedTuple):
+    """In place of a tensor: the storage that holds it, and where in it.
+
+    Attributes:
+        number: of the storage.
+        first: its first element there.
+        shape: its sizes; None where the storage is one dense tensor, of which it is the whole.
+        stride: in elements.
+    """
+
+    number: int
+    first: int = 0
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+
+
+def torch_pickle(
+    values: Mapping[str, object],
+    tensors: Sequence[Stored],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    ordered: bool = False,
+) -> bytes:
+    """Pickle a state dict whose tensors are only described.
+
+    Args:
+        values: key -> `Shared`, with the number of a tensor; or plain data. Keys with one number
+            share a storage when they are loaded.
+        tensors: one for each storage.
+        metadata: the ``_metadata`` that a module's state dict has; makes it an ordered one.
+        ordered: whether to make an ``OrderedDict`` rather than a dict.
+
+    Raises:
+        PlacementError: a value cannot be read back, or only by running code.
+
+    Example:
+        >>> import torch, pickletools
+        >>> data = torch_pickle({"w": Shared(0)}, [Stored("w", "float32", (2, 3))])
+        >>> [arg for op, arg, _ in pickletools.genops(data) if op.name == "GLOBAL"]
+        ['torch._utils _rebuild_tensor_v2', 'torch FloatStorage', 'collections OrderedDict']
+    """
+    plain = {key: value for key, value in values.items() if not isinstance(value, Shared)}
+    for key, value in plain.items():
+        require_plain(key, value)
+    state = OrderedDict(values) if ordered or metadata is not None else dict(values)
+    if metadata is not None:
+        require_plain("_metadata", metadata)
+        state._metadata = metadata  # type: ignore[attr-defined]
+    return pickled(state, tensors, checked=bool(plain))
+
+
+def pickled(saved: object, tensors: Sequence[Stored], *, checked: bool = True) -> bytes:
+    """Pickle containers of plain data, with `Shared` for the tensors in them.
+
+    Args:
+        saved: what a reader gets.
+        tensors: one for each storage.
+        checked: whether to find out that torchlift reads it back.
+
+    Raises:
+        PlacementError: it does not.
+    """
+    file = io.BytesIO()
+    _Pickler(file, tensors).dump(saved)
+    data = file.getvalue()
+    if checked:
+        _require_readable(data)
+    return data
+
+
+class _Storage(NamedTuple):
+    key: str
+    tensor: Stored
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Stored]) -> None:
+        super().__init__(file, protocol=2)
+        # One key object per storage: the pickle then writes it once.
+        self._storages = [_Storage(str(at), tensor) for at, tensor in enumerate(tensors)]
+
+    def persistent_id(self, obj: object) -> object:
+        if type(obj) is not _Storage:
+            return None
+        name, nbytes = _STORAGES.get(obj.tensor.dtype), obj.tensor.nbytes
+        kind = torch.UntypedStorage if name is None else getattr(torch, name)
+        numel = nbytes if name is None else nbytes // ITEMSIZE[obj.tensor.dtype]
+        # The location is where whoever wrote it had it: of a mesh, that means nothing elsewhere.
+        return "storage", kind, obj.key, "cpu", numel
+
+    def reducer_override(self, obj: object) -> Any:
+        if type(obj) is not Shared:
+            return NotImplemented
+        storage = self._storages[obj.number]
+        _, dtype, shape = storage.tensor
+        stride = row_major(shape) if obj.shape is None else obj.stride
+        # New tuples: the pickle would refer back to one that it has seen, as torch's never does.
+        shape, stride = (*(shape if obj.shape is None else obj.shape),), (*stride,)
+        arguments: tuple[Any, ...] = (storage, obj.first, shape, stride, False, OrderedDict())
+        if dtype in _STORAGES:
+            return REBUILD_V2, arguments
+        return REBUILD_V3, (*arguments, getattr(torch, dtype))
+
+
+#: What values that are not tensors may consist of: what ``weights_only=True`` and torchlift read.
+_LEAVES = (
+    type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device,
+)  # fmt: skip
+_CONTAINERS = (list, tuple, dict, OrderedDict, set, torch.Size)
+_MAX_BITS = 8 * (MAX_INT - 1)
+MAX_DEPTH = 90  # torchlift reads 100 levels, and a state dict and its templates are some of them
+
+
+def require_plain(key: str, value: object) -> None:
+    """Refuse a value that torch, with ``weights_only=True``, and torchlift could not read back."""
+    seen: set[tuple[int, int]] = set()  # what many containers share is looked at once a level
+
+    def refuse(expected: str, found: str) -> NoReturn:
+        raise PlacementError(
+            "cannot be stored in a torch file so that it can be read back without running code",
+            entry=key,
+            expected=expected,
+            found=found,
+            hint="Take it out of what is saved, or flatten what holds it.",
+        )
+
+    def check(item: Any, depth: int) -> None:
+        if isinstance(item, str) and not is_unicode(item):
+            refuse("text", "a lone surrogate, which UTF-8 cannot write")
+        if isinstance(item, int) and item.bit_length() >= _MAX_BITS:
+            refuse(f"integers of less than {_MAX_BITS} bits", f"{item.bit_length()} bits")
+        if type(item) in _LEAVES or (id(item), depth) in seen:
+            return
+        if type(item) not in _CONTAINERS:
+            found = f"a {type(item).__module__}.{type(item).__qualname__}"
+            refuse("tensors as values of the state dict, or plain data", found)
+        if depth == MAX_DEPTH:
+            refuse(f"at most {MAX_DEPTH} levels of containers, none inside itself", "more")
+        seen.add((id(item), depth))
+        for part in [*item, *item.values()] if isinstance(item, dict) else item:
+            check(part, depth + 1)
+        for name in item if isinstance(item, dict) else ():
+            try:
+                check_key(name)
+            except FormatError as error:
+                refuse("short keys of dictionaries", error.reason)
+
+    check(value, 0)
+
+
+def _require_readable(pickled: bytes) -> None:
+    """Refuse what torchlift would not read back, such as two values that would get one name."""
+    try:
+        world = TorchWorld(Budget(len(pickled)))
+        flatten(read_torch_pickle(pickled, world), world.budget)
+    except FormatError as error:
+        raise PlacementError(
+            f"cannot be stored in a torch file so that it can be read back: {error.reason}",
+            entry=error.entry,
+            expected=error.expected,
+            found=error.found,
+        ) from error

@@ -1,0 +1,342 @@
+"""`save`: any state to any format, all or nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchlift._checkpoint import Checkpoint, dtype_of
+from torchlift._checkpoint.tree import Tree
+from torchlift._save.files import (
+    Output,
+    dcp_output,
+    safetensors_output,
+    sharded_output,
+    torch_output,
+    write,
+)
+from torchlift._save.values import (
+    TEXT_NAMES,
+    Becomes,
+    Taken,
+    Value,
+    apart,
+    compacted,
+    take_apart,
+)
+from torchlift._system import Facts, Summary, count_of, human, parse_size, printable, progress_bar
+from torchlift.errors import PlacementError
+from torchlift.formats import TensorEntry
+from torchlift.formats.layout import FORMATS, INDEX, SETS, format_for
+
+#: As in Hugging Face's libraries.
+_SHARD = 5 * 10**9
+_SHOWN = 10  # of what is listed in a summary
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveReport(Summary):
+    """What `save` or `convert` wrote, and what the format could not hold.
+
+    Attributes:
+        path: of the file; of several, of the one that names the others.
+        format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``.
+        files: all that were written.
+        tensors: how many names of tensors there are.
+        nbytes: bytes of tensors that were written.
+        tied: key -> the key that has its values in the file, once for both.
+        lost: key -> what the file does not say of it any more.
+        compacted: keys of views, of whose memory only what they show was written.
+        left_out: bytes of that memory that were not written.
+        cast: key -> (dtype before, dtype in the file).
+        seconds: how long it took.
+    """
+
+    path: str
+    format: str
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    tied: Mapping[str, str]
+    lost: Mapping[str, str]
+    compacted: tuple[str, ...]
+    left_out: int
+    cast: Mapping[str, tuple[str, str]]
+    seconds: float
+
+    def _summary(self) -> tuple[str, Facts]:
+        facts: Facts = [("format", self.format)]
+        if len(self.files) > 1:
+            facts.append(("files", f"{len(self.files):,}"))
+        if self.cast:
+            facts.append(("cast", count_of(len(self.cast), "tensor")))
+        for label, found in (("tied", self.tied), ("not kept", self.lost)):
+            rows = list(found.items())
+            facts += [(label, f"{printable(key, 80)}: {text}") for key, text in rows[:_SHOWN]]
+            if len(rows) > _SHOWN:
+                facts.append((label, f"and {len(rows) - _SHOWN:,} more"))
+        if self.compacted:
+            count = count_of(len(self.compacted), "view")
+            facts.append(("compact", f"{count}, without {human(self.left_out)} around them"))
+        size = f"{count_of(self.tensors, 'tensor')}, {human(self.nbytes)}"
+        return f"{self.path}: {size}", facts
+
+
+def save(
+    obj: nn.Module | Mapping[str, Any] | Sequence[Any] | torch.Tensor | Checkpoint,
+    path: str | bytes | os.PathLike[str],
+    *,
+    format: str | None = None,
+    max_shard_size: int | str | None = None,
+    checksum: bool = True,
+    progress: bool = False,
+) -> SaveReport:
+    """Save a state so that the older file is there until the new one is whole.
+
+    Everything is written beside the target, flushed to the disk and then renamed. Whatever goes
+    wrong before, an error, a full disk, ``kill -9``, leaves the older file as it was; what a killed
+    process has left, the next save to the same path removes. So you may save onto the file from
+    which the tensors are mapped.
+
+    ============================================  =================================================
+    path                                          format
+    ============================================  =================================================
+    ``.pt``, ``.pth``, ``.bin``, ``.ckpt``        ``"torch-zip"``: what ``torch.load`` reads, also
+                                                  with ``weights_only=True`` and ``mmap=True``
+    ``.safetensors``                              ``"safetensors"``; with `max_shard_size`, and
+                                                  more bytes than that, ``"sharded"``
+    ``.index.json``, or ``format="sharded"``      ``"sharded"``: safetensors with Hugging Face's
+                                                  index; of a folder, ``model.safetensors.*`` in it
+    a folder, with ``format="dcp"``               ``"dcp"``: what ``torch.distributed.checkpoint``
+                                                  loads
+    ============================================  =================================================
+
+    **What is kept.** A torch file keeps containers as they are, plain data, strides, and which
+    tensors share memory: ties stay ties. DCP keeps plain data, and gives each key values of its
+    own. safetensors have tensors only: plain data is an error. Keys of containers are joined by
+    dots; of tied names the first has the values and the metadata names it for the others, from
+    where `torchlift.open` gives all of them. Tensors that share memory in another way have values
+    of their own. No file keeps devices, ``requires_grad`` and subclasses of tensors. What a format
+    does not keep of this state is in the report.
+
+    A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
+
+    Args:
+        obj: a module, a state dict, nested containers of tensors and plain data, a tensor, or a
+            `Checkpoint`, which is read and written a block at a time. What has a ``state_dict``
+            stands for that, inside of containers, too.
+        path: of the file or folder; one that exists is replaced and passes its mode on.
+        format: one of the four, or None: the suffix says.
+        max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``, which is the default
+            of ``"sharded"``; a larger tensor has a shard of its own.
+        checksum: whether to record the CRC-32 of every storage, which `torchlift.verify` and
+            ``torchlift.load(verify=True)`` compute again: in a torch file and DCP where zip files
+            have it, in safetensors in the metadata, where other readers pass over it.
+        progress: show a bar of bytes on stderr.
+
+    Returns:
+        What was written, and what was not kept.
+
+    Raises:
+        PlacementError: the format cannot hold a name or a value; it names the entry.
+        CheckpointError: the file cannot be written. The older one is untouched and nothing is left
+            behind, unless the message says that the new one is in its place.
+        ValueError: a format that is not known, no format and a suffix that does not tell, or
+            `max_shard_size` for a torch file.
+
+    Example:
+        >>> import torch, torchlift, tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "training.pt")
+        >>> state = {"model": {"weight": torch.ones(2)}, "groups": [{"lr": 0.1}], "step": 7}
+        >>> torchlift.save(state, path).nbytes
+        8
+        >>> torch.load(path, weights_only=True)["groups"]
+        [{'lr': 0.1}]
+    """
+    target = Target.of(path, format, max_shard_size)
+    if isinstance(obj, Checkpoint):
+        taken, values = from_files(obj, target)
+    else:
+        taken = take_apart(obj)
+        values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
+    if target.only_tensors and taken.objects:
+        key, value = next(iter(taken.objects.items()))
+        raise PlacementError(
+            "cannot be stored in a safetensors file",
+            entry=key,
+            expected="a dense tensor with values",
+            found=type(value).__name__,
+            hint="Save as a torch file or as DCP, which hold plain data, or leave it out.",
+        )
+    return finish(target, taken, values, checksum=checksum, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to save, and in which format.
+
+    Attributes:
+        path: absolute, as the caller named it.
+        format: one of the four.
+        limit: bytes of a shard, where they are limited.
+    """
+
+    path: str
+    format: str
+    limit: int | None
+
+    @classmethod
+    def of(
+        cls, path: str | bytes | os.PathLike[str], format: str | None, size: int | str | None
+    ) -> Target:
+        """Return what a caller asks for.
+
+        Raises:
+            ValueError: it makes no sense.
+        """
+        given = os.fsdecode(path)
+        found = format_for(given, format, (*FORMATS, *SETS))
+        limit = None if size is None else parse_size(size)
+        if limit is not None and (found == "torch-zip" or limit < 1):
+            raise ValueError(
+                f"max_shard_size={size!r}: a torch file is one file; save as safetensors or as DCP"
+                if found == "torch-zip"
+                else f"max_shard_size={size!r}: expected a size such as '5GB'"
+            )
+        given = os.path.abspath(given)
+        if found == "sharded":
+            if given.lower().endswith(".safetensors"):
+                given += INDEX
+            elif not given.lower().endswith(INDEX):
+                given = os.path.join(given, "model.safetensors" + INDEX)
+        return cls(given, found, limit)
+
+    @property
+    def only_tensors(self) -> bool:
+        """Return whether the format has no place for anything else."""
+        return self.format in ("safetensors", "sharded")
+
+    def value_of(self, key: str, tensor: torch.Tensor) -> Value:
+        """Return the value of a tensor in memory."""
+        return Value.of_tensor(key, tensor, "safetensors" if self.only_tensors else "torch-zip")
+
+    def lay_out(
+        self,
+        taken: Taken,
+        values: Sequence[Value],
+        metadata: Mapping[str, str],
+        checksum: bool,
+    ) -> Output:
+        """Lay the files out.
+
+        Raises:
+            PlacementError: the format cannot hold a name or a value.
+        """
+        if self.format == "torch-zip":
+            return torch_output(self.path, taken, values, checksum)
+        if self.format == "dcp":
+            return dcp_output(self.path, taken, values, self.limit, checksum)
+        if self.format == "sharded":
+            return sharded_output(self.path, values, self.limit or _SHARD, metadata, checksum)
+        one = safetensors_output(self.path, values, metadata, checksum)
+        if self.limit is None or one.nbytes <= self.limit:
+            return one
+        return sharded_output(self.path + INDEX, values, self.limit, metadata, checksum)
+
+
+def from_files(
+    ckpt: Checkpoint, target: Target, becomes: Becomes | None = None, dropped: Collection[str] = ()
+) -> tuple[Taken, list[Value]]:
+    """Take apart what a checkpoint's files hold; nothing of a tensor is read.
+
+    Args:
+        ckpt: the checkpoint, which stays open until it is written.
+        target: where it goes.
+        becomes: the dtype that a tensor is saved with; None: its own.
+        dropped: keys that are left out.
+
+    Raises:
+        UnsafeError: something in it could only be had by running code.
+        PlacementError: something in it has no place in a file.
+    """
+    blocked = [key for key in ckpt.blocked_keys if key not in dropped]
+    if blocked:
+        raise ckpt.refusal(blocked[0])
+    index, views = ckpt.index, ckpt.mapped()
+    leaves = {**index.entries, **index.objects}
+    tree = {key: value for key, value in leaves.items() if key not in dropped}
+    if index.tree is not None:
+        tree = Tree(index, lambda entry: entry, ckpt.refusal, dropped).rebuild(None)
+    taken = take_apart(tree, plain=not target.only_tensors)
+
+    def dtype_as_it_is(entry: TensorEntry) -> torch.dtype:
+        return dtype_of(entry, index.path)
+
+    values = [
+        Value.of_entry(key, entry, views, becomes or dtype_as_it_is)
+        for key, entry in taken.tensors.items()
+    ]
+    return taken, values
+
+
+def finish(
+    target: Target,
+    taken: Taken,
+    values: Sequence[Value],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    checksum: bool = True,
+    lost: Mapping[str, str] | None = None,
+    check: Callable[[], None] = lambda: None,
+    progress: bool = False,
+    written: bool = True,
+) -> SaveReport:
+    """Lay out, write and report.
+
+    Args:
+        target: where to.
+        taken: the containers.
+        values: the tensors in them.
+        metadata: text for the headers of safetensors.
+        checksum: whether to record checksums.
+        lost: what is known not to be kept.
+        check: called before a file appears; raises where it must not.
+        progress: show a bar of bytes on stderr.
+        written: whether to write; else the report says what would be.
+    """
+    start = time.perf_counter()
+    output = target.lay_out(taken, values, metadata or {}, checksum)
+    format = target.format if output.content is None or target.format == "dcp" else "sharded"
+    gone = dict(lost or {})
+    for key, what in taken.containers.items():
+        if target.only_tensors or (format == "dcp" and what == TEXT_NAMES):
+            gone.setdefault(key or "(all)", what)
+    for key, other in {**apart(values, output.shared), **output.untied}.items():
+        gone[key] = f"shares no memory with {printable(other, 80)} any more"
+    keys, left_out = compacted(values)
+    folder = os.path.dirname(output.head)
+    files = [os.path.join(folder, name) for name in output.files]
+    files += [output.head] if output.content is not None else []
+    if written:
+        with progress_bar(progress, output.nbytes, "save") as advance:
+            files = write(output, advance, check)
+    cast = {v.key: (v.source_dtype, v.stored.dtype) for v in values}
+    return SaveReport(
+        path=output.head if format != "dcp" else folder,
+        format=format,
+        files=tuple(files),
+        tensors=len(values),
+        nbytes=output.nbytes,
+        tied=dict(output.tied),
+        lost=gone,
+        compacted=tuple(keys),
+        left_out=left_out,
+        cast={key: (old, new) for key, (old, new) in cast.items() if old != new},
+        seconds=time.perf_counter() - start,
+    )

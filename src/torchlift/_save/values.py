@@ -1,0 +1,377 @@
+"""What is to be saved: containers taken apart, and which of their tensors share memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from torchlift._checkpoint import MappedViews, dtype_of
+from torchlift._model.dtensor import is_dtensor
+from torchlift._model.torch_private import storage_key
+from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
+from torchlift._save.contents import require_name, stored_as
+from torchlift._save.pickling import MAX_DEPTH, Shared, require_plain
+from torchlift.errors import PlacementError
+from torchlift.formats import Chunk, Leaf, RebuiltEntry, TensorEntry
+from torchlift.formats.flatten import ROOT_OBJECT, ROOT_TENSOR, key_text
+from torchlift.formats.layout import Stored
+
+#: Callable from a tensor of a checkpoint to the dtype that it is saved with.
+Becomes = Callable[[TensorEntry], torch.dtype]
+#: What is lost of a container whose names are no text.
+TEXT_NAMES = "names that are no text become text"
+_PAIR = (dict, OrderedDict)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that is to be saved.
+
+    Attributes:
+        key: its name.
+        source: the tensor, or where it is in a file.
+        dtype: what its values become.
+        shape: sizes in elements.
+        stride: of the source, in elements.
+        memory: what tells its memory, as numbers of one dtype, from that of others.
+        first: its first element in that memory.
+        whole: bytes of that memory.
+        plain: whether its elements are those of the memory, in any order.
+        views: of the file that it is in.
+    """
+
+    key: str
+    source: torch.Tensor | TensorEntry
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    memory: Hashable
+    first: int
+    whole: int
+    plain: bool
+    views: MappedViews | None = None
+
+    @classmethod
+    def of_tensor(cls, key: str, tensor: torch.Tensor, kind: str) -> Value:
+        """Return the value of a tensor.
+
+        Raises:
+            PlacementError: files of this kind cannot hold it.
+        """
+        if is_dtensor(tensor):
+            raise PlacementError(
+                "a DTensor, of which this process has a shard only",
+                entry=key,
+                hint="Call torchlift.distributed.save_consolidated on all ranks of its mesh.",
+            )
+        stored_as(key, tensor, kind)
+        tensor = tensor.detach()
+        plain, memory, whole = not (tensor.is_conj() or tensor.is_neg()), object(), 0
+        found: Hashable = memory
+        if tensor.numel():
+            flags = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+            found = storage_key(tensor), *flags
+            whole = tensor.untyped_storage().nbytes()
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        first = int(tensor.storage_offset())
+        return cls(key, tensor, tensor.dtype, shape, stride, found, first, whole, plain)
+
+    @classmethod
+    def of_entry(cls, key: str, entry: TensorEntry, views: MappedViews, becomes: Becomes) -> Value:
+        """Return the value of a tensor of a file.
+
+        Raises:
+            PlacementError: torch makes it of others.
+            FormatError: the installed torch has no such dtype.
+        """
+        index = views.index
+        if isinstance(entry, RebuiltEntry):
+            raise PlacementError(
+                f"cannot be saved: a {entry.encoding[0].replace('_', ' ')} tensor",
+                file=index.path,
+                entry=entry.key,
+                expected="a dense tensor with values",
+                hint="Leave it out, or save what you make of it.",
+            )
+        dtype_of(entry, index.path)
+        found: Hashable = object()
+        first, whole, plain = 0, 0, False
+        if entry.chunks:
+            found = entry.storage, entry.chunks, entry.dtype, entry.encoding
+        storage = index.storages.get(entry.storage)
+        if storage is not None and len(entry.chunks) == 1:
+            first, rest = divmod(entry.chunks[0].offset - storage.offset, entry.itemsize)
+            whole = storage.nbytes
+            plain = set(entry.encoding) <= {"big-endian"} and not rest
+            if plain:
+                found = entry.storage, entry.dtype, entry.encoding
+        return cls(
+            key, entry, becomes(entry), entry.shape, entry.stride, found, first, whole, plain, views
+        )
+
+    @property
+    def stored(self) -> Stored:
+        """Return what a file has of it by itself."""
+        return Stored(self.key, str(self.dtype).removeprefix("torch."), self.shape)
+
+    @property
+    def source_dtype(self) -> str:
+        """Return the dtype that its values have now."""
+        return str(self.source.dtype).removeprefix("torch.")
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def span(self) -> int:
+        """Return the elements of its memory from its first to its last."""
+        if not self.numel:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def place(self) -> Hashable:
+        """Return what is equal where two are one tensor, and are saved alike."""
+        return self.memory, self.first, self.shape, self.stride, self.dtype
+
+    def flat(self, start: int, stop: int) -> Value:
+        """Return a range of its memory as one dimension."""
+        numel = stop - start
+        source: torch.Tensor | TensorEntry
+        if isinstance(self.source, torch.Tensor):
+            source = self.source.as_strided((numel,), (1,), start)
+        else:
+            assert self.views is not None
+            storage, size = self.views.index.storages[self.source.storage], self.source.itemsize
+            offset, nbytes = storage.offset + start * size, numel * size
+            chunk = Chunk(storage.file, offset, nbytes, (0,), (numel,))
+            source = replace(
+                self.source, shape=(numel,), stride=(1,), nbytes=nbytes, chunks=(chunk,)
+            )
+        return replace(self, source=source, shape=(numel,), stride=(1,), first=start)
+
+    def blocks(self, work: Workspace) -> Iterator[memoryview]:
+        """Yield its bytes as they are saved, in row-major order, some at a time."""
+        if isinstance(self.source, torch.Tensor):
+            return (data for _, data in tensor_blocks(self.source, self.dtype, work))
+        assert self.views is not None
+        return entry_blocks(self.source, self.dtype, work, self.views)
+
+
+@dataclass(slots=True)
+class Taken:
+    """What was taken apart.
+
+    Attributes:
+        plain: whether values that are no tensors must be plain data.
+        template: the containers, with a `Leaf` for every value.
+        tensors: key -> value that is a tensor.
+        objects: key -> value that is none.
+        paths: key -> the names of the containers that lead to it.
+        containers: key of a container -> what names joined by dots do not tell of it.
+    """
+
+    plain: bool
+    template: Any = None
+    tensors: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, object] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    containers: dict[str, str] = field(default_factory=dict)
+
+
+def take_apart(saved: object, *, plain: bool = True) -> Taken:
+    """Take containers apart; nothing of them is changed.
+
+    What has a ``state_dict`` stands for that. Lists without tensors are one value, as in a
+    checkpoint that is opened.
+
+    Args:
+        saved: what is to be saved.
+        plain: whether what is no tensor must be plain data; False where it is not saved.
+
+    Raises:
+        PlacementError: a name that no file can hold, two values of one dotted name, containers that
+            contain themselves.
+    """
+    taken = Taken(plain)
+    taken.template = _copied(saved, "", (), taken)
+    return taken
+
+
+def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> Any:
+    value = _state_of(value)
+    if len(path) > MAX_DEPTH:
+        raise PlacementError(
+            "containers nest too deep, or contain themselves",
+            entry=key,
+            expected=f"at most {MAX_DEPTH} levels",
+        )
+    if type(value) in _PAIR and (value or not path):
+        if any(type(name) is not str for name in value):
+            taken.containers[key] = TEXT_NAMES
+        made = type(value)()
+        for name, item in value.items():
+            made[name] = _copied(item, _joined(key, _text(name)), (*path, _text(name)), taken)
+        notes = getattr(value, "_metadata", None)
+        if notes is not None:
+            require_plain(_joined(key, "_metadata"), notes)
+            made._metadata = notes
+        return made
+    if type(value) in (list, tuple) and _has_tensor(value, 0):
+        taken.containers[key] = f"a {type(value).__name__}, whose positions become names"
+        return type(value)(
+            _copied(item, _joined(key, str(at)), (*path, at), taken)
+            for at, item in enumerate(value)
+        )
+    is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
+    key = key or (ROOT_TENSOR if is_tensor else ROOT_OBJECT)
+    if key in taken.paths:
+        raise PlacementError(
+            "two tensors or objects have this key once containers are joined by dots",
+            entry=key,
+            hint="Rename one of them.",
+        )
+    taken.paths[key] = path or (key,)
+    if is_tensor:
+        taken.tensors[key] = value
+    else:
+        if taken.plain:
+            require_plain(key, value)
+        taken.objects[key] = value
+    return Leaf(key)
+
+
+def _state_of(value: Any) -> Any:
+    """Return the state of a module, an optimizer or whatever else has one."""
+    is_state = isinstance(value, (torch.Tensor, TensorEntry, type))
+    while not is_state and callable(getattr(value, "state_dict", None)):
+        value = value.state_dict()
+    return value
+
+
+def _has_tensor(value: Any, depth: int) -> bool:
+    if depth > MAX_DEPTH:
+        return True  # and is refused where it is followed
+    items = value.values() if isinstance(value, dict) else value
+    return any(
+        isinstance(item, (torch.Tensor, TensorEntry))
+        or callable(getattr(item, "state_dict", None))
+        or (type(item) in (*_PAIR, list, tuple) and _has_tensor(item, depth + 1))
+        for item in items
+    )
+
+
+def _joined(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _text(name: object) -> str:
+    if type(name) in (int, float, bool, type(None)):
+        return key_text(name, "")
+    require_name(name)
+    return str(name)
+
+
+def filled(template: Any, values: Callable[[str], object]) -> Any:
+    """Return the containers of a template with a value for every `Leaf`."""
+    if isinstance(template, Leaf):
+        return values(template.key)
+    if isinstance(template, dict):
+        made = type(template)((name, filled(item, values)) for name, item in template.items())
+        if hasattr(template, "_metadata"):
+            made._metadata = template._metadata  # type: ignore[attr-defined]
+        return made
+    return type(template)(filled(item, values) for item in template)
+
+
+def ties_of(values: Iterable[Value]) -> dict[str, str]:
+    """Return key -> the first key that is the same tensor."""
+    first: dict[Hashable, str] = {}
+    found = {value.key: first.setdefault(value.place, value.key) for value in values}
+    return {key: kept for key, kept in found.items() if key != kept}
+
+
+def storages_of(values: Iterable[Value]) -> tuple[list[Value], dict[str, Shared]]:
+    """Return the storages of a torch file, and what each key is of which.
+
+    Tensors that overlap in memory share one where that takes no more bytes than each by itself: a
+    small view of a large memory is by itself, and a transposed matrix stays one.
+    """
+    values = list(values)
+    storages: list[Value] = []
+    found: dict[str, Shared] = {}
+    for overlapping in _overlapping(values):
+        start = overlapping[0].first
+        stop = max(value.first + value.span for value in overlapping)
+        places = {value.place: value for value in overlapping}
+        alone = sum(value.numel for value in places.values())
+        if overlapping[0].plain and 0 < stop - start <= alone:
+            for value in overlapping:
+                first = value.first - start
+                found[value.key] = Shared(len(storages), first, value.shape, value.stride)
+            storages.append(overlapping[0].flat(start, stop))
+            continue
+        numbers = {}
+        for place, value in places.items():
+            numbers[place] = len(storages)
+            storages.append(value)
+        for value in overlapping:
+            found[value.key] = Shared(numbers[value.place])
+    return storages, found
+
+
+def _overlapping(values: Iterable[Value]) -> list[list[Value]]:
+    """Return values that share bytes, in groups, by their first element; in the order of keys."""
+    order: dict[str, int] = {}
+    groups: dict[Hashable, list[Value]] = {}
+    for number, value in enumerate(values):
+        order[value.key] = number
+        groups.setdefault((value.memory, value.dtype), []).append(value)
+    found: list[list[Value]] = []
+    for group in groups.values():
+        stop = -1
+        for value in sorted(group, key=lambda value: value.first):
+            if value.first < stop:
+                found[-1].append(value)
+            else:
+                found.append([value])
+            stop = max(stop, value.first + value.span)
+    return sorted(found, key=lambda group: min(order[value.key] for value in group))
+
+
+def apart(values: Iterable[Value], shared: Mapping[str, Shared] | None) -> dict[str, str]:
+    """Return key -> the first key with which it shares memory, and in the file not any more.
+
+    Args:
+        values: all.
+        shared: the storages of a torch file; None for a format where each is by itself.
+    """
+    found = {}
+    for overlapping in _overlapping(values):
+        numbers = {
+            value.place if shared is None else shared[value.key].number for value in overlapping
+        }
+        if len(numbers) > 1:
+            kept = overlapping[0]
+            found.update({v.key: kept.key for v in overlapping if v.place != kept.place})
+    return found
+
+
+def compacted(values: Iterable[Value]) -> tuple[list[str], int]:
+    """Return the keys whose memory is larger than what is saved of it, and by how many bytes."""
+    used: dict[Hashable, list[Value]] = {}
+    for group in _overlapping([value for value in values if value.whole]):
+        used.setdefault(group[0].memory, []).extend(group)
+    keys, saved = [], 0
+    for group in used.values():
+        needed = sum(v.numel * v.source.itemsize for v in {v.place: v for v in group}.values())
+        if needed < group[0].whole:
+            keys += [value.key for value in group]
+            saved += group[0].whole - needed
+    return keys, saved
