@@ -36,6 +36,7 @@ NOT_IN_A_RECIPE: dict[str, str] = {
     "load_optimizer": "its engine is shown, set_optimizer_state_dict",
     "CheckpointDiff": "shown by what it prints, returned by diff",
     "save": "the recipes on writing belong to a later chapter",
+    "Keeper": "the recipes on writing belong to a later chapter",
     "SaveReport": "shown by what it prints, returned by save",
     "VerifyReport": "shown by what it prints, returned by verify",
     "FormatError": "the recipe on damaged files belongs to a later chapter",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -13,6 +13,7 @@ from torchlift.formats import Index, TensorEntry, select
 from torchlift.formats.flatten import ROOT_TENSOR, key_text
 from torchlift.formats.torch_pickle import (
     Blocked,
+    CountRecord,
     DeviceName,
     Global,
     NumpyDtype,
@@ -83,7 +84,7 @@ class Tree:
             if every and not pairs:
                 return _DROPPED
             if not isinstance(value, OrderedRecord):
-                return dict(pairs)
+                return Counter(dict(pairs)) if isinstance(value, CountRecord) else dict(pairs)
             made = OrderedDict(pairs)
             if value.metadata is not None:
                 made._metadata = self._made(value.metadata, None)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -134,7 +134,7 @@ class _Pickler(pickle.Pickler):
 _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device,
 )  # fmt: skip
-_CONTAINERS = (list, tuple, dict, OrderedDict, set, torch.Size)
+_CONTAINERS = (list, tuple, dict, OrderedDict, Counter, set, torch.Size)
 _MAX_BITS = 8 * (MAX_INT - 1)
 MAX_DEPTH = 90  # torchlift reads 100 levels, and a state dict and its templates are some of them
 

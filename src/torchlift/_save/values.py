@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +24,7 @@ from torchlift.formats.layout import Stored
 Becomes = Callable[[TensorEntry], torch.dtype]
 #: What is lost of a container whose names are no text.
 TEXT_NAMES = "names that are no text become text"
-_PAIR = (dict, OrderedDict)
+_PAIR = (dict, OrderedDict, Counter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import is_dtensor
@@ -128,8 +131,12 @@ class Keeper:
         self._ranks, self._writers = RankGroup(front), RankGroup(back)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
         self._saving: Future[None] | None = None
-        self._stager: Any = None
-        self._ranks.run(lambda: (os.makedirs(self.directory, exist_ok=True), None))
+        self._stager: DefaultStager | None = None
+        self._ranks.run(self._make_folder)
+
+    def _make_folder(self) -> tuple[None, None]:
+        os.makedirs(self.directory, exist_ok=True)
+        return None, None
 
     # ---- save
 
@@ -227,7 +234,7 @@ class Keeper:
             for other, optimizer in optimizers.items():
                 tensors[other] = get_optimizer_state_dict(module, optimizer)
         rest = {
-            name: obj.state_dict() if _is_stateful(obj) else obj
+            name: getattr(obj, "state_dict")() if _is_stateful(obj) else obj  # noqa: B009
             for name, obj in objects.items()
             if name not in tensors
         }
@@ -237,13 +244,10 @@ class Keeper:
                     f"{name}: rank 0 saves what is no module and no optimizer, and it has DTensors"
                 )
         if self._stager is None:
-            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
             pinned = torch.cuda.is_available()
             self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        copied: tuple[dict[str, Any], dict[str, Any]]
-        copied = self._stager.stage((tensors, rest))
-        return copied
+        copied: Any = self._stager.stage({"tensors": tensors, "rest": rest})
+        return copied["tensors"], copied["rest"]
 
     def _write(
         self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
@@ -262,8 +266,6 @@ class Keeper:
     def _write_shards(
         self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
     ) -> None:
-        from torch.distributed import checkpoint as dcp
-
         def begin() -> tuple[None, None]:
             os.makedirs(path, exist_ok=True)
             save(rng, os.path.join(path, _RNG.format(self._rank)))
@@ -273,9 +275,9 @@ class Keeper:
 
         self._writers.run(begin)
         try:
-            dcp.save(
+            state_dict_saver.save(
                 tensors,
-                storage_writer=dcp.FileSystemWriter(path, sync_files=True),
+                storage_writer=FileSystemWriter(path, sync_files=True),
                 process_group=self._writers.groups[0],
             )
         except CheckpointException as error:
@@ -339,7 +341,9 @@ class Keeper:
     def _sweep(self, newest: str) -> None:
         """Remove what is no longer to be kept, and what saves that were interrupted left."""
         kept = self._kept()
-        stays = {one.path for one in (kept if self._keep is None else kept[-self._keep :])}
+        stays: set[str | None] = {
+            one.path for one in (kept if self._keep is None else kept[-self._keep :])
+        }
         stays |= {one.path for one in kept if self._every and one.step % self._every == 0}
         # After a resume from an earlier step, the one just saved is not the last one.
         stays |= {newest, self._best_of(kept)}
@@ -405,11 +409,12 @@ class Keeper:
         whole = os.path.isfile(path)
         with open_checkpoint(path if whole else os.path.join(path, _REST)) as ckpt:
             saved = ckpt.tree()
-            loaded: set[str] = set()
+            tensors = (nn.Module, torch.optim.Optimizer)
+            rest = {n: obj for n, obj in objects.items() if not isinstance(obj, tensors)}
+            _require(saved, objects if whole else rest, path)
             for module, name, optimizers in _models(objects):
                 if not whole:
                     saved |= _read_shards(path, module, name, optimizers)
-                _require(saved, [name, *optimizers], path)
                 set_state_dict(
                     module,
                     [*optimizers.values()],
@@ -418,9 +423,6 @@ class Keeper:
                     options=StateDictOptions(full_state_dict=whole),
                     process_group=self._ranks.groups[0] if self._ranks.groups else None,
                 )
-                loaded |= {name, *optimizers}
-            rest = {name: obj for name, obj in objects.items() if name not in loaded}
-            _require(saved, rest, path)
             for name, obj in rest.items():
                 # The object may keep what it gets, and a sweep removes the file: no maps.
                 obj.load_state_dict(copy.deepcopy(saved[name]))  # type: ignore[attr-defined]
@@ -435,7 +437,7 @@ def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> di
     Raises:
         ValueError: a name that a checkpoint needs for itself, or one with a dot.
     """
-    found = {**(state or {}), **more}
+    found: dict[Any, object] = {**(state or {}), **more}
     for name in found:
         if not isinstance(name, str) or "." in name or name in _OWN:
             raise ValueError(
@@ -497,14 +499,14 @@ def _read_shards(
     Raises:
         CheckpointError: something is missing, or could not be read.
     """
-    from torch.distributed import checkpoint as dcp
-
     states: dict[str, Any] = {name: get_model_state_dict(module)}
     for other, optimizer in optimizers.items():
         states[other] = get_optimizer_state_dict(module, optimizer)
     states = _blank(states)
     try:
-        dcp.load(states, storage_reader=CheckpointReader(path), no_dist=not has_group())
+        state_dict_loader.load(
+            states, storage_reader=CheckpointReader(path), no_dist=not has_group()
+        )
     except CheckpointException as error:
         raise CheckpointError("could not be read", file=path, found=str(error)) from error
     return states
@@ -529,7 +531,7 @@ def _generators() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
     }
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = torch.cuda.get_rng_state_all()
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:

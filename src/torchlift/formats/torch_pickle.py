@@ -107,6 +107,12 @@ class OrderedRecord(dict[Any, Any]):
         self.metadata: object = None
 
 
+class CountRecord(dict[Any, Any]):
+    """A ``Counter``, as learning rate schedulers keep their milestones."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True, eq=False)
 class StorageRef:
     """A persistent id: the storage that holds a tensor's bytes.
@@ -569,7 +575,7 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch.serialization._get_layout": lambda world, name: _checked(name, str),
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": lambda world, factory=None, items=None: _copied(world, items),
-    "collections.Counter": _copied,
+    "collections.Counter": lambda world, items=None: CountRecord(_copied(world, items)),
     "builtins.set": _set,
     "builtins.frozenset": lambda world, items=(): frozenset(_set(world, items)),
     "builtins.complex": lambda world, *numbers: complex(
