@@ -227,14 +227,14 @@ while True:
 def test_a_run_that_is_killed_finds_its_last_complete_checkpoint(tmp_path: Path) -> None:
     """At moments of no choice of its own; what was begun is gone after the next save."""
     last = 0
-    for moment in range(6):
+    for moment in range(3):
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True
         )
         assert child.stdout is not None
         for _ in range(2):  # then one is complete
             assert child.stdout.readline() == "saving\n"
-        time.sleep(0.013 * moment)
+        time.sleep(0.02 * moment)
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()

@@ -8,8 +8,10 @@ import os
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import pytest
+import torch
 
 from torchlift import measure
 from torchlift.measure import sampling
@@ -253,6 +255,32 @@ def test_a_child_finds_the_modules_that_its_parent_finds(tmp_path, monkeypatch) 
     (tmp_path / "my_recipe_helpers.py").write_text("def answer():\n    return 42\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     assert measure.in_child("my_recipe_helpers:answer").value == 42
+
+
+def test_a_function_is_sent_with_all_that_it_refers_to() -> None:
+    """A closure with a class of its own; its arguments and its value need not be JSON."""
+    width = 3
+
+    class Pair(NamedTuple):
+        left: torch.Tensor
+        right: set[int]
+
+    def work(value: torch.Tensor) -> Pair:
+        assert os.getpid() != parent
+        return Pair(value * width, {width})
+
+    parent = os.getpid()
+    found = measure.in_child(work, torch.ones(2)).value
+    assert torch.equal(found.left, torch.full((2,), 3.0))
+    assert found.right == {3}
+
+
+def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
+    """And an error of the function comes back with its traceback."""
+    with pytest.raises(TypeError, match="an argument cannot be sent to another process"):
+        measure.in_child(len, threading.Lock())
+    with pytest.raises(measure.ChildError, match="ZeroDivisionError"):
+        measure.in_child(lambda: 1 / 0)
 
 
 def test_setup_is_not_part_of_the_measurement() -> None:

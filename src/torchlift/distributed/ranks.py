@@ -80,7 +80,7 @@ def on_ranks(
     _check(count, function, timeout, environment or {})
     timeout = min(timeout, _LONGEST)
     name = getattr(function, "__qualname__", repr(function))
-    call = _packed((function, args), f"{name}, what it refers to, or an argument")
+    call = packed((function, args), f"{name}, what it refers to, or an argument")
     with tempfile.TemporaryDirectory(prefix="torchlift-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         folder.joinpath("call").write_bytes(call)
@@ -212,22 +212,28 @@ def _death(exit_code: int) -> str:
 # ---- the caller and a rank
 
 
-def _packed(content: object, what: str) -> bytes:
+def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
+    """Return what another process unpickles, functions and all that they refer to by value.
+
+    Raises:
+        TypeError: some of it cannot be sent.
+        ModuleNotFoundError: cloudpickle is not installed.
+    """
     try:
         import cloudpickle
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "on_ranks sends functions to other processes with cloudpickle, and cloudpickle is not "
+            f"{caller} sends functions to other processes with cloudpickle, and cloudpickle is not "
             'installed: pip install "torchlift[recipes]"',
             name="cloudpickle",
         ) from error
     try:
-        packed: bytes = cloudpickle.dumps(content)
+        found: bytes = cloudpickle.dumps(content)
     except Exception as error:
         raise TypeError(
             f"{what} cannot be sent to another process: {type(error).__name__}: {error}"
         ) from None
-    return packed
+    return found
 
 
 # ---- a rank
@@ -260,7 +266,7 @@ def _call(folder: Path, timeout: timedelta) -> bytes:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timeout)
     function, args = pickle.loads(folder.joinpath("call").read_bytes())
-    return _packed(function(*args), "what the function returned")
+    return packed(function(*args), "what the function returned")
 
 
 def _traceback(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""`in_child`: run code in a new process and bring back its result, its time and its memory.
+"""`in_child`: run a function in a new process and bring back its result, its time and its memory.
 
 A process that has already loaded something hides costs: imports are done, the allocator has free
 pages, file pages are mapped. A headline number therefore comes from a process of its own.
@@ -6,18 +6,21 @@ pages, file pages are mapped. A headline number therefore comes from a process o
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchlift.distributed.ranks import packed
 from torchlift.measure.meter import MemoryUse, memory
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -53,7 +56,7 @@ class ChildResult:
     """What a child process did.
 
     Attributes:
-        value: what the function returned, or the code's variable ``result``; plain JSON data.
+        value: what the function returned, or the code's variable ``result``.
         seconds: time of the code or function itself, without start and setup.
         memory: its memory during that time; the baseline comes after start and setup.
         stdout: what it printed.
@@ -68,7 +71,7 @@ class ChildResult:
 
 
 def in_child(
-    code: str,
+    function: Callable[..., Any] | str,
     *args: object,
     setup: str = "",
     finish: str = "",
@@ -76,13 +79,17 @@ def in_child(
     interval: float = 0.001,
     env: Mapping[str, str] | None = None,
 ) -> ChildResult:
-    """Run code in a new Python process and measure it there, from outside.
+    """Run a function in a new Python process and measure it there, from outside.
+
+    The function may be defined in a cell of a notebook, in a script, or inside of another function:
+    it is sent with all that it refers to, by cloudpickle (``pip install "torchlift[recipes]"``).
+    Modules that it refers to are imported before the measurement begins.
 
     Args:
-        code: Python source, which finds the arguments in ``args``, may call ``use.mark(label)`` and
-            leaves what it is to return in ``result``; or ``"package.module:function"``, imported
-            during setup and called with the arguments.
-        *args: plain JSON data (a path as `str`).
+        function: called with the arguments. Or its name, ``"package.module:function"``; or Python
+            source, which finds the arguments in ``args``, may call ``use.mark(label)`` and leaves
+            what it is to return in ``result``.
+        *args: anything that can be sent; for a name or source, plain JSON data.
         setup: Python source to run first, neither timed nor measured: imports, mostly. The code
             sees its names.
         finish: Python source to run last, again outside the measurement: it can look at what the
@@ -97,27 +104,48 @@ def in_child(
     Raises:
         ChildError: the child ended with an error (its message has the traceback), was killed by a
             signal, or ran out of time.
-        TypeError: an argument, or what the child returns, is not JSON data.
+        TypeError: the function, an argument, or what the child returns cannot be sent.
+        ModuleNotFoundError: a function is to be sent and cloudpickle is not installed.
 
     Example:
         >>> from torchlift import measure
-        >>> child = measure.in_child("data = bytearray(args[0]); result = len(data)", 2**24)
+        >>> def work(size):
+        ...     block = bytearray(size)
+        ...     time.sleep(0.05)  # what is taken and given back within a millisecond is not seen
+        ...     return len(block)
+        >>> child = measure.in_child(work, 2**24)
         >>> child.value, 16 <= child.memory.added_anonymous / 2**20 < 24
         (16777216, True)
     """
-    if _FUNCTION.fullmatch(code):
-        setup = f"import pkgutil\ncall = pkgutil.resolve_name({code!r})\n{setup}"
-        code = "result = call(*args)"
+    call, code = None, "result = call(*args)"
+    if not isinstance(function, str):
+        name = getattr(function, "__qualname__", repr(function))
+        call = _sent((function, args), f"{name}, what it refers to, or an argument")
+        args = ()
+    elif _FUNCTION.fullmatch(function):
+        setup = f"import pkgutil\ncall = pkgutil.resolve_name({function!r})\n{setup}"
+    else:
+        code = function
     with tempfile.TemporaryDirectory(prefix="torchlift-") as folder:
         answer_file = Path(folder, "answer.json")
         request = {
             "code": code, "setup": setup, "finish": finish, "args": args,
-            "interval": interval, "path": sys.path, "answer": str(answer_file),
+            "interval": interval, "path": sys.path, "answer": str(answer_file), "call": call,
         }  # fmt: skip
         child = _run(json.dumps(request), timeout, env or {})
         answer = json.loads(answer_file.read_text(encoding="utf-8"))
-    use = MemoryUse.from_dict(answer["memory"])
-    return ChildResult(answer["value"], answer["seconds"], use, child.stdout, child.stderr)
+    use, value = MemoryUse.from_dict(answer["memory"]), answer["value"]
+    if call is not None:
+        value = _received(value)
+    return ChildResult(value, answer["seconds"], use, child.stdout, child.stderr)
+
+
+def _sent(content: object, what: str) -> str:
+    return base64.b64encode(packed(content, what, "in_child")).decode("ascii")
+
+
+def _received(text: str) -> Any:
+    return pickle.loads(base64.b64decode(text))
 
 
 def _run(request: str, timeout: float, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -153,6 +181,8 @@ def _serve(request: dict[str, Any]) -> None:
         compile(request[name], f"<{name}>", "exec") for name in ("setup", "code", "finish")
     )
     names: dict[str, Any] = {"__name__": "__torchlift_child__", "args": request["args"]}
+    if request["call"] is not None:
+        names["call"], names["args"] = _received(request["call"])
     exec(setup, names)
     with memory(interval=request["interval"], sampler="process") as names["use"]:
         start = time.perf_counter()
@@ -161,5 +191,8 @@ def _serve(request: dict[str, Any]) -> None:
     use = names["use"]
     names.setdefault("result", None)
     exec(finish, names)
-    answer = {"value": names["result"], "seconds": seconds, "memory": use.to_dict()}
+    value = names["result"]
+    if request["call"] is not None:
+        value = _sent(value, "what the function returned")
+    answer = {"value": value, "seconds": seconds, "memory": use.to_dict()}
     Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")
