@@ -38,6 +38,7 @@ NOT_IN_A_RECIPE: dict[str, str] = {
     "save": "the recipes on writing belong to a later chapter",
     "Keeper": "the recipes on writing belong to a later chapter",
     "SaveReport": "shown by what it prints, returned by save",
+    "convert": "the recipes on writing belong to a later chapter",
     "VerifyReport": "shown by what it prints, returned by verify",
     "FormatError": "the recipe on damaged files belongs to a later chapter",
     "IntegrityError": "the recipe on checksums belongs to a later chapter",

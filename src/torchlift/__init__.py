@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchlift._checkpoint import open as open
     from torchlift._checkpoint.diff import CheckpointDiff as CheckpointDiff
     from torchlift._checkpoint.diff import diff as diff
+    from torchlift._convert import convert as convert
     from torchlift._load import load as load
     from torchlift._plan import LoadPlan as LoadPlan
     from torchlift._plan import LoadReport as LoadReport
@@ -43,6 +44,7 @@ __getattr__, __dir__, __all__ = lazy(
     {
         "_checkpoint": "Checkpoint open",
         "_checkpoint.diff": "CheckpointDiff diff",
+        "_convert": "convert",
         "_load": "load",
         "_plan": "LoadPlan LoadReport plan",
         "_save": "SaveReport save",

@@ -7,8 +7,9 @@ from torchlift._save.contents import Contents, Described
 from torchlift._save.files import write_error
 from torchlift._save.pickling import Shared, torch_pickle
 from torchlift._save.save import SaveReport, Target, finish, from_files, save
+from torchlift._save.values import Becomes
 
 __all__ = [
-    "BLOCK", "Contents", "Described", "SaveReport", "Shared", "Target", "Workspace", "finish",
-    "from_files", "save", "tensor_blocks", "torch_pickle", "write_error",
+    "BLOCK", "Becomes", "Contents", "Described", "SaveReport", "Shared", "Target", "Workspace",
+    "finish", "from_files", "save", "tensor_blocks", "torch_pickle", "write_error",
 ]  # fmt: skip

@@ -33,6 +33,7 @@ from torchlift._save.values import (
 from torchlift._system import Facts, Summary, count_of, human, parse_size, printable, progress_bar
 from torchlift.errors import PlacementError
 from torchlift.formats import TensorEntry
+from torchlift.formats.dcp import METADATA
 from torchlift.formats.layout import FORMATS, INDEX, SETS, format_for
 
 #: As in Hugging Face's libraries.
@@ -218,6 +219,11 @@ class Target:
         return cls(given, found, limit)
 
     @property
+    def head(self) -> str:
+        """Return the path of the one file, or of the one that names the others."""
+        return os.path.join(self.path, METADATA) if self.format == "dcp" else self.path
+
+    @property
     def only_tensors(self) -> bool:
         """Return whether the format has no place for anything else."""
         return self.format in ("safetensors", "sharded")
@@ -267,7 +273,9 @@ def from_files(
     """
     blocked = [key for key in ckpt.blocked_keys if key not in dropped]
     if blocked:
-        raise ckpt.refusal(blocked[0])
+        error = ckpt.refusal(blocked[0])
+        error.hint = f"Leave it out: torchlift.convert(..., exclude=[{blocked[0]!r}])."
+        raise error
     index, views = ckpt.index, ckpt.mapped()
     leaves = {**index.entries, **index.objects}
     tree = {key: value for key, value in leaves.items() if key not in dropped}

@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("recompute every checksum of a checkpoint", "torchlift.cli.verify"),
     "diff": ("compare two checkpoints, of any formats", "torchlift.cli.diff"),
     "plan": ("say what goes where, and what it takes", "torchlift.cli.plan"),
+    "convert": ("write a checkpoint in another format, dtype or naming", "torchlift.cli.convert"),
     "bench": ("compare the ways to load a checkpoint, on this machine", "torchlift.cli.bench"),
 }
 
@@ -96,7 +97,7 @@ def _describe(error: Exception) -> str:
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchlift", description="Look at, compare and measure PyTorch checkpoints."
+        prog="torchlift", description="Look at, compare, convert and measure PyTorch checkpoints."
     )
     parser.add_argument("--version", action="version", version=f"torchlift {torchlift.__version__}")
     # With `prog`, since argparse otherwise formats a usage to find it, which imports for 2 ms.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import operator
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -20,7 +18,8 @@ from torchlift._system import human, printable
 from torchlift.cli import UsageError
 from torchlift.cli.factory import make_model, make_parallelize
 from torchlift.cli.output import print_json
-from torchlift.remap import by_key, by_pattern, fit, rules, strip
+from torchlift.cli.rules import add_dtype, add_names, dtype_of, rename_of
+from torchlift.remap import by_key, fit
 from torchlift.remap.fitting import Fit, Inventory, placed, take
 from torchlift.remap.maps import spelled
 
@@ -41,10 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--root", metavar="KEY", help="only this container of the file")
     parser.add_argument("--model", metavar="MODULE:FACTORY", help="what to load into")
     parser.add_argument("--no-strict", action="store_true", help="names need not all match")
-    names = parser.add_argument_group("names, applied in this order")
-    names.add_argument("--strip", metavar="PREFIX", action="append", default=[])
-    names.add_argument("--rename", metavar="REGEX=REPLACEMENT", action="append", default=[])
-    names.add_argument("--drop", metavar="REGEX", action="append", default=[])
+    add_names(parser)
     where = parser.add_argument_group("devices").add_mutually_exclusive_group()
     where.add_argument("--device", metavar="DEVICE", help="one for everything (default: cpu)")
     where.add_argument("--device-map", metavar="JSON", help="prefix -> device, or a file with it")
@@ -54,9 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-split", metavar="NAME", action="append", default=[], help="with --budget: keep whole"
     )
-    parser.add_argument(
-        "--dtype", metavar="[REGEX=]DTYPE", action="append", default=[], help="cast to this"
-    )
+    add_dtype(parser)
     parser.add_argument(
         "--mesh",
         metavar="DIM=N,...",
@@ -72,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
     try:
         _check(args)
-        rename, dtype = _rename(args), _dtype(args.dtype)
+        rename, dtype = rename_of(args), dtype_of(args)
         answer = _on_devices if args.mesh is None else _on_mesh
         with open_checkpoint(args.path, root=args.root) as ckpt:
             text, data = answer(args, ckpt, dtype, rename)
@@ -183,31 +177,6 @@ def _place(
     rule.check(inventory.names, present=False)
     where = {name: spelled(rule.at(name) or "cpu") for name in inventory.names}
     return placed(inventory, where, dict.fromkeys(where.values()))
-
-
-def _rename(args: argparse.Namespace) -> Rename | None:
-    steps: list[Rename] = [strip(prefix) for prefix in args.strip]
-    pairs: list[tuple[str, str | None]] = []
-    for text in args.rename:
-        pattern, equals, replacement = text.rpartition("=")
-        if not equals:
-            raise UsageError(f"--rename {text!r}: expected REGEX=REPLACEMENT")
-        pairs.append((pattern, replacement))
-    pairs += [(pattern, None) for pattern in args.drop]
-    if pairs:
-        steps.append(rules(pairs))
-    return functools.reduce(operator.or_, steps) if steps else None
-
-
-def _dtype(texts: list[str]) -> DtypeRule:
-    named = [text.rpartition("=")[::2] for text in texts]
-    found: dict[str, torch.dtype] = {}
-    for pattern, name in sorted(named, key=lambda pair: not pair[0]):  # the general one is last
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise UsageError(f"--dtype {name!r}: not a floating-point dtype of torch")
-        found[pattern] = dtype
-    return by_pattern(found) if found else None
 
 
 def _device_map(text: str) -> dict[str, Any]:

@@ -1,0 +1,244 @@
+"""`convert`: a checkpoint of any format to another one, in the memory of some blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, BinaryIO
+
+import torch
+
+from torchlift._checkpoint import Checkpoint, dtype_of
+from torchlift._checkpoint import open as open_checkpoint
+from torchlift._plan import DtypeRule, Options, Patterns, Rename, allowed, check_rule, target_dtype
+from torchlift._save import Becomes, SaveReport, Target, finish, from_files
+from torchlift._system import printable
+from torchlift.errors import CheckpointError, MismatchError, did_you_mean
+from torchlift.formats import Index, TensorEntry, of_model, select
+from torchlift.formats.layout import INDEX
+
+#: What a format without a place for it does not keep.
+_AN_OBJECT = "it is no tensor"
+#: Formats in which metadata is the author's, and not the format's own.
+_TEXTS = ("safetensors", "sharded", "gguf")
+_ASIDE = "it holds no model; convert it by itself with root="
+
+
+def convert(
+    src: str | os.PathLike[str] | BinaryIO | Checkpoint,
+    dst: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    root: str | None = None,
+    rename: Rename | None = None,
+    dtype: DtypeRule = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+    include: Patterns = ("*",),
+    exclude: Patterns = (),
+    checksum: bool = True,
+    dry_run: bool = False,
+) -> SaveReport:
+    """Convert a checkpoint into another format, dtype, layout or naming, without loading it.
+
+    It is read and written a block at a time: some 32 MiB of memory, whatever its size. The new
+    files appear when they are whole, as with `torchlift.save`; the old ones are only read. After a
+    crash nothing but the old is there, and what was begun is removed by the next conversion to the
+    same path, which starts again.
+
+    Aliases and ties stay where the format can have them. Files of PyTorch keep their containers
+    (integer keys, lists, plain data) in a torch file, unless `rename` is given: then the names are
+    flat. safetensors hold what belongs to the model only, by its dotted names; the report lists
+    what they do not keep.
+
+    Args:
+        src: what `torchlift.open` reads, or a checkpoint that is open.
+        dst: the file or folder to write; see `torchlift.save` for what its suffix says.
+        format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``. None: the suffix.
+        root: keep only what is under this container, and strip it.
+        rename: callable from a key to its new name, or to None to drop it, such as
+            `torchlift.remap.strip` and `torchlift.remap.rules`.
+        dtype: a floating-point dtype or its name, for all tensors of floating-point numbers; or a
+            callable from `TensorEntry` to one or None, such as `torchlift.remap.by_pattern`.
+        max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``.
+        overwrite: whether to replace what is there, be it the source itself.
+        progress: show a bar of bytes on stderr.
+        include: patterns of keys, below `root` and before they are renamed; ``*`` stands for any
+            text, dots included.
+        exclude: patterns of keys to leave out, of those.
+        checksum: whether to record checksums.
+        dry_run: write nothing, and report what would be written.
+
+    Returns:
+        What was written, and what the format does not keep.
+
+    Raises:
+        UnsafeError: a value could only be had by running code; leave it out by `exclude`.
+        MismatchError: patterns fit nothing, or two keys get one name.
+        PlacementError: the format cannot hold a name or a value.
+        FormatError, IntegrityError: the source is damaged, or changes meanwhile.
+        CheckpointError: there is something at `dst`, or it is the source, and not `overwrite`; or
+            the files cannot be written, see `torchlift.save`.
+
+    Example:
+        >>> import torch, torchlift, tempfile, os
+        >>> folder = tempfile.mkdtemp()
+        >>> src, dst = os.path.join(folder, "old.pth"), os.path.join(folder, "new.safetensors")
+        >>> state = {"model": {"module.weight": torch.ones(2)}, "epoch": 3}
+        >>> torch.save(state, src, _use_new_zipfile_serialization=False)
+        >>> strip = torchlift.remap.strip("module.")
+        >>> report = torchlift.convert(src, dst, root="model", rename=strip, dtype="bfloat16")
+        >>> torchlift.open(dst)["weight"]
+        tensor([1., 1.], dtype=torch.bfloat16)
+    """
+    options = Options(rename=rename, dtype=dtype)
+    target = Target.of(dst, format, max_shard_size)
+    with ExitStack() as stack:
+        opened = src if isinstance(src, Checkpoint) else stack.enter_context(open_checkpoint(src))
+        _check_apart(opened.index, target, overwrite)
+        index = opened.index if root is None else select(opened.index, root)
+        lost: dict[str, str] = {}
+        dropped = _dropped(index, include, exclude)
+        if target.only_tensors and index.aside:
+            lost |= dict.fromkeys(index.aside, _ASIDE)
+            model = of_model(index)
+            dropped |= {*index.entries, *index.objects} - {*model.entries, *model.objects}
+        if options.rename is not None:
+            index, dropped = renamed(index, options.rename, dropped), set()
+        ckpt = stack.enter_context(Checkpoint(index))
+        check_rule(options.dtype, list(ckpt.entries), present=False)
+        becomes = _becomes(options.dtype, ckpt.path)
+        if target.only_tensors:
+            left = {k: why for k, why in ckpt.blocked_keys.items() if k not in ckpt.blocked_tensors}
+            lost |= {
+                key: f"only unpickling could rebuild it, through {printable(name, 80)}"
+                for key, name in left.items()
+                if key not in dropped
+            }
+            dropped |= left.keys()
+        taken, values = from_files(ckpt, target, becomes, dropped)
+        keeps_metadata = target.only_tensors and ckpt.format in _TEXTS[:2]
+        metadata = {k: v for k, v in ckpt.metadata.items() if k not in ("format", "total_size")}
+        if target.only_tensors:
+            lost |= dict.fromkeys(taken.objects, _AN_OBJECT)
+        if metadata and ckpt.format in _TEXTS and not keeps_metadata:
+            lost["(metadata)"] = f"the format has no place for {', '.join(sorted(metadata))}"
+
+        def check() -> None:
+            for file, stamp in ckpt.index.files.items():
+                stamp.check(file)
+
+        return finish(
+            target,
+            taken,
+            values,
+            metadata=metadata if keeps_metadata else {},
+            checksum=checksum,
+            lost=lost,
+            check=check,
+            progress=progress,
+            written=not dry_run,
+        )
+
+
+def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
+    """Refuse to replace what is there, and the source above all, unless that is asked for."""
+    if overwrite:
+        return
+    heads = [target.head]
+    if target.format == "safetensors" and target.limit is not None:
+        heads.append(target.path + INDEX)
+    source = {os.path.realpath(path) for path in (index.path, *index.files)}
+    for path in heads:
+        if os.path.lexists(path):
+            is_source = os.path.realpath(path) in source
+            raise CheckpointError(
+                "it is the source itself" if is_source else "there is something of this name",
+                file=path,
+                hint="Name another path, or pass overwrite=True (--overwrite) to replace it.",
+            )
+
+
+def _dropped(index: Index, include: Patterns, exclude: Patterns) -> set[str]:
+    """Return the keys that are left out.
+
+    Raises:
+        TypeError: no patterns.
+        MismatchError: a pattern fits nothing, or nothing is left.
+    """
+    for name, patterns in (("include", include), ("exclude", exclude)):
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            raise TypeError(f"{name}={patterns!r}: expected patterns such as ['head.*']")
+    keys = [*index.entries, *index.objects, *index.blocked_keys]
+    for pattern in (*include, *exclude):
+        if pattern != "*" and not allowed(keys, [pattern]):
+            raise MismatchError(
+                f"no key fits the pattern {pattern!r}",
+                file=index.path,
+                hint=did_you_mean(pattern, keys) or "Look at the keys with torchlift inspect.",
+            )
+    left = allowed(keys, include) - allowed(keys, exclude)
+    if keys and not left:
+        raise MismatchError("the patterns leave out everything", file=index.path)
+    return {key for key in keys if key not in left}
+
+
+def renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
+    """Return an index with other names, and without what is dropped; its containers are gone.
+
+    Raises:
+        MismatchError: two keys get one name, or all are dropped.
+        TypeError: a name is no text.
+    """
+    check_rule(rename, [*index.entries, *index.objects], present=False)
+    olds: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for key in (*index.entries, *index.objects, *index.blocked_keys):
+        name: object = None if key in dropped else rename(key)
+        if name is None:
+            continue
+        if not isinstance(name, str):
+            raise TypeError(f"rename({key!r}) returned {name!r}: expected a str or None")
+        if name in olds:
+            raise MismatchError(
+                "two keys get this name",
+                file=index.path,
+                entry=name,
+                found=f"{olds[name]!r} and {key!r}",
+                hint="Drop one of them: let rename return None for it.",
+            )
+        olds[name], names[key] = key, name
+    if not names:
+        raise MismatchError("rename drops everything", file=index.path)
+    return replace(
+        index,
+        entries={
+            name: replace(index.entries[key], key=name)
+            for key, name in names.items()
+            if key in index.entries
+        },
+        objects=_of(index.objects, names),
+        blocked_keys=_of(index.blocked_keys, names),
+        blocked_tensors=_of(index.blocked_tensors, names),
+        module_versions={},
+        templates={},
+        tree=None,
+        tree_root="",
+    )
+
+
+def _of(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names[key]: value for key, value in values.items() if key in names}
+
+
+def _becomes(rule: DtypeRule, path: str) -> Becomes:
+    """Return what says which dtype a tensor gets."""
+
+    def becomes(entry: TensorEntry) -> torch.dtype:
+        stored = dtype_of(entry, path)
+        return target_dtype(rule, entry, torch.empty(0, dtype=stored, device="meta"), stored)
+
+    return becomes

@@ -1,0 +1,55 @@
+"""Options of several commands that become rules for names and dtypes."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import operator
+
+import torch
+
+from torchlift._plan import DtypeRule, Rename
+from torchlift.cli import UsageError
+from torchlift.remap import by_pattern, rules, strip
+
+
+def add_names(parser: argparse.ArgumentParser) -> None:
+    """Declare the options for names."""
+    names = parser.add_argument_group("names, applied in this order")
+    names.add_argument("--strip", metavar="PREFIX", action="append", default=[])
+    names.add_argument("--rename", metavar="REGEX=REPLACEMENT", action="append", default=[])
+    names.add_argument("--drop", metavar="REGEX", action="append", default=[])
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Declare the option for dtypes."""
+    parser.add_argument(
+        "--dtype", metavar="[REGEX=]DTYPE", action="append", default=[], help="cast to this"
+    )
+
+
+def rename_of(args: argparse.Namespace) -> Rename | None:
+    """Return the rule for names that the options make."""
+    steps: list[Rename] = [strip(prefix) for prefix in args.strip]
+    pairs: list[tuple[str, str | None]] = []
+    for text in args.rename:
+        pattern, equals, replacement = text.rpartition("=")
+        if not equals:
+            raise UsageError(f"--rename {text!r}: expected REGEX=REPLACEMENT")
+        pairs.append((pattern, replacement))
+    pairs += [(pattern, None) for pattern in args.drop]
+    if pairs:
+        steps.append(rules(pairs))
+    return functools.reduce(operator.or_, steps) if steps else None
+
+
+def dtype_of(args: argparse.Namespace) -> DtypeRule:
+    """Return the rule for dtypes that the options make."""
+    named = [text.rpartition("=")[::2] for text in args.dtype]
+    found: dict[str, torch.dtype] = {}
+    for pattern, name in sorted(named, key=lambda pair: not pair[0]):  # the general one is last
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise UsageError(f"--dtype {name!r}: not a floating-point dtype of torch")
+        found[pattern] = dtype
+    return by_pattern(found) if found else None
