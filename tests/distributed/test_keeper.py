@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_a_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
     with torchlift.Keeper(tmp_path) as keeper:
         assert keeper.resume(run) is None
         train(run, 3)
-        assert keeper.save(3, run, epoch=1)
+        assert keeper.save(3, run, epoch=1, seen=Counter("aba"))
         train(run, 3)  # while it is being written
     again = run_of(seed=1)
     assert torchlift.Keeper(tmp_path).resume(again) == 3
@@ -68,6 +69,7 @@ def test_a_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
     assert again["scheduler"].state_dict() == run["scheduler"].state_dict()
     with torchlift.open(tmp_path / "step-000000003.pt") as ckpt:
         assert ckpt.objects["epoch"] == 1
+        assert repr(ckpt.tree("seen")) == "Counter({'a': 2, 'b': 1})"
         model = torchlift.skeleton(lambda: run_of()["model"])
         torchlift.load(model, ckpt, root="model")
     torch.load(tmp_path / "step-000000003.pt", weights_only=True)

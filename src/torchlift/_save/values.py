@@ -283,7 +283,7 @@ def filled(template: Any, values: Callable[[str], object]) -> Any:
     if isinstance(template, Leaf):
         return values(template.key)
     if isinstance(template, dict):
-        made = type(template)((name, filled(item, values)) for name, item in template.items())
+        made = type(template)({name: filled(item, values) for name, item in template.items()})
         if hasattr(template, "_metadata"):
             made._metadata = template._metadata  # type: ignore[attr-defined]
         return made
