@@ -293,15 +293,17 @@ class MappedViews:
             for dim, (start, size) in enumerate(zip(chunk.start, chunk.shape, strict=True)):
                 box = box.narrow(dim, start, size)
             steps = steps_in_file(entry, chunk)
-            whole_rows = box.dim() and box.stride(-1) == steps[-1] == 1
+            in_rows = box.dim() and box.stride(-1) == 1
             as_it_is = box.dtype == dtype and not entry.encoding
-            if whole_rows and as_it_is and chunk.offset % dtype.itemsize:
-                # As bytes, which may lie anywhere: as numbers, they would have to be cloned first.
+            if in_rows and as_it_is and chunk.offset % dtype.itemsize:
+                # As bytes, which may lie anywhere: as numbers, they would have to be cloned first,
+                # those between the rows of a transposed matrix too.
                 size = dtype.itemsize
                 raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
-                shape = (*chunk.shape[:-1], chunk.shape[-1] * size)
-                strides = (*(step * size for step in steps[:-1]), 1)
-                box.view(torch.uint8).copy_(raw.as_strided(shape, strides))
+                shape, strides = (*chunk.shape, size), (*(step * size for step in steps), 1)
+                raw_box = box.view(torch.uint8)
+                spread = raw_box.view((*raw_box.shape[:-1], *shape[-2:]))
+                spread.copy_(raw.as_strided(shape, strides))
             else:
                 box.copy_(self._box(entry, chunk, dtype))
         return target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 
@@ -25,6 +26,11 @@ class Workspace:
     def __init__(self, limit: int = BLOCK) -> None:
         self.limit = limit
         self._memory: dict[torch.device, torch.Tensor] = {}
+
+    @cached_property
+    def stage(self) -> Workspace:
+        """Return another one, for values on their way to the first."""
+        return Workspace(self.limit)
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a flat tensor, which is valid until the next one is asked for."""
@@ -87,6 +93,7 @@ def entry_blocks(
             room = work.room(values.numel(), dtype, values.device)
             yield memory_of(room.copy_(values))
         return
+    stage = work.stage
     stored, host = dtype_of(entry, views.index.path), torch.device("cpu")
     limit = max(1, work.limit // max(stored.itemsize, dtype.itemsize))
     for block in blocks(entry.shape, limit):
@@ -96,5 +103,10 @@ def entry_blocks(
             # Not out of the map: a file that is truncated meanwhile would be a SIGBUS.
             read(requests_for(part, room, stored), views.files)
         else:
-            views.fill(room.view(part.shape), part)
+            # Cast afterwards: of numbers that are not aligned, fill could only cast a copy.
+            same = dtype == stored
+            values = room if same else stage.room(part.numel, stored, host)
+            views.fill(values.view(part.shape), part)
+            if not same:
+                room.copy_(values)
         yield memory_of(room)
