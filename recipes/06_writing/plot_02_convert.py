@@ -1,0 +1,149 @@
+"""
+Convert a .pth file to safetensors, or to bfloat16, without loading it
+======================================================================
+
+The checkpoint is an old ``.pth`` and somebody needs safetensors; or it is float32 and the server takes
+bfloat16; and it is larger than the memory of your laptop. Can it be converted all the same?
+
+Yes: `torchlift.convert` reads and writes it block by block, in some 32 MiB whatever its size.
+"""
+
+# %%
+# In short
+# --------
+
+import tempfile
+
+import torch
+
+import torchlift
+
+folder = tempfile.mkdtemp()
+old, new = folder + "/old.pth", folder + "/new.safetensors"
+state = {"model": {"module.weight": torch.randn(1000, 500)}, "epoch": 3}
+torch.save(state, old, _use_new_zipfile_serialization=False)  # before 1.6
+strip = torchlift.remap.strip("module.")
+print(torchlift.convert(old, new, root="model", rename=strip, dtype="bfloat16"))
+print(torchlift.open(new)["weight"].dtype)
+
+# %%
+# One call took the container ``model`` out of an old file, stripped a prefix, cast, and wrote another
+# format. In a terminal it is ``torchlift convert old.pth new.safetensors --root model --dtype
+# bfloat16``; with ``--dry-run`` it only says what it would do.
+#
+# Why
+# ---
+#
+# The usual way is three lines, and each makes a copy of everything:
+#
+# .. code-block:: python
+#
+#    state = torch.load("old.pth")                              # one copy
+#    state = {k: v.bfloat16() for k, v in state.items()}        # a second one, half as large
+#    save_file(state, "new.safetensors")                        # all of it at once
+#
+# It also runs into what the two formats do not share. safetensors have no containers, no numbers
+# beside the tensors and no ties; ``save_file`` refuses tied weights, and what else the file had is
+# gone without a word. `torchlift.convert` says what the new file does not keep:
+
+tied = torch.nn.Linear(256, 256, bias=False)
+both = torch.nn.Sequential(tied, torch.nn.ReLU(), tied)
+torch.save({"model": both.state_dict(), "epoch": 3}, folder + "/tied.pt")
+report = torchlift.convert(folder + "/tied.pt", folder + "/tied.safetensors")
+print(report)
+
+# %%
+# The tie is told in the metadata of the file, once for both, so that `torchlift.open` gives it back,
+# and converting to a torch file again does too:
+
+torchlift.convert(folder + "/tied.safetensors", folder + "/again.pt")
+print(torchlift.open(folder + "/again.pt").aliases)
+
+# %%
+# What is there already is not overwritten unless you say so, and a conversion that is killed leaves
+# the old files as they were.
+
+try:
+    torchlift.convert(folder + "/tied.pt", folder + "/again.pt")
+except torchlift.CheckpointError as error:
+    print(str(error).replace(folder, "FOLDER"))
+
+# %%
+# Proof
+# -----
+#
+# A checkpoint of 512 MiB in float32 becomes bfloat16 in safetensors, in two fresh processes: one by
+# the three lines, one by `torchlift.convert`. Their anonymous memory (what the process owns, and the
+# system cannot drop) is watched from outside.
+
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+large = folder + "/large.pt"
+torch.save({f"layers.{i}.weight": torch.randn(2**22) for i in range(32)}, large)
+
+
+def three_lines(src, dst):
+    state = {k: v.bfloat16() for k, v in torch.load(src).items()}
+    save_file(state, dst)
+
+
+def by_torchlift(src, dst):
+    torchlift.convert(src, dst, dtype=torch.bfloat16)
+
+
+WAYS = {"load, cast, save_file": three_lines, "torchlift.convert": by_torchlift}
+uses, written = {}, {}
+for name, way in WAYS.items():
+    dst = f"{folder}/{way.__name__}.safetensors"
+    child = torchlift.measure.in_child(way, large, dst)
+    uses[name] = child.memory
+    written[name] = dst
+    peak = child.memory.added_anonymous / 2**20
+    print(f"{name:<22} anonymous peak: {peak:6.0f} MiB, {child.seconds:5.1f} s")
+
+assert torchlift.diff(*written.values()).equal
+assert uses["torchlift.convert"].added_anonymous < 64 * 2**20
+print("the two files are equal:", True)
+
+import matplotlib.pyplot as plt
+
+TEAL, RUST = "#2b6f77", "#b83a16"
+plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
+figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
+looks = {"load, cast, save_file": (RUST, "--"), "torchlift.convert": (TEAL, "-")}
+for name, use in uses.items():
+    color, line = looks[name]
+    seconds = [sample.seconds for sample in use.timeline]
+    mib = [
+        (sample.anonymous - use.timeline[0].anonymous) / 2**20
+        for sample in use.timeline
+    ]
+    axes.plot(seconds, mib, color=color, linestyle=line, label=name, linewidth=2)
+axes.set(xlabel="seconds", ylabel="anonymous memory (MiB)", ylim=(0, None))
+axes.spines[["top", "right"]].set_visible(False)
+figure.legend(loc="outside upper center", ncols=2, frameon=False)
+plt.show()
+
+for path in Path(folder).iterdir():
+    path.unlink()
+
+# %%
+# *Anonymous memory while 512 MiB of float32 becomes bfloat16: the usual way takes the file and its cast
+# copy,* `torchlift.convert` *the same few blocks from beginning to end.*
+#
+# Remember
+# --------
+#
+# - A conversion needs the index, and a block of the weights at a time; never the weights.
+# - Read what the report says the new format does not keep.
+# - ``dtype=`` takes a rule too: `torchlift.remap.by_pattern` keeps the norms in float32.
+#
+# Use this when
+# -------------
+#
+# - **You have .pth, .bin or .ckpt and need safetensors, or the other way:** `torchlift.convert`.
+# - **The file was sent to you:** the same; nothing in it runs.
+# - **You have the model in memory already:** `torchlift.save`.
+# - **You want to know that nothing was lost:** `torchlift.diff` of the two files.
