@@ -21,6 +21,7 @@ from torchlift._plan.hooks import (
     run_hooks,
     run_post_hooks,
 )
+from torchlift._plan.names import named, renamed
 from torchlift._plan.report import KeyReport, LoadReport, Mismatch, clipped_list, summarise
 from torchlift._plan.rules import (
     AnyMode,
@@ -164,17 +165,16 @@ def make_plan(
     """
     for rule in (options.device, options.dtype):
         check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
-    names = renamed([*origin.candidates, *origin.blocked], options.rename, origin.path)
+    names, made = named(origin, options.rename)
+    blocked = renamed(origin.blocked, options.rename, origin.path)
     model_names = {name for group in tree.groups for name in group.names}
-    ignored = [names[key] for key in origin.blocked if key in names]
+    ignored = list(blocked.values())
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
-    for key in origin.blocked:
-        name = names.get(key)
-        if name is not None and (name in model_names or name not in excused):
+    for key, name in blocked.items():
+        if name in model_names or name not in excused:
             raise origin.refusal(key)
-    names = {key: name for key, name in names.items() if key not in origin.blocked}
     objects = renamed(origin.objects, options.rename, origin.path)
-    modules = hooked_modules(tree, names.values())
+    modules = hooked_modules(tree, [*names.values(), *made])
     hooked = has_post_hooks(tree)
     if modules or hooked:
         commit.keep_attributes(tree.modules)
@@ -182,7 +182,8 @@ def make_plan(
     origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     own = owns_all(options.source, live=not any(tensor.is_meta for tensor in like.values()))
-    outcome = run_hooks(modules, origin, names, objects, like, options.strict, own)
+    candidates = {name: origin.candidates[key] for key, name in names.items()} | made
+    outcome = run_hooks(modules, origin, candidates, objects, like, options.strict, own)
     if modules:
         tree.walk()  # again: a hook may have put other tensors in their slots
     matched = match(tree.groups, outcome.candidates, check_shapes=check_shapes)
@@ -206,11 +207,15 @@ def make_plan(
         extra=tuple(outcome.extra),
         hooked=hooked,
     )
-    return _assemble(origin, tree.groups, matched, work, names)
+    return _assemble(origin, tree.groups, matched, work, candidates)
 
 
 def _assemble(
-    origin: Origin, groups: list[Group], matched: Match, work: Work, names: Mapping[str, str]
+    origin: Origin,
+    groups: list[Group],
+    matched: Match,
+    work: Work,
+    candidates: Mapping[str, Candidate],
 ) -> LoadPlan:
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
@@ -235,11 +240,22 @@ def _assemble(
             if group.tensor.is_meta or id(group.tensor) in matched_ids
             for name in group.names
         ],
-        renamed={old: new for old, new in names.items() if old != new},
+        renamed={c.key: name for name, c in candidates.items() if not c.keys and c.key != name},
+        merged={name: c.keys for name, c in candidates.items() if len(c.keys) > 1},
+        split=_split(candidates),
         peak_bytes=_peak(work),
         bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
         work=work,
     )
+
+
+def _split(candidates: Mapping[str, Candidate]) -> dict[str, tuple[str, ...]]:
+    """Return name in the checkpoint -> the names that share its values, where there are several."""
+    found: dict[str, list[str]] = {}
+    for name, one in candidates.items():
+        for key in one.keys:
+            found.setdefault(key, []).append(name)
+    return {key: tuple(names) for key, names in found.items() if len(names) > 1}
 
 
 def _describe(step: Step, path: str) -> KeyReport:
@@ -256,6 +272,7 @@ def _describe(step: Step, path: str) -> KeyReport:
         dtype=dtype,
         cast_from=candidate.dtype if candidate.dtype != dtype else None,
         note=step.note,
+        entries=candidate.keys or (candidate.key,),
     )
 
 
@@ -337,33 +354,6 @@ def _check(matched: Match, path: str, options: Options) -> None:
 
 
 # ---- names
-
-
-def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, str]:
-    """Return name in the checkpoint -> name in the model, without those that `rename` drops.
-
-    Raises:
-        MismatchError: two keys get the same name.
-    """
-    if rename is None:
-        return {key: key for key in keys}
-    keys_of: dict[str, str] = {}
-    for key in keys:
-        name = rename(key)
-        if name is None:
-            continue
-        if not isinstance(name, str):
-            raise TypeError(f"rename({key!r}) returned {name!r}, which is neither str nor None")
-        if name in keys_of:
-            raise MismatchError(
-                f"rename gives two keys one name, {name!r}",
-                file=path,
-                entry=keys_of[name],
-                found=key,
-                hint="Return None for the one that is to be dropped.",
-            )
-        keys_of[name] = key
-    return {key: name for name, key in keys_of.items()}
 
 
 def match(
