@@ -11,6 +11,7 @@ Rules are plain values: they print as the call that makes them, and they can be 
 
 from __future__ import annotations
 
+from torchlift.remap.conversion_table import transformers
 from torchlift.remap.dispatching import dispatch
 from torchlift.remap.fitting import Fit, fit
 from torchlift.remap.maps import (
@@ -28,6 +29,6 @@ from torchlift.remap.names import Renaming, rules, strip
 
 __all__ = [
     "by_location", "by_key", "by_pattern", "first_of", "fit", "dispatch", "strip", "rules",
-    "merge", "split",
+    "merge", "split", "transformers",
     "ByKey", "ByLocation", "ByPattern", "FirstOf", "Fit", "Renaming",
 ]  # fmt: skip

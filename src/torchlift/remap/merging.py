@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
+from typing import Any
 
 from torchlift._plan import Made, Rewriting, clipped_list, same_name
 from torchlift.errors import CheckpointError, MismatchError, PlacementError
@@ -32,7 +33,7 @@ _MOST_NAMED = 100  # missing members in an error
 # ---- what can be done to tensors that nobody has read
 
 
-class _Unfit(ValueError):
+class Unfit(ValueError):
     """Tensors that an operation cannot take."""
 
 
@@ -51,7 +52,7 @@ def _checked(item: Made) -> Made:
 def _dim(item: Made, dim: int, more: int = 0) -> int:
     size = len(item.entry.shape) + more
     if not -size <= dim < size:
-        raise _Unfit(f"{item.keys[0]!r} of shape {list(item.entry.shape)} has no dimension {dim}")
+        raise Unfit(f"{item.keys[0]!r} of shape {list(item.entry.shape)} has no dimension {dim}")
     return dim % size
 
 
@@ -104,7 +105,7 @@ def _require_alike(items: Sequence[Made], dim: int | None) -> None:
     for item in items[1:]:
         a, b = first.entry, _checked(item).entry
         if (a.dtype, a.encoding) != (b.dtype, b.encoding):
-            raise _Unfit(
+            raise Unfit(
                 f"{first.keys[0]!r} is {' '.join((*a.encoding, a.dtype))} and {item.keys[0]!r} is "
                 f"{' '.join((*b.encoding, b.dtype))}: bring them to one dtype with "
                 "torchlift.convert first"
@@ -112,7 +113,7 @@ def _require_alike(items: Sequence[Made], dim: int | None) -> None:
         sizes = zip(a.shape, b.shape, strict=False)
         same = len(a.shape) == len(b.shape)
         if not same or any(x != y for at, (x, y) in enumerate(sizes) if at != dim):
-            raise _Unfit(
+            raise Unfit(
                 f"{first.keys[0]!r} has shape {list(a.shape)} and {item.keys[0]!r} {list(b.shape)}"
             )
 
@@ -241,11 +242,11 @@ class _Division(Rewriting, Renaming):
         made: dict[str, Made] = {}
         for key, item in items.items():
             if key not in places:
-                _add(made, key, item, path)
+                add(made, key, item, path)
             elif members := groups.pop(places[key][0], None):
                 texts = places[key][0]
                 name = self.whole.name(texts, 0)
-                _add(made, name, self._joined(name, texts, members), path)
+                add(made, name, self._joined(name, texts, members), path)
         return made
 
     def _joined(
@@ -259,7 +260,7 @@ class _Division(Rewriting, Renaming):
                 for at, part in enumerate(self.parts)
                 if (at, number) not in members
             )
-            raise _missing(name, list(islice(lacking, _MOST_NAMED)))
+            raise missing_members(name, list(islice(lacking, _MOST_NAMED)))
         try:
             if self.transpose is not None:
                 members = {at: transposed(m, self.transpose) for at, m in members.items()}
@@ -275,7 +276,7 @@ class _Division(Rewriting, Renaming):
             if self.stack is not None and not self.is_numbered:
                 return stacked(together, self.stack)
             return together[0]
-        except _Unfit as error:
+        except Unfit as error:
             raise MismatchError(f"what is to be merged does not fit: {error}", entry=name) from None
 
     def _require_sizes(self, members: Sequence[Made], cat: int) -> None:
@@ -283,7 +284,7 @@ class _Division(Rewriting, Renaming):
         sizes = [member.entry.shape[_dim(member, cat)] for member in members]
         wanted = [1] * len(sizes) if self.sizes is None else list(self.sizes)
         if _least(sizes) != _least(wanted):
-            raise _Unfit(
+            raise Unfit(
                 f"{clipped_list([repr(member.keys[0]) for member in members])} have "
                 f"{', '.join(map(str, sizes[:5]))} in dimension {cat}, which is not what the rule "
                 f"says; pass sizes={tuple(_least(sizes))}"
@@ -294,17 +295,17 @@ class _Division(Rewriting, Renaming):
         for key, item in items.items():
             found = self.whole.fields(key)
             if found is None:
-                _add(made, key, item, path)
+                add(made, key, item, path)
                 continue
             try:
                 lists = self._lists(item)
-            except _Unfit as error:
+            except Unfit as error:
                 raise MismatchError(f"it cannot be split: {error}", entry=key) from None
             for part, members in zip(self.parts, lists, strict=True):
                 for number, member in enumerate(members):
                     if self.transpose is not None:
                         member = transposed(member, self.transpose)
-                    _add(made, part.name(found[0], number), member, path)
+                    add(made, part.name(found[0], number), member, path)
         return made
 
     def _lists(self, item: Made) -> list[list[Made]]:
@@ -315,7 +316,7 @@ class _Division(Rewriting, Renaming):
                 return [[item]]
             members = unstacked(item, self.stack)
             if not self.is_numbered and len(members) != count:
-                raise _Unfit(
+                raise Unfit(
                     f"dimension {self.stack} of shape {list(item.entry.shape)} is not {count}, the "
                     "number of names"
                 )
@@ -324,7 +325,7 @@ class _Division(Rewriting, Renaming):
         parts = (1,) * count if self.sizes is None else self.sizes
         if total % sum(parts):
             what = f"{count} equal slices" if self.sizes is None else f"slices of {self.sizes}"
-            raise _Unfit(
+            raise Unfit(
                 f"dimension {self.cat} of shape {list(item.entry.shape)} does not divide into "
                 f"{what}"
             )
@@ -340,13 +341,20 @@ def _least(sizes: Sequence[int]) -> list[int]:
     return [size // divisor for size in sizes]
 
 
-def _add(made: dict[str, Made], name: str, item: Made, path: str) -> None:
+def add(made: MutableMapping[str, Any], name: str, item: Made, path: str) -> None:
+    """Add a tensor under a name that no other one has.
+
+    Raises:
+        MismatchError: another one has it.
+    """
     if name in made:
-        raise same_name(name, made[name].keys[0], item.keys[0], path)
+        other = made[name]
+        first = other.keys[0] if isinstance(other, Made) else name
+        raise same_name(name, first, item.keys[0], path)
     made[name] = item
 
 
-def _missing(name: str, missing: Sequence[str]) -> MismatchError:
+def missing_members(name: str, missing: Sequence[str]) -> MismatchError:
     """Return the error that names members that are not there."""
     return MismatchError(
         f"not all that it is merged of is in the checkpoint; missing: {clipped_list(missing)}",
