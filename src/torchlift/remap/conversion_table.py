@@ -51,6 +51,11 @@ class _Group:
     name: str
     tensors: _Tensors
 
+    @property
+    def absent(self) -> list[str]:
+        """Return the patterns that no key fits."""
+        return [source for source in self.converter.source_patterns if source not in self.tensors]
+
 
 @dataclass(frozen=True, repr=False)
 class _Table(Rewriting, Renaming):
@@ -61,7 +66,8 @@ class _Table(Rewriting, Renaming):
         config: its configuration, which says how many heads and the like there are.
         prefix: what the model calls its base model.
         shapes: name in the model -> shape.
-        forward, backward: the table's rules, from what it saves to the model, and back.
+        rules: those of the table.
+        reversible: those of them that it also applies when it saves, reversed.
         saves: whether this is the way back.
     """
 
@@ -69,8 +75,8 @@ class _Table(Rewriting, Renaming):
     config: Any
     prefix: str
     shapes: dict[str, tuple[int, ...]]
-    forward: Sequence[Any]
-    backward: Sequence[Any]
+    rules: Sequence[Any]
+    reversible: Sequence[Any]
     saves: bool = False
 
     def __repr__(self) -> str:
@@ -83,7 +89,12 @@ class _Table(Rewriting, Renaming):
 
     def reversed(self) -> _Table:
         """Return the rule from the model to what ``save_pretrained`` writes."""
-        return replace(self, saves=not self.saves)
+        made = replace(self, saves=not self.saves)
+        try:
+            made._rules()
+        except NotImplementedError as error:
+            raise ValueError(f"{self!r} has no way back: an operation of it has none") from error
+        return made
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         """Return name in the model -> tensor; see `Rewriting`."""
@@ -97,7 +108,10 @@ class _Table(Rewriting, Renaming):
         """Return rules for names and for tensors; copies, because they note what they have seen."""
         from transformers.core_model_loading import WeightConverter
 
-        rules = deepcopy(list(self.backward if self.saves else self.forward))
+        if self.saves:
+            rules = [rule.reverse_transform() for rule in self.reversible[::-1]]
+        else:
+            rules = deepcopy(list(self.rules))
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         return [rule for rule in rules if not isinstance(rule, WeightConverter)], converters
 
@@ -169,10 +183,9 @@ class _Table(Rewriting, Renaming):
         around = next((full.partition(name) for name in tensors if name in full), None)
         before, after = (around[0], around[2]) if around else ("", "")
         made = {before + name + after: one for name, (one, *_) in tensors.items()}
-        absent = [source for source in rule.source_patterns if source not in group.tensors]
-        for name, item in made.items() if absent and not self.saves else ():
+        for name, item in made.items() if group.absent and not self.saves else ():
             if self.shapes.get(name) != item.entry.shape:
-                raise missing_members(name, absent)
+                raise missing_members(name, group.absent)
         return made
 
 
@@ -220,10 +233,6 @@ def _first(tensors: _Tensors) -> Made:
     return next(iter(tensors.values()))[0]
 
 
-def _text_config(config: Any) -> Any:
-    return config.get_text_config()
-
-
 def _chunk(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
     item = _first(tensors)
     targets = operation.get_target_patterns(group.converter.target_patterns, config=table.config)
@@ -248,6 +257,8 @@ def _split(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _
 def _concatenate(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
     target = operation.get_target_pattern(group.converter.target_patterns)
     items = [one for source in group.converter.source_patterns for one in tensors.get(source, ())]
+    if not items:  # the operation before found a single pattern, and took it for all there is
+        raise missing_members(group.name, group.absent)
     return {target: [concatenated(items, operation.dim)]}
 
 
@@ -319,8 +330,8 @@ def _turned(item: Made, dim: int, blocks: int, rows: int, columns: int) -> Made:
 
 def _fuse_experts(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
     targets, sources = group.converter.target_patterns, group.converter.source_patterns
-    if lacking := [source for source in sources if source not in tensors]:
-        raise missing_members(group.name, lacking)
+    if group.absent:
+        raise missing_members(group.name, group.absent)
     made: defaultdict[str, list[Made]] = defaultdict(list)
     for items in (tensors[source] for source in sources):
         size = math.ceil(len(items) / len(targets))
@@ -417,11 +428,9 @@ def transformers(model_or_config: Any) -> Renaming:
         config=model.config,
         prefix=model.base_model_prefix,
         shapes={name: tuple(tensor.shape) for name, tensor in _tensors(model).items()},
-        forward=get_model_conversion_mapping(model, hf_quantizer=quantizer),
+        rules=get_model_conversion_mapping(model, hf_quantizer=quantizer),
         # As there: whether a prefix was in the file is known only once one was loaded.
-        backward=[
-            rule.reverse_transform() for rule in saved[::-1] if not isinstance(rule, PrefixChange)
-        ],
+        reversible=[rule for rule in saved if not isinstance(rule, PrefixChange)],
     )
 
 
