@@ -254,7 +254,12 @@ def test_it_composes_and_a_missing_expert_is_named(tmp_path: Path) -> None:
     saved(cls, config, tmp_path)
     rewrite(tmp_path, lambda key: f"module.{key}")
     model = torchlift.skeleton(cls, config)
-    rename = remap.strip("module.") | remap.transformers(model)
+    rename = remap.strip("module.")
+    with pytest.raises(MismatchError, match=r"pass rename=remap\.transformers\(model\)"):
+        torchlift.load(model, {rename(key): value for key, value in load_file(
+            tmp_path / "model.safetensors"
+        ).items()})  # fmt: skip
+    rename = rename | remap.transformers(model)
     torchlift.load(model, tmp_path, rename=rename)
     state = load_file(tmp_path / "model.safetensors")
     lost = next(key for key in state if key.endswith("experts.1.w3.weight"))

@@ -7,7 +7,7 @@ left in several files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ import torch
 
 from torchlift._model.dtensor import is_sharded
 from torchlift._model.handlers import is_wrapper, oddity
+from torchlift._plan.rules import renamed
 from torchlift._plan.sources import Origin
 from torchlift._plan.steps import Candidate, Joined, Rename
-from torchlift.errors import MismatchError
 from torchlift.formats import Chunk, TensorEntry, row_major, steps_in_file
 
 #: Stands before a key in place of a file, for a tensor in memory: no path has this character.
@@ -57,38 +57,6 @@ class Rewriting:
         raise NotImplementedError
 
 
-def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, str]:
-    """Return name in the checkpoint -> name in the model, without those that `rename` drops.
-
-    Raises:
-        MismatchError: two keys get the same name.
-    """
-    if rename is None:
-        return {key: key for key in keys}
-    keys_of: dict[str, str] = {}
-    for key in keys:
-        name = rename(key)
-        if name is None:
-            continue
-        if not isinstance(name, str):
-            raise TypeError(f"rename({key!r}) returned {name!r}, which is neither str nor None")
-        if name in keys_of:
-            raise same_name(name, keys_of[name], key, path)
-        keys_of[name] = key
-    return {key: name for name, key in keys_of.items()}
-
-
-def same_name(name: str, first: str, second: str, path: str) -> MismatchError:
-    """Return the error that says that two keys get one name."""
-    return MismatchError(
-        f"rename gives two keys one name, {name!r}",
-        file=path,
-        entry=first,
-        found=second,
-        hint="Return None for the one that is to be dropped.",
-    )
-
-
 def rewritten(
     entries: Mapping[str, TensorEntry], rename: Rename | None, path: str
 ) -> dict[str, Made]:
@@ -103,15 +71,13 @@ def rewritten(
     return {name: items[key] for key, name in renamed(entries, rename, path).items()}
 
 
-def named(origin: Origin, rename: Rename | None) -> tuple[dict[str, str], dict[str, Candidate]]:
-    """Return key -> name of what stays as it is, and name -> candidate of what a rename makes.
+def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[str, Candidate]]:
+    """Return key -> name of what stays as it is, and name -> candidate of what a rule makes.
 
     Raises:
         MismatchError: see `rewritten`.
     """
     candidates = {k: v for k, v in origin.candidates.items() if k not in origin.blocked}
-    if not isinstance(rename, Rewriting):
-        return renamed(candidates, rename, origin.path), {}
     entries = {key: one.entry or _described(one) for key, one in candidates.items()}
     names: dict[str, str] = {}
     made: dict[str, Candidate] = {}

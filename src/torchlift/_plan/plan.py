@@ -21,7 +21,7 @@ from torchlift._plan.hooks import (
     run_hooks,
     run_post_hooks,
 )
-from torchlift._plan.names import named, renamed
+from torchlift._plan.names import Rewriting, assembled
 from torchlift._plan.report import KeyReport, LoadReport, Mismatch, clipped_list, summarise
 from torchlift._plan.rules import (
     AnyMode,
@@ -32,6 +32,7 @@ from torchlift._plan.rules import (
     Patterns,
     allowed,
     check_rule,
+    renamed,
 )
 from torchlift._plan.sources import Given, Origin, sources
 from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
@@ -82,7 +83,8 @@ def plan(
         ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
             a list of these, of which a later one wins.
         root: keep only what is under this container of the checkpoint, of each where it is a list.
-        rename: callable from a name in the checkpoint to a name in the model, or to None to drop.
+        rename: callable from a name in the checkpoint to a name in the model, or to None to drop;
+            or a rule of `torchlift.remap`, which may also merge tensors and split them.
         device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
             ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
             and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file,
@@ -165,7 +167,12 @@ def make_plan(
     """
     for rule in (options.device, options.dtype):
         check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
-    names, made = named(origin, options.rename)
+    made: dict[str, Candidate] = {}
+    if isinstance(options.rename, Rewriting):
+        names, made = assembled(origin, options.rename)
+    else:
+        keys = [key for key in origin.candidates if key not in origin.blocked]
+        names = renamed(keys, options.rename, origin.path)
     blocked = renamed(origin.blocked, options.rename, origin.path)
     model_names = {name for group in tree.groups for name in group.names}
     ignored = list(blocked.values())
@@ -196,6 +203,9 @@ def make_plan(
     if options.strict and (matched.missing or matched.unexpected) and hooked:
         # They may excuse a name, and get to see the loaded module only if nothing is wrong.
         run_post_hooks(tree, matched.missing, matched.unexpected)
+    matched.hint = suggestion(matched.missing, matched.unexpected)
+    if not matched.hint and matched.missing and matched.unexpected and options.rename is None:
+        matched.hint = _library_hint(tree.modules[0])
     (check or _check)(matched, origin.path, options)
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
@@ -230,7 +240,7 @@ def _assemble(
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
         mismatched=matched.mismatched,
-        hint=suggestion(matched.missing, matched.unexpected),
+        hint=matched.hint,
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
         replayed=[name for group in work.replayed for name in group.names],
         deferred=[
@@ -341,7 +351,7 @@ def _check(matched: Match, path: str, options: Options) -> None:
     if wrong:
         lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
         ways.append("ignore_mismatched=True to skip what has another shape")
-    hint = suggestion(matched.missing, matched.unexpected) or f"Pass {' and '.join(ways)}."
+    hint = matched.hint or f"Pass {' and '.join(ways)}."
     what = "nothing in the checkpoint fits the model" if nothing else "the checkpoint does not fit"
     raise MismatchError(
         f"{what}{'' if nothing else ' the model'}: " + "; ".join(lists),
@@ -418,6 +428,14 @@ def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
             f"pass rename=lambda key: {add!r} + key."
         )
     return None
+
+
+def _library_hint(model: nn.Module) -> str | None:
+    """Return the rename that knows the files of a model's library, or None."""
+    bases = {(base.__module__, base.__name__) for base in type(model).__mro__}
+    if ("transformers.modeling_utils", "PreTrainedModel") not in bases:
+        return None
+    return "transformers converts its files while it loads: pass rename=remap.transformers(model)."
 
 
 def _prefix(short: list[str], long: list[str]) -> tuple[str, int]:

@@ -145,6 +145,7 @@ class Match:
         unmatched: groups of the model that get nothing.
         missing, unexpected, mismatched: as in `LoadReport`.
         fits: whether anything of the source is in a pair.
+        hint: what would make more names fit, else None.
     """
 
     pairs: list[tuple[Group, str, list[Candidate]]] = field(default_factory=list)
@@ -153,6 +154,7 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     mismatched: dict[str, Mismatch] = field(default_factory=dict)
     fits: bool = True
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
