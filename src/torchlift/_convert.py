@@ -12,7 +12,18 @@ import torch
 
 from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._plan import DtypeRule, Options, Patterns, Rename, allowed, check_rule, target_dtype
+from torchlift._plan import (
+    DtypeRule,
+    Options,
+    Patterns,
+    Rename,
+    allowed,
+    check_rule,
+    renamed,
+    rewritten,
+    same_name,
+    target_dtype,
+)
 from torchlift._save import Becomes, SaveReport, Target, finish, from_files
 from torchlift._system import printable
 from torchlift.errors import CheckpointError, MismatchError, did_you_mean
@@ -60,7 +71,8 @@ def convert(
         format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``. None: the suffix.
         root: keep only what is under this container, and strip it.
         rename: callable from a key to its new name, or to None to drop it, such as
-            `torchlift.remap.strip` and `torchlift.remap.rules`.
+            `torchlift.remap.strip` and `torchlift.remap.rules`; or a rule that merges and splits,
+            such as `torchlift.remap.merge`, whose ``reversed()`` is the way back.
         dtype: a floating-point dtype or its name, for all tensors of floating-point numbers; or a
             callable from `TensorEntry` to one or None, such as `torchlift.remap.by_pattern`.
         max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``.
@@ -107,7 +119,7 @@ def convert(
             model = of_model(index)
             dropped |= {*index.entries, *index.objects} - {*model.entries, *model.objects}
         if options.rename is not None:
-            index, dropped = renamed(index, options.rename, dropped), set()
+            index, dropped = _renamed(index, options.rename, dropped), set()
         ckpt = stack.enter_context(Checkpoint(index))
         check_rule(options.dtype, list(ckpt.entries), present=False)
         becomes = _becomes(options.dtype, ckpt.path)
@@ -186,7 +198,7 @@ def _dropped(index: Index, include: Patterns, exclude: Patterns) -> set[str]:
     return {key for key in keys if key not in left}
 
 
-def renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
+def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
     """Return an index with other names, and without what is dropped; its containers are gone.
 
     Raises:
@@ -194,32 +206,18 @@ def renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
         TypeError: a name is no text.
     """
     check_rule(rename, [*index.entries, *index.objects], present=False)
-    olds: dict[str, str] = {}
-    names: dict[str, str] = {}
-    for key in (*index.entries, *index.objects, *index.blocked_keys):
-        name: object = None if key in dropped else rename(key)
-        if name is None:
-            continue
-        if not isinstance(name, str):
-            raise TypeError(f"rename({key!r}) returned {name!r}: expected a str or None")
-        if name in olds:
-            raise MismatchError(
-                "two keys get this name",
-                file=index.path,
-                entry=name,
-                found=f"{olds[name]!r} and {key!r}",
-                hint="Drop one of them: let rename return None for it.",
-            )
-        olds[name], names[key] = key, name
-    if not names:
+    kept = {key: entry for key, entry in index.entries.items() if key not in dropped}
+    made = rewritten(kept, rename, index.path)
+    others = [key for key in (*index.objects, *index.blocked_keys) if key not in dropped]
+    names = renamed(others, rename, index.path)
+    for key, name in names.items():
+        if name in made:
+            raise same_name(name, made[name].keys[0], key, index.path)
+    if not made and not names:
         raise MismatchError("rename drops everything", file=index.path)
     return replace(
         index,
-        entries={
-            name: replace(index.entries[key], key=name)
-            for key, name in names.items()
-            if key in index.entries
-        },
+        entries={name: replace(item.entry, key=name) for name, item in made.items()},
         objects=_of(index.objects, names),
         blocked_keys=_of(index.blocked_keys, names),
         blocked_tensors=_of(index.blocked_tensors, names),

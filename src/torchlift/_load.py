@@ -89,7 +89,8 @@ def load(
         ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
             a list of these, of which a later one wins; ``KeyReport.path`` says which gave what.
         root: keep only what is under this container of the checkpoint, of each where it is a list.
-        rename: callable from a name in the checkpoint to a name in the model, or to None to drop.
+        rename: callable from a name in the checkpoint to a name in the model, or to None to drop;
+            or a rule of `torchlift.remap`, which may also merge tensors and split them.
         device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
             ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
             and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file,

@@ -61,7 +61,7 @@ def test_with_a_model_only_what_it_loads_is_read(tied: Path) -> None:
     assert found.to_dict()["plan"] == {
         "loaded": 4, "missing_keys": [], "unexpected_keys": [], "mismatched": {},
         "replayed": ["mask"], "deferred": [], "tied": [["embed.weight", "head.weight"]],
-        "renamed": {f"module.{k}": k for k in Tied().state_dict()},
+        "renamed": {f"module.{k}": k for k in Tied().state_dict()}, "merged": {}, "split": {},
     }  # fmt: skip
     assert "each rank holds 108 B to 108 B once 4 tensors are loaded" in str(found)
 

@@ -4,13 +4,15 @@ from torchlift._plan.fetch import Fetched as Fetched
 from torchlift._plan.fetch import Prepared as Prepared
 from torchlift._plan.fetch import fetch_all as fetch_all
 from torchlift._plan.hooks import run_post_hooks as run_post_hooks
+from torchlift._plan.names import Made as Made
+from torchlift._plan.names import Rewriting as Rewriting
+from torchlift._plan.names import rewritten as rewritten
 from torchlift._plan.plan import LoadPlan as LoadPlan
 from torchlift._plan.plan import check_order as check_order
 from torchlift._plan.plan import make_plan as make_plan
 from torchlift._plan.plan import match as match
 from torchlift._plan.plan import plan as plan
 from torchlift._plan.plan import plan_only as plan_only
-from torchlift._plan.plan import renamed as renamed
 from torchlift._plan.plan import suggestion as suggestion
 from torchlift._plan.report import LoadReport as LoadReport
 from torchlift._plan.report import Mismatch as Mismatch
@@ -27,6 +29,8 @@ from torchlift._plan.rules import Patterns as Patterns
 from torchlift._plan.rules import allowed as allowed
 from torchlift._plan.rules import check_rule as check_rule
 from torchlift._plan.rules import entry_like as entry_like
+from torchlift._plan.rules import renamed as renamed
+from torchlift._plan.rules import same_name as same_name
 from torchlift._plan.rules import target_dtype as target_dtype
 from torchlift._plan.sources import IN_MEMORY as IN_MEMORY
 from torchlift._plan.sources import Given as Given

@@ -257,7 +257,7 @@ def _shard(group: Group, candidates: list[Candidate]) -> tuple[list[Candidate], 
             if not is_sharded(value) and len(value.shape) == tensor.dim() and not found:
                 spans = spans_of(tensor, group.fqn)
             local = held(value) if isinstance(value, torch.Tensor) else value
-            found.append(Candidate(candidate.key, None, local))
+            found.append(replace(candidate, entry=None, value=local))
             continue
         assert entry is not None
         if repeats(entry.shape, entry.stride):
@@ -268,7 +268,7 @@ def _shard(group: Group, candidates: list[Candidate]) -> tuple[list[Candidate], 
                 found=f"strides {list(entry.stride)}",
                 hint="Save a contiguous() tensor.",
             )
-        found.append(Candidate(candidate.key, shard_of_entry(entry, tensor, group.fqn)))
+        found.append(replace(candidate, entry=shard_of_entry(entry, tensor, group.fqn)))
     return found, spans
 
 

@@ -16,7 +16,15 @@ from torchlift._model.slots import Group, is_lazy
 from torchlift._plan.decide import candidate_dtype, is_dense, overlapping, swapped, untransformed
 from torchlift._plan.plan import LoadPlan
 from torchlift._plan.sources import Origin, copy_values
-from torchlift._plan.steps import Advance, Candidate, Copy, Making, Sent, Step, Transform
+from torchlift._plan.steps import (
+    Advance,
+    Candidate,
+    Copy,
+    Making,
+    Step,
+    Transform,
+    Value,
+)
 from torchlift._skeleton.skeleton import make, strided
 from torchlift._system import trim
 from torchlift._transfer import BUDGET, Request, allocate, read, requests_for
@@ -26,8 +34,9 @@ from torchlift.formats import TensorEntry
 #: Bytes of untransformed tensors in memory at a time; the rest of the budget is for staging.
 _BATCH = BUDGET // 4
 
-#: A step and the tensor that is to be placed for it; what rank 0 sends may be copied in place.
-Prepared = tuple[Step, torch.Tensor | Sent]
+#: A step and the tensor that is to be placed for it. What rank 0 sends, and what is put together of
+#: others, may be copied in place.
+Prepared = tuple[Step, Value]
 
 
 class Fetched(NamedTuple):
@@ -104,9 +113,9 @@ def _fetch_steps(
     return found
 
 
-def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[torch.Tensor | Sent]:
+def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[Value]:
     """Return the tensors of the steps; read and copied all together where the route says so."""
-    tensors: list[torch.Tensor | Sent] = []
+    tensors: list[Value] = []
     requests: list[Request] = []
     copies: list[Copy] = []
     vectors: dict[object, torch.Tensor] = {}
@@ -138,7 +147,7 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[t
     return tensors
 
 
-def _view(candidate: Candidate, origin: Origin) -> torch.Tensor | Sent:
+def _view(candidate: Candidate, origin: Origin) -> Value:
     value = candidate.value
     if value is None:
         return origin.tensor(candidate)
@@ -338,13 +347,13 @@ def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
     return True
 
 
-def _check_class(step: Step, value: torch.Tensor | Sent, path: str) -> None:
+def _check_class(step: Step, value: Value, path: str) -> None:
     """Copy into a copy first where a class has the say: a live tensor would be half written."""
     live = held(step.group.tensor)
     if not step.in_place:  # a lazy one has no shape yet
         return
     spans = everything(live.shape) if step.spans is None else step.spans
-    if isinstance(value, Sent):
+    if not isinstance(value, torch.Tensor):
         spans = everything(live.shape)
         value = torch.ones(live.shape if is_wrapper(live) else (), dtype=value.dtype)
     if is_wrapper(live) or is_wrapper(value):

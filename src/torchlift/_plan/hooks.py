@@ -62,7 +62,7 @@ def hooked_modules(tree: ModuleTree, names: Iterable[str]) -> list[tuple[str, nn
 def run_hooks(
     modules: Sequence[tuple[str, nn.Module]],
     origin: Origin,
-    names: Mapping[str, str],
+    candidates: Mapping[str, Candidate],
     objects: Mapping[str, str],
     like: Mapping[str, torch.Tensor],
     strict: bool,
@@ -76,8 +76,8 @@ def run_hooks(
     Args:
         modules: of `hooked_modules`; their parameters and buffers are not changed.
         origin: where the values come from.
-        names: key of a tensor in the source -> its name in the model.
-        objects: the same for leaves that are not tensors.
+        candidates: name in the model -> tensor of the source.
+        objects: key in the source -> name in the model, of leaves that are not tensors.
         like: name -> tensor of the model.
         strict: passed on to the code.
         own: whether what modules keep besides their tensors is copied, as a file's map is not
@@ -85,7 +85,7 @@ def run_hooks(
     """
     prefixes = tuple(prefix for prefix, _ in modules)
     with ordinary_tensors():
-        run = _Run(prefixes, origin, names, objects, like, strict)
+        run = _Run(prefixes, origin, candidates, objects, like, strict)
         for prefix, module in modules:
             run.visit(prefix, module)
         if own:
@@ -128,28 +128,28 @@ class _Run:
         self,
         prefixes: tuple[str, ...],
         origin: Origin,
-        names: Mapping[str, str],
+        candidates: Mapping[str, Candidate],
         objects: Mapping[str, str],
         like: Mapping[str, torch.Tensor],
         strict: bool,
     ) -> None:
         self.origin = origin
         self.strict = strict
+        names = {candidate.key: name for name, candidate in candidates.items()}
         self.templates = _templates_by_name(origin.templates, {**names, **objects})
         self.outcome = Outcome()
         self.state: dict[str, Any] = {}
         # With the tensor itself: while it lives, no other one has its identity.
         self.known: dict[tuple[object, ...], tuple[Candidate, torch.Tensor, int]] = {}
         self.versions: dict[str, Mapping[str, object]] = {}
-        for key, name in names.items():
-            candidate = origin.candidates[key]
+        for name, candidate in candidates.items():
             if name.startswith(prefixes):
                 value = origin.tensor(candidate, like.get(name))
                 self.state[name] = value
                 self.known[_identity(value)] = candidate, value, version_of(value)
             else:
                 self.outcome.candidates[name] = candidate
-            old = key.rpartition(".")[0]
+            old = candidate.key.rpartition(".")[0]
             if old in origin.versions:
                 self.versions[name.rpartition(".")[0]] = origin.versions[old]
         for key, name in objects.items():
@@ -259,7 +259,7 @@ class _Run:
         candidate, _, version = self.known[_identity(value)]
         # What the code wrote is in this tensor alone: the file, or the map of it, has old values.
         entry = candidate.entry if version_of(value) == version else None
-        return Candidate(candidate.key, entry, value)
+        return Candidate(candidate.key, entry, value, candidate.keys)
 
     def _refuse(self, errors: Sequence[str], prefix: str) -> None:
         if errors:

@@ -21,6 +21,7 @@ from torchlift._plan.hooks import (
     run_hooks,
     run_post_hooks,
 )
+from torchlift._plan.names import Rewriting, assembled
 from torchlift._plan.report import KeyReport, LoadReport, Mismatch, clipped_list, summarise
 from torchlift._plan.rules import (
     AnyMode,
@@ -31,6 +32,7 @@ from torchlift._plan.rules import (
     Patterns,
     allowed,
     check_rule,
+    renamed,
 )
 from torchlift._plan.sources import Given, Origin, sources
 from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
@@ -81,7 +83,8 @@ def plan(
         ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
             a list of these, of which a later one wins.
         root: keep only what is under this container of the checkpoint, of each where it is a list.
-        rename: callable from a name in the checkpoint to a name in the model, or to None to drop.
+        rename: callable from a name in the checkpoint to a name in the model, or to None to drop;
+            or a rule of `torchlift.remap`, which may also merge tensors and split them.
         device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
             ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
             and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file,
@@ -164,17 +167,21 @@ def make_plan(
     """
     for rule in (options.device, options.dtype):
         check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
-    names = renamed([*origin.candidates, *origin.blocked], options.rename, origin.path)
-    ignored = [names[key] for key in origin.blocked if key in names]
+    made: dict[str, Candidate] = {}
+    if isinstance(options.rename, Rewriting):
+        names, made = assembled(origin, options.rename)
+    else:
+        keys = [key for key in origin.candidates if key not in origin.blocked]
+        names = renamed(keys, options.rename, origin.path)
+    blocked = renamed(origin.blocked, options.rename, origin.path)
+    model_names = {name for g in tree.groups for name in g.names} if blocked else ()
+    ignored = list(blocked.values())
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
-    model_names = {name for g in tree.groups for name in g.names} if ignored else ()
-    for key in origin.blocked:
-        name = names.get(key)
-        if name is not None and (name in model_names or name not in excused):
+    for key, name in blocked.items():
+        if name in model_names or name not in excused:
             raise origin.refusal(key)
-    names = {key: name for key, name in names.items() if key not in origin.blocked}
     objects = renamed(origin.objects, options.rename, origin.path)
-    modules = hooked_modules(tree, names.values())
+    modules = hooked_modules(tree, [*names.values(), *made])
     hooked = has_post_hooks(tree)
     if modules or hooked:
         commit.keep_attributes(tree.modules)
@@ -182,7 +189,8 @@ def make_plan(
     origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     own = owns_all(options.source, live=not any(tensor.is_meta for tensor in like.values()))
-    outcome = run_hooks(modules, origin, names, objects, like, options.strict, own)
+    candidates = {name: origin.candidates[key] for key, name in names.items()} | made
+    outcome = run_hooks(modules, origin, candidates, objects, like, options.strict, own)
     if modules:
         tree.walk()  # again: a hook may have put other tensors in their slots
     matched = match(tree.groups, outcome.candidates, check_shapes=check_shapes)
@@ -195,6 +203,9 @@ def make_plan(
     if options.strict and (matched.missing or matched.unexpected) and hooked:
         # They may excuse a name, and get to see the loaded module only if nothing is wrong.
         run_post_hooks(tree, matched.missing, matched.unexpected)
+    matched.hint = suggestion(matched.missing, matched.unexpected)
+    if not matched.hint and matched.missing and matched.unexpected and options.rename is None:
+        matched.hint = _library_hint(tree.modules[0])
     (check or _check)(matched, origin.path, options)
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
@@ -206,11 +217,15 @@ def make_plan(
         extra=tuple(outcome.extra),
         hooked=hooked,
     )
-    return _assemble(origin, tree.groups, matched, work, names)
+    return _assemble(origin, tree.groups, matched, work, candidates)
 
 
 def _assemble(
-    origin: Origin, groups: list[Group], matched: Match, work: Work, names: Mapping[str, str]
+    origin: Origin,
+    groups: list[Group],
+    matched: Match,
+    work: Work,
+    candidates: Mapping[str, Candidate],
 ) -> LoadPlan:
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
@@ -225,7 +240,7 @@ def _assemble(
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
         mismatched=matched.mismatched,
-        hint=suggestion(matched.missing, matched.unexpected),
+        hint=matched.hint,
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
         replayed=[name for group in work.replayed for name in group.names],
         deferred=[
@@ -235,11 +250,22 @@ def _assemble(
             if group.tensor.is_meta or id(group.tensor) in matched_ids
             for name in group.names
         ],
-        renamed={old: new for old, new in names.items() if old != new},
+        renamed={c.key: name for name, c in candidates.items() if not c.keys and c.key != name},
+        merged={name: c.keys for name, c in candidates.items() if len(c.keys) > 1},
+        split=_split(candidates),
         peak_bytes=_peak(work),
         bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
         work=work,
     )
+
+
+def _split(candidates: Mapping[str, Candidate]) -> dict[str, tuple[str, ...]]:
+    """Return name in the checkpoint -> the names that share its values, where there are several."""
+    found: dict[str, list[str]] = {}
+    for name, one in candidates.items():
+        for key in one.keys:
+            found.setdefault(key, []).append(name)
+    return {key: tuple(names) for key, names in found.items() if len(names) > 1}
 
 
 def _describe(step: Step, path: str) -> KeyReport:
@@ -256,6 +282,7 @@ def _describe(step: Step, path: str) -> KeyReport:
         dtype=dtype,
         cast_from=candidate.dtype if candidate.dtype != dtype else None,
         note=step.note,
+        entries=candidate.keys or (candidate.key,),
     )
 
 
@@ -324,7 +351,7 @@ def _check(matched: Match, path: str, options: Options) -> None:
     if wrong:
         lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
         ways.append("ignore_mismatched=True to skip what has another shape")
-    hint = suggestion(matched.missing, matched.unexpected) or f"Pass {' and '.join(ways)}."
+    hint = matched.hint or f"Pass {' and '.join(ways)}."
     what = "nothing in the checkpoint fits the model" if nothing else "the checkpoint does not fit"
     raise MismatchError(
         f"{what}{'' if nothing else ' the model'}: " + "; ".join(lists),
@@ -337,33 +364,6 @@ def _check(matched: Match, path: str, options: Options) -> None:
 
 
 # ---- names
-
-
-def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, str]:
-    """Return name in the checkpoint -> name in the model, without those that `rename` drops.
-
-    Raises:
-        MismatchError: two keys get the same name.
-    """
-    if rename is None:
-        return {key: key for key in keys}
-    keys_of: dict[str, str] = {}
-    for key in keys:
-        name = rename(key)
-        if name is None:
-            continue
-        if not isinstance(name, str):
-            raise TypeError(f"rename({key!r}) returned {name!r}, which is neither str nor None")
-        if name in keys_of:
-            raise MismatchError(
-                f"rename gives two keys one name, {name!r}",
-                file=path,
-                entry=keys_of[name],
-                found=key,
-                hint="Return None for the one that is to be dropped.",
-            )
-        keys_of[name] = key
-    return {key: name for name, key in keys_of.items()}
 
 
 def match(
@@ -428,6 +428,14 @@ def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
             f"pass rename=lambda key: {add!r} + key."
         )
     return None
+
+
+def _library_hint(model: nn.Module) -> str | None:
+    """Return the rename that knows the files of a model's library, or None."""
+    bases = {(base.__module__, base.__name__) for base in type(model).__mro__}
+    if ("transformers.modeling_utils", "PreTrainedModel") not in bases:
+        return None
+    return "transformers converts its files while it loads: pass rename=remap.transformers(model)."
 
 
 def _prefix(short: list[str], long: list[str]) -> tuple[str, int]:

@@ -27,7 +27,7 @@ class KeyReport:
 
     Attributes:
         key: its name in the model.
-        entry: its name in the checkpoint.
+        entry: its name in the checkpoint, of several that it is made of the first.
         path: the checkpoint, of several that one which gave it.
         nbytes: bytes of the tensor in the checkpoint.
         mode: ``"assign"``, ``"copy"`` or ``"swap"``.
@@ -40,6 +40,7 @@ class KeyReport:
         dtype: what it ends up as.
         cast_from: its dtype in the checkpoint where that differs, else None.
         note: why it is done this way, where that is not what was asked for, else None.
+        entries: all its names in the checkpoint.
     """
 
     key: str
@@ -53,6 +54,7 @@ class KeyReport:
     dtype: str
     cast_from: str | None = None
     note: str | None = None
+    entries: tuple[str, ...] = ()
 
     @property
     def is_mapped(self) -> bool:
@@ -86,6 +88,8 @@ class LoadReport(Summary):
         replayed: names whose value came from replaying their construction.
         deferred: names that the device rule left for a later load, with ``"meta"``.
         renamed: name in the checkpoint -> name in the model, where they differ.
+        merged: name in the model -> the names in the checkpoint that it is put together of.
+        split: name in the checkpoint -> the names in the model that share its values.
         hint: what would make more names fit, where a prefix seems to be in the way, else None.
         seconds: wall time of the load.
         bytes_read: bytes copied out of the files; what stays mapped counts nothing.
@@ -100,6 +104,8 @@ class LoadReport(Summary):
     replayed: list[str] = field(default_factory=list)
     deferred: list[str] = field(default_factory=list)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hint: str | None = None
     seconds: float = 0.0
     bytes_read: int = 0
@@ -162,11 +168,20 @@ def summarise(report: LoadReport) -> Facts:
     facts += listed("left for later", report.deferred)
     facts += listed("tied", [" = ".join(names) for names in report.tied])
     facts += listed("renamed", [f"{old} -> {new}" for old, new in report.renamed.items()])
+    merged = [f"{new} of {_brief(old)}" for new, old in report.merged.items()]
+    facts += listed("merged", merged)
+    facts += listed("split", [f"{old} into {_brief(new)}" for old, new in report.split.items()])
     if report.hint:
         facts.append(("hint", report.hint))
     notes = Counter(item.note for item in report.loaded.values() if item.note)
     facts += [("note", f"{note} ({count_of(n, 'tensor')})") for note, n in notes.items()]
     return facts
+
+
+def _brief(names: tuple[str, ...]) -> str:
+    if len(names) < 4:
+        return " + ".join(map(clipped, names))
+    return f"{len(names)} ({clipped(names[0])} ... {clipped(names[-1])})"
 
 
 def _bytes_of(reports: Iterable[KeyReport]) -> int:
@@ -188,6 +203,8 @@ def names_of(report: LoadReport) -> dict[str, object]:
         "deferred": report.deferred,
         "tied": [list(names) for names in report.tied],
         "renamed": dict(report.renamed),
+        "merged": {name: list(keys) for name, keys in report.merged.items()},
+        "split": {key: list(names) for key, names in report.split.items()},
     }
 
 

@@ -13,7 +13,7 @@ from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import default_device, is_sharded
 from torchlift._model.slots import Group
 from torchlift._plan.steps import Rename
-from torchlift.errors import PlacementError
+from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import TensorEntry
 
 DeviceRule = (
@@ -204,4 +204,36 @@ def entry_like(key: str, group: Group) -> TensorEntry:
         location=str(tensor.device),
         storage="",
         chunks=(),
+    )
+
+
+def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, str]:
+    """Return name in the checkpoint -> name in the model, without those that `rename` drops.
+
+    Raises:
+        MismatchError: two keys get the same name.
+    """
+    if rename is None:
+        return {key: key for key in keys}
+    keys_of: dict[str, str] = {}
+    for key in keys:
+        name = rename(key)
+        if name is None:
+            continue
+        if not isinstance(name, str):
+            raise TypeError(f"rename({key!r}) returned {name!r}, which is neither str nor None")
+        if name in keys_of:
+            raise same_name(name, keys_of[name], key, path)
+        keys_of[name] = key
+    return {key: name for name, key in keys_of.items()}
+
+
+def same_name(name: str, first: str, second: str, path: str) -> MismatchError:
+    """Return the error that says that two keys get one name."""
+    return MismatchError(
+        f"rename gives two keys one name, {name!r}",
+        file=path,
+        entry=first,
+        found=second,
+        hint="Return None for the one that is to be dropped.",
     )

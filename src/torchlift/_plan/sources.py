@@ -20,7 +20,7 @@ from torchlift._model.dtensor import (
     wrap,
 )
 from torchlift._model.handlers import is_wrapper, slice_of
-from torchlift._plan.steps import Candidate, Copy, Sent
+from torchlift._plan.steps import Candidate, Copy, Joined, Sent, Value
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import of_model, put_together
 
@@ -179,8 +179,11 @@ class Origin:
             candidate: of this source, or one that the model's own code made.
             like: the model's tensor that it is for, where there is one.
         """
-        assert isinstance(candidate.value, torch.Tensor)
-        return candidate.value
+        value = candidate.value
+        if isinstance(value, Joined):
+            return value.whole()
+        assert isinstance(value, torch.Tensor)
+        return value
 
     def receive(self, keys: Sequence[str]) -> None:
         """Have the tensors of these keys at hand, for code that looks at values."""
@@ -301,8 +304,11 @@ def copy_values(copies: Iterable[Copy]) -> None:
     """Fill every target from tensors in memory; each rank touches only its own slices."""
     with torch.no_grad():
         for item in copies:
-            assert isinstance(item.source, torch.Tensor)
-            place(item.source, tuple((0, size) for size in item.source.shape), item)
+            source = item.source
+            assert not isinstance(source, Sent)
+            whole = tuple((0, size) for size in source.shape)
+            for values, block in source.slices if isinstance(source, Joined) else [(source, whole)]:
+                place(values, block, item)
 
 
 def place(values: torch.Tensor, block: Sequence[Span], item: Copy) -> None:
@@ -331,24 +337,31 @@ def apart(copies: Iterable[Copy]) -> list[Copy]:
     Two states may trade places: the second would otherwise read what the first has written. What is
     in its place already is left out.
     """
-    needed, written = [], set()
+    needed, written = [], set[int]()
     for item in copies:
-        one, two = _memory(item.source), _memory(item.target)
-        if one is None or one != two or not _is_in_place(item):
-            needed.append((one, item))
-            written.add(two)
+        read, into = _memory(item.source), _memory(item.target)
+        if not read or read != into or not _is_in_place(item):
+            needed.append((read, item))
+            written |= into
     return [
         item
-        if one is None or one not in written or not isinstance(item.source, torch.Tensor)
-        else Copy(item.source.clone(), item.target, item.spans)
-        for one, item in needed
+        if isinstance(item.source, Sent) or written.isdisjoint(read)
+        else item._replace(source=_copied(item.source))
+        for read, item in needed
     ]
 
 
-def _memory(tensor: torch.Tensor | Sent) -> int | None:
-    if not isinstance(tensor, torch.Tensor) or is_wrapper(tensor) or not tensor.numel():
-        return None
-    return tensor.untyped_storage().data_ptr()
+def _copied(source: torch.Tensor | Joined) -> torch.Tensor:
+    return source.whole() if isinstance(source, Joined) else source.clone()
+
+
+def _memory(source: Value) -> set[int]:
+    """Return where the storages begin that values are in."""
+    if isinstance(source, Joined):
+        return {start for values, _ in source.slices for start in _memory(values)}
+    if isinstance(source, Sent) or is_wrapper(source) or not source.numel():
+        return set()
+    return {source.untyped_storage().data_ptr()}
 
 
 def _is_in_place(item: Copy) -> bool:

@@ -35,16 +35,42 @@ class Sent:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A tensor that is put together, where it goes, of slices of tensors in memory.
+
+    Attributes:
+        slices: views, and which box of the tensor each one is.
+        shape, dtype: of the tensor.
+    """
+
+    slices: tuple[tuple[torch.Tensor, tuple[tuple[int, int], ...]], ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def whole(self) -> torch.Tensor:
+        """Return the tensor, for code that looks at values."""
+        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        for values, block in self.slices:
+            made[tuple(slice(*span) for span in block)].copy_(values)
+        return made
+
+
+#: A tensor in memory, or what stands for one.
+Value = torch.Tensor | Sent | Joined
+
+
 class Copy(NamedTuple):
     """One whole tensor on its way into one local tensor.
 
     Attributes:
-        source: the whole tensor, or its description where rank 0 sends it.
+        source: the whole tensor, what it is put together of, or its description where rank 0 sends
+            it.
         target: a plain tensor in this process; it keeps its dtype.
         spans: which slice of the whole tensor `target` is.
     """
 
-    source: torch.Tensor | Sent
+    source: Value
     target: torch.Tensor
     spans: Spans
 
@@ -57,12 +83,15 @@ class Candidate:
         key: its name in the source.
         entry: where its bytes are in a file; None for what is no entry of one.
         value: the tensor itself, where it is in memory (a state dict's, or one that the model's own
-            loading code has seen or made), or what rank 0 sends. None: read the entry.
+            loading code has seen or made), what it is put together of there, or what rank 0
+            sends. None: read the entry.
+        keys: all its names in the source, where a rename has made it of them.
     """
 
     key: str
     entry: TensorEntry | None = None
-    value: torch.Tensor | Sent | None = None
+    value: Value | None = None
+    keys: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,6 +145,7 @@ class Match:
         unmatched: groups of the model that get nothing.
         missing, unexpected, mismatched: as in `LoadReport`.
         fits: whether anything of the source is in a pair.
+        hint: what would make more names fit, else None.
     """
 
     pairs: list[tuple[Group, str, list[Candidate]]] = field(default_factory=list)
@@ -124,6 +154,7 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     mismatched: dict[str, Mismatch] = field(default_factory=dict)
     fits: bool = True
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,14 @@ from torchlift._model.torch_private import shard_order
 from torchlift._plan import (
     DtypeRule,
     LoadPlan,
+    Made,
     Rename,
     check_rule,
     checkpoint,
     entry_like,
     names_of,
     plan,
-    renamed,
+    rewritten,
     summarise,
     target_dtype,
 )
@@ -206,7 +207,7 @@ def simulate(
             if model is not None:
                 words: dict[str, Any] = {"strict": strict, "ignore_mismatched": ignore_mismatched}
                 made = plan(model, ckpt, rename=rename, dtype=dtype, source="read", **words)
-                tensors = list(_of_plan(model, made, ckpt))
+                tensors = list(_of_plan(model, made, rewritten(ckpt.entries, rename, ckpt.path)))
             elif strict and not ignore_mismatched:
                 tensors = list(_of_checkpoint(ckpt, rename, dtype))
             else:
@@ -274,7 +275,7 @@ def _tensor(group: Group, dtype: torch.dtype, entry: TensorEntry | None = None) 
     return _Tensor(group.names, dtype.itemsize, entry, group.is_parameter)
 
 
-def _of_plan(model: nn.Module, made: LoadPlan, ckpt: Checkpoint) -> Iterator[_Tensor]:
+def _of_plan(model: nn.Module, made: LoadPlan, whole: Mapping[str, Made]) -> Iterator[_Tensor]:
     """List the tensors of a model, with the bytes that a plan loads."""
     found: dict[int, tuple[torch.dtype, TensorEntry | None]] = {
         id(making.group.tensor): (making.dtype, None) for making in made.work.makings
@@ -282,7 +283,7 @@ def _of_plan(model: nn.Module, made: LoadPlan, ckpt: Checkpoint) -> Iterator[_Te
     for step in made.work.steps:
         tensor, entry = step.group.tensor, step.entry
         if is_dtensor(tensor):  # the step is about what this rank reads
-            entry = ckpt.entries.get(step.candidate.key)
+            entry = whole[step.key].entry if step.key in whole else None
             if entry is None or (entry.shape != tensor.shape and tensor.dim() > 0):
                 raise ValueError(
                     f"{step.key} is not one entry of the checkpoint: pass the model before it is "
@@ -309,8 +310,7 @@ def _of_module(model: nn.Module, dtype: DtypeRule) -> Iterator[_Tensor]:
 def _of_checkpoint(ckpt: Checkpoint, rename: Rename | None, dtype: DtypeRule) -> Iterator[_Tensor]:
     """List the tensors of a checkpoint, two keys of one tensor once."""
     seen: set[object] = set()
-    for key, name in renamed(ckpt.entries, rename, ckpt.path).items():
-        entry = ckpt.entries[key]
+    for name, (entry, _) in rewritten(ckpt.entries, rename, ckpt.path).items():
         place = (entry.storage, entry.chunks[:1], entry.shape, entry.stride, entry.dtype)
         if place in seen and entry.chunks:
             continue

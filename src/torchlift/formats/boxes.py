@@ -86,12 +86,141 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
         for chunk in entry.chunks
         if (found := _intersection(entry, chunk, start, sizes, at)) is not None
     )
+    return _boxed(entry, shape, chunks)
+
+
+def _boxed(entry: TensorEntry, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> TensorEntry:
     nbytes = math.prod(shape) * entry.itemsize
     # Made anew: dataclasses.replace takes five times as long, for every tensor on every rank.
     return TensorEntry(
         entry.key, entry.dtype, shape, row_major(shape), nbytes, entry.location, "", chunks,
         entry.requires_grad, entry.is_parameter, entry.encoding,
     )  # fmt: skip
+
+
+def taken(entry: TensorEntry, dim: int, indices: range) -> TensorEntry:
+    """Return the entry of what a tensor has at some indices of one dimension, as boxes.
+
+    Example:
+        >>> whole = Chunk("f", 0, 24, (0, 0), (3, 2))
+        >>> entry = TensorEntry("w", "float32", (3, 2), (2, 1), 24, "cpu", "f", (whole,))
+        >>> odd = taken(entry, 0, range(1, 3, 2))
+        >>> odd.shape, odd.chunks[0].offset, odd.chunks[0].nbytes
+        ((1, 2), 8, 8)
+    """
+    if indices == range(entry.shape[dim]):
+        return entry
+    chunks = []
+    for chunk in entry.chunks:
+        steps, start, shape = list(steps_in_file(entry, chunk)), list(chunk.start), [*chunk.shape]
+        # The first of the indices inside of the chunk, and the first behind it.
+        low, high = (
+            min(max(0, -((indices.start - edge) // indices.step)), len(indices))
+            for edge in (start[dim], start[dim] + shape[dim])
+        )
+        if low >= high:
+            continue
+        offset = chunk.offset + (indices[low] - start[dim]) * steps[dim] * entry.itemsize
+        steps[dim] *= indices.step
+        start[dim], shape[dim] = low, high - low
+        chunks.append(_box(entry, chunk.file, offset, start, shape, steps))
+    sizes = (*entry.shape[:dim], len(indices), *entry.shape[dim + 1 :])
+    return _boxed(entry, sizes, tuple(chunks))
+
+
+def permuted(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
+    """Return the entry of a tensor with its dimensions in another order, as boxes.
+
+    Example:
+        >>> whole = Chunk("f", 0, 24, (0, 0), (3, 2))
+        >>> entry = TensorEntry("w", "float32", (3, 2), (2, 1), 24, "cpu", "f", (whole,))
+        >>> turned = permuted(entry, (1, 0))
+        >>> turned.shape, turned.stride, turned.chunks[0].stride
+        ((2, 3), (3, 1), (1, 2))
+    """
+    chunks = []
+    for chunk in entry.chunks:
+        rows = (chunk.start, chunk.shape, steps_in_file(entry, chunk))
+        start, shape, steps = ([row[dim] for dim in dims] for row in rows)
+        chunks.append(_box(entry, chunk.file, chunk.offset, start, shape, steps))
+    return _boxed(entry, tuple(entry.shape[dim] for dim in dims), tuple(chunks))
+
+
+def unsqueezed(entry: TensorEntry, dim: int) -> TensorEntry:
+    """Return the entry of a tensor with one dimension of size 1 more, as boxes."""
+
+    def more(row: Sequence[int], value: int) -> tuple[int, ...]:
+        return (*row[:dim], value, *row[dim:])
+
+    chunks = [
+        # As far apart as the next one lies that follows in the file.
+        _box(entry, c.file, c.offset, more(c.start, 0), more(c.shape, 1), more(steps, entry.numel))
+        for c in entry.chunks
+        for steps in (steps_in_file(entry, c),)
+    ]
+    return _boxed(entry, more(entry.shape, 1), tuple(chunks))
+
+
+def squeezed(entry: TensorEntry, dim: int) -> TensorEntry:
+    """Return the entry of a tensor without one dimension of size 1, as boxes."""
+
+    def less(row: Sequence[int]) -> tuple[int, ...]:
+        return (*row[:dim], *row[dim + 1 :])
+
+    chunks = [
+        _box(entry, c.file, c.offset, less(c.start), less(c.shape), less(steps_in_file(entry, c)))
+        for c in entry.chunks
+    ]
+    return _boxed(entry, less(entry.shape), tuple(chunks))
+
+
+def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
+    """Return the entry of tensors one behind the other in a dimension: of all their boxes.
+
+    Boxes that follow each other in a file, too, become one: tensors that were split are whole again
+    and can be mapped.
+
+    Example:
+        >>> rows = [Chunk("f", at, 8, (0,), (2,)) for at in (0, 8, 100)]
+        >>> made = [TensorEntry("w", "float32", (2,), (1,), 8, "cpu", "f", (row,)) for row in rows]
+        >>> [(chunk.offset, chunk.start, chunk.shape) for chunk in joined(made, 0).chunks]
+        [(0, (0,), (4,)), (100, (4,), (2,))]
+    """
+    at, size = 0, entries[0].itemsize
+    found: list[Chunk] = []
+    behind: dict[object, int] = {}
+    for entry in entries:
+        for chunk in entry.chunks:
+            steps = steps_in_file(entry, chunk)
+            start = (*chunk.start[:dim], chunk.start[dim] + at, *chunk.start[dim + 1 :])
+            others = chunk.shape[:dim], chunk.shape[dim + 1 :], steps, chunk.file
+            before = behind.pop((start, chunk.offset, others), len(found))
+            length, offset = chunk.shape[dim], chunk.offset
+            if before < len(found):
+                start, offset = found[before].start, found[before].offset
+                length += found[before].shape[dim]
+            shape = (*chunk.shape[:dim], length, *chunk.shape[dim + 1 :])
+            found[before : before + 1] = [_box(entry, chunk.file, offset, start, shape, steps)]
+            following = (*start[:dim], start[dim] + length, *start[dim + 1 :])
+            behind[following, offset + length * steps[dim] * size, others] = before
+        at += entry.shape[dim]
+    first = entries[0]
+    return _boxed(first, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(found))
+
+
+def _box(
+    entry: TensorEntry,
+    file: str,
+    offset: int,
+    start: Sequence[int],
+    shape: Sequence[int],
+    steps: Sequence[int],
+) -> Chunk:
+    """Return a chunk that is one box of a tensor, not empty, with these strides in the file."""
+    found, strides = tuple(shape), tuple(steps)
+    last = sum((size - 1) * step for size, step in zip(found, strides, strict=True))
+    stride = None if is_row_major(found, strides) else strides
+    return Chunk(file, offset, (last + 1) * entry.itemsize, tuple(start), found, stride)
 
 
 def flat_entry(
@@ -236,20 +365,16 @@ def _intersection(
 ) -> Chunk | None:
     """Return what a chunk holds of a box of the tensor, at its place in the slice."""
     steps = steps_in_file(entry, chunk)
-    offset, last, shape, place = 0, 0, [], []
+    offset, shape, place = 0, [], []
     for dim, step in enumerate(steps):
         low = max(start[dim], chunk.start[dim])
         high = min(start[dim] + lengths[dim], chunk.start[dim] + chunk.shape[dim])
         if high <= low:
             return None
         offset += (low - chunk.start[dim]) * step
-        last += (high - low - 1) * step
         shape.append(high - low)
         place.append(at[dim] + low - start[dim])
-    size, found = entry.itemsize, tuple(shape)
-    begin, nbytes = chunk.offset + offset * size, (last + 1) * size
-    stride = None if is_row_major(found, steps) else steps
-    return Chunk(chunk.file, begin, nbytes, tuple(place), found, stride)
+    return _box(entry, chunk.file, chunk.offset + offset * entry.itemsize, place, shape, steps)
 
 
 def run_count(entry: TensorEntry) -> int:

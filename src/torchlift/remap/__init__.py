@@ -2,7 +2,8 @@
 
 - For ``device=``, and for ``dtype=`` with dtypes as values: `by_key`, `by_pattern`, `first_of`; for
   ``device=`` alone `by_location`, and `fit`, which makes a `by_key` map within budgets of memory.
-- For ``rename=``: `strip` and `rules`, which compose with ``|``.
+- For ``rename=``: `strip` and `rules`, `merge` and `split`, which compose with ``|``; and
+  `transformers`, the conversions that library makes while it loads a model.
 - `dispatch` runs a module that such a map has spread over devices.
 
 Rules are plain values: they print as the call that makes them, and they can be pickled.
@@ -10,6 +11,7 @@ Rules are plain values: they print as the call that makes them, and they can be 
 
 from __future__ import annotations
 
+from torchlift.remap.conversion_table import transformers
 from torchlift.remap.dispatching import dispatch
 from torchlift.remap.fitting import Fit, fit
 from torchlift.remap.maps import (
@@ -22,9 +24,11 @@ from torchlift.remap.maps import (
     by_pattern,
     first_of,
 )
+from torchlift.remap.merging import merge, split
 from torchlift.remap.names import Renaming, rules, strip
 
 __all__ = [
     "by_location", "by_key", "by_pattern", "first_of", "fit", "dispatch", "strip", "rules",
+    "merge", "split", "transformers",
     "ByKey", "ByLocation", "ByPattern", "FirstOf", "Fit", "Renaming",
 ]  # fmt: skip

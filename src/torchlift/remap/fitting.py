@@ -19,7 +19,7 @@ from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.slots import collect, is_lazy, walk
 from torchlift._model.torch_private import storage_key
-from torchlift._plan import DtypeRule, Rename, entry_like, renamed, target_dtype
+from torchlift._plan import DtypeRule, Rename, entry_like, rewritten, target_dtype
 from torchlift._system import Facts, Summary, count_of, human, parse_size
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats import of_model
@@ -321,26 +321,26 @@ def _extent(tensor: torch.Tensor) -> tuple[object, int, int]:
 
 def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) -> Inventory:
     entries = of_model(ckpt.index).entries
-    names = renamed(entries, rename, ckpt.path)
+    made = rewritten(entries, rename, ckpt.path)
     same: dict[object, list[str]] = {}
-    for key in names:
-        entry = entries[key]
+    for name, (entry, _) in made.items():
         # Two keys that show the same bytes in the same way are one tensor.
         spot = (entry.storage, entry.chunks[:1], entry.shape, entry.stride, entry.dtype)
-        same.setdefault(spot if entry.chunks else key, []).append(key)
+        same.setdefault(spot if entry.chunks else name, []).append(name)
     items = []
-    for keys in same.values():
-        entry = entries[keys[0]]
+    for names in same.values():
+        entry = made[names[0]].entry
         saved = dtype_of(entry, ckpt.path)
         blank = torch.empty(0, dtype=saved, device="meta")
-        becomes = target_dtype(dtype, replace(entry, key=names[keys[0]]), blank, saved)
+        becomes = target_dtype(dtype, replace(entry, key=names[0]), blank, saved)
         nbytes = entry.nbytes * becomes.itemsize // saved.itemsize
         start = entry.chunks[0].offset if entry.chunks else 0
         stop = start + sum(chunk.nbytes for chunk in entry.chunks)
-        # A tensor in several chunks, as a sharded writer leaves it, shares memory with no other.
-        storage = entry.storage if len(entry.chunks) == 1 else (entry.key,)
-        items.append(Item(tuple(names[k] for k in keys), nbytes, becomes, storage, start, stop))
-    place = {name: at for at, name in enumerate(_in_order(names.values()))}
+        # A tensor that must be put together shares memory with no other.
+        alone = entry.is_pieced or not entry.chunks
+        storage = (names[0],) if alone else entry.storage or entry.chunks[0].file
+        items.append(Item(tuple(names), nbytes, becomes, storage, start, stop))
+    place = {name: at for at, name in enumerate(_in_order(made))}
     items.sort(key=lambda item: min(place[name] for name in item.names))
     owners = dict.fromkeys(name.rpartition(".")[0] for name in place)
     return Inventory(_counted(items), list(owners), path=ckpt.path)

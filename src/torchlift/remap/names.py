@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from torchlift._plan import Rename
+from torchlift._plan import Made, Rename, Rewriting, renamed
 
 Replacement = str | Callable[["re.Match[str]"], str] | None
 
@@ -19,10 +19,18 @@ class Renaming:
         raise NotImplementedError
 
     def __or__(self, then: Rename) -> Renaming:
-        return _Chain((self, then))
+        return _chain(self, then)
 
     def __ror__(self, first: Rename) -> Renaming:
-        return _Chain((first, self))
+        return _chain(first, self)
+
+    def reversed(self) -> Renaming:
+        """Return the rename that leads back: of a `merge` the `split`, and the other way round.
+
+        Raises:
+            ValueError: it has no way back, because it drops or shortens names.
+        """
+        raise ValueError(f"{self!r} has no way back: what it drops is in no name")
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,6 +47,33 @@ class _Chain(Renaming):
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.steps))
+
+    def reversed(self) -> Renaming:
+        steps = []
+        for step in reversed(self.steps):
+            if not isinstance(step, Renaming):
+                raise ValueError(f"{step!r} has no way back: it is a function of its own")
+            steps.append(step.reversed())
+        return type(self)(tuple(steps))
+
+
+@dataclass(frozen=True, repr=False)
+class _RewritingChain(_Chain, Rewriting):
+    """Renames of which some merge or split: each sees all tensors that the one before it made."""
+
+    def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
+        made = dict(items)
+        for step in self.steps:
+            if isinstance(step, Rewriting):
+                made = step.rewrite(made, path)
+            else:
+                made = {name: made[key] for key, name in renamed(made, step, path).items()}
+        return made
+
+
+def _chain(*steps: Rename) -> Renaming:
+    rewrites = any(isinstance(step, Rewriting) for step in steps)
+    return (_RewritingChain if rewrites else _Chain)(steps)
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,0 +1,322 @@
+"""Every architecture in transformers' table that builds small, loaded as from_pretrained does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from checkpoint_files import same_bits
+from model_families import FAMILIES
+from safetensors.torch import load_file, save_file
+from small_configs import small_config
+from torch import nn
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
+
+import torchlift
+from torchlift import remap
+from torchlift.errors import MismatchError, PlacementError
+
+State = dict[str, torch.Tensor]
+
+#: Classes whose tensors are divided otherwise in files.
+CONVERTED = [
+    "AfmoeForCausalLM", "AXK1ForCausalLM", "AXK2ForCausalLM", "BailingHybridForCausalLM",
+    "BeamForCausalLM", "Cohere2MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Dinov2ForImageClassification",
+    "Dinov2WithRegistersForImageClassification", "Ernie4_5_MoeForCausalLM",
+    "ExaoneMoeForCausalLM", "FlexOlmoForCausalLM", "FlintForCausalLM", "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM", "Glm4vMoeForConditionalGeneration", "GlmMoeDsaForCausalLM",
+    "GteForMaskedLM", "HrmTextForCausalLM", "HunYuanMoEV1ForCausalLM", "HYV3ForCausalLM",
+    "Inkling2ForCausalLM", "JambaForCausalLM", "JinaEmbeddingsV3ForMaskedLM",
+    "Kimi_K25ForConditionalGeneration", "Kolibri1ForCausalLM", "LagunaForCausalLM",
+    "MellumForCausalLM", "MiMoV2FlashForCausalLM", "MiniMaxForCausalLM", "MiniMaxM2ForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration", "MistralLarge4ForConditionalGeneration",
+    "MistralLarge4TextModel", "MixtralForCausalLM", "Molmo2TextModel", "NemotronHForCausalLM",
+    "NomicBertForMaskedLM", "OlmoHybridForCausalLM", "OlmoeForCausalLM", "PhimoeForCausalLM",
+    "QianfanOCRForConditionalGeneration", "Qwen2MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM", "Qwen3VLMoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration", "Qwen4ExpForCausalLM", "RadioModel",
+    "RfDetrForObjectDetection", "Sapiens2Model", "SolarOpenForCausalLM",
+    "Step3p7ForConditionalGeneration", "Tipsv2Model", "Tipsv2TextModel", "Tipsv2VisionModel",
+]  # fmt: skip
+#: Classes of which files have other names.
+RENAMED = [
+    "AltCLIPModel", "AriaForConditionalGeneration", "AriaTextForCausalLM", "ASTModel",
+    "AudioFlamingo3Model", "AyaVisionForConditionalGeneration", "BeitForImageClassification",
+    "ChineseCLIPModel", "ChineseCLIPVisionModel", "CLIPForImageClassification", "CLIPTextModel",
+    "CLIPVisionModel", "CLIPSegModel", "CohereAsrForConditionalGeneration",
+    "Cosmos3EdgeForConditionalGeneration", "Cosmos3OmniForConditionalGeneration",
+    "DeepseekVLForConditionalGeneration", "DeiTForImageClassification", "DINOv3ViTModel",
+    "EsmForMaskedLM", "FuyuForCausalLM", "Gemma3ForConditionalGeneration", "GlmAsrModel",
+    "GotOcr2ForConditionalGeneration", "GPTNeoXForCausalLM", "GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM", "HunYuanVLForConditionalGeneration", "HYV4ForCausalLM",
+    "HyperCLOVAXVisionV2ForConditionalGeneration", "IJepaForImageClassification",
+    "InternVLForConditionalGeneration", "Lfm2VlForConditionalGeneration", "Lfm3ForCausalLM",
+    "Lfm3VlForConditionalGeneration", "Lfm3VlVisionModel", "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration", "MetaClip2ForImageClassification",
+    "MiniCPMOcrForConditionalGeneration", "MiniCPMV4_6ForConditionalGeneration",
+    "MiniCPMV4_7ForConditionalGeneration", "Mistral3ForConditionalGeneration",
+    "MllamaForConditionalGeneration", "ModernVBertForMaskedLM", "MusicFlamingoModel",
+    "PaddleOCRVLForConditionalGeneration", "PaliGemmaForConditionalGeneration",
+    "PI0ForConditionalGeneration", "PixioModel", "GotOcr2ForConditionalGeneration",
+    "Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
+    "Qwen2AudioModel", "Qwen2VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5ForCausalLM", "Sam3Model", "Sam3TrackerModel", "Gemma3ForConditionalGeneration",
+    "SiglipForImageClassification", "Siglip2ForImageClassification", "Siglip2VisionModel",
+    "SiglipVisionModel", "T5Gemma2ForConditionalGeneration", "TimesFm2_5Model",
+    "UltrabertForMaskedLM", "UltraVBertForMaskedLM", "VideoLlavaForConditionalGeneration",
+    "VideoMAEModel", "VipLlavaForConditionalGeneration", "VisionEncoderDecoderModel",
+    "VisionTextDualEncoderModel", "ViTForImageClassification", "ViTMAEModel",
+    "ViTMSNForImageClassification", "VivitModel", "VoxtralForConditionalGeneration",
+    "VoxtralRealtimeForConditionalGeneration",
+]  # fmt: skip
+#: Loaded without ``-m slow``, too.
+QUICK = {"Qwen3MoeForCausalLM", "Molmo2TextModel", "MistralLarge4ForConditionalGeneration"}
+#: transformers saves their short convolutions in three equal slices, whatever is in them: what it
+#: writes is the right tensor only once it is put together again.
+UNEQUAL = {"OlmoHybridForCausalLM"}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """No bars and no advice about tokens."""
+    hf.utils.logging.disable_progress_bar()
+    before = hf.utils.logging.get_verbosity()
+    hf.utils.logging.set_verbosity_error()
+    yield
+    hf.utils.logging.set_verbosity(before)
+    hf.utils.logging.enable_progress_bar()
+
+
+def saved(cls: Any, config: Any, folder: Path) -> nn.Module:
+    """A model with random weights, saved as transformers saves it."""
+    torch.manual_seed(0)
+    model: Any = cls(config)
+    model.save_pretrained(folder)
+    return model
+
+
+def state_of(model: nn.Module) -> State:
+    return {name: value for name, value in model.state_dict().items() if hasattr(value, "shape")}
+
+
+def assert_like_from_pretrained(cls: Any, config: Any, folder: Path) -> Any:
+    """A skeleton that torchlift loads has bit for bit what transformers loads; the report."""
+    expected = state_of(cls.from_pretrained(folder))
+    model = torchlift.skeleton(cls, config)
+    report = torchlift.load(model, folder, rename=remap.transformers(model))
+    found = state_of(model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert same_bits(found[name], value), name
+    assert report.missing_keys == report.unexpected_keys == []
+    return report
+
+
+def assert_leads_back(model: nn.Module, folder: Path) -> None:
+    """The reversed rule makes of the model's own state what transformers has written."""
+    back = remap.transformers(model).reversed()
+    with torchlift.open(folder) as ckpt:
+        blank = Bag({key: ckpt.entries[key] for key in ckpt})
+        torchlift.load(blank, model.state_dict(), rename=back, allow_unexpected=["*"])
+        for key, tensor in ckpt.items():
+            assert same_bits(blank.at(key), tensor), key
+
+
+class Bag(nn.Module):
+    """A module with tensors of these names and shapes."""
+
+    def __init__(self, entries: Any) -> None:
+        super().__init__()
+        for key, entry in entries.items():
+            module: nn.Module = self
+            *path, last = key.split(".")
+            for part in path:
+                if part not in module._modules:
+                    module._modules[part] = nn.Module()
+                module = module._modules[part]  # type: ignore[assignment]
+            dtype = getattr(torch, entry.dtype)
+            module.register_buffer(last, torch.zeros(entry.shape, dtype=dtype))
+
+    def at(self, key: str) -> torch.Tensor:
+        """The tensor of this name."""
+        return self.state_dict()[key]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in [*CONVERTED, *RENAMED]
+    ],
+)
+def test_it_is_loaded_as_from_pretrained_loads_it_and_leads_back(name: str, tmp_path: Path) -> None:
+    """What ``save_pretrained`` writes, in the layout of old files; and that again, reversed."""
+    cls: Any = getattr(hf, name)
+    config = small_config(cls.config_class)
+    model = saved(cls, config, tmp_path)
+    report = assert_like_from_pretrained(cls, config, tmp_path)
+    if name in UNEQUAL:
+        with pytest.raises(MismatchError, match="64 rows, which are not 3 equal slices"):
+            assert_leads_back(model, tmp_path)
+    else:
+        assert_leads_back(model, tmp_path)
+    if name == "Qwen3MoeForCausalLM":
+        assert len(report.merged["model.layers.0.mlp.experts.gate_up_proj"]) == 2 * 4
+        assert len(report.merged) == 4
+
+
+def test_experts_of_two_kinds_are_divided_as_there(tmp_path: Path) -> None:
+    """Ernie 4.5 VL: a list of experts is one tensor for text and one for images."""
+    kind: Any = hf.Ernie4_5_VLMoeConfig
+    text = {
+        "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": [16, 16],
+        "moe_num_experts": 4, "moe_k": 2, "mlp_layer_types": ["dense", "sparse"],
+        "pad_token_id": 0,
+    }  # fmt: skip
+    config = kind(text_config=text, vision_config=small_config(kind.sub_configs["vision_config"]))
+    cls: Any = hf.Ernie4_5_VLMoeForConditionalGeneration
+    model = saved(cls, config, tmp_path)
+    report = assert_like_from_pretrained(cls, config, tmp_path)
+    name = "model.language_model.layers.1.mlp.vision_moe.experts.gate_up_proj"
+    assert len(report.merged[name]) == 2 * 4
+    assert_leads_back(model, tmp_path)
+
+
+def rewrite(folder: Path, rename: Any) -> None:
+    """Give the tensors of a saved model other names."""
+    file = folder / "model.safetensors"
+    state = {rename(key): value for key, value in load_file(file).items()}
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def test_names_of_old_files_are_those_of_today(tmp_path: Path) -> None:
+    """``gamma`` and ``beta`` of BERT, and weight norms before parametrisations."""
+    cls, config, _ = FAMILIES["bert"]
+    saved(cls, config, tmp_path / "bert")
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    rewrite(tmp_path / "bert", lambda key: next(
+        (key.replace(new, name) for new, name in old.items() if new in key), key
+    ))  # fmt: skip
+    report = assert_like_from_pretrained(cls, config, tmp_path / "bert")
+    assert sum(key.endswith("gamma") for key in report.renamed) == 6
+    cls, config, _ = FAMILIES["wav2vec2"]
+    saved(cls, config, tmp_path / "speech")
+    at = "parametrizations.weight.original"
+    rewrite(tmp_path / "speech", lambda key: key.replace(f"{at}0", "weight_g").replace(
+        f"{at}1", "weight_v"
+    ))  # fmt: skip
+    report = assert_like_from_pretrained(cls, config, tmp_path / "speech")
+    assert any(key.endswith("weight_g") for key in report.renamed)
+
+
+def test_a_head_takes_the_file_of_its_base_model_and_the_other_way_round(tmp_path: Path) -> None:
+    """The prefix of the base model is added and taken off; what is missing is said as ever."""
+    cls, config, _ = FAMILIES["mixtral"]
+    whole: Any = saved(cls, config, tmp_path / "whole")
+    whole.model.save_pretrained(tmp_path / "base")
+    model = torchlift.skeleton(cls, config)
+    rename = remap.transformers(model)
+    torchlift.load(model, tmp_path / "base", rename=rename, allow_missing=["lm_head.*"])
+    base = torchlift.skeleton(hf.MixtralModel, config)
+    rename = remap.transformers(base)
+    torchlift.load(base, tmp_path / "whole", rename=rename, allow_unexpected=["lm_head.*"])
+    for name, value in whole.model.state_dict().items():
+        assert same_bits(model.model.state_dict()[name], value), name
+        assert same_bits(base.state_dict()[name], value), name
+
+
+def test_a_file_in_the_layout_of_the_model_is_left_as_it_is(tmp_path: Path) -> None:
+    """And so stays mapped; the configuration that names its class says as much as the model."""
+    cls, config, _ = FAMILIES["mixtral"]
+    model = cls(config)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    config.architectures = ["MixtralForCausalLM"]
+    for given in (model, config):
+        found = torchlift.skeleton(cls, config)
+        rename = remap.transformers(given)
+        report = torchlift.load(found, tmp_path / "model.pt", rename=rename)
+        assert (report.bytes_read, report.renamed, report.merged) == (0, {}, {})
+        assert repr(rename) == "transformers(MixtralForCausalLM)"
+        assert repr(rename.reversed()) == "transformers(MixtralForCausalLM).reversed()"
+
+
+def test_it_composes_and_a_missing_expert_is_named(tmp_path: Path) -> None:
+    """transformers would take three experts for four; a wrapper's prefix comes off before."""
+    cls, config, _ = FAMILIES["mixtral"]
+    saved(cls, config, tmp_path)
+    rewrite(tmp_path, lambda key: f"module.{key}")
+    model = torchlift.skeleton(cls, config)
+    rename = remap.strip("module.")
+    with pytest.raises(MismatchError, match=r"pass rename=remap\.transformers\(model\)"):
+        torchlift.load(model, {rename(key): value for key, value in load_file(
+            tmp_path / "model.safetensors"
+        ).items()})  # fmt: skip
+    rename = rename | remap.transformers(model)
+    torchlift.load(model, tmp_path, rename=rename)
+    state = load_file(tmp_path / "model.safetensors")
+    lost = next(key for key in state if key.endswith("experts.1.w3.weight"))
+    fewer = {key: value for key, value in state.items() if key != lost}
+    with pytest.raises(MismatchError, match="missing: ") as error:
+        torchlift.load(model, fewer, rename=rename)
+    assert error.value.missing_keys == [lost]
+    for name in ("w1", "w3"):
+        fewer = {key: value for key, value in state.items() if f".{name}." not in key}
+        with pytest.raises(MismatchError, match=rf"missing: \.experts\.\*\.{name}"):
+            torchlift.load(model, fewer, rename=rename)
+
+
+class Negate(ConversionOps):
+    """An operation that nobody else has."""
+
+    def convert(self, input_dict: Any, **_: Any) -> Any:
+        return {key: -value for key, value in input_dict.items()}
+
+
+def test_an_operation_that_is_unknown_is_named(tmp_path: Path) -> None:
+    """Registered by a user, say: an error, and no guess."""
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+
+    cls, config, _ = FAMILIES["llama"]
+    saved(cls, config, tmp_path)
+    rule = WeightConverter("down_proj.weight", "down_proj.weight", [Negate()])
+    assert get_checkpoint_conversion_mapping("LlamaForCausalLM") is None
+    register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule])
+    try:
+        model = torchlift.skeleton(cls, config)
+        rename = remap.transformers(model)
+        with pytest.raises(PlacementError, match="by Negate, which torchlift does not have"):
+            torchlift.load(model, tmp_path, rename=rename)
+        rows = [f"layers.{n}.mlp.gate_proj.weight" for n in range(2)]
+        rule = WeightConverter([*rows], "lm_head.weight", [Concatenate(dim=0)])
+        register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule], overwrite=True)
+        state = {f"model.{name}": torch.ones(64, 32) for name in rows}
+        model = torchlift.skeleton(cls, config)
+        torchlift.load(model, state, rename=remap.transformers(model), strict=False,
+                       allow_missing=["*"])  # fmt: skip
+        assert bool((model.lm_head.weight == 1).all())
+    finally:
+        register_checkpoint_conversion_mapping("LlamaForCausalLM", [], overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (nn.Linear(2, 2), "expected a model of transformers, or its configuration, not a Linear"),
+        (hf.LlamaConfig(), "does not name a class of transformers as its architecture .none."),
+    ],
+)  # fmt: skip
+def test_what_has_no_table_is_refused(given: Any, message: str) -> None:
+    """A module of nobody, and a configuration that does not say what it is of."""
+    with pytest.raises(TypeError, match=message):
+        remap.transformers(given)
