@@ -58,8 +58,8 @@ except Exception as error:
 # -----
 #
 # A process saves 8 MB over and over, until a signal ends it, at a moment that nobody chose and
-# without a chance to tidy up. Then you look whether the file can be read, and whether it is all of one step. Twenty times for
-# each way, in a process of its own:
+# without a chance to tidy up. Then you look whether the file can be read, and whether it is all
+# of one step. Twenty times for each way, in a process of its own:
 
 import os
 import random
@@ -110,7 +110,7 @@ import matplotlib.pyplot as plt
 TEAL, RUST = "#2b6f77", "#b83a16"
 plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
 figure, axes = plt.subplots(figsize=(7.2, 2.6), layout="constrained")
-for y, (name, counts) in enumerate(rows.items()):
+for y, counts in enumerate(rows.values()):
     whole, damaged = counts["whole"], counts["damaged"]
     axes.barh(y, whole, color=TEAL, label="a whole checkpoint" if y else None)
     axes.barh(
@@ -123,7 +123,7 @@ for y, (name, counts) in enumerate(rows.items()):
         label=None if y else "a damaged one",
     )
 axes.set(
-    yticks=range(2), yticklabels=rows, xlabel="found after 20 kills", xlim=(0, 20)
+    yticks=range(2), yticklabels=rows, xlabel="found after 20 kills", xlim=(0, 20), xticks=range(0, 21, 5)
 )  # fmt: skip
 axes.invert_yaxis()
 axes.spines[["top", "right"]].set_visible(False)
@@ -131,8 +131,8 @@ figure.legend(loc="outside upper right", ncols=2, frameon=False)
 plt.show()
 
 # %%
-# *After twenty kills in the middle of saving: every file that* ``torchlift.save`` *was writing can be
-# read, and is all of one step; of those of* ``torch.save`` *most cannot.*
+# *After twenty kills in the middle of saving: every file that* ``torchlift.save`` *was writing can
+# be read, and is all of one step; of those of* ``torch.save`` *most cannot.*
 #
 # A process that is killed cannot tidy up, so its unfinished file stays behind, under a hidden name.
 # The next save to the same path finds that nobody holds its lock, and removes it:

@@ -2,8 +2,8 @@
 Convert a .pth file to safetensors, or to bfloat16, without loading it
 ======================================================================
 
-The checkpoint is an old ``.pth`` and somebody needs safetensors; or it is float32 and the server takes
-bfloat16; and it is larger than the memory of your laptop. Can it be converted all the same?
+The checkpoint is an old ``.pth`` and somebody needs safetensors; or it is float32 and the server
+takes bfloat16; and it is larger than the memory of your laptop. Can it be converted all the same?
 
 Yes: `torchlift.convert` reads and writes it block by block, in some 32 MiB whatever its size.
 """
@@ -27,9 +27,9 @@ print(torchlift.convert(old, new, root="model", rename=strip, dtype="bfloat16"))
 print(torchlift.open(new)["weight"].dtype)
 
 # %%
-# One call took the container ``model`` out of an old file, stripped a prefix, cast, and wrote another
-# format. In a terminal it is ``torchlift convert old.pth new.safetensors --root model --dtype
-# bfloat16``; with ``--dry-run`` it only says what it would do.
+# One call took the container ``model`` out of an old file, stripped a prefix, cast, and wrote
+# another format. In a terminal it is ``torchlift convert old.pth new.safetensors --root model
+# --dtype bfloat16``; with ``--dry-run`` it only says what it would do.
 #
 # Why
 # ---
@@ -43,8 +43,8 @@ print(torchlift.open(new)["weight"].dtype)
 #    save_file(state, "new.safetensors")                        # all of it at once
 #
 # It also runs into what the two formats do not share. safetensors have no containers, no numbers
-# beside the tensors and no ties; ``save_file`` refuses tied weights, and what else the file had is
-# gone without a word. `torchlift.convert` says what the new file does not keep:
+# beside the tensors and no ties; ``save_file`` refuses tied weights, and what else the file had
+# is gone without a word. `torchlift.convert` says what the new file does not keep:
 
 tied = torch.nn.Linear(256, 256, bias=False)
 both = torch.nn.Sequential(tied, torch.nn.ReLU(), tied)
@@ -53,8 +53,8 @@ report = torchlift.convert(folder + "/tied.pt", folder + "/tied.safetensors")
 print(report)
 
 # %%
-# The tie is told in the metadata of the file, once for both, so that `torchlift.open` gives it back,
-# and converting to a torch file again does too:
+# The tie is told in the metadata of the file, once for both, so that `torchlift.open` gives it
+# back, and converting to a torch file again does too:
 
 torchlift.convert(folder + "/tied.safetensors", folder + "/again.pt")
 print(torchlift.open(folder + "/again.pt").aliases)
@@ -72,9 +72,9 @@ except torchlift.CheckpointError as error:
 # Proof
 # -----
 #
-# A checkpoint of 512 MiB in float32 becomes bfloat16 in safetensors, in two fresh processes: one by
-# the three lines, one by `torchlift.convert`. Their anonymous memory (what the process owns, and the
-# system cannot drop) is watched from outside.
+# A checkpoint of 512 MiB in float32 becomes bfloat16 in safetensors, in two fresh processes: one
+# by the three lines, one by `torchlift.convert`. Their anonymous memory (what the process owns,
+# and the system cannot drop) is watched from outside.
 
 from pathlib import Path
 
@@ -130,8 +130,8 @@ for path in Path(folder).iterdir():
     path.unlink()
 
 # %%
-# *Anonymous memory while 512 MiB of float32 becomes bfloat16: the usual way takes the file and its cast
-# copy,* `torchlift.convert` *the same few blocks from beginning to end.*
+# *Anonymous memory while 512 MiB of float32 becomes bfloat16: the usual way takes the file and
+# its cast copy,* `torchlift.convert` *the same few blocks from beginning to end.*
 #
 # Remember
 # --------

@@ -30,8 +30,8 @@ with torchlift.Keeper(folder, keep=2) as keeper:
 print("kept:", keeper.steps())
 
 # %%
-# Start the same program again and it goes on after step 5: ``resume`` loads the model, the optimizer,
-# whatever else is in ``state`` and the random number generators, and returns the step.
+# Start the same program again and it goes on after step 5: ``resume`` loads the model, the
+# optimizer, whatever else is in ``state`` and the random number generators, and returns the step.
 #
 # Why
 # ---
@@ -51,7 +51,10 @@ print("kept:", keeper.steps())
 
 print(keeper.latest().replace(folder, "FOLDER"))
 with torchlift.open(keeper.latest()) as ckpt:
-    print(ckpt.objects["step"], [key for key in ckpt.entries if key.startswith("model.")])
+    print(
+        ckpt.objects["step"],
+        [key for key in ckpt.entries if key.startswith("model.")],
+    )
 
 # %%
 # Beside the last ones a keeper keeps what you name: every so many steps, and the best by a metric.
@@ -141,7 +144,9 @@ for way in ("no saves", "torch.save", "Keeper"):
     with tempfile.TemporaryDirectory() as place:
         times[way] = torchlift.measure.in_child(step_times, way, place).value
 for way, found in times.items():
-    print(f"{way:<10} all steps took {sum(found):5.2f} s, the longest {max(found):5.2f} s")
+    print(
+        f"{way:<10} all steps took {sum(found):5.2f} s, the longest {max(found):5.2f} s"
+    )
 
 import matplotlib.pyplot as plt
 
@@ -153,15 +158,20 @@ for way, found in times.items():
     color, line = looks[way]
     numbers = range(1, len(found) + 1)
     axes.plot(numbers, found, color=color, linestyle=line, label=way, linewidth=2)
-axes.set(xlabel="step", ylabel="seconds of a step", ylim=(0, None))
+axes.set(
+    xlabel="step",
+    ylabel="seconds of a step",
+    xticks=range(0, 21, 5),
+    ylim=(0, None),
+)
 axes.spines[["top", "right"]].set_visible(False)
 figure.legend(loc="outside upper center", ncols=3, frameon=False)
 plt.show()
 
 # %%
 # *Seconds of each training step, with a save at every fifth: a step that saves by* ``torch.save``
-# *waits for the disk, one that saves by a keeper for a copy in memory; the steps that follow share the
-# processor with the writing.*
+# *waits for the disk, one that saves by a keeper for a copy in memory; the steps that follow
+# share the processor with the writing.*
 #
 # .. note::
 #
@@ -169,7 +179,8 @@ plt.show()
 #    save. From an accelerator it is pinned, and the training goes on as soon as the copy is done.
 #
 # On several ranks the same calls keep a folder for each step, in the format of
-# ``torch.distributed.checkpoint``: each rank writes its own shards, and any number of ranks resumes.
+# ``torch.distributed.checkpoint``: each rank writes its own shards, and any number of ranks
+# resumes.
 #
 # Remember
 # --------
@@ -181,6 +192,7 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **A run may be killed and started again:** `torchlift.Keeper`, with ``resume`` as its first line.
+# - **A run may be killed and started again:** `torchlift.Keeper`, with ``resume`` as its first
+#   line.
 # - **You save once, at the end:** `torchlift.save`.
 # - **You only need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.
