@@ -123,7 +123,8 @@ for y, counts in enumerate(rows.values()):
         label=None if y else "a damaged one",
     )
 axes.set(
-    yticks=range(2), yticklabels=rows, xlabel="found after 20 kills", xlim=(0, 20), xticks=range(0, 21, 5)
+    yticks=range(2), yticklabels=rows, xticks=range(0, 21, 5), xlim=(0, 20),
+    xlabel="found after 20 kills",
 )  # fmt: skip
 axes.invert_yaxis()
 axes.spines[["top", "right"]].set_visible(False)
