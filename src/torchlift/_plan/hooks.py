@@ -135,8 +135,10 @@ class _Run:
     ) -> None:
         self.origin = origin
         self.strict = strict
-        names = {candidate.key: name for name, candidate in candidates.items()}
-        self.templates = _templates_by_name(origin.templates, {**names, **objects})
+        self.templates: dict[str, tuple[str, object]] = {}
+        if origin.templates:
+            names = {candidate.key: name for name, candidate in candidates.items()}
+            self.templates = _templates_by_name(origin.templates, {**names, **objects})
         self.outcome = Outcome()
         self.state: dict[str, Any] = {}
         # With the tensor itself: while it lives, no other one has its identity.

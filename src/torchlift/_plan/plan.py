@@ -174,9 +174,9 @@ def make_plan(
         keys = [key for key in origin.candidates if key not in origin.blocked]
         names = renamed(keys, options.rename, origin.path)
     blocked = renamed(origin.blocked, options.rename, origin.path)
-    model_names = {name for g in tree.groups for name in g.names} if blocked else ()
     ignored = list(blocked.values())
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
+    model_names = {name for g in tree.groups for name in g.names} if ignored else ()
     for key, name in blocked.items():
         if name in model_names or name not in excused:
             raise origin.refusal(key)
@@ -234,6 +234,7 @@ def _assemble(
     placed = {id(step.group.tensor) for step in work.steps}
     matched_ids = {id(group.tensor) for group, _, _ in matched.pairs}
     placed |= {id(item.group.tensor) for item in work.makings}
+    made = [(name, one.keys) for name, one in candidates.items() if one.keys]
     return LoadPlan(
         path=origin.path,
         loaded=loaded,
@@ -251,19 +252,19 @@ def _assemble(
             for name in group.names
         ],
         renamed={c.key: name for name, c in candidates.items() if not c.keys and c.key != name},
-        merged={name: c.keys for name, c in candidates.items() if len(c.keys) > 1},
-        split=_split(candidates),
+        merged={name: keys for name, keys in made if len(keys) > 1},
+        split=_split(made),
         peak_bytes=_peak(work),
         bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
         work=work,
     )
 
 
-def _split(candidates: Mapping[str, Candidate]) -> dict[str, tuple[str, ...]]:
+def _split(made: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
     """Return name in the checkpoint -> the names that share its values, where there are several."""
     found: dict[str, list[str]] = {}
-    for name, one in candidates.items():
-        for key in one.keys:
+    for name, keys in made:
+        for key in keys:
             found.setdefault(key, []).append(name)
     return {key: tuple(names) for key, names in found.items() if len(names) > 1}
 
