@@ -326,13 +326,18 @@ def storages_of(values: Iterable[Value]) -> tuple[list[Value], dict[str, Shared]
     return storages, found
 
 
-def _overlapping(values: Iterable[Value]) -> list[list[Value]]:
-    """Return values that share bytes, in groups, by their first element; in the order of keys."""
+def _overlapping(values: Iterable[Value], *, alike: bool = True) -> list[list[Value]]:
+    """Return values that share bytes, in groups, by their first element; in the order of keys.
+
+    Args:
+        values: all.
+        alike: whether only what gets one dtype is together.
+    """
     order: dict[str, int] = {}
     groups: dict[Hashable, list[Value]] = {}
     for number, value in enumerate(values):
         order[value.key] = number
-        groups.setdefault((value.memory, value.dtype), []).append(value)
+        groups.setdefault((value.memory, value.dtype if alike else None), []).append(value)
     found: list[list[Value]] = []
     for group in groups.values():
         stop = -1
@@ -353,7 +358,7 @@ def apart(values: Iterable[Value], shared: Mapping[str, Shared] | None) -> dict[
         shared: the storages of a torch file; None for a format where each is by itself.
     """
     found = {}
-    for overlapping in _overlapping(values):
+    for overlapping in _overlapping(values, alike=False):
         numbers = {
             value.place if shared is None else shared[value.key].number for value in overlapping
         }

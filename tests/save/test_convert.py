@@ -1,0 +1,265 @@
+"""`torchlift.convert` and its command: any format to any, renamed, cast, filtered, divided."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from save_states import same_bits
+from zero_files import Zero
+
+import torchlift
+from torchlift import measure, remap
+from torchlift.cli import main
+from torchlift.errors import CheckpointError, MismatchError, PlacementError, UnsafeError
+
+
+def legacy(path: Path) -> dict[str, Any]:
+    """A training's file as PyTorch wrote them before 1.6, with what most of them have."""
+    weight = torch.randn(4, 3)
+    model = {"module.w": weight, "module.tied": weight, "module.t": torch.randn(5, 2).t()}
+    state = {
+        "model": {**model, "module.count": torch.tensor(3)},
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]},
+        "args": argparse.Namespace(lr=0.1),
+        "epoch": 3,
+    }
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    return state
+
+
+def test_a_legacy_file_becomes_safetensors(tmp_path: Path) -> None:
+    """The case of most people: what is no tensor is listed, and never run."""
+    state = legacy(tmp_path / "x.pth")
+    report = torchlift.convert(tmp_path / "x.pth", tmp_path / "x.safetensors")
+    assert report.lost.keys() == {"args", "epoch", "optimizer.param_groups", "optimizer.state"}
+    assert report.lost["args"] == "only unpickling could rebuild it, through argparse.Namespace"
+    assert report.tied == {"model.module.tied": "model.module.w"}
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == {"model.module.w", "model.module.t", "model.module.count",
+                            "optimizer.state.0.exp_avg"}  # fmt: skip
+    for key in ("w", "t", "count"):
+        assert same_bits(found[f"model.module.{key}"], state["model"][f"module.{key}"])
+
+
+def test_root_rename_dtype_and_filters_work_together(tmp_path: Path) -> None:
+    """Patterns see the keys below the root; integers are never cast; a tie stays one."""
+    state = legacy(tmp_path / "x.pth")
+    report = torchlift.convert(
+        tmp_path / "x.pth",
+        tmp_path / "x.pt",
+        root="model",
+        rename=remap.strip("module.") | (lambda key: f"net.{key}"),
+        dtype="bfloat16",
+        exclude=["*.t"],
+    )
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert list(found) == ["net.w", "net.tied", "net.count"]
+    assert found["net.w"].data_ptr() == found["net.tied"].data_ptr()
+    assert same_bits(found["net.w"], state["model"]["module.w"].bfloat16())
+    assert found["net.count"].dtype == torch.int64
+    assert report.cast == dict.fromkeys(("net.w", "net.tied"), ("float32", "bfloat16"))
+
+
+def test_a_dtype_by_key_unties_what_it_casts_apart(tmp_path: Path) -> None:
+    """And the report says so."""
+    legacy(tmp_path / "x.pth")
+    rule = remap.by_pattern({r"tied$": torch.float64})
+    report = torchlift.convert(
+        tmp_path / "x.pth", tmp_path / "x.pt", root="model", dtype=rule, include=["*w", "*tied"]
+    )
+    found = torch.load(tmp_path / "x.pt")
+    assert {key: value.dtype for key, value in found.items()} == {
+        "module.w": torch.float32,
+        "module.tied": torch.float64,
+    }
+    assert report.lost == {"module.tied": "shares no memory with module.w any more"}
+
+
+def test_containers_of_a_torch_file_stay(tmp_path: Path) -> None:
+    """Integer keys, lists and plain data; what is left out takes its containers with it."""
+    state = legacy(tmp_path / "x.pth")
+    torchlift.convert(tmp_path / "x.pth", tmp_path / "x.pt", exclude=["args", "model.*.t"])
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert list(found) == ["model", "optimizer", "epoch"]
+    assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    assert list(found["optimizer"]["state"]) == [0]
+    assert list(found["model"]) == ["module.w", "module.tied", "module.count"]
+    torchlift.convert(tmp_path / "x.pth", tmp_path / "y.pt", include=["model.*"])
+    assert list(torch.load(tmp_path / "y.pt")) == ["model"]
+    torch.save({"list": [torch.ones(1), torch.ones(2)]}, tmp_path / "l.pt")
+    with pytest.raises(PlacementError, match="'list': an item of a list cannot be left out alone"):
+        torchlift.convert(tmp_path / "l.pt", tmp_path / "z.pt", exclude=["list.0"])
+
+
+@pytest.mark.parametrize("dst", ["y.pt", "y.safetensors", "y"])
+def test_tensors_that_only_code_could_rebuild_are_refused_by_name(tmp_path: Path, dst: str) -> None:
+    """Never left out without being told; nothing of them is imported."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.tensor = torch.ones(2)
+
+    Holder.__qualname__, Holder.__module__ = "Trap", "no_such_module"
+    import sys
+    import types
+
+    module = types.ModuleType("no_such_module")
+    module.Trap = Holder  # type: ignore[attr-defined]
+    sys.modules["no_such_module"] = module
+    try:
+        torch.save({"w": torch.ones(3), "trap": Holder()}, tmp_path / "x.pt")
+    finally:
+        del sys.modules["no_such_module"]
+    format = "dcp" if dst == "y" else None
+    with pytest.raises(UnsafeError, match=r"'trap': only unpickling .*Trap.* exclude=\['trap'\]"):
+        torchlift.convert(tmp_path / "x.pt", tmp_path / dst, format=format)
+    assert os.listdir(tmp_path) == ["x.pt"]
+    torchlift.convert(tmp_path / "x.pt", tmp_path / dst, format=format, exclude=["trap"])
+    assert list(torchlift.open(tmp_path / dst)) == ["w"]
+
+
+def test_it_never_replaces_what_is_there_without_being_told(tmp_path: Path) -> None:
+    """The source above all, whatever it is called; told to, it may be the source."""
+    src = tmp_path / "x.safetensors"
+    torchlift.save({"w": torch.ones(3)}, src)
+    before = src.read_bytes()
+    (tmp_path / "link.safetensors").symlink_to(src)
+    for dst in (src, tmp_path / "link.safetensors", f"{tmp_path}/../{tmp_path.name}/x.safetensors"):
+        with pytest.raises(CheckpointError, match=r"it is the source itself\. .* overwrite=True"):
+            torchlift.convert(src, dst, dtype="float16")
+    torchlift.save({"w": torch.ones(3)}, tmp_path / "y.index.json")
+    with pytest.raises(CheckpointError, match="there is something of this name"):
+        torchlift.convert(src, tmp_path / "y.index.json")
+    with pytest.raises(CheckpointError, match="it is the source itself"):
+        torchlift.convert(tmp_path / "y.index.json", tmp_path / "y-00001-of-00001.safetensors")
+    assert src.read_bytes() == before
+    torchlift.convert(src, src, dtype="float16", overwrite=True)
+    assert load_file(src)["w"].dtype == torch.float16
+
+
+def test_shards_are_divided_anew_in_place(tmp_path: Path) -> None:
+    """The old ones are gone when the new ones are there."""
+    path = tmp_path / "m.safetensors.index.json"
+    state = {f"t{at}": torch.randn(100) for at in range(6)}
+    torchlift.save(state, path, max_shard_size=900)
+    torchlift.convert(path, path, max_shard_size=1300, overwrite=True)
+    assert len(os.listdir(tmp_path)) == 3
+    assert torchlift.diff(path, state).equal
+    assert torchlift.verify(path).ok
+
+
+def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path: Path) -> None:
+    """Before anything is written."""
+    torchlift.save({"a.w": torch.ones(1), "b.w": torch.ones(1)}, tmp_path / "x.pt")
+    for arguments, message in [
+        ({"rename": lambda key: key[2:]}, r"'w': two keys get this name; found 'a\.w' and 'b\.w'"),
+        ({"rename": lambda key: None}, "rename drops everything"),
+        ({"include": ["c.*"]}, r"no key fits the pattern 'c\.\*'"),
+        ({"exclude": ["*"]}, "the patterns leave out everything"),
+    ]:
+        with pytest.raises(MismatchError, match=message):
+            torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", **arguments)
+    with pytest.raises(TypeError, match=r"include='a\*': expected patterns such as"):
+        torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", include="a*")
+    with pytest.raises(TypeError, match=r"rename\('a.w'\) returned 3: expected a str or None"):
+        torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", rename=lambda key: 3)
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+def test_metadata_of_safetensors_stays_or_is_told(tmp_path: Path) -> None:
+    """It is the author's."""
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors", {"format": "pt", "by": "me"})
+    torchlift.convert(tmp_path / "x.safetensors", tmp_path / "y.safetensors")
+    with safe_open(tmp_path / "y.safetensors", "pt") as file:
+        assert file.metadata()["by"] == "me"
+    report = torchlift.convert(tmp_path / "x.safetensors", tmp_path / "y.pt")
+    assert report.lost == {"(metadata)": "the format has no place for by"}
+
+
+def test_other_formats_are_sources(tmp_path: Path) -> None:
+    """numpy's files, quantised GGUF, DeepSpeed's ZeRO: of it the model, whose state is told."""
+    import gguf
+
+    np.savez(tmp_path / "x.npz", a=np.arange(6.0).reshape(2, 3), b=np.ones(2, ">i4"))
+    torchlift.convert(tmp_path / "x.npz", tmp_path / "n.safetensors")
+    found = load_file(tmp_path / "n.safetensors")
+    assert found["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found["b"].tolist() == [1, 1]
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    blocks = gguf.quants.quantize(np.ones((2, 32), np.float32), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("q", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    torchlift.convert(tmp_path / "x.gguf", tmp_path / "g.safetensors", dtype="bfloat16")
+    assert torch.equal(load_file(tmp_path / "g.safetensors")["q"], torch.ones(2, 32).bfloat16())
+    values = [{"w": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}]
+    folder = Zero(2, 2, values, {}, {}, {}).write(tmp_path / "zero")
+    report = torchlift.convert(folder, tmp_path / "z.safetensors")
+    assert load_file(tmp_path / "z.safetensors").keys() == {"w", "b"}
+    assert torch.equal(load_file(tmp_path / "z.safetensors")["w"], values[0]["w"])
+    assert "optimizer" in report.lost
+
+
+_CONVERT = "torchlift.convert(*args[:2], overwrite=True, **args[2])"
+_SETUP = "import torch.distributed.checkpoint, torchlift; torchlift.convert"
+
+
+@pytest.mark.slow
+def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
+    """Whatever the layout of its tensors, and however large one of them is."""
+    state = {
+        "large": torch.ones(40 << 20),
+        "turned": torch.ones(6 << 10, 4 << 10).t(),
+        "odd": torch.ones(6 << 10, 4 << 10)[:, 1:],
+    }
+    torch.save(state, tmp_path / "x.pth", _use_new_zipfile_serialization=False)
+    torchlift.save(state, tmp_path / "x", format="dcp")
+    for src, dst, options in [
+        ("x.pth", "y.safetensors", {}),
+        ("x.pth", "y.safetensors", {"dtype": "bfloat16"}),
+        ("x.pth", "y.pt", {}),
+        ("x", "y.index.json", {"max_shard_size": "100MB", "dtype": "float64"}),
+        ("x.pth", "y", {"format": "dcp"}),
+    ]:
+        arguments = str(tmp_path / src), str(tmp_path / dst), options
+        child = measure.in_child(_CONVERT, *arguments, setup=_SETUP)
+        assert child.memory.added_anonymous < 48 << 20, (src, dst, options)
+
+
+def test_the_command_says_what_it_would_write_and_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With names and dtypes as `plan` takes them; as JSON, too."""
+    legacy(tmp_path / "x.pth")
+    src, dst = str(tmp_path / "x.pth"), str(tmp_path / "y.safetensors")
+    words = ["convert", src, dst, "--root", "model", "--strip", "module.", "--rename", "^t$=turned",
+             "--drop", "count", "--dtype", "w$=float16", "--dtype", "bfloat16"]  # fmt: skip
+    assert main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith(f"would write {dst}: 3 tensors, 68 B\n")
+    assert os.listdir(tmp_path) == ["x.pth"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["files"] == [dst]
+    assert found["lost"] == {"tied": "shares no memory with w any more"}
+    assert found["cast"]["turned"] == ["float32", "bfloat16"]
+    assert load_file(dst)["w"].dtype == torch.float16
+    assert main(["convert", src, dst]) == 1
+    assert "there is something of this name" in capsys.readouterr().err
+    assert main(["convert", src, dst, "--overwrite", "--include", "model.*"]) == 0
+    assert main(["convert", src, str(tmp_path / "y.foo")]) == 2
+    assert main(["convert", src, str(tmp_path / "y.pt"), "--max-shard-size", "3GB"]) == 2
+    assert main(["convert", src, str(tmp_path / "y.pt")]) == 3
+    assert "argparse.Namespace" in capsys.readouterr().err
+    assert main(["convert", src, str(tmp_path / "d"), "--format", "dcp", "--exclude", "args"]) == 0
+    assert torchlift.open(tmp_path / "d").format == "dcp"

@@ -1,0 +1,356 @@
+"""What a save that fails leaves: the old checkpoint or the new one, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from failing_reads import failing
+
+import torchlift
+from torchlift.errors import CheckpointError, IntegrityError
+
+#: How many processes are killed; 200 show what the documentation promises, and take minutes.
+KILLS = int(os.environ.get("TORCHLIFT_KILLS", "24"))
+
+#: What to write -> the name to write, and arguments.
+WAYS = {
+    "torch-zip": ("x.pt", {}),
+    "safetensors": ("x.safetensors", {}),
+    "sharded": ("x.safetensors.index.json", {"max_shard_size": 100_000}),
+    "dcp": ("x", {"format": "dcp", "max_shard_size": 200_000}),
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+COUNT, SIZE = 6, 20_000
+
+
+def state_of(number: float) -> dict[str, torch.Tensor]:
+    """A state of which every value says which one it is."""
+    return {f"t{at}": torch.full((SIZE,), float(number)) for at in range(COUNT)}
+
+
+def number_of(path: Path) -> float:
+    """Which state a checkpoint is, all of it."""
+    assert torchlift.verify(path).ok
+    with torchlift.open(path) as ckpt:
+        assert len(ckpt) == COUNT
+        (number,) = {value for tensor in ckpt.values() for value in tensor.unique().tolist()}
+    return number
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file in a folder."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """A full disk, as far as every machine can have one."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@each_way
+@pytest.mark.parametrize("there", [True, False])
+def test_a_file_size_limit_leaves_what_was_there(tmp_path: Path, way: str, there: bool) -> None:
+    """Byte for byte, and no folder either where there was none; then a save succeeds."""
+    name, options = WAYS[way]
+    path = tmp_path / name
+    if there:
+        torchlift.save(state_of(1), path, **options)
+    before = contents(tmp_path)
+    for limit in (30_000, 70_000):
+        with (
+            file_size_limit(limit),
+            pytest.raises(CheckpointError, match=r"the file cannot be written; found .*too large"),
+        ):
+            torchlift.save(state_of(2), path, **options)
+        assert contents(tmp_path) == before
+        assert there or os.listdir(tmp_path) == []
+    torchlift.save(state_of(3), path, **options)
+    assert number_of(path) == 3
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    """A real one, of 800 KiB, where mounting is allowed."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=800k", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("no right to mount a file system")
+    try:
+        for name, options in WAYS.values():
+            torchlift.save(state_of(1), disk / name, **options)
+            before = contents(disk)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                torchlift.save(state_of(2), disk / name, **options)
+            assert contents(disk) == before
+            assert number_of(disk / name) == 1
+            subprocess.run(["rm", "-r", *map(str, disk.iterdir())], check=True)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+class Stopped(BaseException):
+    """What no code of ours expects, like an interrupt."""
+
+
+def fails(true: Any, calls: list[object], nth: int, error: BaseException, *args: Any) -> Any:
+    """A function of the system whose nth call fails."""
+    calls.append(args)
+    if len(calls) == nth:
+        raise error
+    return true(*args)
+
+
+@each_way
+@pytest.mark.parametrize("name", ["pwrite", "fsync", "replace", "truncate"])
+def test_every_step_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, name: str
+) -> None:
+    """With an error of the system or any exception: the old state or, at last, the new one."""
+    target, options = WAYS[way]
+    path = tmp_path / target
+    torchlift.save(state_of(1), path, **options)
+    true = getattr(os, name)
+    for error in (OSError(5, "Input/output error"), Stopped()):
+        for nth in range(1, 100):
+            calls: list[object] = []
+            before = contents(tmp_path)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, name, partial(fails, true, calls, nth, error))
+                met = None
+                try:
+                    torchlift.save(state_of(2), path, **options)
+                except (CheckpointError, Stopped) as raised:
+                    met = raised
+            if isinstance(met, Stopped):
+                assert number_of(path) in (1, 2)
+            elif met is not None and "in place" in str(met):
+                assert number_of(path) == 2
+            elif met is not None:
+                assert contents(tmp_path) == before
+                assert "Input/output error" in str(met)
+            leftover = [file for file in contents(tmp_path) if file.endswith(".part")]
+            assert not leftover
+            if len(calls) < nth:
+                break
+            if number_of(path) == 2:
+                torchlift.save(state_of(1), path, **options)
+        else:
+            pytest.fail("it never succeeds")
+    count = len(contents(tmp_path))
+    torchlift.save(state_of(3), path, **options)
+    assert len(contents(tmp_path)) == count
+    assert number_of(path) == 3
+
+
+@each_way
+def test_an_exception_while_values_are_read_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Of a source that fails, or that changes while it is converted."""
+    name, options = WAYS[way]
+    source, path = tmp_path / "source.safetensors", tmp_path / "to" / name
+    path.parent.mkdir()
+    torchlift.save(state_of(2), source)
+    torchlift.save(state_of(1), path, **options)
+    before = contents(path.parent)
+    for error in (OSError(5, "Input/output error"), MemoryError()):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", failing(error, nth=3))
+            with pytest.raises((IntegrityError, MemoryError)):
+                torchlift.convert(source, path, overwrite=True, **options)
+        assert contents(path.parent) == before
+    with torchlift.open(source) as ckpt:
+        os.utime(source, (1, 1))
+        with pytest.raises(IntegrityError, match="the file changed after it was opened"):
+            torchlift.convert(ckpt, path, overwrite=True, **options)
+    assert contents(path.parent) == before
+
+
+def test_a_folder_that_cannot_be_flushed_is_told_from_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new file is there by then; the message says so."""
+    path, fsync = tmp_path / "x.pt", os.fsync
+    torchlift.save(state_of(1), path)
+
+    def denied(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(5, "denied")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", denied)
+    with pytest.raises(CheckpointError, match=r"in place, but its folder is not durable.*denied"):
+        torchlift.save(state_of(2), path)
+    assert number_of(path) == 2
+
+
+@each_way
+def test_a_folder_one_may_not_write_to_is_an_error(way: str) -> None:
+    """Loudly, and with the path."""
+    with TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name, "folder")
+        folder.mkdir()
+        os.chmod(name, 0o755)
+        folder.chmod(0o555)
+        user = os.geteuid()
+        if user == 0:  # who may do everything; nobody may not
+            os.seteuid(65534)
+        target, options = WAYS[way]
+        try:
+            with pytest.raises(CheckpointError, match=r"cannot be written; .*Permission denied"):
+                torchlift.save(state_of(1), folder / target, **options)
+        finally:
+            os.seteuid(user)
+        assert os.listdir(folder) == []
+
+
+@each_way
+def test_saving_onto_what_is_mapped_is_right(tmp_path: Path, way: str) -> None:
+    """The state that is mapped from the file is written to that file, again and again."""
+    name, options = WAYS[way]
+    path = tmp_path / name
+    torchlift.save(state_of(1), path, **options)
+    for _ in range(3):
+        mapped = torchlift.open(path).state_dict()
+        mapped["t3"] = mapped["t3"] + 1
+        torchlift.save(mapped, path, **options)
+    with torchlift.open(path) as ckpt:
+        assert ckpt["t3"].unique().tolist() == [4]
+        assert ckpt["t2"].unique().tolist() == [1]
+    torchlift.save(torchlift.open(path), path, **options)
+    assert torchlift.open(path)["t3"].unique().tolist() == [4]
+
+
+_WRITER = """
+import sys, torch, torchlift
+path, options = sys.argv[1], eval(sys.argv[2])
+source = sys.argv[3]
+print("ready", flush=True)
+for number in map(int, sys.argv[4:]):
+    state = {f"t{at}": torch.full((%d,), float(number)) for at in range(%d)}
+    if source:
+        torchlift.convert(source, path, overwrite=True, **options)
+    else:
+        torchlift.save(state, path, **options)
+""" % (SIZE, COUNT)  # noqa: UP031 - braces
+
+
+def writer(path: Path, way: str, numbers: str, source: str = "") -> subprocess.Popen[bytes]:
+    """A process that writes one state after the other."""
+    options = repr(WAYS[way][1])
+    command = [sys.executable, "-c", _WRITER, str(path), options, source, *numbers.split()]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@each_way
+def test_of_two_savers_at_once_one_wins_whole(tmp_path: Path, way: str) -> None:
+    """At every moment what is there is complete and all of it is one writer's; nothing is left."""
+    path = tmp_path / WAYS[way][0]
+    torchlift.save(state_of(1), path, **WAYS[way][1])
+    files = len(contents(tmp_path))
+    looks = 0
+    savers = [writer(path, way, " ".join([number] * 8)) for number in "12"]
+    try:
+        while any(saver.poll() is None for saver in savers):
+            # What is replaced while it is read is an error, and never a mixture.
+            with suppress(CheckpointError, FileNotFoundError):
+                assert number_of(path) in (1, 2)
+                looks += 1
+    finally:
+        errors = [saver.communicate(timeout=60)[1] for saver in savers]
+    assert errors == [b"", b""]
+    assert looks
+    assert number_of(path) in (1, 2)
+    assert len(contents(tmp_path)) == files
+
+
+_FORKER = """
+import json, os, sys, torch, torchlift
+torchlift.save, torchlift.convert
+for line in sys.stdin:
+    path, options, source = json.loads(line)
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        os.waitpid(child, 0)
+        print("ended", flush=True)
+        continue
+    for number in range(1000):
+        state = {f"t{at}": torch.full((%d,), 1.0 + number %% 2) for at in range(%d)}
+        if source:
+            torchlift.convert(source, path, overwrite=True, **options)
+        else:
+            torchlift.save(state, path, **options)
+    os._exit(0)
+""" % (SIZE, COUNT)  # noqa: UP031 - braces
+
+
+@pytest.mark.timeout(900)
+def test_kill_9_at_random_moments_loses_nothing(tmp_path: Path) -> None:
+    """Of saves and conversions: the old state or the new one, and no debris after the next save."""
+    chance = random.Random(7)
+    source = tmp_path / "source.safetensors"
+    torchlift.save(state_of(2), source)
+    partial = 0
+    # Torch is imported once: a process that is forked for each kill starts at once.
+    forker = subprocess.Popen(
+        [sys.executable, "-c", _FORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert forker.stdin is not None
+    assert forker.stdout is not None
+    with forker:
+        for number in range(KILLS):
+            way = list(WAYS)[number % len(WAYS)]
+            name, options = WAYS[way]
+            path = tmp_path / "to" / way / name
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True)
+                torchlift.save(state_of(1), path, **options)
+            files = len(contents(path.parent))
+            asked = [str(path), options, str(source) if number // 4 % 2 else ""]
+            print(json.dumps(asked), file=forker.stdin, flush=True)
+            child = int(forker.stdout.readline())
+            moment = chance.uniform(0.001, 0.2)
+            time.sleep(moment)
+            os.kill(child, signal.SIGKILL)
+            assert forker.stdout.readline() == "ended\n"
+            assert number_of(path) in (1, 2), (way, moment)
+            partial += len(contents(path.parent)) != files
+            torchlift.save(state_of(1), path, **options)
+            assert number_of(path) == 1
+            assert len(contents(path.parent)) == files, (way, os.listdir(path.parent))
+        forker.stdin.close()
+    print(f"{KILLS} killed, {partial} of them with files of theirs in the folder; 0 lost")
+    assert partial

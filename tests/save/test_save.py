@@ -1,0 +1,468 @@
+"""What `torchlift.save` writes, as torch, safetensors, transformers and DCP read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_model
+from save_states import TYPES, expected_state, same_bits
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import torchlift
+from torchlift.errors import FormatError, IntegrityError, PlacementError
+
+#: format -> the name to save under.
+NAMES = {
+    "torch-zip": "x.pt",
+    "safetensors": "x.safetensors",
+    "sharded": "x.safetensors.index.json",
+    "dcp": "x",
+}
+each_format = pytest.mark.parametrize("format", NAMES)
+
+
+def without_complex128(state: dict[str, torch.Tensor], format: str) -> dict[str, torch.Tensor]:
+    """What safetensors have a name for."""
+    if format in ("torch-zip", "dcp"):
+        return state
+    return {key: value for key, value in state.items() if value.dtype != torch.complex128}
+
+
+def theirs(path: Path, format: str, like: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What the format's own library reads."""
+    if format == "torch-zip":
+        mapped = torch.load(path, weights_only=True, mmap=True)
+        found: dict[str, Any] = torch.load(path, weights_only=True)
+        for key, value in found.items():
+            assert same_bits(mapped[key], value), key
+        return found
+    if format == "safetensors":
+        return load_file(path)
+    if format == "sharded":
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        shards = {name: load_file(path.with_name(name)) for name in set(weight_map.values())}
+        assert sum(map(len, shards.values())) == len(weight_map)
+        return {key: shards[name][key] for key, name in weight_map.items()}
+    found = {key: torch.empty_like(value, memory_format=torch.contiguous_format)
+             for key, value in like.items()}  # fmt: skip
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.load(found, checkpoint_id=path)
+    return found
+
+
+@each_format
+@pytest.mark.parametrize("checksum", [True, False])
+def test_every_dtype_is_read_by_the_library_of_the_format(
+    tmp_path: Path, format: str, checksum: bool
+) -> None:
+    """Bit for bit, and by torchlift; with checksums everything is checked, without them nothing."""
+    path = tmp_path / NAMES[format]
+    state = without_complex128(expected_state(), format)
+    report = torchlift.save(
+        state,
+        path,
+        format=format,
+        checksum=checksum,
+        max_shard_size=500 if format != "torch-zip" and format != "safetensors" else None,
+    )
+    assert (report.format, report.tensors) == (format, len(state))
+    assert report.nbytes == sum(value.nbytes for value in state.values())
+    assert not report.lost
+    assert all(os.path.isfile(file) for file in report.files)
+    with torchlift.open(path) as ckpt:
+        assert ckpt.format == format
+        found = theirs(path, format, state)
+        assert found.keys() == state.keys() == ckpt.keys()
+        for key, value in state.items():
+            assert same_bits(found[key], value), key
+            assert same_bits(ckpt[key], value), key
+    checked = torchlift.verify(path)
+    assert checked.ok
+    assert (checked.unchecked_nbytes if checksum else checked.nbytes) == 0
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor of any dtype, which may be a view of a larger memory, in any layout."""
+    dtype = draw(st.sampled_from([t for t in TYPES if t != torch.complex128]))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    numel = torch.Size(shape).numel()
+    count = (numel + 3) * dtype.itemsize
+    raw = torch.arange(count, dtype=torch.uint8) % (2 if dtype == torch.bool else 251)
+    base = raw.view(dtype)
+    kind = draw(st.sampled_from(["dense", "offset", "turned", "stepped", "wide", "conjugate"]))
+    made = base[3:] if kind == "offset" else base[:numel]
+    made = made.view(shape)
+    if kind == "turned":
+        made = made.permute(list(reversed(range(made.dim()))))
+    elif kind == "stepped" and made.dim():
+        made = made[::2]
+    elif kind == "wide":
+        made = made.unsqueeze(0).expand(3, *shape)
+    elif kind == "conjugate" and dtype.is_complex:
+        made = made.conj()
+    return made
+
+
+@settings(max_examples=40, deadline=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(tensors=st.lists(views(), max_size=4), source=st.sampled_from(sorted(NAMES)),
+       target=st.sampled_from(sorted(NAMES)), tie=st.booleans())  # fmt: skip
+def test_values_come_through_any_two_formats(
+    tmp_path_factory: pytest.TempPathFactory,
+    tensors: list[torch.Tensor],
+    source: str,
+    target: str,
+    tie: bool,
+) -> None:
+    """Whatever the dtype, shape and layout; a tie is in the file once, or told by the report."""
+    folder = tmp_path_factory.mktemp("x")
+    state = {f"k.{at}": tensor for at, tensor in enumerate(tensors)}
+    if tie and tensors and tensors[0].numel():
+        state["tied"] = tensors[0]
+    one, two = folder / NAMES[source], folder / "two" / NAMES[target]
+    two.parent.mkdir()
+    reports = [torchlift.save(state, one, format=source),
+               torchlift.convert(one, two, format=target)]  # fmt: skip
+    for path in (one, two):
+        with torchlift.open(path) as ckpt:
+            assert ckpt.keys() == state.keys()
+            for key, value in state.items():
+                assert same_bits(ckpt[key], value.resolve_conj()), key
+        assert torchlift.verify(path).ok
+        assert torchlift.verify(path).unchecked_nbytes == 0
+    if "tied" in state:
+        lost = {key for report in reports for key in report.lost}
+        with torchlift.open(two) as ckpt:
+            assert ("k.0", "tied") in ckpt.aliases or "tied" in lost
+        assert ("tied" in lost) == ("dcp" in (source, target))
+
+
+class Tied(nn.Module):
+    """A head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_tie_is_in_a_torch_file_once(tmp_path: Path) -> None:
+    """And after torch.load and torchlift.open both names are one storage."""
+    report = torchlift.save(Tied(), tmp_path / "x.pt")
+    assert report.tied == {"head.weight": "embedding.weight"}
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
+    assert found._metadata["norm"] == {"version": 2}
+    assert os.path.getsize(tmp_path / "x.pt") < 4000
+    assert torchlift.open(tmp_path / "x.pt").aliases == (("embedding.weight", "head.weight"),)
+
+
+def test_a_tie_is_in_safetensors_under_its_first_name(tmp_path: Path) -> None:
+    """The metadata tells the other one, as safetensors.torch.save_model does, and it comes back."""
+    model, path = Tied(), tmp_path / "x.safetensors"
+    torchlift.save(model, path)
+    with safe_open(path, "pt") as file:
+        assert "head.weight" not in file.keys()  # noqa: SIM118 - not a dict
+        assert file.metadata()["head.weight"] == "embedding.weight"
+        assert file.metadata()["format"] == "pt"
+    with torchlift.open(path) as ckpt:
+        assert ckpt.aliases == (("embedding.weight", "head.weight"),)
+        assert dict(ckpt.metadata) == {"format": "pt"}
+    untied = nn.ModuleDict({"embedding": nn.Embedding(10, 4), "norm": nn.BatchNorm1d(4),
+                            "head": nn.Linear(4, 10, bias=False)})  # fmt: skip
+    torchlift.load(untied, path)
+    assert torch.equal(untied["head"].weight, model.head.weight)
+    torchlift.convert(path, tmp_path / "back.pt")
+    found = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
+
+
+def test_ties_of_save_model_are_read(tmp_path: Path) -> None:
+    """Also where another library has noted them."""
+    model = Tied()
+    save_model(model, str(tmp_path / "x.safetensors"))
+    with torchlift.open(tmp_path / "x.safetensors") as ckpt:
+        assert ckpt.keys() == model.state_dict().keys()
+        assert torch.equal(ckpt["head.weight"], ckpt["embedding.weight"])
+
+
+def test_views_that_overlap_share_a_storage_in_a_torch_file(tmp_path: Path) -> None:
+    """Where a format has no sharing, the report says which keys do not share any more."""
+    whole = torch.arange(12.0).view(3, 4)
+    state = {"q": whole[:1], "whole": whole, "turned": whole.t(), "apart": torch.ones(3)}
+    assert not torchlift.save(state, tmp_path / "x.pt").lost
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    found["whole"][0, 1] = 70
+    assert found["q"][0, 1] == found["turned"][1, 0] == 70
+    assert found["turned"].stride() == (1, 4)
+    report = torchlift.save(state, tmp_path / "x.safetensors")
+    assert report.lost.keys() == {"whole", "turned"}
+    assert report.lost["whole"] == "shares no memory with q any more"
+    for key, value in load_file(tmp_path / "x.safetensors").items():
+        assert torch.equal(value, state[key])
+
+
+def test_a_tiny_view_of_a_large_memory_is_written_compactly(tmp_path: Path) -> None:
+    """Which the report tells; torch.save writes all of the memory."""
+    large = torch.arange(100_000.0)
+    state = {
+        "rows": large[10:13],
+        "column": large[7::100],
+        "wide": large[:1].expand(9),
+    }
+    for name in ("x.pt", "x.safetensors"):
+        report = torchlift.save(state, tmp_path / name)
+        assert sorted(report.compacted) == ["column", "rows", "wide"]
+        assert report.left_out > 390_000
+        assert "3 views, without" in str(report)
+        assert os.path.getsize(tmp_path / name) < 9_000
+        with torchlift.open(tmp_path / name) as ckpt:
+            assert all(torch.equal(ckpt[key], value) for key, value in state.items())
+    torchlift.save({"wide": state["wide"]}, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt")["wide"].stride() == (0,)
+
+
+def training() -> dict[str, Any]:
+    """A nested state with everything that a training has."""
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.norm(model.embedding(torch.arange(10))).sum().backward()
+    optimizer.step()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        "rng": torch.get_rng_state(),
+        "step": 7,
+        "history": [0.5, None, "text", b"raw", (1, 2.5j)],
+        "lists": [torch.ones(2), {"inner": (torch.zeros(3), 4)}],
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "size": torch.Size([2, 3]),
+        "seen": {1, 2},
+        "empty": {},
+    }
+
+
+def test_a_training_s_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Integer keys, lists and plain data, with weights_only; and the optimizer goes on from it."""
+    state = training()
+    report = torchlift.save(state, tmp_path / "x.pt")
+    assert not report.lost
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    for key in ("step", "history", "dtype", "device", "size", "seen", "empty"):
+        assert found[key] == state[key]
+        assert type(found[key]) is type(state[key])
+    assert torch.equal(found["lists"][1]["inner"][0], torch.zeros(3))
+    assert type(found["lists"][1]["inner"]) is tuple
+    assert list(found["optimizer"]["state"]) == [0, 1, 2]
+    assert type(found["model"]) is OrderedDict
+    state["optimizer"].load_state_dict(found["optimizer"])
+    state["scheduler"].load_state_dict(found["scheduler"])
+    tree = torchlift.open(tmp_path / "x.pt").tree()
+    assert tree["optimizer"]["param_groups"] == found["optimizer"]["param_groups"]
+    torchlift.save(torchlift.open(tmp_path / "x.pt"), tmp_path / "again.pt")
+    again = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert list(again["optimizer"]["state"]) == [0, 1, 2]
+    assert again["model"]._metadata == found["model"]._metadata
+
+
+def test_dcp_keeps_a_training_s_state_by_name(tmp_path: Path) -> None:
+    """As torch's own tool turns it into a file; the report tells what became text."""
+    state = training()
+    report = torchlift.save(state, tmp_path / "x", format="dcp")
+    assert report.lost.keys() == {"optimizer.state", "model.head.weight"}
+    with warnings.catch_warnings(action="ignore"):
+        dcp_to_torch_save(tmp_path / "x", tmp_path / "back.pt")
+    found = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert found["step"] == 7
+    assert found["history"] == state["history"]
+    assert found["optimizer"]["param_groups"] == state["optimizer"].state_dict()["param_groups"]
+    assert torch.equal(found["optimizer"]["state"]["0"]["exp_avg"],
+                       state["optimizer"].state_dict()["state"][0]["exp_avg"])  # fmt: skip
+    model = {"model": {k: torch.zeros_like(v) for k, v in state["model"].state_dict().items()}}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(model, checkpoint_id=tmp_path / "x")
+    for key, value in state["model"].state_dict().items():
+        assert torch.equal(model["model"][key], value)
+
+
+def test_safetensors_hold_tensors_only(tmp_path: Path) -> None:
+    """Plain data is an error that names it; containers become dotted names, which is told."""
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(PlacementError, match=r"'step': cannot be stored in a safet.* found int"):
+        torchlift.save({"model": {"w": torch.ones(2)}, "step": 7}, path)
+    assert os.listdir(tmp_path) == []
+    report = torchlift.save({"model": {0: torch.ones(2)}, "list": [torch.ones(3)]}, path)
+    assert report.lost == {
+        "model": "names that are no text become text",
+        "list": "a list, whose positions become names",
+    }
+    assert load_file(path).keys() == {"model.0", "list.0"}
+
+
+def test_a_bare_tensor_a_list_and_nothing_are_states_too(tmp_path: Path) -> None:
+    """As for torch.save."""
+    torchlift.save(torch.arange(3), tmp_path / "x.pt")
+    assert torch.equal(torch.load(tmp_path / "x.pt"), torch.arange(3))
+    torchlift.save([torch.ones(1), 2], tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt")[1] == 2
+    for format, name in NAMES.items():
+        torchlift.save({}, tmp_path / name, format=format)
+        assert not list(torchlift.open(tmp_path / name))
+
+
+class Opaque:
+    """What only unpickling could rebuild."""
+
+
+@pytest.mark.parametrize(
+    ("state", "entry"),
+    [
+        ({"a": {"b": [1, Opaque()]}}, "a.b"),
+        ({"a": [torch.ones(1), {"o": Opaque()}]}, "a.1.o"),
+        ({"a": {Opaque: torch.ones(1)}}, "Opaque"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "a.b"),
+        ({"a": torch.ones(1, device="meta")}, "a"),
+        ({"s": torch.eye(2).to_sparse()}, "s"),
+        ({"m": nn.LazyLinear(2)}, "m.weight"),
+    ],
+)
+@each_format
+def test_what_no_file_can_hold_is_refused_by_name(
+    tmp_path: Path, state: dict[str, Any], entry: str, format: str
+) -> None:
+    """Before anything is written."""
+    with pytest.raises(PlacementError) as met:
+        torchlift.save(state, tmp_path / NAMES[format], format=format)
+    assert entry in str(met.value.entry)
+    assert os.listdir(tmp_path) == []
+
+
+def test_containers_that_contain_themselves_are_refused(tmp_path: Path) -> None:
+    """Instead of following them."""
+    state: dict[str, Any] = {"w": torch.ones(1)}
+    state["again"] = state
+    with pytest.raises(PlacementError, match="nest too deep, or contain themselves"):
+        torchlift.save(state, tmp_path / "x.pt")
+
+
+def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    """With the choices."""
+    state = {"w": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"suffix '\.foo' .* 'torch-zip', 'sharded', 'dcp'"):
+        torchlift.save(state, tmp_path / "x.foo")
+    with pytest.raises(ValueError, match=r"'zip': expected one of safetensors, torch-zip, sh"):
+        torchlift.save(state, tmp_path / "x.pt", format="zip")
+    with pytest.raises(ValueError, match="a torch file is one file"):
+        torchlift.save(state, tmp_path / "x.pt", max_shard_size="1GB")
+    with pytest.raises(ValueError, match="not a size such as"):
+        torchlift.save(state, tmp_path / "x.safetensors", max_shard_size="many")
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_of_the_caller_is_changed(tmp_path: Path) -> None:
+    """Neither containers nor tensors, nor what asks for gradients."""
+    inner = OrderedDict(w=nn.Parameter(torch.ones(2)))
+    state = {"a": inner, "b": [torch.ones(1)]}
+    torchlift.save(state, tmp_path / "x.pt")
+    assert state["a"] is inner
+    assert list(inner) == ["w"]
+    assert inner["w"].requires_grad
+    assert not torch.load(tmp_path / "x.pt")["a"]["w"].requires_grad
+
+
+def test_shards_are_as_large_as_they_may_be(tmp_path: Path) -> None:
+    """In the order of the state; what is larger has one of its own; few bytes are one file."""
+    state = {name: torch.ones(size) for name, size in zip("abcd", (10, 10, 40, 5), strict=True)}
+    report = torchlift.save(state, tmp_path / "m.safetensors", max_shard_size=100)
+    assert report.format == "sharded"
+    names = [f"m-0000{at}-of-00003.safetensors" for at in (1, 2, 3)]
+    assert sorted(os.listdir(tmp_path)) == [*names, "m.safetensors.index.json"]
+    index = json.loads((tmp_path / "m.safetensors.index.json").read_text(encoding="utf-8"))
+    assert index["metadata"] == {"total_size": 260}
+    assert index["weight_map"] == {"a": names[0], "b": names[0], "c": names[1], "d": names[2]}
+    report = torchlift.save(state, tmp_path / "n.safetensors", max_shard_size="5GB")
+    assert report.format == "safetensors"
+    folder = tmp_path / "folder"
+    torchlift.save(state, folder, format="sharded")
+    assert sorted(os.listdir(folder)) == [
+        "model-00001-of-00001.safetensors", "model.safetensors.index.json"]  # fmt: skip
+
+
+def test_transformers_reads_one_file_and_shards(tmp_path: Path) -> None:
+    """With its tied head, which it finds by the model's own tie."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    for folder, size in ((tmp_path / "one", None), (tmp_path / "shards", "20kB")):
+        config.save_pretrained(folder)
+        torchlift.save(model, folder / "model.safetensors", max_shard_size=size)
+        found = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        for key, value in model.state_dict().items():
+            assert torch.equal(found.state_dict()[key], value), key
+
+
+def damage(path: Path, at: int) -> None:
+    """Flip a bit."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_of_safetensors_is_found(tmp_path: Path) -> None:
+    """By verify and by load, whose model stays as it was; in the header, by open."""
+    model, path = nn.Linear(3, 2), tmp_path / "x.safetensors"
+    torchlift.save(model, path)
+    before = path.read_bytes()
+    damage(path, len(before) - 3)
+    report = torchlift.verify(path)
+    assert [item.name for item in report.failed] == ["weight"]
+    other = nn.Linear(3, 2)
+    kept = other.weight.clone()
+    with pytest.raises(IntegrityError, match="checksums are wrong in 1 of 2 storages"):
+        torchlift.load(other, path, verify=True)
+    assert torch.equal(other.weight, kept)
+    path.write_bytes(before.replace(b'"weight"', b'"Weight"'))
+    with pytest.raises(FormatError, match="the header is damaged: its checksum is wrong"):
+        torchlift.open(path)
+
+
+def test_checksums_that_another_program_copied_count_no_more(tmp_path: Path) -> None:
+    """Tools write other values with the metadata of the file that they read."""
+    from safetensors.torch import save_file
+
+    path = tmp_path / "x.safetensors"
+    torchlift.save({"a": torch.ones(3), "b": torch.ones(2)}, path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert "torchlift.crc32" in metadata
+    save_file({"a": torch.zeros(3), "b": torch.zeros(2)}, path, metadata)
+    report = torchlift.verify(path)
+    assert report.ok
+    assert not report.checked
+
+
+def test_a_checkpoint_is_saved_with_what_it_holds(tmp_path: Path) -> None:
+    """A part of a file, too; what only unpickling could rebuild is named."""
+    torch.save({"model": {"w": torch.ones(2)}, "o": Opaque()}, tmp_path / "x.pt")
+    refused = pytest.raises(torchlift.UnsafeError, match=r"'o': only unp.* exclude=\['o'\]")
+    with torchlift.open(tmp_path / "x.pt") as ckpt, refused:
+        torchlift.save(ckpt, tmp_path / "y.pt")
+    torchlift.save(torchlift.open(tmp_path / "x.pt", root="model"), tmp_path / "y.pt")
+    assert torch.load(tmp_path / "y.pt").keys() == {"w"}
