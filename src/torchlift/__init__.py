@@ -1,4 +1,4 @@
-"""Load, remap and reshard PyTorch checkpoints in the memory of one copy."""
+"""Load, remap, reshard, convert and save PyTorch checkpoints in the memory of one copy."""
 
 from __future__ import annotations
 
