@@ -81,8 +81,8 @@ def load(
 
     Mapped weights belong to the file until they are written to. Never write the file in place while
     they are in use: ``torch.save(model.state_dict(), path)`` onto the path they came from truncates
-    what it is about to read, and the process dies with a bus error. Save beside it and rename
-    (`os.replace`), or load with ``source="read"``.
+    what it is about to read, and the process dies with a bus error. Save with `torchlift.save`,
+    which writes beside it and renames, or load with ``source="read"``.
 
     Args:
         model: the module to load into.

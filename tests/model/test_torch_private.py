@@ -217,3 +217,10 @@ def test_no_other_file_uses_these_names() -> None:
                 if isinstance(node, ast.Attribute)
             }
             assert not used & names, path
+
+
+def test_dcp_item_is_what_a_distributed_checkpoint_says_of_an_item() -> None:
+    """With the attributes that torch's own reader looks at."""
+    item = private.dcp_item("__0_0.distcp", 64, 128)
+    assert (item.relative_path, item.offset, item.length) == ("__0_0.distcp", 64, 128)
+    assert item.transform_descriptors is None

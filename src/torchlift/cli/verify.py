@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
         "Exit status: 0 when nothing is wrong, 1 when a checksum is or the file is damaged.\n"
-        "Formats without checksums (safetensors) are checked for structure only, and say so."
+        "Files without checksums (most safetensors) are checked for structure only, and say so."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

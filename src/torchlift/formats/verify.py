@@ -83,8 +83,9 @@ class VerifyReport(Summary):
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
     """Check a checkpoint's structure and recompute every checksum it records.
 
-    torch's zip format stores a CRC-32 per storage, which torch itself never reads back. safetensors
-    and torch files from before 1.6 store none, so there only the structure is checked.
+    torch's zip format stores a CRC-32 per storage, which torch itself never reads back; what
+    torchlift writes has them in safetensors, too. Other safetensors and torch files from before 1.6
+    store none, so there only the structure is checked.
 
     Raises:
         FormatError: the structure is wrong.
