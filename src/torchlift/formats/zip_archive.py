@@ -88,6 +88,7 @@ def read_directory(source: Source) -> dict[str, Record]:
     window = _WINDOW if count and limit // count < _DENSE else 0
     buffer, start, previous_end = b"", 0, 0
     unpack, fixed = LOCAL.unpack_from, LOCAL.size
+    made = tuple.__new__  # NamedTuple's own is a function of Python: 0.07 us against 0.17
     records: dict[str, Record] = {}
     entries = sorted(_entries(source.read(limit, nbytes), count))
     if entries and entries[0][0]:
@@ -95,19 +96,20 @@ def read_directory(source: Source) -> dict[str, Record]:
         raise FormatError(what, entry=_text(entries[0][1]), hint=hint)
     for header, raw, packed, size, crc, method in entries:
         at, length = header - start, fixed + len(raw)
-        problem = None
-        if header + length > limit:
-            raise FormatError("a record's header lies outside the archive", entry=_text(raw))
         if at + length > len(buffer):
+            if header + length > limit:
+                raise FormatError("a record's header lies outside the archive", entry=_text(raw))
             buffer = source.read(header, min(max(length, window), limit - header))
             start, at = header, 0
         magic, flags, local_method, n_name, n_extra = unpack(buffer, at)
+        name_at = at + fixed
         payload = header + fixed + n_name + n_extra
+        problem = None
         try:
             name = raw.decode()
         except UnicodeDecodeError as error:
             raise FormatError("a record's name is not UTF-8", entry=_text(raw)) from error
-        if magic != LOCAL_MAGIC or buffer[at + fixed : at + fixed + n_name] != raw:
+        if magic != LOCAL_MAGIC or buffer[name_at : name_at + n_name] != raw:
             problem = "a record's own header is damaged or names another record"
         elif header < previous_end:
             problem = "two records overlap"
@@ -120,7 +122,7 @@ def read_directory(source: Source) -> dict[str, Record]:
         if problem is not None:
             raise FormatError(problem, entry=name)
         previous_end = payload + packed
-        records[name] = Record(name, payload, packed, size, crc, method)
+        records[name] = made(Record, (name, payload, packed, size, crc, method))
     if "\0" in "".join(records):
         name = next(name for name in records if "\0" in name)
         what = "a record's name has a zero byte, at which many programs end it"
