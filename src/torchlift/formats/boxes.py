@@ -249,7 +249,7 @@ def _intersection(
     size, found = entry.itemsize, tuple(shape)
     begin, nbytes = chunk.offset + offset * size, (last + 1) * size
     stride = None if is_row_major(found, steps) else steps
-    return Chunk(chunk.file, begin, nbytes, tuple(place), found, stride)
+    return Chunk(chunk.file, begin, nbytes, tuple(place), found, stride, chunk.packed)
 
 
 def run_count(entry: TensorEntry) -> int:

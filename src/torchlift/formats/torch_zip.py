@@ -26,6 +26,7 @@ from torchlift.formats.index import (
     Chunk,
     Index,
     RebuiltEntry,
+    Record,
     Records,
     Storage,
     TensorEntry,
@@ -46,7 +47,7 @@ from torchlift.formats.zip_archive import (
     ALIGNMENT,
     STORED,
     NewRecord,
-    Record,
+    check_method,
     end_records,
     read_directory,
     read_record,
@@ -332,8 +333,11 @@ def _entry_of(path: str, order: tuple[str, ...], key: str, row: _Row | RebuiltEn
     encoding: tuple[str, ...] = ()
     if numel:
         (offset,) = whole_numbers((ref.offset,), key, "storage offset")
-        chunks = (Chunk(path, start + offset * itemsize, span * itemsize, origin, shape),)
+        at, packed = start + offset * itemsize, storage.packed
+        chunks = (Chunk(path, at, span * itemsize, origin, shape, packed=packed),)
         encoding = (order if itemsize > 1 else ()) + ref.lazy
+        if packed is not None:
+            encoding = ("deflated", *encoding)
     return TensorEntry(
         key, ref.dtype, shape, stride, numel * itemsize, location, name, chunks,
         ref.requires_grad is True, ref.is_parameter, encoding,
@@ -378,22 +382,19 @@ class ZipStorages:
         record = self.records.get(path) or look_up(self.records, path)
         if record is None:
             raise FormatError("a tensor's storage is missing", entry=key, expected=f"record {name}")
-        if record.method != STORED:
-            raise FormatError(
-                "a storage is compressed, so its bytes are not its numbers",
-                entry=record.name,
-                hint="Unpack the archive and pack it again without compression, or load and save "
-                "it with torch.",
-            )
         nbytes = ref.numel * STORED_SIZE[ref.dtype]
-        if nbytes != record.nbytes:
+        if nbytes != record.size:
             raise FormatError(
                 f"a storage does not have the size that the tensor {printable(key, 100)!r} says",
                 entry=record.name,
                 expected=f"{ref.numel} elements, {nbytes} bytes",
-                found=f"{record.nbytes} bytes",
+                found=f"{record.size} bytes",
             )
         start, crc = self.source.start + record.offset, record.crc32 or None
+        if record.method != STORED:
+            check_method(record)
+            packed = record._replace(offset=start)
+            return name, Storage(self.source.path, 0, nbytes, ref.location, crc, packed)
         return name, Storage(self.source.path, start, nbytes, ref.location, crc)
 
 
