@@ -689,7 +689,7 @@ class _TensorStep:
     def _repeat(self, m: Machine) -> None:
         """Interpret tensors as long as each is as one before, but for what `_Pattern` leaves open.
 
-        A tensor takes 0.9 us like this, and 3.5 us by the regular expression.
+        A pickle of 100,000 tensors takes 0.22 s like this, and 0.39 s by the regular expression.
         """
         data, memo, stack, storages = m.data, m.memo, m.stack, self._storages
         number, pos, first, pattern = int.from_bytes, m.pos, m.highest + 1, None
