@@ -263,6 +263,14 @@ def write_program(path: Path, weights: object, records: Mapping[str, bytes] | No
     return path
 
 
+def deflated(path: Path, made: Path) -> Path:
+    """The same archive with every record deflated, as one that was unpacked and packed again."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+    return made
+
+
 def big_endian(path: Path, made: Path, *, swap: bool = False) -> Path:
     """The same torch zip file as from a big-endian machine.
 

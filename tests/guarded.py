@@ -66,14 +66,23 @@ def guard(*roots: str | os.PathLike[str]) -> Iterator[None]:
         _roots.clear()
 
 
-def look(path: str, read: Callable[[str], Index] = read_index) -> Index | None:
-    """Read a file that may be damaged and list all of it; None if it is refused, as it must be."""
-    index = refusal = None
+def look(
+    path: str, read: Callable[[str], Index] = read_index, *, shown: bool = True
+) -> Index | None:
+    """Read a file that may be damaged; None if it is refused, as it must be.
+
+    Args:
+        path: the file.
+        read: what reads it.
+        shown: whether all of it is listed in every form, too.
+    """
+    index, refusal, text = None, None, ""
     try:
         index = read(path)
-        text = to_text(index)
-        to_html(index)
-        json.dumps(to_json(index))
+        if shown:
+            text = to_text(index)
+            to_html(index)
+            json.dumps(to_json(index))
         assert index.aliases is not None
     except CheckpointError as caught:
         refusal, text = caught, str(caught)

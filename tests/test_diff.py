@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import torchlift
+from torchlift._checkpoint.diff import ValueChange
 from torchlift.formats import ITEMSIZE
 
 
@@ -170,3 +172,31 @@ def test_the_number_of_differing_values_is_counted(values, data):
     assert found.equal == (expected == 0)
     if expected:
         assert found.changed["w"].value.differing == expected
+
+
+def kinds(values: torch.Tensor) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls its compressed layouts a beta
+        return {
+            "coo": values.to_sparse(), "rows": values.to_sparse(1), "csr": values.to_sparse_csr(),
+            "csc": values.to_sparse_csc(), "bsr": values.to_sparse_bsr((2, 2)),
+            "bsc": values.to_sparse_bsc((2, 3)), "dense": values,
+        }  # fmt: skip
+
+
+def test_sparse_tensors_are_compared_by_their_values(tmp_path):
+    """Of all layouts, and with dense ones: an index is no value, and what is not stored is 0."""
+    one = torch.zeros(4, 6)
+    one[0, 1], one[2, 3] = 1, 2
+    two = one.clone()
+    two[2, 3], two[3, 3] = 2.5, -7
+    torch.save(kinds(one), tmp_path / "one.pt")
+    torch.save(kinds(two), tmp_path / "two.pt")
+    found = torchlift.diff(tmp_path / "one.pt", tmp_path / "two.pt")
+    assert len(found.changed) == len(kinds(one))
+    for change in found.changed.values():
+        assert change.value == ValueChange(2, 24, 7.0)
+    assert torchlift.diff(tmp_path / "one.pt", dict.fromkeys(kinds(one), one)).equal
+    assert torchlift.diff(tmp_path / "one.pt", kinds(two), atol=0.5).changed["csr"].value == (
+        ValueChange(1, 24, 7.0)
+    )

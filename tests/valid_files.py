@@ -20,25 +20,13 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import checkpoint_files as cf
 import gguf
 import msgpack
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_files import (
-    Call,
-    Script,
-    StorageId,
-    TarId,
-    pickled,
-    tar_members,
-    tensor,
-    weight,
-    write_legacy,
-    write_program,
-    write_script,
-    write_zip,
-)
+from checkpoint_files import Call, Script, StorageId, TarId, pickled, tensor, weight
 from zero_files import Zero
 
 from torchlift.formats.zip_archive import (
@@ -141,9 +129,9 @@ def _zip_seeds(path: Path) -> Iterator[Parts]:
         for protocol in (2, 4):
             torch.save(value, path, pickle_protocol=protocol)
             yield _records(path)
-    yield _records(write_zip(path, state))
+    yield _records(cf.write_zip(path, state))
     pairs = Call(OrderedDict, [[1, 2], [(1, "a"), 3]])
-    yield _records(write_zip(path, {"evil": Call(os.getenv, "HOME"), "w": tensor(), "p": pairs}))
+    yield _records(cf.write_zip(path, {"evil": Call(os.getenv, "HOME"), "w": tensor(), "p": pairs}))
     numbers = StorageId("storage", torch.QInt8Storage, "q", "cpu", 16)
     whole = tensor((2, 2), (2, 1), storage_type=torch.LongStorage, storage="i")
     schemes = (torch.per_tensor_affine, 0.1, 0), (torch.per_channel_affine, [0.1] * 4, [0] * 4, 0)
@@ -157,11 +145,12 @@ def _zip_seeds(path: Path) -> Iterator[Parts]:
         "storage": numbers,
     }  # fmt: skip
     storages = {"0": bytes(16), "q": bytes(16), "i": bytes(32)}
-    yield _records(write_zip(path, others, storages=storages))
+    yield _records(cf.write_zip(path, others, storages=storages))
     data = _late(pickled({"a": tensor(), "b": tensor((4,), (1,)), "c": tensor((), ())}))
-    yield _records(write_zip(path, data=data))
+    yield _records(cf.write_zip(path, data=data))
     parts = _records(path)
     yield [b"~" + parts[0], *parts[1:]]
+    yield [b"~" * (b"/data/" in part[:40]) + part for part in parts]
 
 
 base = torch.arange(6.0).reshape(2, 3)
@@ -174,7 +163,7 @@ def _legacy_seeds(path: Path) -> Iterator[Parts]:
             yield [path.read_bytes()]
     view = StorageId("storage", torch.FloatStorage, "0", "cpu", 4, ("v", 1, 2))
     viewed = Call(torch._utils._rebuild_tensor_v2, view, 0, (2,), (1,), False, {})
-    yield [write_legacy(path, {"w": viewed, "evil": Call(os.getenv, "HOME")}).read_bytes()]
+    yield [cf.write_legacy(path, {"w": viewed, "evil": Call(os.getenv, "HOME")}).read_bytes()]
 
 
 def _tar_seeds(path: Path) -> Iterator[Parts]:
@@ -182,7 +171,7 @@ def _tar_seeds(path: Path) -> Iterator[Parts]:
     storages = [(1, "cpu", torch.FloatStorage, 4, values), ("7", "cpu", torch.ByteStorage, 1, b"x")]
     tensors = [(2, 1, (2, 2), (2, 1), 0), (3, 9, (), (), 0)]
     state = {"w": TarId("2"), "n": 5, "v": TarId("3")}
-    members = tar_members(state, storages, tensors, [(9, 1, 1, 2)])
+    members = cf.tar_members(state, storages, tensors, [(9, 1, 1, 2)])
     parts = [part for name, content in members.items() for part in (name.encode(), content)]
     yield [*parts, b""]
     yield [b"~x", b"20 mtime=1480000000.25\n"[:23], *parts, b""]
@@ -192,7 +181,7 @@ def _script_seeds(path: Path) -> Iterator[Parts]:
     inner = Script("Model", {"w": tensor(), "plain": Script("Plain", {"w": tensor()})})
     model = Script("Model", {"w": tensor(), "b": tensor(), "inner": inner, "n": 5})
     stored = {"data/0": bytes(16), "constants/0": bytes(16)}
-    yield _records(write_script(path, model, constants=(tensor(), 5), storages=stored))
+    yield _records(cf.write_script(path, model, constants=(tensor(), 5), storages=stored))
     with warnings.catch_warnings(action="ignore"):  # that it is deprecated
         torch.jit.script(torch.nn.Linear(2, 2)).save(path)
     yield _small(_records(path))
@@ -206,17 +195,17 @@ def _small(parts: Parts) -> Parts:
 
 def _program_seeds(path: Path) -> Iterator[Parts]:
     weights = {"w": weight(), "v": weight((2,), (1,), storage_offset={"as_int": 2})}
-    yield _records(write_program(path, weights))
+    yield _records(cf.write_program(path, weights))
     torch.save(torch.ones(2), path.with_suffix(".one"))
     one = path.with_suffix(".one").read_bytes()
     record = {"data/weights/weight_1": one}
     pickled_weight = weight(path_name="weight_1", use_pickle=True)
     listed = {"p": pickled_weight, "o": weight(tensor_meta=None), "s": weight(layout=1)}
-    yield _records(write_program(path, listed, record))
+    yield _records(cf.write_program(path, listed, record))
     yield [b"serialized_state_dict.pt", one, b"serialized_constants.pt", one, b""]
     models = {f"data/{kind}s/{name}_{kind}s_config.json": b'{"config": {}}'
               for kind in ("weight", "constant") for name in ("a", "model")}  # fmt: skip
-    yield _records(write_program(path, weights, {**models, "models/a.json": b"{}"}))
+    yield _records(cf.write_program(path, weights, {**models, "models/a.json": b"{}"}))
 
 
 def _safetensors_seeds(path: Path) -> Iterator[Parts]:
@@ -276,7 +265,9 @@ def _npz_seeds(path: Path) -> Iterator[Parts]:
     arrays = {"a": np.ones((2, 3), np.float32), "b": np.asfortranarray(np.ones((2, 2), ">i2")),
               "e": np.ones((0, 3)), "s": np.array(5)}  # fmt: skip
     np.savez(path, **arrays)
-    yield _records(path)
+    parts = _records(path)
+    yield parts
+    yield [b"~" * (at % 2 == 0 and at < 4) + part for at, part in enumerate(parts)]
     np.savez(path, o=np.array([None], dtype=object), t=np.ones(2, "i4,f8"), u=np.array(["x"]))
     yield _records(path)
 

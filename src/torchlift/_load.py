@@ -323,12 +323,12 @@ def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def _verify(ckpt: Checkpoint) -> None:
     report = verify_index(ckpt.index)
     if not report.ok:
-        first = report.failed[0]
+        first, total = report.failed[0], len(report.checked) + len(report.records)
         raise IntegrityError(
-            f"checksums are wrong in {len(report.failed)} of {len(report.checked)} storages",
+            f"checksums are wrong in {len(report.failed)} of {total} records",
             file=ckpt.path,
             entry=first.name,
             expected=f"crc32 {first.expected:08x}",
-            found=f"crc32 {first.found:08x}",
+            found=first.what,
             hint="The file is damaged: fetch it again, or restore it from a copy.",
         )

@@ -11,6 +11,7 @@ from checkpoint_files import (
     Call,
     assert_as_loaded,
     big_endian,
+    deflated,
     other_kinds,
     pickled,
     read_tensor,
@@ -25,8 +26,9 @@ from torch.distributed import checkpoint as dcp
 
 import torchlift
 from torchlift._checkpoint import MappedViews
+from torchlift._transfer import Files
 from torchlift.distributed import CheckpointReader
-from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
 from torchlift.formats import ITEMSIZE, cut, read_index
 from torchlift.formats.summary import to_json, to_text
 
@@ -466,9 +468,90 @@ def test_slices_of_big_endian_tensors_are_turned_around(path, tmp_path):
 
 
 def test_deflated_metadata_is_inflated(path):
-    """An archive packed again with compression is read, as long as its storages are stored."""
+    """A pickle that is compressed is read, whether its storages are or not."""
     index = read_index(write_zip(path, {"w": tensor()}, method=zipfile.ZIP_DEFLATED))
     assert index.entries["w"].shape == (2, 2)
+
+
+DEFLATED = {
+    "w": torch.arange(24_000.0).reshape(120, 200), "t": torch.randn(5, 7).t(),
+    "lazy": torch.randn(4, dtype=torch.cfloat).conj(), "empty": torch.empty(0, 3),
+    "half": torch.randn(9).half(), "sparse": torch.eye(3).to_sparse(),
+}  # fmt: skip
+
+
+def test_deflated_storages_are_those_of_torch_load(path, tmp_path):
+    """Of every kind, and slices of them; what shares a storage shares the memory."""
+    torch.save({**DEFLATED, "row": DEFLATED["w"][3:5]}, path)
+    other = deflated(path, tmp_path / "deflated.pt")
+    loaded, ckpt = torch.load(other), torchlift.open(other)
+    assert list(ckpt) == list(loaded)
+    for key, value in loaded.items():
+        if key == "sparse":
+            assert torch.equal(ckpt[key].to_dense(), value.to_dense())
+        else:
+            assert same_bits(ckpt[key].resolve_conj(), value.resolve_conj())
+            assert ckpt[key].stride() == value.stride()
+    entry = ckpt.entries["w"]
+    assert (entry.encoding, entry.nbytes, entry.chunks[0].offset) == (("deflated",), 96_000, 0)
+    assert ckpt.entries["empty"].encoding == ()
+    assert entry.chunks[0].packed.size == 96_000 > 2 * entry.chunks[0].packed.nbytes
+    assert ckpt["row"].untyped_storage().data_ptr() == ckpt["w"].untyped_storage().data_ptr()
+    assert ckpt["half"].untyped_storage().data_ptr() != ckpt["half"].untyped_storage().data_ptr()
+    part = cut(entry, [[(1, 3), (7, 8)], [(5, 9)]])
+    expected = torch.cat([DEFLATED["w"][1:3, 5:9], DEFLATED["w"][7:8, 5:9]])
+    assert torch.equal(MappedViews(ckpt.index).fill(torch.empty(3, 4), part), expected)
+    assert torchlift.diff(path, other).equal
+    swapped = deflated(big_endian(save_floats(path), tmp_path / "big.pt", swap=True), other)
+    assert torch.equal(torchlift.open(swapped)["w"], DEFLATED["w"])
+
+
+def save_floats(path):
+    torch.save({"w": DEFLATED["w"]}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"source": "mmap"}, {"source": "read"}, {"mode": "copy"}, {"dtype": torch.bfloat16}],
+)
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_deflated_file_is_read_into_memory(path, tmp_path, options, meta, monkeypatch):
+    """Whatever was asked for, which the plan says; a storage of two keys is inflated once."""
+
+    def made():
+        return nn.Sequential(nn.Embedding(30, 20), nn.Linear(20, 30, bias=False), nn.Linear(20, 2))
+
+    state = made().state_dict()
+    state["1.weight"] = state["0.weight"]
+    torch.save(state, path)
+    other = deflated(path, tmp_path / "deflated.pt")
+    with torch.device("meta" if meta else "cpu"):
+        target = nn.Sequential(
+            nn.Embedding(30, 20), nn.Linear(20, 30, bias=False), nn.Linear(20, 2)
+        )
+    if meta and options.get("mode") == "copy":
+        options = {"mode": "assign"}
+    plan = torchlift.plan(target, other, **options)
+    assert {item.source for item in plan.loaded.values()} == {"read"}
+    assert "deflated in the file, so that it is inflated into memory (4 tensors)" in str(plan)
+    size = 2 if "dtype" in options else 4
+    assert plan.peak_bytes >= size * (2 * 600 + 42) + 4 * (600 + 40)
+    records = []
+    whole = Files.inflated
+    monkeypatch.setattr(Files, "inflated", lambda *a: records.append(a[2].name) or whole(*a))
+    torchlift.load(target, other, **options)
+    assert len(records) == len(set(records)) == 3
+    for key, value in target.state_dict().items():
+        assert torch.equal(value, state[key].to(value.dtype))
+
+
+def test_what_is_deflated_cannot_stay_on_disk(path, tmp_path):
+    """It would take memory, which is what the caller did not ask for."""
+    torch.save(nn.Linear(2, 2).state_dict(), path)
+    other = deflated(path, tmp_path / "deflated.pt")
+    with pytest.raises(PlacementError, match="cannot stay on disk, where it is deflated"):
+        torchlift.load(nn.Linear(2, 2), other, device="disk")
 
 
 def test_two_names_for_one_key_are_an_error(path):

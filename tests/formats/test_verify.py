@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from checkpoint_files import deflated, tensor, write_zip
 from damaged_files import flip
 from safetensors.torch import save_file
 from small_models import saved
@@ -32,12 +35,17 @@ def replaced(path: Path) -> None:
 
 
 def test_an_intact_file_verifies(path):
-    """Every storage with a checksum is counted as checked."""
+    """Every storage with a checksum is counted as checked, and so is every other record."""
     report = torchlift.verify(path)
     assert report.ok
     assert (report.path, report.checked, report.unchecked) == (str(path), ("data/0", "data/1"), ())
-    assert (report.nbytes, report.unchecked_nbytes) == (6_000_012, 0)
-    assert str(report) == f"{path}: every checksum is right\n  checked: 2 storages, 5.7 MiB"
+    with zipfile.ZipFile(path) as archive:
+        others = {i.filename: i.file_size for i in archive.infolist() if "/data/" not in i.filename}
+    assert sorted(report.records) == sorted(others)
+    assert (report.nbytes, report.unchecked_nbytes) == (6_000_012 + sum(others.values()), 0)
+    assert str(report) == (
+        f"{path}: every checksum is right\n  checked: 2 storages and 6 other records, 5.7 MiB"
+    )
     assert repr(report) == str(report)
 
 
@@ -47,7 +55,7 @@ def test_one_wrong_bit_is_found_and_named(path, at):
     flip(path, "big", at)
     report = torchlift.verify(path)
     assert not report.ok
-    assert str(report).startswith(f"{path}: damaged: 1 of 2 checksums wrong\n  checked: 2 storages")
+    assert str(report).startswith(f"{path}: damaged: 1 of 8 checksums wrong\n  checked: 2 storages")
     (failure,) = report.failed
     assert failure.name == "data/0"
     assert failure.expected != failure.found
@@ -73,6 +81,48 @@ def test_what_has_no_checksum_is_said_to_be_unchecked(tmp_path):
             f"{path}: nothing is wrong with its structure\n"
             "  not checked: 1 storage, 12 B: the file records no checksum of these bytes"
         )
+
+
+def test_a_wrong_bit_in_the_code_of_a_program_is_found(tmp_path):
+    """Records that hold no tensor have checksums, too, and opening does not read all of them."""
+    path = write_zip(tmp_path / "m.pt", {"w": tensor()})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("archive/code/one.py", "pass  # stored")
+        archive.writestr("archive/code/two.py", "pass" * 100, zipfile.ZIP_DEFLATED)
+    data = path.read_bytes()
+    assert torchlift.verify(path).ok
+    at, packed = data.find(b"pass  # stored"), data.find(b"code/two.py") + len("code/two.py")
+    for place, name in ((at, "archive/code/one.py"), (packed, "archive/code/two.py")):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        report = torchlift.verify(path)
+        assert [failure.name for failure in report.failed] == [name]
+        assert len(report.records) == 5
+
+
+@pytest.mark.parametrize("at", [3, 5_000, -4])
+def test_a_wrong_bit_in_a_deflated_storage_is_found(path, tmp_path, at):
+    """The sum is of the numbers, whether the deflated bytes can still be inflated or not."""
+    path = deflated(path, tmp_path / "deflated.pt")
+    assert torchlift.verify(path).checked == ("data/0", "data/1")
+    assert torchlift.verify(path).ok
+    record = torchlift.open(path).entries["big"].chunks[0].packed
+    data = bytearray(path.read_bytes())
+    data[record.offset + at % record.nbytes] ^= 4
+    path.write_bytes(data)
+    report = torchlift.verify(path)
+    assert [failure.name for failure in report.failed] == ["data/0"]
+    with pytest.raises(IntegrityError, match=r"deflated\.pt: 'model/data/0': a "):
+        torchlift.open(path)["big"]
+
+
+def test_an_array_is_checked_together_with_its_header(tmp_path):
+    """Of numpy's archives each record has one sum; also where the numbers are out of step."""
+    arrays = {"a": np.arange(5, dtype=">i4"), "b": np.ones(3)}
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "m.npz", **arrays)
+        report = torchlift.verify(tmp_path / "m.npz")
+        assert (report.ok, report.checked, report.records) == (True, ("b", "a"), ())
+        assert report.unchecked == ()
 
 
 def test_a_truncated_file_is_no_checkpoint(path):

@@ -137,6 +137,7 @@ def link(path: Path) -> Path:
     return path
 
 
+BYTES = {"w": tensor((4,), (1,), numel=1 << 28, storage_type=torch.ByteStorage)}
 GOOD = {"w": tensor()}
 MODEL = Script("Model", {"w": tensor()})
 EMPTY = pickled({})
@@ -228,8 +229,16 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "a program's wrong checksum": (changed(program({"w": weight()}), b"weight_0", b"weight_1"),
         FORMAT, "m/data/weights/model_weights_config.json", "CRC32 does not match its bytes"),
     # 3. Deflated records.
-    "a deflated storage": (zipped(GOOD, storage_method=zipfile.ZIP_DEFLATED),
-        FORMAT, "archive/data/0", "a storage is compressed, so its bytes are not its numbers"),
+    "a deflated storage": (zipped(GOOD, storage_method=zipfile.ZIP_DEFLATED), READ, None, ""),
+    "a storage of bzip2": (zipped(GOOD, storage_method=zipfile.ZIP_BZIP2),
+        FORMAT, "archive/data/0", "a record is compressed in an unknown way"),
+    "a deflated storage of another size": (
+        zipped(GOOD, storages={"0": bytes(20)}, storage_method=zipfile.ZIP_DEFLATED),
+        FORMAT, "archive/data/0", "a storage does not have the size that the tensor"),
+    "a deflated storage that cannot be so large": (
+        changed(zipped(BYTES, storages={"0": bytes(0x10203)}, storage_method=zipfile.ZIP_DEFLATED),
+            struct.pack("<I", 0x10203), struct.pack("<I", 1 << 28), last=True),
+        FORMAT, "archive/data/0", "a compressed record claims to hold more than it can"),
     "a bomb": (zipped(data=bytes(1 << 27), method=zipfile.ZIP_DEFLATED),
         FORMAT, "archive/data.pkl", "a record is too large to be read"),
     "a bomb of code": (script(MODEL, code=bytes(1 << 27), method=zipfile.ZIP_DEFLATED),

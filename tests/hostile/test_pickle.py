@@ -314,3 +314,12 @@ def test_most_tensors_are_read_in_one_step(long_pickles, monkeypatch):
     fast = len(calls)
     _read_step_by_step(long_pickles[0], TorchWorld())
     assert fast < (len(calls) - fast) / 2
+
+
+def test_a_tensor_whose_name_is_not_text_leaves_no_storage_behind():
+    """In one step or step by step: its name is refused first."""
+    data = pickled({f"k{i}": tensor(storage=str(i)) for i in range(3)})
+    world = TorchWorld()
+    with pytest.raises(FormatError, match="not UTF-8"):
+        read_torch_pickle(data.replace(b"k2", b"\xff2"), world)
+    assert list(world.storages) == ["0", "1"]

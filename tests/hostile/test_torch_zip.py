@@ -12,7 +12,7 @@ from checkpoint_files import Call, StorageId, tensor, write_safetensors, write_z
 from damaged_files import refused
 
 import torchlift
-from torchlift.errors import FormatError, UnsafeError
+from torchlift.errors import FormatError, IntegrityError, UnsafeError
 from torchlift.formats import read_index
 
 
@@ -106,9 +106,26 @@ def test_bytes_behind_the_archive_are_refused(path):
 
 
 def test_a_compressed_storage_is_never_weights(path):
-    """Deflated storages are refused by name, not handed out as numbers."""
-    write_zip(path, {"w": tensor()}, storage_method=zipfile.ZIP_DEFLATED)
-    assert refused(path, "storage is compressed").entry == "archive/data/0"
+    """What deflated bytes hold is handed out, never these bytes; other compressions are refused."""
+    values = struct.pack("<4f", 1, 2, 3, 4)
+    write_zip(path, {"w": tensor()}, storages={"0": values}, storage_method=zipfile.ZIP_DEFLATED)
+    assert torchlift.open(path)["w"].tolist() == [[1, 2], [3, 4]]
+    write_zip(path, {"w": tensor()}, storage_method=zipfile.ZIP_BZIP2)
+    assert refused(path, "compressed in an unknown way").entry == "archive/data/0"
+
+
+def test_a_storage_that_lies_about_its_size_stops_early(path):
+    """A deflated storage inflates to what its header declares, and to one byte more at most."""
+    size, real = 0x01020304, 0x01080304
+    write_zip(path, {"w": tensor((size,), (1,), storage_type=torch.ByteStorage, numel=size)},
+              storages={"0": bytes(real)}, storage_method=zipfile.ZIP_DEFLATED)  # fmt: skip
+    data = path.read_bytes().replace(struct.pack("<I", real), struct.pack("<I", size))
+    path.write_bytes(data)
+    with (
+        torchlift.open(path) as ckpt,
+        pytest.raises(IntegrityError, match="found 16909061 or more"),
+    ):
+        ckpt["w"]
 
 
 def test_a_deflate_bomb_is_not_inflated(path):

@@ -110,7 +110,7 @@ def test_a_damaged_payload_is_found_by_verify_and_by_nothing_else(model, path):
     with pytest.raises(IntegrityError) as caught:
         torchlift.load(model, path, verify=True)
     assert str(caught.value).startswith(
-        f"{path}: 'data/1': checksums are wrong in 1 of 2 storages; expected crc32 "
+        f"{path}: 'data/1': checksums are wrong in 1 of 8 records; expected crc32 "
     )
     assert caught.value.hint.startswith("The file is damaged")
     assert state_of(model) == before

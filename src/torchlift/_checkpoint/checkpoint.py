@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
@@ -25,6 +26,8 @@ from torchlift.formats import (
     Chunk,
     Index,
     RebuiltEntry,
+    Record,
+    Storage,
     TensorEntry,
     read_index,
     select,
@@ -59,6 +62,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         objects: key -> leaf that is not a tensor.
         metadata: what the format itself records.
         blocked: names of globals that only unpickling could rebuild; listed, never imported.
+
+    A tensor that is deflated in the file is inflated into memory whenever it is asked for, and
+    shares that memory with those of other keys that look into the same storage.
 
     What torch makes of other tensors (sparse in any layout, quantised, nested) or of none (on meta)
     is listed with dtype, shape and bytes, and made when it is asked for. A storage is a tensor of
@@ -257,6 +263,7 @@ class MappedViews:
         self.index = index
         self.files = Files(index.files)
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
+        self._inflated: dict[Record, bytearray] = {}
         self._lock = threading.Lock()
 
     def view(self, entry: TensorEntry) -> torch.Tensor:
@@ -288,6 +295,7 @@ class MappedViews:
         if entry.is_quantized:
             return self._dequantized(target, entry)
         dtype = dtype_of(entry, self.index.path)
+        made: dict[Record, bytearray] = {}
         for chunk in entry.chunks:
             box = target
             for dim, (start, size) in enumerate(zip(chunk.start, chunk.shape, strict=True)):
@@ -305,7 +313,7 @@ class MappedViews:
                 spread = raw_box.view((*raw_box.shape[:-1], *shape[-2:]))
                 spread.copy_(raw.as_strided(shape, strides))
             else:
-                box.copy_(self._box(entry, chunk, dtype))
+                box.copy_(self._box(entry, chunk, dtype, made))
         return target
 
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
@@ -400,9 +408,15 @@ class MappedViews:
                 found=str(error).split("\n")[0],
             ) from error
 
-    def _box(self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    def _box(
+        self,
+        entry: TensorEntry,
+        chunk: Chunk,
+        dtype: torch.dtype,
+        made: dict[Record, bytearray] | None = None,
+    ) -> torch.Tensor:
         """Return the box of a chunk as a view of the map, in a storage that is its run of bytes."""
-        raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes).untyped_storage()
+        raw = self._stored(chunk, {} if made is None else made)
         empty = torch.empty(0, dtype=dtype, device="cpu")
         steps = steps_in_file(entry, chunk)
         return _shown(entry, empty.set_(_usable(raw, entry, dtype), 0, chunk.shape, steps))
@@ -414,16 +428,44 @@ class MappedViews:
             base = self._bases.get(key)
             if base is None:
                 where = self.index.storages[entry.storage]
-                raw = self.files.mapped(where.file, where.offset, where.nbytes).untyped_storage()
-                base = self._bases[key] = _usable(raw, entry, dtype)
+                base = _usable(self._stored(where, {}), entry, dtype)
+                if where.packed is None or where.packed in self._shared:
+                    self._bases[key] = base
             elif base.data_ptr() % dtype.itemsize:  # a smaller dtype was the first to ask
                 base = self._bases[key] = _usable(base, entry, dtype)
             return base
+
+    def _stored(
+        self, place: Chunk | Storage, made: dict[Record, bytearray]
+    ) -> torch.UntypedStorage:
+        """Return stored bytes as a storage: of the map, or of memory into which they are inflated.
+
+        Args:
+            place: where they are.
+            made: what has been inflated for the same tensor.
+        """
+        if place.packed is None:
+            mapped = self.files.mapped(place.file, place.offset, place.nbytes)
+            return mapped.untyped_storage()
+        known = self._inflated if place.packed in self._shared else made
+        whole = known.get(place.packed)
+        if whole is None:
+            whole = known[place.packed] = self.files.inflated(place.file, place.packed)
+        count, at = place.nbytes, place.offset
+        return torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=at).untyped_storage()
+
+    @cached_property
+    def _shared(self) -> frozenset[Record]:
+        """Return the deflated records into which several tensors look: inflated once for all."""
+        chunks = (chunk for entry in self.index.entries.values() for chunk in entry.chunks)
+        counts = Counter(chunk.packed for chunk in chunks if chunk.packed is not None)
+        return frozenset(packed for packed, count in counts.items() if count > 1)
 
     def close(self) -> None:
         """Close the files; tensors already made stay valid."""
         self.files.close()
         self._bases.clear()
+        self._inflated.clear()
 
 
 def _usable(

@@ -16,6 +16,7 @@ import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, dense_of, open
 from torchlift._system import Facts, Summary, count_of, human, printable
+from torchlift.formats import row_major
 
 Comparable = Checkpoint | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -263,7 +264,9 @@ def _change(key: str, one: _Side, two: _Side, rtol: float, atol: float) -> Chang
 
 def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> ValueChange | None:
     """Return how far two tensors of one shape are from each other; None: not at all."""
-    differing, largest = 0, 0.0
+    differing, largest, numel = 0, 0.0, a.numel()
+    if _is_sparse(a) or _is_sparse(b):
+        a, b = _where_either_is(a, b)
     if [part.shape for part in dense_of(a)] != [part.shape for part in dense_of(b)]:
         count = max(sum(part.numel() for part in dense_of(x)) for x in (a, b))
         return ValueChange(count, count, math.nan)
@@ -281,7 +284,31 @@ def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Value
             wide = torch.promote_types(kind, torch.float64)  # a difference of integers may overflow
             furthest = (x[far].to(wide) - y[far].to(wide)).abs().max().item()
             largest = furthest if math.isnan(furthest) or furthest > largest else largest
-    return ValueChange(differing, a.numel(), largest) if differing else None
+    return ValueChange(differing, numel, largest) if differing else None
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.layout is not torch.strided and not tensor.is_nested
+
+
+def _where_either_is(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values of two tensors at the places that at least one of them has stored."""
+    found = [_places(tensor.detach()) for tensor in (a, b)]
+    either = torch.cat([places for places, _ in found]).unique()  # type: ignore[no-untyped-call]
+    one, two = (
+        values.new_zeros(len(either)).index_copy(0, torch.searchsorted(either, places), values)
+        for places, values in found
+    )
+    return one, two
+
+
+def _places(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where in its flat form a tensor has values stored, and these values."""
+    tensor = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
+    dims, inner = tensor.sparse_dim(), math.prod(tensor.shape[tensor.sparse_dim() :])
+    steps = torch.tensor(row_major(tuple(tensor.shape[:dims])))
+    first = (tensor.indices().cpu() * steps[:, None]).sum(0) * inner
+    return (first[:, None] + torch.arange(inner)).flatten(), tensor.values().cpu().flatten()
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

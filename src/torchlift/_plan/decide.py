@@ -148,6 +148,8 @@ def _decide(
             source = "read"
         if source == "mmap" and not _fits_map(entry, copied=in_place or changes):
             source, note = "read", "its layout in the file cannot be used in place"
+        if "deflated" in entry.encoding:
+            source, note = "read", "deflated in the file, so that it is inflated into memory"
     copied = not in_place and (changes or handled or mode == "copy")
     route = _route(candidate, source, in_place=in_place, owned=copied or source == "read")
     return Step(

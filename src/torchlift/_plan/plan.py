@@ -39,6 +39,7 @@ from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
 from torchlift._system import Facts, human
 from torchlift._transfer import STAGING
 from torchlift.errors import MismatchError
+from torchlift.formats import Record
 
 
 @dataclass(frozen=True, repr=False)
@@ -307,7 +308,19 @@ def _peak(work: Work) -> int:
         if step.in_place and (work.hooked or not is_plain(held(step.group.tensor)))
         if step.group.tensor.device.type == "cpu"
     )
-    return sum(map(_new_bytes, work.steps)) + made + kept + min(staged, STAGING)
+    new = sum(map(_new_bytes, work.steps))
+    return new + made + kept + min(staged, STAGING) + _inflated_bytes(work)
+
+
+def _inflated_bytes(work: Work) -> int:
+    """Return the bytes of deflated records that are in memory at a time beside the new tensors."""
+    users: Counter[Record] = Counter()
+    for step in work.steps:
+        records = {chunk.packed for chunk in step.entry.chunks} if step.entry else set()
+        users.update(record for record in records if record is not None)
+    # Those of several tensors stay until the last of them.
+    kept = sum(record.size for record, count in users.items() if count > 1)
+    return kept + max((record.size for record, count in users.items() if count == 1), default=0)
 
 
 def _new_bytes(step: Step) -> int:

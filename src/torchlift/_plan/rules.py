@@ -171,6 +171,12 @@ def kept_on_disk(
             found=f"{dtype} asked for",
             hint="Give it room on another device, or convert the file to that dtype first.",
         )
+    if "deflated" in seen.encoding:
+        raise PlacementError(
+            "cannot stay on disk, where it is deflated",
+            entry=group.fqn,
+            hint="Give it room on another device, or convert the file first.",
+        )
     if options.mode == "copy":
         raise PlacementError(
             "cannot stay on disk and be copied",

@@ -150,7 +150,7 @@ class Value:
             assert self.views is not None
             storage, size = self.views.index.storages[self.source.storage], self.source.itemsize
             offset, nbytes = storage.offset + start * size, numel * size
-            chunk = Chunk(storage.file, offset, nbytes, (0,), (numel,))
+            chunk = Chunk(storage.file, offset, nbytes, (0,), (numel,), packed=storage.packed)
             source = replace(
                 self.source, shape=(numel,), stride=(1,), nbytes=nbytes, chunks=(chunk,)
             )

@@ -17,8 +17,10 @@ from functools import lru_cache
 
 import torch
 
-from torchlift.errors import IntegrityError
-from torchlift.formats import FileStamp
+from torchlift.errors import FormatError, IntegrityError
+from torchlift.formats import FileStamp, Record
+from torchlift.formats.source import Source
+from torchlift.formats.zip_archive import inflated
 
 # Mapping a file there turns every page fault into a round trip: 30-50x slower than reading
 # (huggingface/safetensors#562, sgl-project/sglang#37806).
@@ -75,6 +77,33 @@ class Files:
             with self._lock:
                 area = self._maps.get(file) or self._mapped(file)
         return torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def inflated(self, file: str, record: Record) -> bytearray:
+        """Return what a deflated record of `file` holds, in memory.
+
+        Raises:
+            IntegrityError: the file is not the one that was indexed, or is damaged.
+        """
+        stamp, at, whole = self._stamps[file], 0, bytearray(record.size)
+        try:
+            stamp.check(file)
+            with Source(file) as source:
+                stamp.check(file, source.descriptor)
+                for block in inflated(source.read, record):
+                    whole[at : at + len(block)] = block
+                    at += len(block)
+        except OSError as error:
+            raise IntegrityError(f"cannot be read ({error.strerror})", file=file) from error
+        except FormatError as error:
+            raise IntegrityError(
+                error.reason,
+                file=file,
+                entry=record.name,
+                expected=error.expected,
+                found=error.found,
+                hint=error.hint,
+            ) from error
+        return whole
 
     def close(self) -> None:
         """Close the descriptors and forget the maps; tensors made from a map stay valid."""

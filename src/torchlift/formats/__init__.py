@@ -11,6 +11,7 @@ from torchlift.formats.index import (
     Index,
     Leaf,
     RebuiltEntry,
+    Record,
     Storage,
     TensorEntry,
     matching,
@@ -21,7 +22,7 @@ from torchlift.formats.index import (
 from torchlift.formats.sharded import put_together
 
 __all__ = [
-    "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "RebuiltEntry", "Storage", "TensorEntry",
-    "cut", "matching", "of_model", "put_together", "read_index", "row_major", "select",
-    "steps_in_file", "under",
+    "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "RebuiltEntry", "Record",
+    "Storage", "TensorEntry", "cut", "matching", "of_model", "put_together", "read_index",
+    "row_major", "select", "steps_in_file", "under",
 ]  # fmt: skip

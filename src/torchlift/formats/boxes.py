@@ -123,7 +123,7 @@ def taken(entry: TensorEntry, dim: int, indices: range) -> TensorEntry:
         offset = chunk.offset + (indices[low] - start[dim]) * steps[dim] * entry.itemsize
         steps[dim] *= indices.step
         start[dim], shape[dim] = low, high - low
-        chunks.append(_box(entry, chunk.file, offset, start, shape, steps))
+        chunks.append(_box(entry, chunk, offset, start, shape, steps))
     sizes = (*entry.shape[:dim], len(indices), *entry.shape[dim + 1 :])
     return _boxed(entry, sizes, tuple(chunks))
 
@@ -142,7 +142,7 @@ def permuted(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
     for chunk in entry.chunks:
         rows = (chunk.start, chunk.shape, steps_in_file(entry, chunk))
         start, shape, steps = ([row[dim] for dim in dims] for row in rows)
-        chunks.append(_box(entry, chunk.file, chunk.offset, start, shape, steps))
+        chunks.append(_box(entry, chunk, chunk.offset, start, shape, steps))
     return _boxed(entry, tuple(entry.shape[dim] for dim in dims), tuple(chunks))
 
 
@@ -154,7 +154,7 @@ def unsqueezed(entry: TensorEntry, dim: int) -> TensorEntry:
 
     chunks = [
         # As far apart as the next one lies that follows in the file.
-        _box(entry, c.file, c.offset, more(c.start, 0), more(c.shape, 1), more(steps, entry.numel))
+        _box(entry, c, c.offset, more(c.start, 0), more(c.shape, 1), more(steps, entry.numel))
         for c in entry.chunks
         for steps in (steps_in_file(entry, c),)
     ]
@@ -168,7 +168,7 @@ def squeezed(entry: TensorEntry, dim: int) -> TensorEntry:
         return (*row[:dim], *row[dim + 1 :])
 
     chunks = [
-        _box(entry, c.file, c.offset, less(c.start), less(c.shape), less(steps_in_file(entry, c)))
+        _box(entry, c, c.offset, less(c.start), less(c.shape), less(steps_in_file(entry, c)))
         for c in entry.chunks
     ]
     return _boxed(entry, less(entry.shape), tuple(chunks))
@@ -193,14 +193,14 @@ def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
         for chunk in entry.chunks:
             steps = steps_in_file(entry, chunk)
             start = (*chunk.start[:dim], chunk.start[dim] + at, *chunk.start[dim + 1 :])
-            others = chunk.shape[:dim], chunk.shape[dim + 1 :], steps, chunk.file
+            others = (chunk.shape[:dim], chunk.shape[dim + 1 :], steps, chunk.file, chunk.packed)
             before = behind.pop((start, chunk.offset, others), len(found))
             length, offset = chunk.shape[dim], chunk.offset
             if before < len(found):
                 start, offset = found[before].start, found[before].offset
                 length += found[before].shape[dim]
             shape = (*chunk.shape[:dim], length, *chunk.shape[dim + 1 :])
-            found[before : before + 1] = [_box(entry, chunk.file, offset, start, shape, steps)]
+            found[before : before + 1] = [_box(entry, chunk, offset, start, shape, steps)]
             following = (*start[:dim], start[dim] + length, *start[dim + 1 :])
             behind[following, offset + length * steps[dim] * size, others] = before
         at += entry.shape[dim]
@@ -210,17 +210,18 @@ def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
 
 def _box(
     entry: TensorEntry,
-    file: str,
+    source: Chunk,
     offset: int,
     start: Sequence[int],
     shape: Sequence[int],
     steps: Sequence[int],
 ) -> Chunk:
-    """Return a chunk that is one box of a tensor, not empty, with these strides in the file."""
+    """Return a chunk that is one box of a tensor, not empty, with these strides in its source."""
     found, strides = tuple(shape), tuple(steps)
     last = sum((size - 1) * step for size, step in zip(found, strides, strict=True))
     stride = None if is_row_major(found, strides) else strides
-    return Chunk(file, offset, (last + 1) * entry.itemsize, tuple(start), found, stride)
+    nbytes = (last + 1) * entry.itemsize
+    return Chunk(source.file, offset, nbytes, tuple(start), found, stride, source.packed)
 
 
 def flat_entry(
@@ -374,7 +375,7 @@ def _intersection(
         offset += (low - chunk.start[dim]) * step
         shape.append(high - low)
         place.append(at[dim] + low - start[dim])
-    return _box(entry, chunk.file, chunk.offset + offset * entry.itemsize, place, shape, steps)
+    return _box(entry, chunk, chunk.offset + offset * entry.itemsize, place, shape, steps)
 
 
 def run_count(entry: TensorEntry) -> int:

@@ -381,6 +381,12 @@ def _chunk(
             found="no tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}",
         )
     (run,) = entry.chunks
+    if entry.encoding:
+        raise FormatError(
+            "an item does not store its numbers as they are",
+            expected=f"{dtype} {list(shape)}",
+            found=", ".join(entry.encoding),
+        )
     if entry.nbytes > run.nbytes:
         # No writer does so, and the tensor would need far more memory than the file has bytes.
         raise FormatError(

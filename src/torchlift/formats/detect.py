@@ -33,7 +33,10 @@ from torchlift.formats.zip_archive import END_MAGIC, LOCAL_MAGIC, read_directory
 #: Bytes at the start of a file that decide on its format.
 _HEAD = 512
 
-_EXPECTED = "a torch or safetensors file, or an *.index.json"
+_EXPECTED = (
+    "a file of torch (TorchScript and pt2, too), safetensors, GGUF, numpy or flax, or an "
+    "*.index.json"
+)
 _UNPACK = "Unpack it first."
 _TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
 _ENGINE = "It holds a compiled program, whose weights cannot be had: ask for what it was made from."

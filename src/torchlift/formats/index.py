@@ -29,7 +29,7 @@ ITEMSIZE: dict[str, int] = {
 QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
 #: Encodings that leave every element in its place.
-_ELEMENTWISE = frozenset({"big-endian", "conjugate", "negative"})
+_ELEMENTWISE = frozenset({"deflated", "big-endian", "conjugate", "negative"})
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,18 +53,40 @@ def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return 0 in shape or all(size == 1 or step == dense for size, step, dense in steps)
 
 
+class Record(NamedTuple):
+    """One file inside a zip archive.
+
+    Attributes:
+        name: its name, top directory included.
+        offset: first payload byte in the archive file.
+        nbytes: payload bytes in the archive, compressed where `method` says so.
+        size: bytes after decompression.
+        crc32: checksum of the decompressed bytes; 0 means that none was written.
+        method: 0 for stored, 8 for deflated, or another number of a compression.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    size: int
+    crc32: int
+    method: int
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A run of bytes in one file that holds one box of a tensor.
 
     Attributes:
         file: absolute path of the file.
-        offset: first byte, counted from the start of the file.
+        offset: first byte, counted from the start of the file; or, in a deflated record, from the
+            start of what that inflates to.
         nbytes: length in bytes.
         start: index of the box's first element in the tensor; all zeros for a whole tensor.
         shape: extent of the box; the tensor's shape for a whole tensor.
         stride: strides of the box inside the run, in elements, where the run holds more than the
             box. None: those of the tensor for its only chunk, row-major for one of several.
+        packed: the deflated record that has the bytes, which are then not in the file as they are.
     """
 
     file: str
@@ -73,6 +95,7 @@ class Chunk:
     start: tuple[int, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
+    packed: Record | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +115,9 @@ class TensorEntry:
             of a strided tensor; an empty tensor has none. Several are boxes that together are the
             tensor, as a distributed checkpoint stores it.
         encoding: how the stored bytes differ from the values, in the order in which it is undone:
-            any of ``"big-endian"``, ``"conjugate"`` and ``"negative"``, or the name of a quantised
-            block type; or, of a tensor that torch makes of others or of none, what it is:
-            ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
+            any of ``"deflated"``, ``"big-endian"``, ``"conjugate"`` and ``"negative"``, or the name
+            of a quantised block type; or, of a tensor that torch makes of others or of none, what
+            it is: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
             ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"`` or
             ``"meta"``. Empty if they do not differ.
     """
@@ -160,10 +183,11 @@ class Storage(NamedTuple):
 
     Attributes:
         file: absolute path of the file.
-        offset: first byte in the file.
+        offset: first byte in the file, or in what a deflated record inflates to.
         nbytes: length in bytes.
         location: device tag.
         crc32: checksum the format recorded, or None where it recorded none.
+        packed: the deflated record that has the bytes.
     """
 
     file: str
@@ -171,6 +195,7 @@ class Storage(NamedTuple):
     nbytes: int
     location: str
     crc32: int | None = None
+    packed: Record | None = None
 
 
 _Row = TypeVar("_Row")

@@ -13,13 +13,22 @@ from collections.abc import Mapping
 
 from torchlift.errors import FormatError
 from torchlift.formats.flatten import ROOT_TENSOR
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
+from torchlift.formats.index import (
+    ITEMSIZE,
+    Chunk,
+    Index,
+    Record,
+    Storage,
+    TensorEntry,
+    row_major,
+)
 from torchlift.formats.source import Source, dense_shape
-from torchlift.formats.zip_archive import STORED, Record
+from torchlift.formats.zip_archive import STORED, check_method, inflated
 
 MAGIC = b"\x93NUMPY"
 #: numpy's own limit on what it parses of a file that it does not trust.
 _MAX_HEADER = 10_000
+_MOST = 12 + _MAX_HEADER
 _FIELDS = {"descr", "fortran_order", "shape"}
 #: Kind and size of numpy's type codes -> torch's name.
 _DTYPES = {
@@ -42,17 +51,12 @@ def read_npz(source: Source, records: Mapping[str, Record]) -> Index:
     """Read the index of a .npz file; the key of an array is the name of its record.
 
     Raises:
-        FormatError: malformed, or compressed.
+        FormatError: malformed, or compressed otherwise than numpy does it.
     """
     for name, record in records.items():
         if not name.endswith(".npy"):
             raise FormatError("a record that is no array of numpy's", entry=name)
-        if record.method != STORED:
-            raise FormatError(
-                "a compressed array, whose bytes cannot be mapped",
-                entry=record.name,
-                hint="Load it with numpy and save it with numpy.savez.",
-            )
+        check_method(record)
     return _index(source, {name.removesuffix(".npy"): at for name, at in records.items()})
 
 
@@ -67,28 +71,31 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
             blocked[key] = f"numpy.dtype({code})"
             continue
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
-        if nbytes != record.nbytes - start:
+        if nbytes != record.size - start:
             raise FormatError(
                 "an array's bytes are not what its shape and dtype need",
                 entry=key,
                 expected=f"{nbytes} bytes for {dtype} {shape}",
-                found=f"{record.nbytes - start} bytes",
+                found=f"{record.size - start} bytes",
                 hint="The file is truncated: fetch it again.",
             )
         stride = row_major(shape[::-1])[::-1] if is_fortran else row_major(shape)
-        at = record.offset + start
-        chunks = (Chunk(source.path, at, nbytes, (0,) * len(shape), shape),) if nbytes else ()
+        packed = record if record.method != STORED else None
+        begin = 0 if packed else record.offset
+        origin = (0,) * len(shape)
+        chunk = Chunk(source.path, begin + start, nbytes, origin, shape, packed=packed)
+        chunks = (chunk,) if nbytes else ()
         swapped = code[0] == ">" and ITEMSIZE[dtype] > 1
-        encoding = ("big-endian",) if swapped else ()
+        encoding = ("deflated",) * bool(packed and nbytes) + ("big-endian",) * swapped
         entries[key] = TensorEntry(
             key, dtype, shape, stride, nbytes, "cpu", key, chunks, encoding=encoding
         )
         # The archive's checksum is of the header too, with which the numbers need to be in step.
         whole = record.crc32 and not start % ITEMSIZE[dtype] and not swapped
         storages[key] = (
-            Storage(source.path, record.offset, record.nbytes, "cpu", record.crc32)
+            Storage(source.path, begin, record.size, "cpu", record.crc32, packed)
             if whole
-            else Storage(source.path, at, nbytes, "cpu")
+            else Storage(source.path, begin + start, nbytes, "cpu", packed=packed)
         )
     files = {source.path: source.stamp}
     return Index(
@@ -104,20 +111,24 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
 
 def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, ...], bool, int]:
     """Return the type code, the shape, whether columns come first, and where the data start."""
-    head = source.read(record.offset, min(record.nbytes, 12), key)
+    if record.method == STORED:
+        most = source.read(record.offset, min(record.size, _MOST), key)
+    else:
+        most = next(inflated(source.read, record, _MOST), b"")
+    head = most[:12]
     size = 2 if head[6:7] == b"\1" else 4
     if len(head) < 12 or head[:6] != MAGIC or head[6] not in (1, 2, 3):
         raise FormatError("not an array of numpy's", entry=key, found=repr(head))
     (length,) = struct.unpack_from("<H" if size == 2 else "<I", head, 8)
     start = 8 + size + length
-    if length > _MAX_HEADER or start > record.nbytes:
+    if length > _MAX_HEADER or start > record.size:
         raise FormatError(
             "the header's length is impossible",
             entry=key,
-            expected=f"at most {min(_MAX_HEADER, record.nbytes - 8 - size)} bytes",
+            expected=f"at most {min(_MAX_HEADER, record.size - 8 - size)} bytes",
             found=f"{length} bytes",
         )
-    text = source.read(record.offset + 8 + size, length, key)
+    text = most[8 + size : start]
     try:
         fields = ast.literal_eval(text.decode("utf-8" if head[6] == 3 else "latin1").strip())
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import Index, TensorEntry, join
+from torchlift.formats.index import Index, Record, TensorEntry, join
 from torchlift.formats.source import Source, errors_name, parse_json
 from torchlift.formats.torch_pickle import StorageRef, TensorRef
 from torchlift.formats.torch_zip import (
@@ -21,7 +21,7 @@ from torchlift.formats.torch_zip import (
     read_torch_zip,
 )
 from torchlift.formats.torchscript import CONSTANTS
-from torchlift.formats.zip_archive import STORED, Record
+from torchlift.formats.zip_archive import STORED
 
 #: (suffix of the records that list tensors, their folder, under which name they come).
 _KINDS = (

@@ -34,6 +34,7 @@ class Source:
 
     Attributes:
         path: the file, absolute.
+        descriptor: of the file.
         start: first byte of the window in the file; reads count from here.
         size: bytes of the window.
         stamp: identity of the file.
@@ -49,7 +50,8 @@ class Source:
         self.budget = budget or Budget()
         self.path = path
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close() / __exit__
-        self.stamp = FileStamp.of(self._file.fileno())
+        self.descriptor = self._file.fileno()
+        self.stamp = FileStamp.of(self.descriptor)
         self.start, self.size = 0, self.stamp.size
 
     def window(self, start: int, size: int) -> Source:

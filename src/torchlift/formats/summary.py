@@ -230,13 +230,19 @@ class _Rest:
     def of(self, entry: TensorEntry) -> tuple[str, ...]:
         shape = "scalar" if not entry.shape else " x ".join(map(str, entry.shape))
         location = "" if self.on_host else _shown(entry.location)
-        note = ""
+        notes = []
         storage = self.index.storages.get(entry.storage)
         if entry.key in self.ties:
-            note = f"= {_shown(self.ties[entry.key])}"
-        elif storage and len(entry.chunks) == 1 and entry.chunks[0].nbytes < storage.nbytes:
-            note = f"part of {human(storage.nbytes)}"
-        return human(_size(entry)), _kind(entry), shape, location, note
+            notes.append(f"= {_shown(self.ties[entry.key])}")
+        # Each of numpy's arrays is a file with a header, and nothing is a view.
+        elif self.index.format != "npz" and storage and len(entry.chunks) == 1:
+            rest = entry.chunks[0].nbytes < storage.nbytes
+            notes += [f"part of {human(storage.nbytes)}"] * rest
+        if _size(entry) < entry.nbytes and not entry.is_quantized:
+            notes.append(f"repeated to {human(entry.nbytes)}")
+        if "deflated" in entry.encoding:
+            notes.append("deflated")
+        return human(_size(entry)), _kind(entry), shape, location, ", ".join(notes)
 
 
 class _Node:
@@ -342,7 +348,9 @@ def _common_end(group: list[TensorEntry], start: int) -> int:
 
 
 def _size(entry: TensorEntry) -> int:
-    return sum(chunk.nbytes for chunk in entry.chunks) if entry.is_quantized else entry.nbytes
+    """Return the bytes that are stored for it: of what is repeated (stride 0), those of one."""
+    stored = sum(chunk.nbytes for chunk in entry.chunks)
+    return stored if entry.is_quantized else min(stored, entry.nbytes)
 
 
 def _kind(entry: TensorEntry) -> str:

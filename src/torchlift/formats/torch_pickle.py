@@ -672,6 +672,8 @@ class _TensorStep:
         self._storages = world.storages
         self._rewritten = 0
         self._known: dict[tuple[bytes, ...], tuple[str | None, str] | None] = {}
+        self._last: _Pattern | None = None
+        self._patterns: dict[tuple[int, ...], _Pattern] = {}
         self._dims = _Known(_dims)
         self._numbers = _Known(lambda code: int.from_bytes(code[1:], "little"))
 
@@ -688,6 +690,54 @@ class _TensorStep:
             match = _TENSOR.match(data, end)
             if match is None or not self._take(m, match, data[start:end]):
                 break
+            self._repeat(m)
+
+    def _repeat(self, m: Machine) -> None:
+        """Interpret tensors as long as each is as one before, but for what `_Pattern` leaves open.
+
+        A pickle of 100,000 tensors takes 0.22 s like this, and 0.39 s by the regular expression.
+        """
+        data, memo, stack, storages = m.data, m.memo, m.stack, self._storages
+        number, pos, first, pattern = int.from_bytes, m.pos, m.highest + 1, None
+        following = self._last and self._last.after
+        while following is not None and data[pos] == _BINUNICODE:
+            if following is not pattern:
+                pattern = following
+                length, key_at, key_end = pattern.length, pattern.key_at, pattern.key_end
+                steps, code, limit, puts = pattern.steps, pattern.code, pattern.limit, pattern.puts
+                (dtype, location, numel), rest = pattern.storage, pattern.rest
+            start = pos + 5
+            end = start + number(data[pos + 1 : start], "little")
+            opcodes = data[end : end + length]
+            key = opcodes[key_at:key_end]
+            found = number(opcodes, "little") - (number(key, "little") << 8 * key_at)
+            if found != first * steps + code or first > limit or not key.isdigit():
+                break
+            try:
+                text = data[start:end].decode()
+            except UnicodeDecodeError:
+                break
+            name = key.decode()
+            storage = storages.get(name)
+            if storage is None:
+                storage = storages[name] = StorageRef(dtype, name, location, numel)
+            elif (storage.dtype, storage.numel) != (dtype, numel):
+                break
+            memo[first] = text
+            first += puts
+            memo[first - 1] = made = TensorRef(storage, *rest)
+            stack += (text, made)
+            pos = end + length
+            self._last, following = pattern, pattern.after
+        m.pos, m.highest = pos, first - 1
+
+    def _note(self, pattern: _Pattern) -> None:
+        """Remember what came after the tensor before it."""
+        known = pattern.length, pattern.key_at, pattern.key_end, pattern.steps, pattern.code
+        pattern = self._patterns.setdefault(known, pattern)
+        if self._last is not None:
+            self._last.after = pattern
+        self._last = pattern
 
     def _take(self, m: Machine, match: re.Match[bytes], name: bytes | None = None) -> bool:
         """Interpret a tensor; False, and nothing changed, if the opcodes mean something else."""
@@ -697,6 +747,8 @@ class _TensorStep:
         ) = match.groups(b"")  # fmt: skip
         if m.rewritten != self._rewritten:
             self._known.clear()
+            self._patterns.clear()
+            self._last = None
             self._rewritten = m.rewritten
         gets = (get_function, get_word, get_type, get_location, get_hooks)
         known = self._known.get(gets)
@@ -716,6 +768,10 @@ class _TensorStep:
             or int.from_bytes(puts, "little") != first * expected[0] + expected[1]
         ):
             return False
+        try:
+            text = None if name is None else name.decode()
+        except UnicodeDecodeError:
+            return False
         dtype, location = known
         code, elements = key.decode("ascii"), self._numbers[numel]
         storage = self._storages.get(code)
@@ -723,19 +779,18 @@ class _TensorStep:
             storage = self._storages[code] = StorageRef(dtype, code, location, elements)
         elif (storage.dtype, storage.numel) != (dtype, elements):
             return False
-        at = self._numbers[offset]
-        made = TensorRef(storage, dtype or "uint8", at, shape, steps, grad == b"\x88")
-        if name is None:
-            m.stack[-1] = made
-        else:
-            try:
-                text = m.memo[first] = name.decode()
-            except UnicodeDecodeError:
-                return False
-            m.stack += (text, made)
+        rest = (dtype or "uint8", self._numbers[offset], shape, steps, grad == b"\x88")
+        made = TensorRef(storage, *rest)
         m.highest = first + expected[2] - 1
         m.memo[m.highest] = made
         m.pos = match.end()
+        if text is None:
+            m.stack[-1] = made
+        else:
+            m.memo[first] = text
+            m.stack += (text, made)
+            means = (dtype, location, elements), rest
+            self._note(_pattern(match, first, expected[2], *means))
         self.used = True
         return True
 
@@ -773,6 +828,59 @@ class _Known(dict[bytes, Any]):
     def __missing__(self, code: bytes) -> Any:
         self[code] = self._decode(code)
         return self[code]
+
+
+@dataclass(slots=True, eq=False)
+class _Pattern:
+    """The opcodes of a named tensor, all but the storage's key and where the numbers of PUTs start.
+
+    Read as one little-endian number, with zeros for the key, they are ``first * steps + code``.
+
+    Attributes:
+        length: bytes of them.
+        key_at: where the storage's key is.
+        key_end: the first byte behind it.
+        steps: 1 in the place of each number of a PUT.
+        code: what they are where the first PUT has the number 0.
+        puts: how many there are.
+        limit: the largest number of the first PUT whose last one fits.
+        storage: dtype, location and number of elements of the storage.
+        rest: of the tensor, as `TensorRef` takes it.
+        after: what came after it last time.
+    """
+
+    length: int
+    key_at: int
+    key_end: int
+    steps: int
+    code: int
+    puts: int
+    limit: int
+    storage: tuple[str | None, str, int]
+    rest: tuple[Any, ...]
+    after: _Pattern | None = None
+
+
+def _pattern(
+    match: re.Match[bytes],
+    first: int,
+    puts: int,
+    storage: tuple[str | None, str, int],
+    rest: tuple[Any, ...],
+) -> _Pattern:
+    """Return the pattern of a tensor that was understood, whose first PUT has this number."""
+    begin, opcodes = match.start(), match[0]
+    key_at, key_end = match.start(_KEY_GROUP) - begin, match.end(_KEY_GROUP) - begin
+    key = int.from_bytes(match[_KEY_GROUP], "little") << 8 * key_at
+    places = [match.start(group) - begin for group in _PUT_GROUPS if match[group]]
+    steps = sum(1 << 8 * (place + 1) for place in places)
+    code = int.from_bytes(opcodes, "little") - key - first * steps
+    limit = (1 << (8 if match[_PUT_GROUPS[0]][:1] == b"q" else 32)) - puts
+    return _Pattern(len(opcodes), key_at, key_end, steps, code, puts, limit, storage, rest)
+
+
+#: Those of `_TENSOR`, in its order.
+_KEY_GROUP, _PUT_GROUPS = 6, (1, 7, 10, 13, 15, 18, 19, 20)
 
 
 def _look_up(m: Machine, gets: tuple[bytes, ...]) -> tuple[str | None, str] | None:

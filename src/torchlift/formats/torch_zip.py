@@ -26,6 +26,7 @@ from torchlift.formats.index import (
     Chunk,
     Index,
     RebuiltEntry,
+    Record,
     Records,
     Storage,
     TensorEntry,
@@ -46,7 +47,7 @@ from torchlift.formats.zip_archive import (
     ALIGNMENT,
     STORED,
     NewRecord,
-    Record,
+    check_method,
     end_records,
     read_directory,
     read_record,
@@ -253,12 +254,14 @@ class Resolver:
 
     def entries(self, refs: Mapping[str, TensorRef]) -> Mapping[str, TensorEntry]:
         """Return the entries of tensors that are all checked now."""
-        rows = {
-            key: self._row(key, ref) if type(ref) is TensorRef else self._rebuilt(key, ref)
+        # First the rows, then a dict of them: 0.20 s for 100,000, and 0.23 s in turns.
+        rows = [
+            self._row(key, ref) if type(ref) is TensorRef else self._rebuilt(key, ref)
             for key, ref in refs.items()
-        }
+        ]
         # No method: the records of an archive are not kept as long as its entries.
-        return Records(rows, partial(_entry_of, self.path, self._order))
+        make = partial(_entry_of, self.path, self._order)
+        return Records(dict(zip(refs, rows, strict=True)), make)
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """Return the checked entry of one tensor."""
@@ -268,9 +271,9 @@ class Resolver:
         """Check all that a tensor says of bytes."""
         name, storage = self._find(key, ref.storage)
         self.storages[name] = storage
-        start, room = storage.offset, storage.nbytes
+        room = storage.nbytes
         if ref.storage.view is not None:
-            start, room = _view_of(storage, ref.storage, key)
+            room = _view_of(storage, ref.storage, key)[1]
         # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
         # tuples stay alive as long as this object's input does.
         layout = self._layouts.get((id(ref.size), id(ref.stride)))
@@ -296,7 +299,7 @@ class Resolver:
             )
         if ref.lazy and ref.dtype not in _SIGNED[ref.lazy[0]]:
             raise FormatError(f"a {ref.lazy[0]} view of numbers that have none", entry=key)
-        return ref, name, layout, start + offset * itemsize, nbytes
+        return ref, name, layout, storage
 
     def _rebuilt(self, key: str, ref: TensorRef) -> RebuiltEntry:
         """Return the entry of a tensor that torch makes of others, each of them checked."""
@@ -322,15 +325,21 @@ def _entry_of(path: str, order: tuple[str, ...], key: str, row: _Row | RebuiltEn
     """Return the entry of a checked row."""
     if isinstance(row, RebuiltEntry):
         return row
-    ref, name, (shape, stride, origin, numel, span), start, nbytes = row
-    itemsize, location = ITEMSIZE[ref.dtype], ref.storage.location
+    ref, name, (shape, stride, origin, numel, span), storage = row
+    itemsize, location, start = ITEMSIZE[ref.dtype], ref.storage.location, storage.offset
+    if ref.storage.view is not None:
+        start = _view_of(storage, ref.storage, key)[0]
     chunks: tuple[Chunk, ...] = ()
     encoding: tuple[str, ...] = ()
     if numel:
-        chunks = (Chunk(path, start, span * itemsize, origin, shape),)
+        (offset,) = whole_numbers((ref.offset,), key, "storage offset")
+        at, packed = start + offset * itemsize, storage.packed
+        chunks = (Chunk(path, at, span * itemsize, origin, shape, packed=packed),)
         encoding = (order if itemsize > 1 else ()) + ref.lazy
+        if packed is not None:
+            encoding = ("deflated", *encoding)
     return TensorEntry(
-        key, ref.dtype, shape, stride, nbytes, location, name, chunks,
+        key, ref.dtype, shape, stride, numel * itemsize, location, name, chunks,
         ref.requires_grad is True, ref.is_parameter, encoding,
     )  # fmt: skip
 
@@ -373,28 +382,25 @@ class ZipStorages:
         record = self.records.get(path) or look_up(self.records, path)
         if record is None:
             raise FormatError("a tensor's storage is missing", entry=key, expected=f"record {name}")
-        if record.method != STORED:
-            raise FormatError(
-                "a storage is compressed, so its bytes are not its numbers",
-                entry=record.name,
-                hint="Unpack the archive and pack it again without compression, or load and save "
-                "it with torch.",
-            )
         nbytes = ref.numel * STORED_SIZE[ref.dtype]
-        if nbytes != record.nbytes:
+        if nbytes != record.size:
             raise FormatError(
                 f"a storage does not have the size that the tensor {printable(key, 100)!r} says",
                 entry=record.name,
                 expected=f"{ref.numel} elements, {nbytes} bytes",
-                found=f"{record.nbytes} bytes",
+                found=f"{record.size} bytes",
             )
         start, crc = self.source.start + record.offset, record.crc32 or None
+        if record.method != STORED:
+            check_method(record)
+            packed = record._replace(offset=start)
+            return name, Storage(self.source.path, 0, nbytes, ref.location, crc, packed)
         return name, Storage(self.source.path, start, nbytes, ref.location, crc)
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
-#: (what the pickle says, name of the storage, layout, first byte in the file, dense bytes).
-_Row = tuple[TensorRef, str, _Layout, int, int]
+#: (what the pickle says, name of the storage, layout, storage).
+_Row = tuple[TensorRef, str, _Layout, Storage]
 
 
 def _layout(ref: TensorRef, key: str) -> _Layout:

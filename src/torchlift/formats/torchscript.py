@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import Index
+from torchlift.formats.index import Index, Record
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import (
     Blocked,
@@ -31,7 +31,6 @@ from torchlift.formats.torch_zip import (
     top_directory,
 )
 from torchlift.formats.unpickle import Budget
-from torchlift.formats.zip_archive import Record
 
 #: Under which the tensors come that are neither parameters nor buffers.
 CONSTANTS, ATTRIBUTES = "CONSTANTS", "ATTRIBUTES"

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import bisect
+import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 from torchlift._system import Facts, Summary, count_of, human, printable
-from torchlift.errors import IntegrityError
+from torchlift.errors import FormatError, IntegrityError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.detect import read_index
-from torchlift.formats.index import Index, Storage
+from torchlift.formats.index import Index, Record, Storage
+from torchlift.formats.source import Source, errors_name
+from torchlift.formats.zip_archive import DEFLATED, LOCAL_MAGIC, STORED, inflated, read_directory
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
@@ -31,11 +36,23 @@ class _Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A storage whose bytes do not have the checksum that the file records."""
+    """A storage, or another record, whose bytes do not have the checksum that the file records.
+
+    Attributes:
+        name: identity of the storage, or name of the record.
+        expected: the checksum that the file records.
+        found: that of the bytes; None where they are deflated and cannot be inflated.
+    """
 
     name: str
     expected: int
-    found: int
+    found: int | None
+
+    @property
+    def what(self) -> str:
+        """Return what was found, as text."""
+        broken = "deflated bytes that cannot be inflated"
+        return broken if self.found is None else f"crc32 {self.found:08x}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -46,7 +63,9 @@ class VerifyReport(Summary):
         path: the checkpoint.
         checked: identities of the storages whose checksum was recomputed.
         unchecked: identities of the storages for which the file records none.
-        failed: the storages of `checked` whose bytes are wrong.
+        failed: those of `checked` and of `records` whose bytes are wrong.
+        records: names of the archive's other records whose checksum was recomputed: the pickle, the
+            code of a program, notes.
         nbytes: bytes whose checksum was recomputed.
         unchecked_nbytes: bytes of `unchecked`.
     """
@@ -57,6 +76,7 @@ class VerifyReport(Summary):
     failed: tuple[Failure, ...]
     nbytes: int = 0
     unchecked_nbytes: int = 0
+    records: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -65,17 +85,20 @@ class VerifyReport(Summary):
 
     def _summary(self) -> tuple[str, Facts]:
         checked, unchecked = len(self.checked), len(self.unchecked)
-        verdict = "every checksum is right" if checked else "nothing is wrong with its structure"
+        total = checked + len(self.records)
+        verdict = "every checksum is right" if total else "nothing is wrong with its structure"
         if self.failed:
-            verdict = f"damaged: {len(self.failed):,} of {count_of(checked, 'checksum')} wrong"
+            verdict = f"damaged: {len(self.failed):,} of {count_of(total, 'checksum')} wrong"
         facts: Facts = []
-        if checked or not unchecked:
-            facts.append(("checked", f"{count_of(checked, 'storage')}, {human(self.nbytes)}"))
+        if total or not unchecked:
+            what = count_of(checked, "storage")
+            what += f" and {count_of(total - checked, 'other record')}" if self.records else ""
+            facts.append(("checked", f"{what}, {human(self.nbytes)}"))
         if unchecked:
             size = f"{count_of(unchecked, 'storage')}, {human(self.unchecked_nbytes)}"
             facts.append(("not checked", f"{size}: the file records no checksum of these bytes"))
         for item in self.failed:
-            sums = f"expected crc32 {item.expected:08x}, found {item.found:08x}"
+            sums = f"expected crc32 {item.expected:08x}, found {item.what.removeprefix('crc32 ')}"
             facts.append((printable(item.name, 300), sums))
         return f"{self.path}: {verdict}", facts
 
@@ -83,7 +106,7 @@ class VerifyReport(Summary):
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
     """Check a checkpoint's structure and recompute every checksum it records.
 
-    torch's zip format stores a CRC-32 per storage, which torch itself never reads back; what
+    torch's zip format stores a CRC-32 per record, which torch itself never reads back; what
     torchlift writes has them in safetensors, too. Other safetensors and torch files from before 1.6
     store none, so there only the structure is checked.
 
@@ -101,15 +124,60 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     return verify_index(read_index(path))
 
 
-def verify_index(index: Index, advance: Callable[[int], object] | None = None) -> VerifyReport:
+def checksums(index: Index) -> tuple[dict[str, Storage], dict[str, Storage]]:
+    """Return what a checkpoint has checksums of: storages, and other records of its archives."""
+    storages = {name: s for name, s in index.storages.items() if s.crc32 is not None}
+    places = {(s.file, _place(s)) for s in storages.values()}
+    bare = sorted((s.file, _place(s), n) for n, s in index.storages.items() if s.crc32 is None)
+    records: dict[str, Storage] = {}
+    for path in index.files if index.format != "dcp" else ():  # whose files hold many archives
+        with _opened(index, path) as file:
+            if file.read(len(LOCAL_MAGIC)) != LOCAL_MAGIC:
+                continue
+            with errors_name(path), Source(path) as source:
+                found = read_directory(source)
+            folder = "" if len(index.files) == 1 else os.path.basename(path) + "/"
+            for name, record in found.items():
+                if (path, record.offset) in places or record.method not in (STORED, DEFLATED):
+                    continue
+                if record.crc32:
+                    packed = record if record.method == DEFLATED else None
+                    at = 0 if packed else record.offset
+                    place = Storage(path, at, record.size, "", record.crc32, packed)
+                    first = bisect.bisect_left(bare, (path, record.offset))
+                    last = bisect.bisect_left(bare, (path, record.offset + record.nbytes))
+                    # An array's header comes before its numbers, under the same checksum.
+                    if last - first == 1:
+                        storages[bare[first][2]] = place
+                    else:
+                        records[folder + name] = place
+    return storages, records
+
+
+def _place(storage: Storage) -> int:
+    """Return the first byte in the file of what holds a storage."""
+    return storage.offset if storage.packed is None else storage.packed.offset
+
+
+def verify_index(
+    index: Index,
+    advance: Callable[[int], object] | None = None,
+    known: tuple[Mapping[str, Storage], Mapping[str, Storage]] | None = None,
+) -> VerifyReport:
     """Verify the checkpoint of an index that is already at hand; see `verify`.
 
     Args:
         index: of the checkpoint.
         advance: called with a number of bytes as they are checked, from the calling thread.
+        known: its `checksums`, if they are at hand, too.
+
+    Raises:
+        FormatError: one of its archives is not the one that was indexed.
+        IntegrityError: a file cannot be read, or changes meanwhile.
     """
-    with_sum = {name: s for name, s in index.storages.items() if s.crc32 is not None}
-    sums: dict[str, list[int]] = {name: [] for name in with_sum}
+    storages, records = known or checksums(index)
+    with_sum = {**storages, **records}
+    sums: dict[str, list[int | None]] = {name: [] for name in with_sum}
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for done in pool.map(partial(_crc32, index), _batches(with_sum)):
             for name, _, value in done:
@@ -119,12 +187,17 @@ def verify_index(index: Index, advance: Callable[[int], object] | None = None) -
     failed = [
         Failure(name, storage.crc32 or 0, found)
         for name, storage in with_sum.items()
-        if storage.crc32 != (found := whole_crc(storage.nbytes, sums[name]))
+        if storage.crc32 != (found := _whole(storage.nbytes, sums[name]))
     ]
-    unchecked = tuple(name for name in index.storages if name not in with_sum)
-    nbytes = sum(storage.nbytes for storage in with_sum.values())
+    unchecked = {name: s.nbytes for name, s in index.storages.items() if name not in storages}
     return VerifyReport(
-        index.path, tuple(with_sum), unchecked, tuple(failed), nbytes, index.nbytes - nbytes
+        index.path,
+        tuple(storages),
+        tuple(unchecked),
+        tuple(failed),
+        sum(storage.nbytes for storage in with_sum.values()),
+        sum(unchecked.values()),
+        tuple(records),
     )
 
 
@@ -135,7 +208,8 @@ def _batches(storages: Mapping[str, Storage]) -> Iterator[list[_Range]]:
     for name, storage in storages.items():
         start = 0
         while start < storage.nbytes or not start:
-            stop = min(storage.nbytes, start + room)
+            # What is inflated is so from its start on.
+            stop = storage.nbytes if storage.packed else min(storage.nbytes, start + room)
             batch.append(_Range(name, storage, start, stop))
             room -= max(stop - start, 1)
             if room <= 0:
@@ -146,28 +220,60 @@ def _batches(storages: Mapping[str, Storage]) -> Iterator[list[_Range]]:
         yield batch
 
 
-def _crc32(index: Index, batch: Sequence[_Range]) -> list[tuple[str, int, int]]:
+def _crc32(index: Index, batch: Sequence[_Range]) -> list[tuple[str, int, int | None]]:
     """Return the name, the bytes and the sum of each range; see `PartialCrc`."""
-    found = []
+    found: list[tuple[str, int, int | None]] = []
     buffer = memoryview(bytearray(_BLOCK))
     for path, ranges in groupby(batch, key=lambda item: item.storage.file):
-        try:
-            index.files[path].check(path)
-            with open(path, "rb", buffering=0) as file:
-                # Of another file's bytes at these places, every sum would be wrong.
-                index.files[path].check(path, file.fileno())
-                for name, storage, start, stop in ranges:
-                    crc, at = PartialCrc(storage.nbytes), start
-                    file.seek(storage.offset + start)
-                    while at < stop:
-                        got = file.readinto(buffer[: stop - at])
-                        if not got:
-                            raise IntegrityError("the file ends early", file=path)
-                        crc.add(at, buffer[:got])
-                        at += got
-                    found.append((name, stop - start, crc.value()))
-        except OSError as error:
-            raise IntegrityError(
-                f"reading failed ({error.strerror})", file=path, hint="Check the disk."
-            ) from error
+        with _opened(index, path) as file:
+            for name, storage, start, stop in ranges:
+                crc, at = PartialCrc(storage.nbytes), start
+                if storage.packed is not None:
+                    found.append((name, stop, _inflated_crc(file, storage.packed)))
+                    continue
+                file.seek(storage.offset + at)
+                while at < stop:
+                    got = file.readinto(buffer[: stop - at])
+                    if not got:
+                        raise IntegrityError("the file ends early", file=path)
+                    crc.add(at, buffer[:got])
+                    at += got
+                found.append((name, stop - start, crc.value()))
     return found
+
+
+@contextmanager
+def _opened(index: Index, path: str) -> Iterator[io.FileIO]:
+    """Open a file of a checkpoint, which must be the one that was indexed."""
+    try:
+        index.files[path].check(path)
+        with open(path, "rb", buffering=0) as file:
+            # Of another file's bytes at these places, every sum would be wrong.
+            index.files[path].check(path, file.fileno())
+            yield file
+    except OSError as error:
+        raise IntegrityError(
+            f"reading failed ({error.strerror})", file=path, hint="Check the disk."
+        ) from error
+
+
+def _inflated_crc(file: io.FileIO, record: Record) -> int | None:
+    """Return the sum of what a deflated record holds; None if it cannot be inflated."""
+
+    def read(start: int, count: int) -> bytes:
+        file.seek(start)
+        return file.read(count) or b""
+
+    crc, at = PartialCrc(record.size), 0
+    try:
+        for block in inflated(read, record._replace(crc32=0)):
+            crc.add(at, block)
+            at += len(block)
+    except FormatError:
+        return None
+    return crc.value()
+
+
+def _whole(nbytes: int, sums: Sequence[int | None]) -> int | None:
+    """Return the sum of a payload; None if one of its sums could not be had."""
+    return None if None in sums else whole_crc(nbytes, filter(None, sums))
