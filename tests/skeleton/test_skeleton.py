@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import sys
 from itertools import product
@@ -442,6 +443,26 @@ def test_a_finished_skeleton_keeps_its_recording_but_not_the_recorder() -> None:
     assert recorders() == before
     torchlift.materialize(model)
     assert same_bits(model.table, Rotary().table)
+
+
+def test_the_collector_waits_until_a_skeleton_is_finished() -> None:
+    """Walks over what is written down would double the time of a model of many small layers."""
+    during: list[str] = []
+
+    def collecting(phase: str, _: object) -> None:
+        frame: FrameType | None = sys._getframe()
+        while phase == "start" and frame is not None:
+            if frame.f_code.co_filename.endswith(("/recorder.py", "/skeleton.py", "/slots.py")):
+                during.append(frame.f_code.co_name)
+            frame = frame.f_back
+
+    gc.callbacks.append(collecting)
+    try:
+        torchlift.skeleton(lambda: nn.Sequential(*(nn.Linear(1, 1) for _ in range(1000))))
+    finally:
+        gc.callbacks.remove(collecting)
+    assert gc.isenabled()
+    assert set(during) <= {"skeleton"}  # it may begin as the pause ends
 
 
 def test_a_plain_skeleton_runs_through_at_most_five_files() -> None:

@@ -54,13 +54,16 @@ def skeleton(factory: Callable[..., M], *args: Any, **kwargs: Any) -> M:
     device = torch.get_default_device()
     # On meta by default is how people spare the memory that a skeleton spares them anyway.
     recorder = Recorder(torch.device("cpu") if device.type == "meta" else device)
-    with collection_paused(), recordable(), recorder:
-        model = factory(*args, **kwargs)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")
-    tree = ModuleTree(model)
-    for group in [*tree.groups, *tree.meta_attributes]:
-        _remember(recorder, group)
+    # Until all is written down: walks over the calls in memory were 45 % of the time of 20,000
+    # small layers, which take 1.4 s (2.5 if the collector ran after construction; plain ones 1.0).
+    with collection_paused():
+        with recordable(), recorder:
+            model = factory(*args, **kwargs)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")
+        tree = ModuleTree(model)
+        for group in [*tree.groups, *tree.meta_attributes]:
+            _remember(recorder, group)
     return model
 
 
