@@ -321,6 +321,37 @@ def test_a_prefix_is_recognised_and_the_way_out_named(tmp_path):
         torchlift.load(Two(), saved(state, tmp_path))
 
 
+def test_a_hint_for_names_on_both_sides_says_what_is_alike_and_never_to_be_less_strict(tmp_path):
+    """Without strict, the model would be loaded in part, and nobody told."""
+    state = {key.replace(".", "_"): value for key, value in randomised(Mixed()).items()}
+    with pytest.raises(MismatchError) as error:
+        torchlift.load(Mixed(), saved(state, tmp_path))
+    assert str(error.value).endswith(
+        "'inner_0_weight' looks like 'inner.0.weight', 'inner_0_bias' looks like "
+        "'inner.0.bias', 'inner_1_weight' looks like 'inner.1.weight': if it is the same, pass "
+        "rename= with the rule that brings the names together."
+    )
+    assert "strict=False" not in str(error.value)
+
+
+@pytest.mark.parametrize("argument", ["rename", "transform"])
+def test_an_error_of_the_callers_own_function_arrives_with_the_key(tmp_path, argument):
+    """Its type is the caller's, and a note says for which tensor it was raised."""
+    key = list(Two().state_dict())[1]
+
+    def fails(name, *tensor):
+        if name == key:
+            raise ZeroDivisionError("mine")
+        return tensor[0] if tensor else name
+
+    model = Two()
+    before = state_of(model)
+    with pytest.raises(ZeroDivisionError, match="mine") as error:
+        torchlift.load(model, saved(randomised(Two()), tmp_path), **{argument: fails})
+    assert any(repr(key) in line for line in error.value.__notes__)
+    assert state_of(model) == before
+
+
 def test_without_strict_what_is_missing_keeps_its_value_or_is_made(tmp_path, kind):
     """Nothing is left on meta: a skeleton makes what the file lacks."""
     model = build(kind, Mixed)

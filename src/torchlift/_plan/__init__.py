@@ -11,7 +11,6 @@ from torchlift._plan.plan import match as match
 from torchlift._plan.plan import plan as plan
 from torchlift._plan.plan import plan_only as plan_only
 from torchlift._plan.plan import renamed as renamed
-from torchlift._plan.plan import suggestion as suggestion
 from torchlift._plan.report import LoadReport as LoadReport
 from torchlift._plan.report import Mismatch as Mismatch
 from torchlift._plan.report import clipped_list as clipped_list
@@ -46,3 +45,5 @@ from torchlift._plan.steps import Match as Match
 from torchlift._plan.steps import Rename as Rename
 from torchlift._plan.steps import Sent as Sent
 from torchlift._plan.steps import Transform as Transform
+from torchlift._plan.suggest import look_alikes as look_alikes
+from torchlift._plan.suggest import suggestion as suggestion

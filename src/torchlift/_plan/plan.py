@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,9 +33,10 @@ from torchlift._plan.rules import (
 )
 from torchlift._plan.sources import Given, Origin, sources
 from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
+from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._system import Facts, human
 from torchlift._transfer import STAGING
-from torchlift.errors import MismatchError
+from torchlift.errors import MismatchError, note
 
 
 @dataclass(frozen=True, repr=False)
@@ -225,7 +225,7 @@ def _assemble(
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
         mismatched=matched.mismatched,
-        hint=suggestion(matched.missing, matched.unexpected),
+        hint=suggestion(matched.missing, matched.unexpected) if matched.missing else None,
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
         replayed=[name for group in work.replayed for name in group.names],
         deferred=[
@@ -308,7 +308,7 @@ def _check(matched: Match, path: str, options: Options) -> None:
     odd = [name for name in missing if name in matched.unexpected]
     if not (wrong or nothing or (options.strict and (missing or unexpected))):
         return
-    lists, ways = [], []
+    lists, ways, alike = [], [], None
     missing, unexpected = ([n for n in names if n not in odd] for names in (missing, unexpected))
     if odd:
         lists.append(f"no tensor in the checkpoint ({len(odd)}): {clipped_list(odd)}")
@@ -321,10 +321,14 @@ def _check(matched: Match, path: str, options: Options) -> None:
         ways.append("allow_unexpected=[...] with the names that may be")
     if missing and unexpected:
         ways = ["rename= with the rule that brings the names together"]
+        alike = look_alikes(missing, unexpected)
     if wrong:
         lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
         ways.append("ignore_mismatched=True to skip what has another shape")
-    hint = suggestion(matched.missing, matched.unexpected) or f"Pass {' and '.join(ways)}."
+    hint = suggestion(matched.missing, matched.unexpected)
+    if hint is None:
+        hint = f"{alike}: if it is the same, pass" if alike else "Pass"
+        hint += f" {' and '.join(ways)}."
     what = "nothing in the checkpoint fits the model" if nothing else "the checkpoint does not fit"
     raise MismatchError(
         f"{what}{'' if nothing else ' the model'}: " + "; ".join(lists),
@@ -349,7 +353,11 @@ def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, 
         return {key: key for key in keys}
     keys_of: dict[str, str] = {}
     for key in keys:
-        name = rename(key)
+        try:
+            name = rename(key)
+        except Exception as error:
+            note(error, f"rename was called with {key!r}")
+            raise
         if name is None:
             continue
         if not isinstance(name, str):
@@ -404,39 +412,3 @@ def _fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
         return True
     # A scalar saved with shape [1] by torch < 0.4, which load_state_dict accepts to this day.
     return tuple(tensor.shape) == shape or (tensor.dim() == 0 and shape == (1,))
-
-
-def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
-    """Return the one rename or root that would bring the two lists together, or None.
-
-    Example:
-        >>> suggestion(["fc.weight"], ["module.fc.weight"])
-        "The checkpoint's names start with 'module.': pass rename=remap.strip('module.')."
-    """
-    lacking, extra = list(missing), list(unexpected)
-    drop, dropped = _prefix(lacking, extra)
-    add, added = _prefix(extra, lacking)
-    if drop and dropped >= added:
-        others = any(not name.startswith(drop) for name in extra)
-        root = f", or root={drop[:-1]!r} to leave the rest of the file out" if others else ""
-        return (
-            f"The checkpoint's names start with {drop!r}: pass rename=remap.strip({drop!r}){root}."
-        )
-    if add:
-        return (
-            f"The model's names start with {add!r} and the checkpoint's do not: "
-            f"pass rename=lambda key: {add!r} + key."
-        )
-    return None
-
-
-def _prefix(short: list[str], long: list[str]) -> tuple[str, int]:
-    """Return the prefix that turns most of `short` into names of `long`, and how many."""
-    names = set(short)
-    votes: Counter[str] = Counter()
-    for other in long:
-        dots = [at for at, char in enumerate(other, 1) if char == "."]
-        votes.update(other[:at] for at in dots if other[at:] in names)
-    best, count = max(votes.items(), key=lambda vote: vote[1], default=("", 0))
-    # A prefix that helps a minority is a coincidence (two heads of one name), not a mistake.
-    return (best, count) if 2 * count > min(len(short), len(long)) else ("", 0)

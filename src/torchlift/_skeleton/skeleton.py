@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -19,10 +19,11 @@ from torchlift._skeleton.replay import replay
 from torchlift._system import collection_paused
 from torchlift.errors import PlacementError, did_you_mean
 
+P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
 
 
-def skeleton(factory: Callable[..., M], *args: Any, **kwargs: Any) -> M:
+def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     """Build a module on the meta device that remembers how each of its tensors is made.
 
     Construction is recorded instead of executed, so it takes no memory for weights and no time for

@@ -12,6 +12,7 @@ from torch import nn
 
 from torchlift._model.dtensor import held, is_dtensor, layout_of
 from torchlift._model.handlers import oddity
+from torchlift._plan import look_alikes
 from torchlift.errors import MismatchError
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -207,13 +208,18 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
         the state dict does not fit the model: Unexpected key(s) 'a'. Pass strict=False to load...
     """
     texts = []
+    hint = None if fields.get("mismatched") else "Pass strict=False to load what fits."
+    if hint and problems.get(MISSING) and problems.get(UNEXPECTED):
+        # Less would be loaded than anybody means: the names have to be brought together first.
+        alike = look_alikes(problems[MISSING], problems[UNEXPECTED])
+        hint = f"Rename what is meant to be the same{f': {alike}' if alike else ''}."
     for problem, names in problems.items():
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         if names:
             texts.append(f"{problem} {', '.join(map(repr, names[:8]))}{more}")
     return StateDictMismatch(
         f"the state dict does not fit the {what}: {'; '.join(texts)}",
-        hint=None if fields.get("mismatched") else "Pass strict=False to load what fits.",
+        hint=hint,
         **fields,
     )
 

@@ -24,8 +24,14 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+if TYPE_CHECKING:
+    # Not ParamSpec, which leaves no room for options beside the arguments; typing has these from
+    # Python 3.11 on.
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
 
 # Seconds that a rank which failed waits for the others, so that an error of all is told by all.
@@ -36,8 +42,8 @@ _LONGEST = 1e6
 
 def on_ranks(
     count: int,
-    function: Callable[..., T],
-    *args: object,
+    function: Callable[[Unpack[Ts]], T],
+    *args: Unpack[Ts],
     timeout: float = 120.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[T]:
