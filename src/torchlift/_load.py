@@ -118,7 +118,8 @@ def load(
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
             returns one: so that what it computes means the same on any mesh.
-        verify: recompute the checksums that the file has, before anything else.
+        verify: recompute the checksums that the file has, before anything else; the report says for
+            how many bytes it has none.
         progress: show a bar of bytes on stderr.
         collective: whether the ranks of a process group load together: before anything changes
             they exchange whether all are ready, and an error of one is raised by every one. None
@@ -160,8 +161,7 @@ def load(
         pause,
     ):
         with sources(ckpt, root) as origin:
-            for opened in origin.checkpoints if verify else ():
-                _verify(opened)
+            unchecked = sum(map(_verify, origin.checkpoints if verify else ()))
             with Commit() as commit:
                 plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
@@ -180,7 +180,8 @@ def load(
         seconds = time.perf_counter() - start
         shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
         changed = {"missing_keys": missing, "unexpected_keys": unexpected, "seconds": seconds}
-        report = LoadReport(**{**shared, **changed, "bytes_read": plan.bytes_to_read})
+        costs = {"bytes_read": plan.bytes_to_read, "unchecked_nbytes": unchecked}
+        report = LoadReport(**{**shared, **changed, **costs})
         # The next thread could not swap what these still share the memory of.
         del plan, fetched
     return report
@@ -319,15 +320,17 @@ def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 
-def _verify(ckpt: Checkpoint) -> None:
+def _verify(ckpt: Checkpoint) -> int:
+    """Return for how many bytes the file records no checksum; those that it has are right."""
     report = verify_index(ckpt.index)
     if not report.ok:
         first = report.failed[0]
         raise IntegrityError(
             f"checksums are wrong in {len(report.failed)} of {len(report.checked)} storages",
-            file=ckpt.path,
+            file=ckpt.index.storages[first.name].file,
             entry=first.name,
             expected=f"crc32 {first.expected:08x}",
             found=f"crc32 {first.found:08x}",
             hint="The file is damaged: fetch it again, or restore it from a copy.",
         )
+    return report.unchecked_nbytes

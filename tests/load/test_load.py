@@ -352,6 +352,20 @@ def test_an_error_of_the_callers_own_function_arrives_with_the_key(tmp_path, arg
     assert state_of(model) == before
 
 
+def test_a_verified_load_says_what_could_not_be_verified(tmp_path):
+    """A file without checksums is no file whose checksums are right."""
+    state = randomised(Two())
+    report = torchlift.load(Two(), saved(state, tmp_path), verify=True)
+    assert report.unchecked_nbytes == 0
+    assert "not verified" not in str(report)
+    save_file(state, tmp_path / "two.safetensors")
+    report = torchlift.load(Two(), tmp_path / "two.safetensors", verify=True)
+    assert report.unchecked_nbytes == 48
+    assert "not verified: 48 B: the file records no checksum of these bytes" in str(report)
+    report = torchlift.load(Two(), tmp_path / "two.safetensors")
+    assert report.unchecked_nbytes == 0
+
+
 def test_without_strict_what_is_missing_keeps_its_value_or_is_made(tmp_path, kind):
     """Nothing is left on meta: a skeleton makes what the file lacks."""
     model = build(kind, Mixed)

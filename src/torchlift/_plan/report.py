@@ -89,6 +89,7 @@ class LoadReport(Summary):
         hint: what would make more names fit, where a prefix seems to be in the way, else None.
         seconds: wall time of the load.
         bytes_read: bytes copied out of the files; what stays mapped counts nothing.
+        unchecked_nbytes: bytes of the files that ``verify=True`` found no checksum for.
     """
 
     path: str
@@ -103,6 +104,7 @@ class LoadReport(Summary):
     hint: str | None = None
     seconds: float = 0.0
     bytes_read: int = 0
+    unchecked_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +137,11 @@ class LoadReport(Summary):
 
     def _summary(self) -> tuple[str, Facts]:
         read = f"in {self.seconds:.3f} s, {human(self.bytes_read)} read"
-        return f"loaded {self._size}", [("", read), *summarise(self)]
+        facts: Facts = [("", read)]
+        if self.unchecked_nbytes:
+            size = human(self.unchecked_nbytes)
+            facts.append(("not verified", f"{size}: the file records no checksum of these bytes"))
+        return f"loaded {self._size}", [*facts, *summarise(self)]
 
 
 def summarise(report: LoadReport) -> Facts:

@@ -1,28 +1,12 @@
-"""``torchlift plan``: what goes where and what it takes, without any of the devices."""
+"""``torchlift plan``: what goes where, and what it takes, on a machine that has none of it."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import json
-import operator
-from collections import Counter
-from dataclasses import replace
-from typing import Any
 
-import torch
-from torch import nn
-
-from torchlift._checkpoint import Checkpoint
-from torchlift._checkpoint import open as open_checkpoint
-from torchlift._plan import DtypeRule, Options, Rename, names_of, plan_only
-from torchlift._system import human, printable
-from torchlift.cli import UsageError
-from torchlift.cli.factory import make_model, make_parallelize
+from torchlift._system import printable
+from torchlift.cli import UsageError, add_model, check_model, json_object
 from torchlift.cli.output import print_json
-from torchlift.remap import by_key, by_pattern, fit, rules, strip
-from torchlift.remap.fitting import Fit, Inventory, placed, take
-from torchlift.remap.maps import spelled
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
     parser.add_argument("--root", metavar="KEY", help="only this container of the file")
-    parser.add_argument("--model", metavar="MODULE:FACTORY", help="what to load into")
+    add_model(parser, "what to load into")
     parser.add_argument("--no-strict", action="store_true", help="names need not all match")
     names = parser.add_argument_group("names, applied in this order")
     names.add_argument("--strip", metavar="PREFIX", action="append", default=[])
@@ -70,23 +54,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it."""
+    _check(args)
+    from torchlift.cli.planning import answer  # which takes torch a second
+
     try:
-        _check(args)
-        rename, dtype = _rename(args), _dtype(args.dtype)
-        answer = _on_devices if args.mesh is None else _on_mesh
-        with open_checkpoint(args.path, root=args.root) as ckpt:
-            text, data = answer(args, ckpt, dtype, rename)
+        path, text, data = answer(args)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if args.json:
-        print_json({"path": ckpt.path, "format": ckpt.format, **data})
+        print_json({"path": path, **data})
     else:
-        print(printable(f"{ckpt.path}\n{text}", lines=True))
+        print(printable(f"{path}\n{text}", lines=True))
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that would be ignored beside the others."""
+    """Refuse options that mean nothing, or would be ignored beside the others."""
+    check_model(args)
+    if args.parallelize is not None and ":" not in args.parallelize:
+        raise UsageError(f"--parallelize {args.parallelize!r}: expected MODULE:FUNCTION")
+    if args.device_map is not None:
+        args.device_map = json_object("--device-map", args.device_map)
+    for text in args.rename:
+        if "=" not in text:
+            raise UsageError(f"--rename {text!r}: expected REGEX=REPLACEMENT")
     if args.mesh is None:
         if args.parallelize is not None:
             raise UsageError("--parallelize: needs --mesh, such as --mesh fsdp=8,tp=2")
@@ -100,121 +91,3 @@ def _check(args: argparse.Namespace) -> None:
     if args.model is None and (args.no_strict or args.parallelize):
         option = "--no-strict" if args.no_strict else "--parallelize"
         raise UsageError(f"{option}: needs --model with --mesh: a file alone has no modules")
-
-
-def _on_mesh(
-    args: argparse.Namespace, ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None
-) -> tuple[str, dict[str, Any]]:
-    """Return, as text and as data, which bytes each rank of a mesh would read."""
-    from torchlift.distributed import simulate
-
-    found = simulate(
-        ckpt,
-        args.mesh,
-        model=make_model(args.model) if args.model is not None else None,
-        parallelize=make_parallelize(args.parallelize) if args.parallelize is not None else None,
-        rename=rename,
-        dtype=dtype,
-        strict=not args.no_strict,
-    )
-    return str(found), found.to_dict()
-
-
-def _on_devices(
-    args: argparse.Namespace, ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None
-) -> tuple[str, dict[str, Any]]:
-    """Return, as text and as data, what goes to which device, and with a model how it is loaded."""
-    plan = None
-    if args.model is None:
-        inventory = take(ckpt, dtype, rename)
-        placement = _place(args, ckpt, inventory, dtype, rename)
-    else:
-        model = make_model(args.model)
-        options = Options(rename, None, dtype, strict=not args.no_strict, present=False)
-        loaded = plan_only(model, ckpt, options).loaded
-        # A meta tensor takes the checkpoint's dtype: the sizes are those of what will be loaded.
-        becomes = {name: getattr(torch, report.dtype) for name, report in loaded.items()}
-        inventory = take(model, lambda entry: becomes.get(entry.key), None)
-        placement = _place(args, model, inventory, lambda entry: becomes.get(entry.key), None)
-        plan = plan_only(model, ckpt, replace(options, device=placement))
-    items = inventory.items
-    dtypes = Counter(str(item.dtype).removeprefix("torch.") for item in items)
-    counted = ", ".join(f"{name} ({count:,})" for name, count in dtypes.most_common())
-    lines = [f"  {len(items):,} tensors, {human(placement.nbytes)}: {counted}"]
-    lines += str(placement).split("\n")[1:]
-    tensors = Counter(placement.at(item.names[0]) for item in items)
-    data = {
-        "tensors": len(items),
-        "nbytes": placement.nbytes,
-        "dtypes": dict(dtypes),
-        "devices": {
-            device: {
-                "tensors": tensors[device],
-                "used": placement.used[device],
-                "budget": budget,
-                "reserved": placement.reserved.get(device, 0),
-                "contents": placement.contents[device],
-            }
-            for device, budget in placement.budgets.items()
-        },
-        "main_device": placement.main,
-        "device_map": dict(placement),
-    }
-    if plan is not None:
-        lines.append(str(plan))
-        costs = {"bytes_to_read": plan.bytes_to_read, "peak_bytes": plan.peak_bytes}
-        data["plan"] = {**names_of(plan), **costs}
-    return "\n".join(lines), data
-
-
-def _place(
-    args: argparse.Namespace,
-    source: nn.Module | Checkpoint,
-    inventory: Inventory,
-    dtype: DtypeRule,
-    rename: Rename | None,
-) -> Fit:
-    if args.budget:
-        split = [text.partition("=") for text in args.budget]
-        budgets = {device: size if equals else None for device, equals, size in split}
-        return fit(source, budgets, args.no_split, dtype=dtype, rename=rename)
-    asked = _device_map(args.device_map) if args.device_map else {"": args.device or "cpu"}
-    rule = by_key(asked)
-    rule.check(inventory.names, present=False)
-    where = {name: spelled(rule.at(name) or "cpu") for name in inventory.names}
-    return placed(inventory, where, dict.fromkeys(where.values()))
-
-
-def _rename(args: argparse.Namespace) -> Rename | None:
-    steps: list[Rename] = [strip(prefix) for prefix in args.strip]
-    pairs: list[tuple[str, str | None]] = []
-    for text in args.rename:
-        pattern, equals, replacement = text.rpartition("=")
-        if not equals:
-            raise UsageError(f"--rename {text!r}: expected REGEX=REPLACEMENT")
-        pairs.append((pattern, replacement))
-    pairs += [(pattern, None) for pattern in args.drop]
-    if pairs:
-        steps.append(rules(pairs))
-    return functools.reduce(operator.or_, steps) if steps else None
-
-
-def _dtype(texts: list[str]) -> DtypeRule:
-    named = [text.rpartition("=")[::2] for text in texts]
-    found: dict[str, torch.dtype] = {}
-    for pattern, name in sorted(named, key=lambda pair: not pair[0]):  # the general one is last
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise UsageError(f"--dtype {name!r}: not a floating-point dtype of torch")
-        found[pattern] = dtype
-    return by_pattern(found) if found else None
-
-
-def _device_map(text: str) -> dict[str, Any]:
-    if not text.lstrip().startswith("{"):
-        with open(text, encoding="utf-8") as file:
-            text = file.read()
-    found = json.loads(text)  # its error is a ValueError
-    if not isinstance(found, dict):
-        raise UsageError("--device-map: expected an object of prefix -> device")
-    return found
