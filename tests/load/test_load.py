@@ -334,6 +334,17 @@ def test_a_hint_for_names_on_both_sides_says_what_is_alike_and_never_to_be_less_
     assert "strict=False" not in str(error.value)
 
 
+def test_what_a_caller_allows_gets_no_hint(tmp_path):
+    """A head that is left out on purpose is not to be renamed to one that is new on purpose."""
+    old = {"body.weight": torch.ones(1, 2), "old.weight": torch.ones(2, 2)}
+    path = saved({**old, "old.bias": torch.ones(2)}, tmp_path)
+    model = nn.ModuleDict({"body": nn.Linear(2, 1, bias=False), "new": nn.Linear(2, 2)})
+    assert "'old' looks like 'new'" in torchlift.plan(model, path, strict=False).hint
+    options = {"allow_missing": ["new.*"], "allow_unexpected": ["old.*"]}
+    assert torchlift.plan(model, path, **options).hint is None
+    assert torchlift.plan(model, path, strict=False, allow_missing=["new.*"]).hint is None
+
+
 @pytest.mark.parametrize("argument", ["rename", "transform"])
 def test_an_error_of_the_callers_own_function_arrives_with_the_key(tmp_path, argument):
     """Its type is the caller's, and a note says for which tensor it was raised."""

@@ -196,6 +196,8 @@ def make_plan(
         # They may excuse a name, and get to see the loaded module only if nothing is wrong.
         run_post_hooks(tree, matched.missing, matched.unexpected)
     (check or _check)(matched, origin.path, options)
+    missing, unexpected = _not_allowed(matched, options)
+    hint = suggestion(missing, unexpected) if missing and unexpected else None
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
     steps = steps_for(matched, origin.path, options)
@@ -206,11 +208,16 @@ def make_plan(
         extra=tuple(outcome.extra),
         hooked=hooked,
     )
-    return _assemble(origin, tree.groups, matched, work, names)
+    return _assemble(origin, tree.groups, matched, work, names, hint)
 
 
 def _assemble(
-    origin: Origin, groups: list[Group], matched: Match, work: Work, names: Mapping[str, str]
+    origin: Origin,
+    groups: list[Group],
+    matched: Match,
+    work: Work,
+    names: Mapping[str, str],
+    hint: str | None,
 ) -> LoadPlan:
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
@@ -225,7 +232,7 @@ def _assemble(
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
         mismatched=matched.mismatched,
-        hint=suggestion(matched.missing, matched.unexpected) if matched.missing else None,
+        hint=hint,
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
         replayed=[name for group in work.replayed for name in group.names],
         deferred=[
@@ -298,10 +305,7 @@ def _new_bytes(step: Step) -> int:
 
 def _check(matched: Match, path: str, options: Options) -> None:
     """Refuse what does not fit, in one error that lists all of it."""
-    excused = allowed(matched.missing, options.allow_missing)
-    excused |= allowed(matched.unexpected, options.allow_unexpected)
-    missing = [name for name in matched.missing if name not in excused]
-    unexpected = [name for name in matched.unexpected if name not in excused]
+    missing, unexpected = left_over = _not_allowed(matched, options)
     wrong = {} if options.ignore_mismatched else matched.mismatched
     # What a module's own code makes up (BatchNorm its counter) is no sign that anything fits.
     nothing = not matched.fits and bool(missing)
@@ -325,7 +329,7 @@ def _check(matched: Match, path: str, options: Options) -> None:
     if wrong:
         lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
         ways.append("ignore_mismatched=True to skip what has another shape")
-    hint = suggestion(matched.missing, matched.unexpected)
+    hint = suggestion(*left_over)
     if hint is None:
         hint = f"{alike}: if it is the same, pass" if alike else "Pass"
         hint += f" {' and '.join(ways)}."
@@ -338,6 +342,14 @@ def _check(matched: Match, path: str, options: Options) -> None:
         unexpected_keys=matched.unexpected,
         mismatched={key: (item.expected, item.found) for key, item in wrong.items()},
     )
+
+
+def _not_allowed(matched: Match, options: Options) -> tuple[list[str], list[str]]:
+    """Return the names that are missing, and those that are unexpected, and may not be."""
+    excused = allowed(matched.missing, options.allow_missing)
+    extra = allowed(matched.unexpected, options.allow_unexpected)
+    missing = [name for name in matched.missing if name not in excused]
+    return missing, [name for name in matched.unexpected if name not in extra]
 
 
 # ---- names
