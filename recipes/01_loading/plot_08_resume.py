@@ -2,7 +2,7 @@
 Resume training in three lines
 ==============================
 
-The run stopped at step 100. One file holds the model, the optimizer and the step. How do you go on
+The run stopped at step 300. One file holds the model, the optimizer and the step. How do you go on
 as if nothing had happened, without three copies in memory and a dictionary that you take apart?
 
 `torchlift.load` takes the weights, `torchlift.load_optimizer` the optimizer's state, and the step

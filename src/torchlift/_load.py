@@ -37,14 +37,20 @@ from torchlift._plan import (
     Transform,
     allowed,
     check_order,
-    clipped_list,
     fetch_all,
     make_plan,
     run_post_hooks,
     sources,
 )
 from torchlift._skeleton.skeleton import forget
-from torchlift._system import collection_paused, count_of, printable, progress_bar, uninterrupted
+from torchlift._system import (
+    clipped_list,
+    collection_paused,
+    count_of,
+    printable,
+    progress_bar,
+    uninterrupted,
+)
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.formats.verify import verify_index
 
@@ -286,8 +292,8 @@ def _after_hooks(tree: ModuleTree, plan: LoadPlan, strict: bool) -> tuple[list[s
     if strict and (lacking or extra):
         raise MismatchError(
             "a hook of the model reports keys: "
-            f"missing {', '.join(map(repr, lacking)) or 'none'}; "
-            f"unexpected {', '.join(map(repr, extra)) or 'none'}",
+            f"missing {clipped_list(map(repr, lacking)) or 'none'}; "
+            f"unexpected {clipped_list(map(repr, extra)) or 'none'}",
             file=plan.path,
             missing_keys=lacking,
             unexpected_keys=extra,

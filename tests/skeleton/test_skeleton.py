@@ -261,6 +261,14 @@ def test_a_plain_meta_model_cannot_be_made_and_the_error_lists_its_tensors() -> 
     assert "torchlift.skeleton(Model, ...)" in text
 
 
+def test_of_many_tensors_that_cannot_be_made_five_are_named() -> None:
+    """An error is read by people."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
+    with pytest.raises(torchlift.PlacementError, match=r"made: 0\.weight, .*2\.weight, and 3 more"):
+        torchlift.materialize(model)
+
+
 @pytest.mark.parametrize("device", ["meta", "nonsense"])
 def test_a_device_without_memory_is_refused(device: str) -> None:
     """Nothing is called made that is not."""

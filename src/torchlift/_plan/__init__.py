@@ -13,7 +13,6 @@ from torchlift._plan.plan import plan_only as plan_only
 from torchlift._plan.plan import renamed as renamed
 from torchlift._plan.report import LoadReport as LoadReport
 from torchlift._plan.report import Mismatch as Mismatch
-from torchlift._plan.report import clipped_list as clipped_list
 from torchlift._plan.report import listed as listed
 from torchlift._plan.report import names_of as names_of
 from torchlift._plan.report import summarise as summarise

@@ -20,7 +20,7 @@ from torchlift._plan.hooks import (
     run_hooks,
     run_post_hooks,
 )
-from torchlift._plan.report import KeyReport, LoadReport, Mismatch, clipped_list, summarise
+from torchlift._plan.report import KeyReport, LoadReport, Mismatch, summarise
 from torchlift._plan.rules import (
     AnyMode,
     AnySource,
@@ -34,7 +34,7 @@ from torchlift._plan.rules import (
 from torchlift._plan.sources import Given, Origin, sources
 from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
 from torchlift._plan.suggest import look_alikes, suggestion
-from torchlift._system import Facts, human
+from torchlift._system import Facts, clipped_list, human
 from torchlift._transfer import STAGING
 from torchlift.errors import MismatchError, note
 
@@ -196,7 +196,10 @@ def make_plan(
         # They may excuse a name, and get to see the loaded module only if nothing is wrong.
         run_post_hooks(tree, matched.missing, matched.unexpected)
     (check or _check)(matched, origin.path, options)
-    missing, unexpected = _not_allowed(matched, options)
+    # What is allowed is meant to be so; unless nothing fits, which nobody means.
+    missing, unexpected = matched.missing, matched.unexpected
+    if matched.fits:
+        missing, unexpected = _not_allowed(matched, options)
     hint = suggestion(missing, unexpected) if missing and unexpected else None
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
-from torchlift._system import Facts, Summary, count_of, human, printable
-
-#: A file's name of a tensor, for a line that holds several.
-clipped = partial(printable, limit=200)
+from torchlift._system import Facts, Summary, clipped_list, count_of, human
 
 Mode = Literal["assign", "copy", "swap"]
 Source = Literal["mmap", "read", "memory"]
@@ -200,11 +196,3 @@ def names_of(report: LoadReport) -> dict[str, object]:
 def listed(title: str, items: list[str]) -> Facts:
     """Return a fact about names, of which the first are given; none where there are no names."""
     return [(f"{title} ({len(items)})", clipped_list(items))] if items else []
-
-
-def clipped_list(items: Iterable[str], separator: str = ", ", limit: int = 5) -> str:
-    """Return the first names, and how many more there are."""
-    first, more = [*items], ""
-    if len(first) > limit:
-        more = f"{separator}and {len(first) - limit} more"
-    return separator.join(map(clipped, first[:limit])) + more

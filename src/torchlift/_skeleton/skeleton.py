@@ -16,7 +16,7 @@ from torchlift._model.torch_private import without_subclasses
 from torchlift._skeleton.recorder import Recorder, recordable
 from torchlift._skeleton.recording import Construction, Ref
 from torchlift._skeleton.replay import replay
-from torchlift._system import collection_paused
+from torchlift._system import clipped_list, collection_paused
 from torchlift.errors import PlacementError, did_you_mean
 
 P = ParamSpec("P")
@@ -249,7 +249,7 @@ def constructions_of(groups: Iterable[Group]) -> list[Construction]:
     if lost:
         are = "tensor is" if len(lost) == 1 else "tensors are"
         raise PlacementError(
-            f"{len(lost)} {are} on meta and nothing says how they are made: {', '.join(lost)}",
+            f"{len(lost)} {are} on meta and nothing says how they are made: {clipped_list(lost)}",
             entry=lost[0],
             expected="a value in the checkpoint, or a module built by torchlift.skeleton",
             hint="Build the model with torchlift.skeleton(Model, ...) instead of on meta.",

@@ -24,15 +24,13 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    # Not ParamSpec, which leaves no room for options beside the arguments; typing has these from
-    # Python 3.11 on.
-    from typing_extensions import TypeVarTuple, Unpack
+from typing_extensions import TypeVarTuple, Unpack  # typing has them from Python 3.11 on
 
-    Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
+# Not a ParamSpec, which leaves no room for options beside the arguments.
+Ts = TypeVarTuple("Ts")
 
 # Seconds that a rank which failed waits for the others, so that an error of all is told by all.
 _GRACE = 1.0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torchlift._system import count_of
+from torchlift._system import clipped_list, count_of
 from torchlift.errors import FormatError, IntegrityError, UnsafeError, did_you_mean
 
 #: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
@@ -458,7 +458,7 @@ def select(index: Index, root: str) -> Index:
         "there is no such container",
         file=index.path,
         entry=root,
-        found="at the top: " + (", ".join(tops) or "nothing"),
+        found="at the top: " + (clipped_list(tops) or "nothing"),
         hint=did_you_mean(root, tops) or "Pass one of these as root=, or leave root out.",
     )
 
