@@ -66,8 +66,8 @@ lint: $(VENV)  ## ruff: rules and format; import-linter: the house
 	$(PY) -m ruff format --check $(CODE)
 	.venv/bin/lint-imports --no-cache
 
-types: $(VENV)  ## mypy --strict on src
-	$(PY) -m mypy --strict src
+types: $(VENV)  ## mypy --strict on src, and on what tests/typing says of its types
+	$(PY) -m mypy --strict src tests/typing
 
 $(WHEEL): $(VENV) $(SOURCES) README.md LICENSE
 	@rm -rf build/wheel build/wheel-site

@@ -41,6 +41,8 @@ nitpick_ignore_regex = [
     ("py:class", r"collections\.abc\.Mapping\[str"),
     # What torch's own functions return has no page there either.
     ("py:class", r"torch\.nn\.modules\.module\._IncompatibleKeys"),
+    # The types of arguments that are passed on.
+    ("py:class", r"typing_extensions\.Unpack|Ts"),
     # A plan carries the engine's own records, for the engine.
     ("py:class", r"torchlift\._\w+(\.\w+)*|Work"),
 ]

@@ -83,7 +83,7 @@ def test_a_missing_key_offers_near_ones(nested):
     ckpt = torchlift.open(nested)
     with pytest.raises(KeyError, match=r"model\.layer\.wieght.*Did you mean 'model\.layer\.weight"):
         ckpt["model.layer.wieght"]
-    with pytest.raises(KeyError, match=r"^\"'zzz'\"$"):
+    with pytest.raises(KeyError, match=r"^'zzz'$"):
         ckpt["zzz"]
 
 

@@ -33,7 +33,6 @@ NOT_IN_A_RECIPE: dict[str, str] = {
     "remap": "the recipes on devices belong to a later chapter",
     "distributed": "imported from, never used as an attribute",
     "swap": "the recipes on live models belong to a later chapter",
-    "load_optimizer": "its engine is shown, set_optimizer_state_dict",
     "CheckpointDiff": "shown by what it prints, returned by diff",
     "SaveReport": "shown by what it prints, returned by save",
     "VerifyReport": "shown by what it prints, returned by verify",

@@ -37,14 +37,20 @@ from torchlift._plan import (
     Transform,
     allowed,
     check_order,
-    clipped_list,
     fetch_all,
     make_plan,
     run_post_hooks,
     sources,
 )
 from torchlift._skeleton.skeleton import forget
-from torchlift._system import collection_paused, count_of, printable, progress_bar, uninterrupted
+from torchlift._system import (
+    clipped_list,
+    collection_paused,
+    count_of,
+    printable,
+    progress_bar,
+    uninterrupted,
+)
 from torchlift.errors import IntegrityError, MismatchError
 from torchlift.formats.verify import verify_index
 
@@ -119,7 +125,8 @@ def load(
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
             returns one: so that what it computes means the same on any mesh.
-        verify: recompute the checksums that the file has, before anything else.
+        verify: recompute the checksums that the file has, before anything else; the report says for
+            how many bytes it has none.
         progress: show a bar of bytes on stderr.
         collective: whether the ranks of a process group load together: before anything changes
             they exchange whether all are ready, and an error of one is raised by every one. None
@@ -161,8 +168,7 @@ def load(
         pause,
     ):
         with sources(ckpt, root) as origin:
-            for opened in origin.checkpoints if verify else ():
-                _verify(opened)
+            unchecked = sum(map(_verify, origin.checkpoints if verify else ()))
             with Commit() as commit:
                 plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
@@ -181,7 +187,8 @@ def load(
         seconds = time.perf_counter() - start
         shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
         changed = {"missing_keys": missing, "unexpected_keys": unexpected, "seconds": seconds}
-        report = LoadReport(**{**shared, **changed, "bytes_read": plan.bytes_to_read})
+        costs = {"bytes_read": plan.bytes_to_read, "unchecked_nbytes": unchecked}
+        report = LoadReport(**{**shared, **changed, **costs})
         # The next thread could not swap what these still share the memory of.
         del plan, fetched
     return report
@@ -286,8 +293,8 @@ def _after_hooks(tree: ModuleTree, plan: LoadPlan, strict: bool) -> tuple[list[s
     if strict and (lacking or extra):
         raise MismatchError(
             "a hook of the model reports keys: "
-            f"missing {', '.join(map(repr, lacking)) or 'none'}; "
-            f"unexpected {', '.join(map(repr, extra)) or 'none'}",
+            f"missing {clipped_list(map(repr, lacking)) or 'none'}; "
+            f"unexpected {clipped_list(map(repr, extra)) or 'none'}",
             file=plan.path,
             missing_keys=lacking,
             unexpected_keys=extra,
@@ -320,15 +327,18 @@ def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 
-def _verify(ckpt: Checkpoint) -> None:
+def _verify(ckpt: Checkpoint) -> int:
+    """Return for how many bytes the file records no checksum; those that it has are right."""
     report = verify_index(ckpt.index)
     if not report.ok:
         first, total = report.failed[0], len(report.checked) + len(report.records)
+        storage = ckpt.index.storages.get(first.name)
         raise IntegrityError(
             f"checksums are wrong in {len(report.failed)} of {total} records",
-            file=ckpt.path,
+            file=storage.file if storage is not None else ckpt.path,
             entry=first.name,
             expected=f"crc32 {first.expected:08x}",
             found=first.what,
             hint="The file is damaged: fetch it again, or restore it from a copy.",
         )
+    return report.unchecked_nbytes

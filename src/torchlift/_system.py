@@ -190,6 +190,14 @@ def printable(text: str, limit: int | None = None, *, lines: bool = False) -> st
     return "".join(c if c in safe else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def clipped_list(items: Iterable[str], separator: str = ", ", limit: int = 5) -> str:
+    """Return the first of a stranger's names, and how many more there are."""
+    first, more = [*items], ""
+    if len(first) > limit:
+        more = f"{separator}and {len(first) - limit} more"
+    return separator.join(printable(name, 200) for name in first[:limit]) + more
+
+
 #: Column heads, or none, and rows of cells.
 Table = tuple[Sequence[str], Iterable[Sequence[str]]]
 

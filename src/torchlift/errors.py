@@ -105,8 +105,21 @@ class IntegrityError(CheckpointError):
     """Bytes are not what a checksum, or the file as it was opened, says they should be."""
 
 
+def note(error: Exception, text: str) -> None:
+    """Add a line to what a traceback shows of an error that a caller's own code raised."""
+    # `add_note` of Python 3.11, which 3.10 lacks.
+    known: Any = error
+    known.__notes__ = [*getattr(error, "__notes__", ()), printable(text, _LONGEST)]
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return a question that names the nearest of `words`, or an empty string.
+    """Return a question that names the nearest of `words`, or an empty string."""
+    near = nearest(word, words)
+    return f"Did you mean {', '.join(map(repr, near))}?" if near else ""
+
+
+def nearest(word: str, words: Iterable[str]) -> list[str]:
+    """Return at most three of `words` that are spelled like a word, the nearest first.
 
     difflib compares every letter with every letter, 0.1 ms for two names: 11 s for 100,000. So it
     sees only the names that share most components with the word, and of those the most of its ends.
@@ -119,8 +132,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
         return shared, ends - abs(len(other) - len(word))
 
     short = (other for other in words if len(other) < _LONGEST > len(word))
-    near = difflib.get_close_matches(word, heapq.nlargest(_MOST_COMPARED, short, alike), n=3)
-    return f"Did you mean {', '.join(map(repr, near))}?" if near else ""
+    return difflib.get_close_matches(word, heapq.nlargest(_MOST_COMPARED, short, alike), n=3)
 
 
 def _common(a: str, b: str) -> int:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
+import warnings
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_files import tensor, write_zip
+from safetensors.torch import save_file
 
 from torchlift import cli
 from torchlift._system import printable
@@ -62,13 +67,13 @@ def test_inspect_prints_every_tensor_and_the_totals(small) -> None:
         done.stdout
         == f"""{small}
 
-format      safetensors
-file size   {small.stat().st_size} B
-tensors     3
-parameters  6
-storage     24 B
-dtypes      float32 (3)
-locations   cpu (3)
+format     safetensors
+file size  {small.stat().st_size} B
+tensors    3
+elements   6
+storage    24 B
+dtypes     float32 (3)
+locations  cpu (3)
 
 key       tensors  size  dtype    shape
 a         2        16 B
@@ -209,7 +214,7 @@ def test_inspect_answers_for_a_real_model_without_importing_torch() -> None:
     )
     assert done.returncode == 0
     assert done.stderr == "[]\n"
-    assert "parameters  22,713,728" in done.stdout
+    assert "elements   22,713,728" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -391,3 +396,160 @@ def test_diff_has_the_exit_status_of_diff(tmp_path, small) -> None:
     assert done.returncode == 2
     assert json.loads(done.stdout)["error"]["file"] == str(tmp_path / "nothing")
     assert torchlift("diff", small).returncode == 2
+
+
+def test_an_error_is_json_too_when_json_is_asked_for(tmp_path) -> None:
+    """Also where the words cannot be parsed, and where another file than the checkpoint is bad."""
+    for words, status, kind in [
+        (["inspect", "--json"], 2, "UsageError"),
+        (["inspect", "x", "--sort", "beauty", "--json"], 2, "UsageError"),
+        (["plan", "x", "--rename", "x", "--json"], 2, "UsageError"),
+        (["plan", "x", "--device-map", str(tmp_path / "map"), "--json"], 1, "FileNotFoundError"),
+        (["inspect", str(tmp_path / "x"), "--json"], 1, "FormatError"),
+    ]:
+        done = torchlift(*words)
+        error = json.loads(done.stdout)["error"]
+        assert (done.returncode, error["type"]) == (status, kind)
+        assert error["message"] in done.stderr
+        assert error.get("file") in (None, str(tmp_path / "map"), str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "x", "--rename", "x"],
+        ["plan", "x", "--model", "x"],
+        ["plan", "x", "--model-args", "{}"],
+        ["plan", "x", "--model", "a:b", "--model-args", "{"],
+        ["plan", "x", "--mesh", "a=2", "--device", "cpu"],
+        ["plan", "x", "--device-map", "{"],
+        ["diff", "x"],
+        ["diff", "x", "y", "--rtol", "-1"],
+        ["inspect", "x", "--model", "x"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_does_not_wait_for_torch(words) -> None:
+    """Options are checked before anything is imported for them."""
+    code = (
+        "import sys; from torchlift.cli import main; status = main(sys.argv[1:]); "
+        "print('torch' in sys.modules); sys.exit(status)"
+    )
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("nobody/some-model", "hf download nobody/some-model --local-dir some-model"),
+        ("https://example.org/model.pt", "This is a URL, and files are opened"),
+        ("hf://nobody/model", "download it first (hf download)"),
+        ("~/model.pt", "A ~ stands for nothing here"),
+        ("model.pt", "The file does not exist: check the path."),
+        ("folder/model.pt", "The file does not exist: check the path."),
+    ],
+)
+def test_what_is_no_path_is_named_for_what_it_is(tmp_path, monkeypatch, path, hint) -> None:
+    """The name of a repository, or a URL; and what is to be done with it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    done = torchlift("inspect", path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert hint in done.stderr
+    assert ("://" in path) == (f"torchlift: {path}: " in done.stderr)
+
+
+def test_layers_in_several_shards_are_one_line_as_in_one_file(tmp_path) -> None:
+    """Whichever file holds which of a layer's tensors, and in whatever order."""
+    names = [f"layers.{n}.{name}" for n in range(4) for name in ("q", "k")]
+    shards = {"b.safetensors": names[:5][::-1], "a.safetensors": names[5:]}
+    for file, held in shards.items():
+        save_file({name: torch.ones(2) for name in held}, tmp_path / file)
+    index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert ["0", "to", "3,", "each", "2", "16", "B"] in table(tmp_path)
+
+
+def test_texts_and_records_of_numpy_are_no_code(tmp_path) -> None:
+    """Nothing in them would run: the status is 3 for objects alone."""
+    record = np.zeros(2, dtype=[("x", "f4"), ("y", "i4")])
+    objects = np.zeros(2, dtype=[("x", "f4"), ("y", "O")])
+    np.savez(tmp_path / "plain.npz", w=np.ones(3), text=np.array(["a", "bc"]), record=record)
+    np.savez(tmp_path / "objects.npz", w=np.ones(3), objects=objects)
+    assert torchlift("inspect", tmp_path / "plain.npz").returncode == 0
+    assert torchlift("inspect", tmp_path / "objects.npz").returncode == 3
+
+
+def test_what_torch_thinks_of_a_kind_of_tensor_is_not_repeated_to_a_reader(tmp_path) -> None:
+    """That sparse CSR is in beta is news to who writes such files."""
+    dense = torch.eye(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        odd = {
+            "csr": dense.to_sparse_csr(),
+            "quantised": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+            "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        }
+        torch.save(odd, tmp_path / "odd.pt")
+    path = tmp_path / "odd.pt"
+    for words in (["inspect", path, "--stats"], ["diff", path, path]):
+        done = torchlift(*words)
+        assert (done.returncode, done.stderr) == (0, "")
+    code = "import sys, torchlift; dict(torchlift.open(sys.argv[1]))"
+    command = [sys.executable, "-W", "error", "-c", code, str(path)]
+    subprocess.run(command, check=True, timeout=60)
+
+
+def test_root_on_what_only_unpickling_could_rebuild_says_so(tmp_path) -> None:
+    """With what is in it, and the status of a file that would run code."""
+    torch.save({"model": {"w": torch.ones(2)}, "args": Namespace(w=torch.ones(2))},
+               tmp_path / "x.pt")  # fmt: skip
+    done = torchlift("inspect", tmp_path / "x.pt", "--root", "args")
+    assert done.returncode == 3
+    assert "'args': only unpickling could rebuild it, through argparse.Namespace" in done.stderr
+    assert "found 1 tensor in it" in done.stderr
+
+
+def test_parameters_are_told_from_buffers_by_a_model(tmp_path) -> None:
+    """A file knows elements; a model knows what they are."""
+    layer = torch.nn.BatchNorm1d(3)
+    torch.save({**layer.state_dict(), "epoch": torch.ones(5)}, tmp_path / "x.pt")
+    words = ["--model", "torch.nn:BatchNorm1d", "--model-args", '{"num_features": 3}']
+    done = torchlift("inspect", tmp_path / "x.pt", *words)
+    facts = dict(line.split(maxsplit=1) for line in done.stdout.split("\n\n")[1].splitlines())
+    assert (facts["elements"], facts["parameters"], facts["buffers"]) == ("18", "6", "7")
+    found = json.loads(torchlift("inspect", tmp_path / "x.pt", *words, "--json").stdout)
+    assert (found["parameters"], found["buffers"], found["not in the model"]) == (6, 7, 5)
+
+
+def test_bash_completes_commands_options_and_values() -> None:
+    """The script that is printed, run by bash."""
+    script = torchlift("completion", "bash").stdout
+    for words, expected in [
+        (["torchlift", "ins"], ["inspect"]),
+        (["torchlift", "inspect", "--st"], ["--stats"]),
+        (["torchlift", "inspect", "--sort", "s"], ["size", "shape"]),
+        (["torchlift", "completion", "f"], ["fish"]),
+    ]:
+        asked = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _torchlift"
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{asked}\nprintf '%s\n' \"${{COMPREPLY[@]}}\""],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout.split() == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_every_option_of_every_command_is_in_a_completion(shell) -> None:
+    """What a help text lists, a shell completes."""
+    script = torchlift("completion", shell).stdout
+    for name in cli.COMMANDS:
+        assert name in script
+        options = set(re.findall(r"--([a-z-]+)", torchlift(name, "--help").stdout.split("\n\n")[0]))
+        for option in options:
+            assert f"--{option}" in script or f"-l {option} " in script
+    syntax = [shell, "--no-execute"] if shell == "fish" else [shell, "-n"]
+    if shutil.which(shell):
+        subprocess.run(syntax, input=script, text=True, check=True)

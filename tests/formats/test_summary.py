@@ -157,7 +157,7 @@ def test_json_is_complete_and_strict(index):
     assert found["objects"] == {"epoch": 3, "loss": "nan", "raw": "b'x'", "ids": "{1}"}
     assert found["aliases"] == [["model.w", "model.tied"]]
     assert found["tensors"][0]["chunks"][0]["nbytes"] == 1 << 20
-    assert found["parameters"] == 262_147
+    assert found["elements"] == 262_147
 
 
 def test_hostile_names_are_escaped(tmp_path):
@@ -177,7 +177,7 @@ def test_hostile_names_are_escaped(tmp_path):
 def test_an_empty_checkpoint_is_shown(tmp_path):
     """No table, no division by zero."""
     index = read_index(write_zip(tmp_path / "x.pt", {}))
-    assert "tensors     0" in to_text(index)
+    assert "tensors    0" in to_text(index)
     assert to_html(index)
 
 

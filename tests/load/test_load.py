@@ -321,6 +321,62 @@ def test_a_prefix_is_recognised_and_the_way_out_named(tmp_path):
         torchlift.load(Two(), saved(state, tmp_path))
 
 
+def test_a_hint_for_names_on_both_sides_says_what_is_alike_and_never_to_be_less_strict(tmp_path):
+    """Without strict, the model would be loaded in part, and nobody told."""
+    state = {key.replace(".", "_"): value for key, value in randomised(Mixed()).items()}
+    with pytest.raises(MismatchError) as error:
+        torchlift.load(Mixed(), saved(state, tmp_path))
+    assert str(error.value).endswith(
+        "'inner_0_weight' looks like 'inner.0.weight', 'inner_0_bias' looks like "
+        "'inner.0.bias', 'inner_1_weight' looks like 'inner.1.weight': if it is the same, pass "
+        "rename= with the rule that brings the names together."
+    )
+    assert "strict=False" not in str(error.value)
+
+
+def test_what_a_caller_allows_gets_no_hint(tmp_path):
+    """A head that is left out on purpose is not to be renamed to one that is new on purpose."""
+    old = {"body.weight": torch.ones(1, 2), "old.weight": torch.ones(2, 2)}
+    path = saved({**old, "old.bias": torch.ones(2)}, tmp_path)
+    model = nn.ModuleDict({"body": nn.Linear(2, 1, bias=False), "new": nn.Linear(2, 2)})
+    assert "'old' looks like 'new'" in torchlift.plan(model, path, strict=False).hint
+    options = {"allow_missing": ["new.*"], "allow_unexpected": ["old.*"]}
+    assert torchlift.plan(model, path, **options).hint is None
+    assert torchlift.plan(model, path, strict=False, allow_missing=["new.*"]).hint is None
+
+
+@pytest.mark.parametrize("argument", ["rename", "transform"])
+def test_an_error_of_the_callers_own_function_arrives_with_the_key(tmp_path, argument):
+    """Its type is the caller's, and a note says for which tensor it was raised."""
+    key = list(Two().state_dict())[1]
+
+    def fails(name, *tensor):
+        if name == key:
+            raise ZeroDivisionError("mine")
+        return tensor[0] if tensor else name
+
+    model = Two()
+    before = state_of(model)
+    with pytest.raises(ZeroDivisionError, match="mine") as error:
+        torchlift.load(model, saved(randomised(Two()), tmp_path), **{argument: fails})
+    assert any(repr(key) in line for line in error.value.__notes__)
+    assert state_of(model) == before
+
+
+def test_a_verified_load_says_what_could_not_be_verified(tmp_path):
+    """A file without checksums is no file whose checksums are right."""
+    state = randomised(Two())
+    report = torchlift.load(Two(), saved(state, tmp_path), verify=True)
+    assert report.unchecked_nbytes == 0
+    assert "not verified" not in str(report)
+    save_file(state, tmp_path / "two.safetensors")
+    report = torchlift.load(Two(), tmp_path / "two.safetensors", verify=True)
+    assert report.unchecked_nbytes == 48
+    assert "not verified: 48 B: the file records no checksum of these bytes" in str(report)
+    report = torchlift.load(Two(), tmp_path / "two.safetensors")
+    assert report.unchecked_nbytes == 0
+
+
 def test_without_strict_what_is_missing_keeps_its_value_or_is_made(tmp_path, kind):
     """Nothing is left on meta: a skeleton makes what the file lacks."""
     model = build(kind, Mixed)

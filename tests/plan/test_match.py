@@ -7,8 +7,9 @@ import torch
 from small_models import Mixed, Scalar, Tied, Two, entry
 from torch import nn
 
+from torchlift import remap
 from torchlift._model.slots import collect
-from torchlift._plan import Candidate, match, renamed, suggestion
+from torchlift._plan import Candidate, look_alikes, match, renamed, suggestion
 from torchlift.errors import MismatchError
 
 
@@ -158,6 +159,79 @@ def test_the_suggested_prefix_works(prefix):
     text = suggestion(wanted, found)
     assert f"{prefix!r}" in text
     assert list(renamed(found, lambda key: key.removeprefix(prefix), "f").values()) == wanted
+
+
+BERT = [
+    f"bert.layer.{layer}.{name}.{kind}"
+    for layer in range(3)
+    for name in ("attention.query", "LayerNorm")
+    for kind in ("weight", "bias")
+]
+AS_SAVED = {
+    "DDP": lambda key: f"module.{key}",
+    "a compiled model in DDP": lambda key: f"module._orig_mod.{key}",
+    "a compiled child": lambda key: key.replace("bert.", "bert._orig_mod."),
+    "a compiled child in DDP": lambda key: "module." + key.replace("bert.", "bert._orig_mod."),
+    "old suffixes": lambda key: key.replace("Norm.weight", "Norm.gamma").replace(
+        "Norm.bias", "Norm.beta"
+    ),
+    "old suffixes in DDP": lambda key: (
+        "module." + key.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+    ),
+    "another word": lambda key: key.replace(".attention.", ".self-attn."),
+}
+
+
+@pytest.mark.parametrize("name", AS_SAVED)
+def test_the_rule_that_an_error_names_brings_all_names_together(name):
+    """It is copied from the message, and then nothing is missing."""
+    found = [AS_SAVED[name](key) for key in BERT]
+    odd = [key for key in found if key not in BERT]
+    text = suggestion([key for key in BERT if key not in found], odd)
+    rename = eval(text.partition("pass rename=")[2].rstrip("."), {"remap": remap})
+    assert list(renamed(found, rename, "f").values()) == BERT
+
+
+def test_a_container_with_other_things_beside_it_is_a_root():
+    """As Lightning saves: the weights of the module's child `model`, epoch and optimizer."""
+    found = [f"state_dict.model.{key}" for key in BERT] + ["optimizer_states.0.state.0.exp_avg"]
+    assert "pass root='state_dict.model' to leave the rest of it out" in suggestion(BERT, found)
+
+
+def test_names_that_are_spelled_alike_are_named():
+    """Three of them, where no rule fits."""
+    missing = ["fc.weight", "fc.bias", "out.weight", "out.bias"]
+    unexpected = ["fc_weight", "fc_bias", "out_weight", "x"]
+    assert suggestion(missing, unexpected) is None
+    assert look_alikes(missing, unexpected) == (
+        "'fc_weight' looks like 'fc.weight', 'fc_bias' looks like 'fc.bias', "
+        "'out_weight' looks like 'out.weight'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "unexpected"),
+    [
+        (["net.1.weight", "net.3.weight"], ["net.0.weight", "net.2.weight"]),  # numbered otherwise
+        (["a.weight", "b.weight"], ["a.x", "a.y", "c.z"]),  # two names would become one
+    ],
+)
+def test_a_rule_that_would_mix_names_up_is_not_named(missing, unexpected):
+    """Numbers stand for layers, and no two keys may get one name."""
+    assert suggestion(missing, unexpected) is None
+
+
+def test_a_hundred_thousand_names_are_compared_in_bounded_steps(monkeypatch):
+    """Rules are guessed from some of them, and no name is compared with all others."""
+    compared = []
+    monkeypatch.setattr(
+        "torchlift.errors._common", lambda a, b: compared.append(1) or len(a) - len(b)
+    )
+    model = [f"layers.{n}.weight" for n in range(100_000)]
+    file = [f"blocks.{n}.inner.weight" for n in range(100_000)]
+    assert suggestion(model, file) is None
+    look_alikes(model, file)
+    assert len(compared) < 100_000
 
 
 def test_collecting_changes_nothing():

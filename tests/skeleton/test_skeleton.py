@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import sys
 from itertools import product
@@ -260,6 +261,14 @@ def test_a_plain_meta_model_cannot_be_made_and_the_error_lists_its_tensors() -> 
     assert "torchlift.skeleton(Model, ...)" in text
 
 
+def test_of_many_tensors_that_cannot_be_made_five_are_named() -> None:
+    """An error is read by people."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
+    with pytest.raises(torchlift.PlacementError, match=r"made: 0\.weight, .*2\.weight, and 3 more"):
+        torchlift.materialize(model)
+
+
 @pytest.mark.parametrize("device", ["meta", "nonsense"])
 def test_a_device_without_memory_is_refused(device: str) -> None:
     """Nothing is called made that is not."""
@@ -442,6 +451,26 @@ def test_a_finished_skeleton_keeps_its_recording_but_not_the_recorder() -> None:
     assert recorders() == before
     torchlift.materialize(model)
     assert same_bits(model.table, Rotary().table)
+
+
+def test_the_collector_waits_until_a_skeleton_is_finished() -> None:
+    """Walks over what is written down would double the time of a model of many small layers."""
+    during: list[str] = []
+
+    def collecting(phase: str, _: object) -> None:
+        frame: FrameType | None = sys._getframe()
+        while phase == "start" and frame is not None:
+            if frame.f_code.co_filename.endswith(("/recorder.py", "/skeleton.py", "/slots.py")):
+                during.append(frame.f_code.co_name)
+            frame = frame.f_back
+
+    gc.callbacks.append(collecting)
+    try:
+        torchlift.skeleton(lambda: nn.Sequential(*(nn.Linear(1, 1) for _ in range(1000))))
+    finally:
+        gc.callbacks.remove(collecting)
+    assert gc.isenabled()
+    assert set(during) <= {"skeleton"}  # it may begin as the pause ends
 
 
 def test_a_plain_skeleton_runs_through_at_most_five_files() -> None:

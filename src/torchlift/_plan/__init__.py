@@ -13,10 +13,8 @@ from torchlift._plan.plan import make_plan as make_plan
 from torchlift._plan.plan import match as match
 from torchlift._plan.plan import plan as plan
 from torchlift._plan.plan import plan_only as plan_only
-from torchlift._plan.plan import suggestion as suggestion
 from torchlift._plan.report import LoadReport as LoadReport
 from torchlift._plan.report import Mismatch as Mismatch
-from torchlift._plan.report import clipped_list as clipped_list
 from torchlift._plan.report import listed as listed
 from torchlift._plan.report import names_of as names_of
 from torchlift._plan.report import summarise as summarise
@@ -50,3 +48,5 @@ from torchlift._plan.steps import Match as Match
 from torchlift._plan.steps import Rename as Rename
 from torchlift._plan.steps import Sent as Sent
 from torchlift._plan.steps import Transform as Transform
+from torchlift._plan.suggest import look_alikes as look_alikes
+from torchlift._plan.suggest import suggestion as suggestion

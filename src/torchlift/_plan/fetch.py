@@ -28,7 +28,7 @@ from torchlift._plan.steps import (
 from torchlift._skeleton.skeleton import make, strided
 from torchlift._system import trim
 from torchlift._transfer import BUDGET, Request, allocate, read, requests_for
-from torchlift.errors import MismatchError, PlacementError
+from torchlift.errors import MismatchError, PlacementError, note
 from torchlift.formats import TensorEntry
 
 #: Bytes of untransformed tensors in memory at a time; the rest of the budget is for staging.
@@ -292,7 +292,11 @@ def _to(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch
 
 
 def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
-    made = transform(step.key, raw)
+    try:
+        made = transform(step.key, raw)
+    except Exception as error:
+        note(error, f"transform was called with {step.key!r}, {step.candidate.key!r} in {path}")
+        raise
     if not isinstance(made, torch.Tensor):
         raise TypeError(f"transform({step.key!r}, ...) returned {type(made).__name__}, no tensor")
     # Found out while placing, these would leave the model half loaded.

@@ -22,7 +22,7 @@ from torchlift._plan.hooks import (
     run_post_hooks,
 )
 from torchlift._plan.names import Rewriting, assembled
-from torchlift._plan.report import KeyReport, LoadReport, Mismatch, clipped_list, summarise
+from torchlift._plan.report import KeyReport, LoadReport, Mismatch, summarise
 from torchlift._plan.rules import (
     AnyMode,
     AnySource,
@@ -36,7 +36,8 @@ from torchlift._plan.rules import (
 )
 from torchlift._plan.sources import Given, Origin, sources
 from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
-from torchlift._system import Facts, human
+from torchlift._plan.suggest import look_alikes, suggestion
+from torchlift._system import Facts, clipped_list, human
 from torchlift._transfer import STAGING
 from torchlift.errors import MismatchError
 from torchlift.formats import Record
@@ -204,9 +205,7 @@ def make_plan(
     if options.strict and (matched.missing or matched.unexpected) and hooked:
         # They may excuse a name, and get to see the loaded module only if nothing is wrong.
         run_post_hooks(tree, matched.missing, matched.unexpected)
-    matched.hint = suggestion(matched.missing, matched.unexpected)
-    if not matched.hint and matched.missing and matched.unexpected and options.rename is None:
-        matched.hint = _library_hint(tree.modules[0])
+    matched.hint = _hint(matched, tree.modules[0], options)
     (check or _check)(matched, origin.path, options)
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
@@ -337,19 +336,27 @@ def _new_bytes(step: Step) -> int:
     return math.prod(shape) * step.dtype.itemsize
 
 
+def _hint(matched: Match, model: nn.Module, options: Options) -> str | None:
+    """Return what would bring names together that do not fit, or None."""
+    missing, unexpected = matched.missing, matched.unexpected
+    if matched.fits:  # what is allowed is meant to be so; that nothing fits, nobody means
+        missing, unexpected = _not_allowed(matched, options)
+    if not missing or not unexpected:
+        return None
+    found = suggestion(missing, unexpected)
+    return found or (_library_hint(model) if options.rename is None else None)
+
+
 def _check(matched: Match, path: str, options: Options) -> None:
     """Refuse what does not fit, in one error that lists all of it."""
-    excused = allowed(matched.missing, options.allow_missing)
-    excused |= allowed(matched.unexpected, options.allow_unexpected)
-    missing = [name for name in matched.missing if name not in excused]
-    unexpected = [name for name in matched.unexpected if name not in excused]
+    missing, unexpected = _not_allowed(matched, options)
     wrong = {} if options.ignore_mismatched else matched.mismatched
     # What a module's own code makes up (BatchNorm its counter) is no sign that anything fits.
     nothing = not matched.fits and bool(missing)
     odd = [name for name in missing if name in matched.unexpected]
     if not (wrong or nothing or (options.strict and (missing or unexpected))):
         return
-    lists, ways = [], []
+    lists, ways, alike = [], [], None
     missing, unexpected = ([n for n in names if n not in odd] for names in (missing, unexpected))
     if odd:
         lists.append(f"no tensor in the checkpoint ({len(odd)}): {clipped_list(odd)}")
@@ -362,10 +369,14 @@ def _check(matched: Match, path: str, options: Options) -> None:
         ways.append("allow_unexpected=[...] with the names that may be")
     if missing and unexpected:
         ways = ["rename= with the rule that brings the names together"]
+        alike = look_alikes(missing, unexpected)
     if wrong:
         lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
         ways.append("ignore_mismatched=True to skip what has another shape")
-    hint = matched.hint or f"Pass {' and '.join(ways)}."
+    hint = matched.hint
+    if hint is None:
+        hint = f"{alike}: if it is the same, pass" if alike else "Pass"
+        hint += f" {' and '.join(ways)}."
     what = "nothing in the checkpoint fits the model" if nothing else "the checkpoint does not fit"
     raise MismatchError(
         f"{what}{'' if nothing else ' the model'}: " + "; ".join(lists),
@@ -375,6 +386,14 @@ def _check(matched: Match, path: str, options: Options) -> None:
         unexpected_keys=matched.unexpected,
         mismatched={key: (item.expected, item.found) for key, item in wrong.items()},
     )
+
+
+def _not_allowed(matched: Match, options: Options) -> tuple[list[str], list[str]]:
+    """Return the names that are missing, and those that are unexpected, and may not be."""
+    excused = allowed(matched.missing, options.allow_missing)
+    extra = allowed(matched.unexpected, options.allow_unexpected)
+    missing = [name for name in matched.missing if name not in excused]
+    return missing, [name for name in matched.unexpected if name not in extra]
 
 
 # ---- names
@@ -420,45 +439,9 @@ def _fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(tensor.shape) == shape or (tensor.dim() == 0 and shape == (1,))
 
 
-def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
-    """Return the one rename or root that would bring the two lists together, or None.
-
-    Example:
-        >>> suggestion(["fc.weight"], ["module.fc.weight"])
-        "The checkpoint's names start with 'module.': pass rename=remap.strip('module.')."
-    """
-    lacking, extra = list(missing), list(unexpected)
-    drop, dropped = _prefix(lacking, extra)
-    add, added = _prefix(extra, lacking)
-    if drop and dropped >= added:
-        others = any(not name.startswith(drop) for name in extra)
-        root = f", or root={drop[:-1]!r} to leave the rest of the file out" if others else ""
-        return (
-            f"The checkpoint's names start with {drop!r}: pass rename=remap.strip({drop!r}){root}."
-        )
-    if add:
-        return (
-            f"The model's names start with {add!r} and the checkpoint's do not: "
-            f"pass rename=lambda key: {add!r} + key."
-        )
-    return None
-
-
 def _library_hint(model: nn.Module) -> str | None:
     """Return the rename that knows the files of a model's library, or None."""
     bases = {(base.__module__, base.__name__) for base in type(model).__mro__}
     if ("transformers.modeling_utils", "PreTrainedModel") not in bases:
         return None
     return "transformers converts its files while it loads: pass rename=remap.transformers(model)."
-
-
-def _prefix(short: list[str], long: list[str]) -> tuple[str, int]:
-    """Return the prefix that turns most of `short` into names of `long`, and how many."""
-    names = set(short)
-    votes: Counter[str] = Counter()
-    for other in long:
-        dots = [at for at, char in enumerate(other, 1) if char == "."]
-        votes.update(other[:at] for at in dots if other[at:] in names)
-    best, count = max(votes.items(), key=lambda vote: vote[1], default=("", 0))
-    # A prefix that helps a minority is a coincidence (two heads of one name), not a mistake.
-    return (best, count) if 2 * count > min(len(short), len(long)) else ("", 0)

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
-from torchlift._system import Facts, Summary, count_of, human, printable
-
-#: A file's name of a tensor, for a line that holds several.
-clipped = partial(printable, limit=200)
+from torchlift._system import Facts, Summary, clipped_list, count_of, human, printable
 
 Mode = Literal["assign", "copy", "swap"]
 Source = Literal["mmap", "read", "memory"]
@@ -93,6 +89,7 @@ class LoadReport(Summary):
         hint: what would make more names fit, where a prefix seems to be in the way, else None.
         seconds: wall time of the load.
         bytes_read: bytes copied out of the files; what stays mapped counts nothing.
+        unchecked_nbytes: bytes of the files that ``verify=True`` found no checksum for.
     """
 
     path: str
@@ -109,6 +106,7 @@ class LoadReport(Summary):
     hint: str | None = None
     seconds: float = 0.0
     bytes_read: int = 0
+    unchecked_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +139,11 @@ class LoadReport(Summary):
 
     def _summary(self) -> tuple[str, Facts]:
         read = f"in {self.seconds:.3f} s, {human(self.bytes_read)} read"
-        return f"loaded {self._size}", [("", read), *summarise(self)]
+        facts: Facts = [("", read)]
+        if self.unchecked_nbytes:
+            size = human(self.unchecked_nbytes)
+            facts.append(("not verified", f"{size}: the file records no checksum of these bytes"))
+        return f"loaded {self._size}", [*facts, *summarise(self)]
 
 
 def summarise(report: LoadReport) -> Facts:
@@ -180,8 +182,8 @@ def summarise(report: LoadReport) -> Facts:
 
 def _brief(names: tuple[str, ...]) -> str:
     if len(names) < 4:
-        return " + ".join(map(clipped, names))
-    return f"{len(names)} ({clipped(names[0])} ... {clipped(names[-1])})"
+        return " + ".join(printable(name, 200) for name in names)
+    return f"{len(names)} ({printable(names[0], 200)} ... {printable(names[-1], 200)})"
 
 
 def _bytes_of(reports: Iterable[KeyReport]) -> int:
@@ -211,11 +213,3 @@ def names_of(report: LoadReport) -> dict[str, object]:
 def listed(title: str, items: list[str]) -> Facts:
     """Return a fact about names, of which the first are given; none where there are no names."""
     return [(f"{title} ({len(items)})", clipped_list(items))] if items else []
-
-
-def clipped_list(items: Iterable[str], separator: str = ", ", limit: int = 5) -> str:
-    """Return the first names, and how many more there are."""
-    first, more = [*items], ""
-    if len(first) > limit:
-        more = f"{separator}and {len(first) - limit} more"
-    return separator.join(map(clipped, first[:limit])) + more

@@ -13,7 +13,7 @@ from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import default_device, is_sharded
 from torchlift._model.slots import Group
 from torchlift._plan.steps import Rename
-from torchlift.errors import MismatchError, PlacementError
+from torchlift.errors import MismatchError, PlacementError, note
 from torchlift.formats import TensorEntry
 
 DeviceRule = (
@@ -223,7 +223,11 @@ def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, 
         return {key: key for key in keys}
     keys_of: dict[str, str] = {}
     for key in keys:
-        name = rename(key)
+        try:
+            name = rename(key)
+        except Exception as error:
+            note(error, f"rename was called with {key!r}")
+            raise
         if name is None:
             continue
         if not isinstance(name, str):

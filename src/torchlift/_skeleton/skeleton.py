@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -16,13 +16,14 @@ from torchlift._model.torch_private import without_subclasses
 from torchlift._skeleton.recorder import Recorder, recordable
 from torchlift._skeleton.recording import Construction, Ref
 from torchlift._skeleton.replay import replay
-from torchlift._system import collection_paused
+from torchlift._system import clipped_list, collection_paused
 from torchlift.errors import PlacementError, did_you_mean
 
+P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
 
 
-def skeleton(factory: Callable[..., M], *args: Any, **kwargs: Any) -> M:
+def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     """Build a module on the meta device that remembers how each of its tensors is made.
 
     Construction is recorded instead of executed, so it takes no memory for weights and no time for
@@ -54,13 +55,16 @@ def skeleton(factory: Callable[..., M], *args: Any, **kwargs: Any) -> M:
     device = torch.get_default_device()
     # On meta by default is how people spare the memory that a skeleton spares them anyway.
     recorder = Recorder(torch.device("cpu") if device.type == "meta" else device)
-    with collection_paused(), recordable(), recorder:
-        model = factory(*args, **kwargs)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")
-    tree = ModuleTree(model)
-    for group in [*tree.groups, *tree.meta_attributes]:
-        _remember(recorder, group)
+    # Until all is written down: walks over the calls in memory were 45 % of the time of 20,000
+    # small layers, which take 1.4 s (2.5 if the collector ran after construction; plain ones 1.0).
+    with collection_paused():
+        with recordable(), recorder:
+            model = factory(*args, **kwargs)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")
+        tree = ModuleTree(model)
+        for group in [*tree.groups, *tree.meta_attributes]:
+            _remember(recorder, group)
     return model
 
 
@@ -245,7 +249,7 @@ def constructions_of(groups: Iterable[Group]) -> list[Construction]:
     if lost:
         are = "tensor is" if len(lost) == 1 else "tensors are"
         raise PlacementError(
-            f"{len(lost)} {are} on meta and nothing says how they are made: {', '.join(lost)}",
+            f"{len(lost)} {are} on meta and nothing says how they are made: {clipped_list(lost)}",
             entry=lost[0],
             expected="a value in the checkpoint, or a module built by torchlift.skeleton",
             hint="Build the model with torchlift.skeleton(Model, ...) instead of on meta.",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torchlift
 from torchlift._system import printable
@@ -21,11 +23,26 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("say what goes where, and what it takes", "torchlift.cli.plan"),
     "convert": ("write a checkpoint in another format, dtype or naming", "torchlift.cli.convert"),
     "bench": ("compare the ways to load a checkpoint, on this machine", "torchlift.cli.bench"),
+    "completion": ("print what completes these commands in a shell", "torchlift.cli.completion"),
 }
 
 
 class UsageError(Exception):
-    """Arguments that parse but make no sense together; reported like a parser error."""
+    """Arguments that make no sense.
+
+    Attributes:
+        usage: how to call the command, where they could not even be parsed.
+    """
+
+    usage = ""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Report it where every other error is reported, as JSON too."""
+        error = UsageError(message)
+        error.usage = self.format_usage()
+        raise error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,27 +62,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         1
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(words)
-    try:
-        args, unknown = parser.parse_known_args(words)
-        if unknown:  # `parse_args` would show how to call torchlift, and not its command
-            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    except SystemExit as stop:
-        return int(stop.code or 0)
     # A key that the terminal's encoding lacks must not turn into a traceback.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
+    args = argparse.Namespace(trouble=None, json="--json" in words)
     try:
+        parser = make_parser(words)
+        _, unknown = parser.parse_known_args(words, args)
+        if unknown:  # `parse_args` would show how to call torchlift, and not its command
+            args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         status = importlib.import_module(COMMANDS[args.command][1]).run(args)
         sys.stdout.flush()
         return int(status)
+    except SystemExit as stop:  # --help, --version
+        return int(stop.code or 0)
     except UsageError as error:
-        print(f"{args.parser.prog}: {printable(str(error))}", file=sys.stderr)
+        command = " ".join(["torchlift", *(word for word in words[:1] if word in COMMANDS)])
+        start = f"{error.usage}{command}: error" if error.usage else command
+        print(f"{start}: {printable(str(error))}", file=sys.stderr)
+        if args.json:
+            _print_error(error)
         return 2
     except BrokenPipeError:
         # Python flushes stdout once more as it exits; without this that prints a second error.
@@ -80,12 +97,49 @@ def _run(args: argparse.Namespace) -> int:
         return 130
 
 
-def _print_error(error: Exception) -> None:
-    import json
+def add_model(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Declare the options that name a model."""
+    parser.add_argument("--model", metavar="MODULE:FACTORY", help=purpose)
+    parser.add_argument(
+        "--model-args",
+        metavar="JSON",
+        help="the factory's arguments by name, such as '{\"width\": 4}', or a file with them",
+    )
 
+
+def check_model(args: argparse.Namespace) -> None:
+    """Check the options that name a model, and read its arguments.
+
+    Raises:
+        UsageError: they mean nothing.
+    """
+    if args.model is not None and ":" not in args.model:
+        raise UsageError(f"--model {args.model!r}: expected MODULE:FACTORY")
+    if args.model_args is not None and args.model is None:
+        raise UsageError("--model-args: needs --model, whose arguments they are")
+    args.model_args = json_object("--model-args", args.model_args or "{}")
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """Return a JSON object that is given as text or as the name of a file."""
+    if not text.lstrip().startswith("{"):
+        with open(text, encoding="utf-8") as file:
+            text = file.read()
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{option}: expected a JSON object")
+    return found
+
+
+def _print_error(error: Exception) -> None:
     known = {"type": type(error).__name__, "message": _describe(error)}
     if isinstance(error, CheckpointError):
         known |= vars(error)
+    elif isinstance(error, OSError) and error.filename is not None:
+        known["file"] = os.fsdecode(error.filename)
     print(json.dumps({"error": known}, indent=2, default=str))
 
 
@@ -95,8 +149,9 @@ def _describe(error: Exception) -> str:
     return str(error)
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser; of commands that are not among the words, it knows the names only."""
+    parser = _Parser(
         prog="torchlift", description="Look at, compare, convert and measure PyTorch checkpoints."
     )
     parser.add_argument("--version", action="version", version=f"torchlift {torchlift.__version__}")

@@ -6,11 +6,10 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from torchlift._convert import convert
 from torchlift._system import printable
 from torchlift.cli import UsageError
 from torchlift.cli.output import print_json
-from torchlift.cli.rules import add_dtype, add_names, dtype_of, rename_of
+from torchlift.cli.rules import add_dtype, add_names, check_names, dtype_of, rename_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what was written."""
+    check_names(args)
+    from torchlift._convert import convert  # which takes torch a second
+
     try:
         report = convert(
             args.src,

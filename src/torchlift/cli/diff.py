@@ -6,8 +6,6 @@ import argparse
 import math
 from dataclasses import asdict
 
-from torchlift._checkpoint import open as open_checkpoint
-from torchlift._checkpoint.diff import diff
 from torchlift._system import printable
 from torchlift.cli.output import print_json
 
@@ -35,6 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the differences; 1 when there are any."""
+    # With torch, which wrong usage does not wait for.
+    from torchlift._checkpoint import open as open_checkpoint
+    from torchlift._checkpoint.diff import diff
+
     with (
         open_checkpoint(args.a, root=args.root_a or args.root) as a,
         open_checkpoint(args.b, root=args.root_b or args.root) as b,

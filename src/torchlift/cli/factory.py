@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Return a skeleton of what a factory makes.
 
     Args:
         name: ``MODULE:FACTORY``.
+        arguments: what it is called with, by name.
 
     Raises:
         UsageError: there is no such factory, or its module or itself raised an error.
 
     Example:
-        >>> make_model("torch.nn:Identity")
-        Identity()
+        >>> make_model("torch.nn:Linear", {"in_features": 2, "out_features": 1})
+        Linear(in_features=2, out_features=1, bias=True)
     """
     with _user_code("--model", name):
-        model: nn.Module = torchlift.skeleton(resolve_name(name))
+        model: nn.Module = torchlift.skeleton(resolve_name(name), **arguments)
         return model
 
 
@@ -54,9 +55,6 @@ def make_parallelize(name: str) -> Callable[[nn.Module, DeviceMesh], nn.Module |
 @contextmanager
 def _user_code(option: str, name: str) -> Iterator[None]:
     """Run what an option names: modules are looked for in the working folder first."""
-    if ":" not in name:
-        kind = "FACTORY" if option == "--model" else "FUNCTION"
-        raise UsageError(f"{option} {name!r}: expected MODULE:{kind}")
     folder = os.getcwd()
     sys.path.insert(0, folder)  # the command's own folder is there instead
     try:

@@ -10,19 +10,18 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torchlift._system import collection_paused, printable, progress_bar
+from torchlift.cli import add_model, check_model
 from torchlift.cli.output import print_json
 from torchlift.errors import FormatError
 from torchlift.formats import Index, matching, read_index, select
-from torchlift.formats.summary import SORTS, sorted_by, to_json, to_table, to_text
+from torchlift.formats.summary import SORTS, counted, sorted_by, to_json, to_table, to_text
 
 if TYPE_CHECKING:
     from torchlift._checkpoint.stats import TensorStats
 
 #: What is listed as blocked and is no code: kinds of tensors, numbers and texts that no entry can
 #: be. An array of objects is a pickle.
-_DATA = re.compile(
-    r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$|numpy\.dtype\((?!\|O|structured)"
-)
+_DATA = re.compile(r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$|numpy\.dtype\((?!.*\|O)")
 _STATS = ("min", "max", "mean", "std", "nan", "inf")
 
 
@@ -54,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read the values: min, max, mean, std, NaN and Inf of every tensor",
     )
+    add_model(parser, "whose parameters and buffers are counted apart; imports and runs it")
     parser.add_argument("--rows", type=_count, metavar="N", help="most lines of each list")
     parser.add_argument("--all", action="store_true", help="no limit to any list")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    check_model(args)
     index = whole = read_index(args.path)
     if args.root is not None:
         index = select(index, args.root)
@@ -80,9 +81,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.sort != "file":
         index = sorted_by(index, args.sort)
     stats = _stats(index) if args.stats else {}
+    kinds = _kinds(index, args) if args.model is not None else {}
     rows = sys.maxsize if args.all else args.rows
     if args.json:
-        found = to_json(index)
+        found = to_json(index) | kinds
         for tensor in found["tensors"] if args.stats else ():
             known = stats[tensor["key"]]
             tensor["stats"] = {"error": known} if isinstance(known, str) else asdict(known)
@@ -90,9 +92,10 @@ def _run(args: argparse.Namespace) -> int:
     elif args.tensors or args.stats:
         cells = {key: _cells(known) for key, known in stats.items()}
         extra = ((*_STATS, "values"), cells) if args.stats else ((), {})
-        print(to_table(index, rows=rows, extra=extra))
+        print(to_table(index, rows=rows, extra=extra, kinds=kinds))
     else:
-        print(to_text(index, rows=rows, depth=args.depth, by_size=args.sort == "size"))
+        by_size = args.sort == "size"
+        print(to_text(index, rows=rows, depth=args.depth, by_size=by_size, kinds=kinds))
     if args.filter and not (index.entries or index.objects or index.blocked_keys):
         patterns = " or ".join(map(repr, args.filter))
         _note(f"no key fits {patterns}; a pattern fits a whole key, as '*layers*' does")
@@ -100,6 +103,16 @@ def _run(args: argparse.Namespace) -> int:
     if elsewhere:
         _note(f"blocked elsewhere in the file: {', '.join(elsewhere[:5])}")
     return 0 if all(map(_DATA.match, whole.blocked)) else 3
+
+
+def _kinds(index: Index, args: argparse.Namespace) -> dict[str, int]:
+    """Return how many elements are a model's parameters, its buffers, and neither."""
+    from torchlift.cli.factory import make_model
+
+    model = make_model(args.model, args.model_args)
+    kinds = dict.fromkeys(dict(model.named_parameters(remove_duplicate=False)), "parameters")
+    kinds |= dict.fromkeys(dict(model.named_buffers(remove_duplicate=False)), "buffers")
+    return counted(index, kinds, "not in the model")
 
 
 def _note(text: str) -> None:

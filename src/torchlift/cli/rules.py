@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 import operator
+from typing import TYPE_CHECKING
 
-import torch
-
-from torchlift._plan import DtypeRule, Rename
 from torchlift.cli import UsageError
-from torchlift.remap import by_pattern, rules, strip
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchlift._plan import DtypeRule, Rename
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
@@ -28,14 +30,21 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_names(args: argparse.Namespace) -> None:
+    """Refuse options for names that mean nothing, before torch is imported."""
+    for text in args.rename:
+        if "=" not in text:
+            raise UsageError(f"--rename {text!r}: expected REGEX=REPLACEMENT")
+
+
 def rename_of(args: argparse.Namespace) -> Rename | None:
     """Return the rule for names that the options make."""
+    from torchlift.remap import rules, strip
+
     steps: list[Rename] = [strip(prefix) for prefix in args.strip]
     pairs: list[tuple[str, str | None]] = []
     for text in args.rename:
-        pattern, equals, replacement = text.rpartition("=")
-        if not equals:
-            raise UsageError(f"--rename {text!r}: expected REGEX=REPLACEMENT")
+        pattern, _, replacement = text.rpartition("=")
         pairs.append((pattern, replacement))
     pairs += [(pattern, None) for pattern in args.drop]
     if pairs:
@@ -45,6 +54,10 @@ def rename_of(args: argparse.Namespace) -> Rename | None:
 
 def dtype_of(args: argparse.Namespace) -> DtypeRule:
     """Return the rule for dtypes that the options make."""
+    import torch
+
+    from torchlift.remap import by_pattern
+
     named = [text.rpartition("=")[::2] for text in args.dtype]
     found: dict[str, torch.dtype] = {}
     for pattern, name in sorted(named, key=lambda pair: not pair[0]):  # the general one is last

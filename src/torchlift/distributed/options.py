@@ -12,6 +12,8 @@ from torch import nn
 
 from torchlift._model.dtensor import held, is_dtensor, layout_of
 from torchlift._model.handlers import oddity
+from torchlift._plan import look_alikes
+from torchlift._system import clipped_list
 from torchlift.errors import MismatchError
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -199,7 +201,7 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
 
     Args:
         what: the model or the optimizer.
-        problems: what is wrong -> the names of which it is true, of which eight are shown.
+        problems: what is wrong -> the names of which it is true, of which five are shown.
         fields: attributes of the error.
 
     Example:
@@ -207,13 +209,17 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
         the state dict does not fit the model: Unexpected key(s) 'a'. Pass strict=False to load...
     """
     texts = []
+    hint = None if fields.get("mismatched") else "Pass strict=False to load what fits."
+    if hint and problems.get(MISSING) and problems.get(UNEXPECTED):
+        # Less would be loaded than anybody means: the names have to be brought together first.
+        alike = look_alikes(problems[MISSING], problems[UNEXPECTED])
+        hint = f"Rename what is meant to be the same{f': {alike}' if alike else ''}."
     for problem, names in problems.items():
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         if names:
-            texts.append(f"{problem} {', '.join(map(repr, names[:8]))}{more}")
+            texts.append(f"{problem} {clipped_list(map(repr, names))}")
     return StateDictMismatch(
         f"the state dict does not fit the {what}: {'; '.join(texts)}",
-        hint=None if fields.get("mismatched") else "Pass strict=False to load what fits.",
+        hint=hint,
         **fields,
     )
 

@@ -26,7 +26,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
+from typing_extensions import TypeVarTuple, Unpack  # typing has them from Python 3.11 on
+
 T = TypeVar("T")
+# Not a ParamSpec, which leaves no room for options beside the arguments.
+Ts = TypeVarTuple("Ts")
 
 # Seconds that a rank which failed waits for the others, so that an error of all is told by all.
 _GRACE = 1.0
@@ -36,8 +40,8 @@ _LONGEST = 1e6
 
 def on_ranks(
     count: int,
-    function: Callable[..., T],
-    *args: object,
+    function: Callable[[Unpack[Ts]], T],
+    *args: Unpack[Ts],
     timeout: float = 120.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[T]:

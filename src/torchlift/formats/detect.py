@@ -147,9 +147,8 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     except FileNotFoundError as error:
         raise FormatError(
             "no such file or directory",
-            file=absolute,
-            hint="The file does not exist: check the path."
-            + (" A ~ stands for nothing here: expand it first." if name[0] == "~" else ""),
+            file=name if "://" in name else absolute,
+            hint=_elsewhere(name),
         ) from error
     except OSError as error:
         raise FormatError("the file cannot be read", file=absolute, found=str(error)) from error
@@ -157,6 +156,21 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         raise FormatError(
             "the file is damaged", file=absolute, found=f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _elsewhere(name: str) -> str:
+    """Return the way out for a path that leads nowhere, and may mean something that it is not."""
+    if name[0] == "~":
+        return "The file does not exist: check the path. A ~ stands for nothing here: expand it."
+    if match := re.match(r"([a-z][a-z0-9+.-]+)://", name):
+        fetch = "hf download" if match[1] == "hf" else "curl -LO, or the client of its service"
+        return f"This is a URL, and files are opened: download it first ({fetch})."
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not os.path.exists(os.path.dirname(name)):
+        return (
+            "If this is the name of a repository on the Hugging Face Hub, download it first: "
+            f"hf download {name} --local-dir {name.rpartition('/')[2]}"
+        )
+    return "The file does not exist: check the path."
 
 
 def _read_file(path: str, budget: Budget | None = None) -> Index:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torchlift.errors import FormatError, IntegrityError, did_you_mean
+from torchlift._system import clipped_list, count_of
+from torchlift.errors import FormatError, IntegrityError, UnsafeError, did_you_mean
 
 #: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
 ITEMSIZE: dict[str, int] = {
@@ -468,12 +469,21 @@ def select(index: Index, root: str) -> Index:
             entry=root,
             hint="Leave root= out, or pass rename= to choose among the keys.",
         )
+    if root in index.blocked_keys:
+        count = index.blocked_tensors.get(root)
+        raise UnsafeError(
+            f"only unpickling could rebuild it, through {index.blocked_keys[root]}",
+            file=index.path,
+            entry=root,
+            found=f"{count_of(count, 'tensor')} in it" if count else None,
+            hint="What is in it cannot be told apart; leave root= out to see the rest.",
+        )
     tops = sorted({key.split(".", 1)[0] for key in [*index.entries, *index.objects]})
     raise FormatError(
         "there is no such container",
         file=index.path,
         entry=root,
-        found="at the top: " + (", ".join(tops) or "nothing"),
+        found="at the top: " + (clipped_list(tops) or "nothing"),
         hint=did_you_mean(root, tops) or "Pass one of these as root=, or leave root out.",
     )
 

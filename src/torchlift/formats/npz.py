@@ -139,4 +139,7 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
     if type(fields["fortran_order"]) is not bool:
         raise FormatError("the order of the elements is neither True nor False", entry=key)
     code = fields["descr"]
-    return code if isinstance(code, str) else "structured", shape, fields["fortran_order"], start
+    if not isinstance(code, str):
+        # numpy.load takes records of numbers and texts as they are; objects are a pickle.
+        code = "structured with |O" if "|O" in repr(code) else "structured"
+    return code, shape, fields["fortran_order"], start

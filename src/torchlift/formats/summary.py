@@ -54,7 +54,12 @@ def sorted_by(index: Index, order: str) -> Index:
 
 
 def to_text(
-    index: Index, *, rows: int | None = None, depth: int | None = None, by_size: bool = False
+    index: Index,
+    *,
+    rows: int | None = None,
+    depth: int | None = None,
+    by_size: bool = False,
+    kinds: Mapping[str, int] | None = None,
 ) -> str:
     """Return a summary for a terminal: facts, and a tree of the modules with their sizes.
 
@@ -67,6 +72,7 @@ def to_text(
             None is for a number that fits a screen.
         depth: levels of the tree; None for as many as fit these lines.
         by_size: put the largest module first.
+        kinds: what the elements are -> how many of them.
 
     Returns:
         Lines without a final newline; no control characters but newlines.
@@ -74,16 +80,23 @@ def to_text(
     lines = sys.maxsize if rows is None and depth is not None else rows
     rest = _Rest(index)
     tree, more = _tree(rest, _LINES if lines is None else lines, depth, by_size)
-    return _text(rest, rows, tree, f"{more:,} more lines" if more else "")
+    return _text(rest, rows, tree, f"{more:,} more lines" if more else "", kinds)
 
 
-def to_table(index: Index, *, rows: int | None = None, extra: Extra = ((), {})) -> str:
+def to_table(
+    index: Index,
+    *,
+    rows: int | None = None,
+    extra: Extra = ((), {}),
+    kinds: Mapping[str, int] | None = None,
+) -> str:
     """Return the same facts and, in place of the tree, a table of the tensors.
 
     Args:
         index: what to describe.
         rows: most tensors to list, None for all; and most objects and so on.
         extra: further columns.
+        kinds: what the elements are -> how many of them.
     """
     columns, cells = extra
     rest = _Rest(index)
@@ -98,7 +111,7 @@ def to_table(index: Index, *, rows: int | None = None, extra: Extra = ((), {})) 
     ]
     more = len(rest.entries) - len(table)
     table = [(*_COLUMNS, *columns), *table] if table else []
-    return _text(rest, rows, table, f"{more:,} more tensors" if more else "")
+    return _text(rest, rows, table, f"{more:,} more tensors" if more else "", kinds)
 
 
 def to_html(index: Index) -> str:
@@ -124,7 +137,7 @@ def to_json(index: Index) -> dict[str, Any]:
         "path": index.path,
         "format": index.format,
         "tensors": [_entry_json(entry) for entry in rest.entries],
-        "parameters": rest.elements,
+        "elements": rest.elements,
         "nbytes": index.nbytes,
         "dtypes": _counts(map(_kind, rest.entries)),
         "locations": _counts(entry.location for entry in rest.entries),
@@ -141,8 +154,30 @@ def to_json(index: Index) -> dict[str, Any]:
     }
 
 
-def _text(rest: _Rest, rows: int | None, table: Sequence[Sequence[str]], more: str) -> str:
+def counted(index: Index, kinds: Mapping[str, str], other: str) -> dict[str, int]:
+    """Return how many elements an index has of each kind, those of ties counted once.
+
+    Args:
+        index: what to count.
+        kinds: key -> its kind.
+        other: the kind of all other keys.
+    """
+    rest, found = _Rest(index), dict.fromkeys([*kinds.values(), other], 0)
+    for entry in rest.entries:
+        found[kinds.get(entry.key, other)] += entry.numel if entry.key not in rest.ties else 0
+    return found
+
+
+def _text(
+    rest: _Rest,
+    rows: int | None,
+    table: Sequence[Sequence[str]],
+    more: str,
+    kinds: Mapping[str, int] | None,
+) -> str:
     facts = _facts(rest, _ITEMS if rows is None else rows)
+    at = [label for label, _ in facts].index("elements") + 1
+    facts[at:at] = [(f"  {kind}", f"{count:,}") for kind, count in (kinds or {}).items() if count]
     width = max(len(label) for label, _ in facts)
     lines = [_shown(rest.index.path), ""]
     lines += [f"{label:<{width}}  {value}" for label, value in facts]
@@ -159,7 +194,7 @@ def _facts(rest: _Rest, rows: int) -> list[tuple[str, str]]:
         ("format", index.format),
         ("file size", size + (f" in {len(index.files):,} files" if len(index.files) > 1 else "")),
         ("tensors", f"{len(entries):,}"),
-        ("parameters", f"{rest.elements:,}"),
+        ("elements", f"{rest.elements:,}"),
         ("storage", human(index.nbytes)),
         ("dtypes", _count_text(map(_kind, entries))),
         ("locations", _count_text(entry.location for entry in entries)),
@@ -332,9 +367,10 @@ def _branches(
     return sorted(found, key=lambda node: -rest.size(node.entries)) if by_size else found
 
 
-def _likeness(group: list[TensorEntry], start: int, rest: _Rest) -> list[object]:
+def _likeness(group: list[TensorEntry], start: int, rest: _Rest) -> list[tuple[object, ...]]:
     """Return what is equal for modules that hold the same, whatever their names."""
-    return [(e.key[start:], _kind(e), e.shape, e.key in rest.ties) for e in group]
+    # In whatever order: where a model was split into shards, a layer's may be in two of them.
+    return sorted((e.key[start:], _kind(e), e.shape, e.key in rest.ties) for e in group)
 
 
 def _common_end(group: list[TensorEntry], start: int) -> int:

@@ -30,6 +30,8 @@ _KNOWN = (
     "cpu", "cuda", "hip", "hpu", "ipu", "maia", "meta", "mps", "mtia", "npu", "vulkan", "xla",
     "xpu", DISK,
 )  # fmt: skip
+#: What people call devices -> what torch calls them.
+_OTHERWISE = {"gpu": ["cuda"], "nvidia": ["cuda"], "host": ["cpu"], "ram": ["cpu"], "tpu": ["xla"]}
 # A name that torch does not know may be a backend that this machine lacks. One that is as close as
 # this to a known one is a slip of the pen: "cuda0" (0.89), "cdua" (0.75); "npu" and "cpu" are 0.67.
 _SLIP = 0.7
@@ -265,6 +267,7 @@ def checked(value: object, entry: str) -> Device:
     if isinstance(value, str):
         kind = value.partition(":")[0]
         near = difflib.get_close_matches(kind, _KNOWN, n=1, cutoff=_SLIP)
+        near = _OTHERWISE.get(kind.lower(), near)
         if _TAG.fullmatch(value) and (kind in _KNOWN or not near):
             return value
         hint = f"Did you mean {near[0]!r}?" if near and near[0] != kind else None

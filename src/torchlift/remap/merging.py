@@ -18,7 +18,8 @@ from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from typing import Any
 
-from torchlift._plan import Made, Rewriting, clipped_list, same_name
+from torchlift._plan import Made, Rewriting, same_name
+from torchlift._system import clipped_list
 from torchlift.errors import CheckpointError, MismatchError, PlacementError
 from torchlift.formats import boxes
 from torchlift.remap.names import Renaming
