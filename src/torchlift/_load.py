@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint
+from torchlift._checkpoint import Allow, Checkpoint
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards
 from torchlift._model.handlers import is_plain
@@ -63,6 +63,7 @@ def load(
     ignore_mismatched: bool = False,
     mode: AnyMode = "auto",
     source: AnySource = "auto",
+    allow: Allow = (),
     transform: Transform | None = None,
     verify: bool = False,
     progress: bool = False,
@@ -114,6 +115,9 @@ def load(
             process owns; ``"auto"`` maps what is on meta on a local file system, and reads on a
             network one, wherever new memory must be filled anyway because of a cast or a move, and
             for a live tensor, which is never left mapped without being asked for.
+        allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
+            ``[Int8Tensor]``, as ``torch.serialization.safe_globals`` would let them be; nothing
+            else that the file names is ever called.
         transform: callable from (name in the model, tensor as the checkpoint holds it) to a tensor.
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
@@ -159,7 +163,7 @@ def load(
         together([group.tensor for group in tree.groups], collective, process_group) as agree,
         pause,
     ):
-        with sources(ckpt, root) as origin:
+        with sources(ckpt, root, allow) as origin:
             for opened in origin.checkpoints if verify else ():
                 _verify(opened)
             with Commit() as commit:

@@ -44,6 +44,10 @@ def test_fits_data_says_what_data_can_be_set() -> None:
 def test_make_subclass_keeps_the_memory() -> None:
     """The parameter is over the tensor's own bytes."""
     tensor = torch.zeros(2)
+    assert callable(getattr(torch.Tensor, private.MAKE_WRAPPER))
+    wrapper = private.make_wrapper(nn.Parameter, (2, 3), (1, 2), torch.float16, True)
+    found = type(wrapper), wrapper.shape, wrapper.stride(), wrapper.dtype, wrapper.requires_grad
+    assert found == (nn.Parameter, (2, 3), (1, 2), torch.float16, True)
     made = private.make_subclass(nn.Parameter, tensor, True)
     assert type(made) is nn.Parameter
     assert made.requires_grad

@@ -331,7 +331,7 @@ def check_writable(group: Group) -> None:
         PlacementError: elements of the tensor share memory, or it may not be written to.
     """
     tensor = group.tensor
-    if repeats(tensor.shape, tensor.stride()):
+    if tensor.layout is torch.strided and repeats(tensor.shape, tensor.stride()):
         raise PlacementError(
             "cannot be written in place, because it is a view in which several elements share one "
             "place in memory",

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from torchlift._checkpoint import Checkpoint, MappedViews
+from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import (
     Span,
@@ -32,8 +32,15 @@ IN_MEMORY = "the state dict"
 
 
 @contextmanager
-def sources(given: Given | Sequence[Given], root: str | None) -> Iterator[Origin]:
+def sources(
+    given: Given | Sequence[Given], root: str | None, allow: Allow = ()
+) -> Iterator[Origin]:
     """Open what a caller passed: a checkpoint, a state dict, or several, of which later ones win.
+
+    Args:
+        given: what the caller passed.
+        root: the container to take.
+        allow: classes that may be rebuilt.
 
     Raises:
         CheckpointError: one cannot be opened.
@@ -46,7 +53,7 @@ def sources(given: Given | Sequence[Given], root: str | None) -> Iterator[Origin
         opened = [
             StateSource(*flat_state(layer, root), whole=True)
             if isinstance(layer, Mapping) and not isinstance(layer, Checkpoint)
-            else stack.enter_context(checkpoint(layer, root))
+            else stack.enter_context(checkpoint(layer, root, allow=allow))
             for layer in layers
         ]
         origin = _layered(opened)
@@ -55,28 +62,33 @@ def sources(given: Given | Sequence[Given], root: str | None) -> Iterator[Origin
 
 
 @contextmanager
-def checkpoint(given: Given, root: str | None, *, whole: bool = False) -> Iterator[Checkpoint]:
+def checkpoint(
+    given: Given, root: str | None, *, whole: bool = False, allow: Allow = ()
+) -> Iterator[Checkpoint]:
     """Open a checkpoint for one call, or restrict one that the caller has opened.
 
     Args:
         given: what the caller passed.
         root: the container to take.
         whole: whether what holds no model is taken, too.
+        allow: classes that may be rebuilt.
     """
     if isinstance(given, Checkpoint):
-        yield _chosen(given, root, whole)
+        yield _chosen(given, root, whole, allow)
         return
     if isinstance(given, Mapping):
         raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
     with open_checkpoint(given) as opened:
-        yield _chosen(opened, root, whole)
+        yield _chosen(opened, root, whole, allow)
 
 
-def _chosen(ckpt: Checkpoint, root: str | None, whole: bool) -> Checkpoint:
+def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow: Allow) -> Checkpoint:
     """Return what is to be loaded: what is under `root`, or else all that is of a model."""
-    if root is not None:
-        return Checkpoint(ckpt.index, root=root)
-    return Checkpoint(of_model(ckpt.index)) if ckpt.index.aside and not whole else ckpt
+    index = of_model(ckpt.index) if root is None and not whole else ckpt.index
+    allowed = (*ckpt.allow, *classes(allow))
+    if root is None and index is ckpt.index and allowed == ckpt.allow:
+        return ckpt
+    return Checkpoint(index, root=root, allow=allowed)
 
 
 def container(state: Any, root: str | None) -> Any:
@@ -134,7 +146,8 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
             owner[key], paths[key] = str(number), path
     indexes = {str(n): item.index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
     path = ", ".join(dict.fromkeys(layer.path for layer in layers))
-    merged = Checkpoint(put_together(path, indexes, owner, {}))
+    allow = [kind for layer in layers if isinstance(layer, Checkpoint) for kind in layer.allow]
+    merged = Checkpoint(put_together(path, indexes, owner, {}), allow=allow)
     return _Layers(merged, layers, owner, paths)
 
 
@@ -210,7 +223,7 @@ class FileSource(Origin):
         self.checkpoints = (ckpt,)
         self.blocked = ckpt.blocked_keys
         self.templates = ckpt.index.templates
-        self.views = MappedViews(ckpt.index)
+        self.views = ckpt.views()
         self._ckpt = ckpt
 
     def tensor(self, candidate: Candidate, like: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from torchlift._model.dtensor import Spans
 from torchlift._model.slots import Group, is_blank
 from torchlift._plan.report import Mismatch, Mode, Route, Source
-from torchlift.formats import TensorEntry
+from torchlift.formats import RebuiltEntry, TensorEntry
 
 Rename = Callable[[str], str | None]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
@@ -177,7 +177,8 @@ class Step:
     def span(self) -> int:
         """Bytes that are taken out of the file for it, gaps between its elements included."""
         if self.entry is None:
-            return 0
+            made_of = self.candidate.entry
+            return made_of.nbytes if isinstance(made_of, RebuiltEntry) else 0
         if self.base is not None:
             return self.base.entry.nbytes if self.base.first else 0
         if self.entry.is_pieced:

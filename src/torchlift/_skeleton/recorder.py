@@ -29,6 +29,7 @@ from torch.overrides import (
 )
 
 from torchlift._model.torch_private import (
+    MAKE_WRAPPER,
     SET_GRAD_ENABLED,
     TRUNC_NORMAL,
     device_constructors,
@@ -586,8 +587,21 @@ def _noting(
     return note
 
 
+def _on_meta(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Make a wrapper where the tensors that it is made of are: they say that they are elsewhere."""
+
+    @wraps(function)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if any(isinstance(mode, Recorder) for mode in function_modes()):  # type: ignore[no-untyped-call]
+            kwargs["device"] = META
+        return function(*args, **kwargs)
+
+    return make
+
+
 _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (nn.init, TRUNC_NORMAL, _overridable),
+    (torch.Tensor, MAKE_WRAPPER, _on_meta),
     *((holder, "manual_seed", partial(_noting, seed_of=int)) for holder in (torch, torch.random)),
     *(
         (holder, "set_rng_state", partial(_noting, seed_of=lambda _: None))

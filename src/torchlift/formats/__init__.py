@@ -6,6 +6,8 @@ from torchlift.formats.boxes import cut, row_major, steps_in_file
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import (
     ITEMSIZE,
+    SUBCLASS,
+    Array,
     Chunk,
     FileStamp,
     Index,
@@ -13,6 +15,7 @@ from torchlift.formats.index import (
     RebuiltEntry,
     Storage,
     TensorEntry,
+    allowing,
     matching,
     of_model,
     select,
@@ -21,7 +24,7 @@ from torchlift.formats.index import (
 from torchlift.formats.sharded import put_together
 
 __all__ = [
-    "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "RebuiltEntry", "Storage", "TensorEntry",
-    "cut", "matching", "of_model", "put_together", "read_index", "row_major", "select",
-    "steps_in_file", "under",
+    "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "FileStamp", "Index", "Leaf", "RebuiltEntry",
+    "Storage", "TensorEntry", "allowing", "cut", "matching", "of_model", "put_together",
+    "read_index", "row_major", "select", "steps_in_file", "under",
 ]  # fmt: skip

@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import QUANTIZED, Leaf
+from torchlift.formats.index import QUANTIZED, SUBCLASS, Leaf
 from torchlift.formats.torch_pickle import (
+    ArrayRef,
     Blocked,
     Global,
     NumpyDtype,
@@ -46,6 +47,7 @@ class Flat:
         blocked: key -> the name of the global that its value would have needed.
         inside: key of such a value -> the number of tensors in it, where there are any; each tensor
             counts for the first one that it is in.
+        subclasses: key of such a value -> how it is made, where it is a tensor of a subclass.
         versions: torch's per-module ``_metadata``.
     """
 
@@ -53,6 +55,7 @@ class Flat:
     objects: dict[str, object] = field(default_factory=dict)
     blocked: dict[str, str] = field(default_factory=dict)
     inside: dict[str, int] = field(default_factory=dict)
+    subclasses: dict[str, TensorRef] = field(default_factory=dict)
     versions: dict[str, dict[str, object]] = field(default_factory=dict)
     templates: dict[str, object] = field(default_factory=dict)
 
@@ -125,7 +128,12 @@ class _Flattener:
         if isinstance(value, RebuiltRef):
             numbers = sum(len(fact) for fact in value.facts if isinstance(fact, tuple))
             self.budget.spend(ENTRY * len(value.tensors) + STEP * numbers, key)
-        if isinstance(value, TensorRef):
+        if isinstance(value, RebuiltRef) and value.kind == SUBCLASS:
+            self.flat.subclasses[key] = value
+            self.flat.blocked[key] = str(value.facts[0])
+            if count := self._count(value):
+                self.flat.inside[key] = count
+        elif isinstance(value, TensorRef):
             self.budget.spend(ENTRY, key)
             self.flat.tensors[key] = value
         elif isinstance(value, dict) and value:
@@ -149,7 +157,9 @@ class _Flattener:
             if id(item) in self._counted or not isinstance(item, (*_CONTAINERS, *_HOLDING)):
                 continue
             self._counted[id(item)] = item
-            count += isinstance(item, TensorRef)
+            inner = item.tensors if isinstance(item, RebuiltRef) and item.kind == SUBCLASS else ()
+            count += isinstance(item, TensorRef) and not inner
+            left += inner
             if isinstance(item, dict):
                 left += item.values()
             elif not isinstance(item, TensorRef):
@@ -201,6 +211,10 @@ class _Flattener:
             return value.name
         if isinstance(value, NumpyDtype):
             return f"numpy.dtype({value.code})"
+        if isinstance(value, ArrayRef) and value.array is not None:
+            return value.array
+        if isinstance(value, ArrayRef):
+            raise _NotPlain("numpy.ndarray")
         if isinstance(value, Blocked):
             raise _NotPlain(value.name)
         if not isinstance(value, _CONTAINERS):

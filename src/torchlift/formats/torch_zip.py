@@ -139,6 +139,7 @@ def index_of(
         module_versions=flat.versions,
         blocked_keys=flat.blocked,
         blocked_tensors=flat.inside,
+        subclasses={key: resolver.rebuilt(key, ref) for key, ref in flat.subclasses.items()},
         templates=flat.templates,
         tree=(root,),
     )
@@ -254,7 +255,7 @@ class Resolver:
     def entries(self, refs: Mapping[str, TensorRef]) -> Mapping[str, TensorEntry]:
         """Return the entries of tensors that are all checked now."""
         rows = {
-            key: self._row(key, ref) if type(ref) is TensorRef else self._rebuilt(key, ref)
+            key: self._row(key, ref) if type(ref) is TensorRef else self.rebuilt(key, ref)
             for key, ref in refs.items()
         }
         # No method: the records of an archive are not kept as long as its entries.
@@ -262,6 +263,8 @@ class Resolver:
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """Return the checked entry of one tensor."""
+        if type(ref) is not TensorRef:
+            return self.rebuilt(key, ref)
         return _entry_of(self.path, self._order, key, self._row(key, ref))
 
     def _row(self, key: str, ref: TensorRef) -> _Row:
@@ -298,7 +301,7 @@ class Resolver:
             raise FormatError(f"a {ref.lazy[0]} view of numbers that have none", entry=key)
         return ref, name, layout, start + offset * itemsize, nbytes
 
-    def _rebuilt(self, key: str, ref: TensorRef) -> RebuiltEntry:
+    def rebuilt(self, key: str, ref: TensorRef) -> RebuiltEntry:
         """Return the entry of a tensor that torch makes of others, each of them checked."""
         assert isinstance(ref, RebuiltRef)
         tensors = tuple([self.entry(key, inner) for inner in ref.tensors])
