@@ -26,7 +26,7 @@ from torch.distributed import checkpoint as dcp
 import torchlift
 from torchlift._checkpoint import MappedViews
 from torchlift.distributed import CheckpointReader
-from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.errors import CheckpointError, UnsafeError
 from torchlift.formats import ITEMSIZE, cut, read_index
 from torchlift.formats.summary import to_json, to_text
 
@@ -471,11 +471,12 @@ def test_deflated_metadata_is_inflated(path):
     assert index.entries["w"].shape == (2, 2)
 
 
-def test_two_names_for_one_key_are_an_error(path):
+def test_two_names_for_one_key_leave_that_key_out(path):
     """A dotted key that two paths give is refused, not decided by order."""
-    torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, path)
-    with pytest.raises(FormatError, match=r"'a\.b'.*two tensors or objects have this key"):
-        read_index(path)
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1), "c": torch.ones(1)}}, path)
+    index = read_index(path)
+    assert list(index.entries) == ["a.c"]
+    assert dict(index.blocked_keys) == {"a.b": "a name of its own"}
 
 
 def test_a_reference_to_an_inner_object_is_followed(path):

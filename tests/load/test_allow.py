@@ -134,9 +134,7 @@ def test_nothing_else_is_called(path: Any) -> None:
     RAN.clear()
     ckpt = torchlift.open(path, allow=[Grained])
     assert list(ckpt.blocked_keys) == ["canary"]
-    with pytest.raises(
-        UnsafeError, match=r"'w': .*Grained is made of another.*test_allow\.(Grain|Way)"
-    ):
+    with pytest.raises(UnsafeError, match=r"'w': .*Grained is made of another.*(Grain|Way)"):
         ckpt["w"]
     with pytest.raises(UnsafeError, match=r"'canary': .*weights_only=False.* only where you trust"):
         ckpt["canary"]
@@ -172,9 +170,9 @@ def test_a_class_may_have_another_name_in_files(path: Any) -> None:
 def test_only_classes_can_be_allowed(path: Any, allow: Any) -> None:
     """A name is no class: nothing is imported for a file."""
     saved(path, w=weights(Int8))
-    with pytest.raises(TypeError, match="expected .*classes of tensors"):
+    with pytest.raises(TypeError, match=r"expected .*classes of tensors"):
         torchlift.open(path, allow=allow)
-    with pytest.raises(TypeError, match="expected .*classes of tensors"):
+    with pytest.raises(TypeError, match=r"expected .*classes of tensors"):
         torchlift.load(nn.Linear(2, 2), path, allow=allow)
 
 
@@ -267,7 +265,7 @@ def test_a_model_gets_what_torch_makes_of_other_tensors(path: Any, kind: str, so
         assert torch.equal(dense_of(target.w), dense_of(value))
     live = Holds(torch.zeros(2, 2))
     for call in (torchlift.plan, torchlift.load):
-        with pytest.raises(torchlift.PlacementError, match="'w': its value .* transform=lambda"):
+        with pytest.raises(torchlift.PlacementError, match=r"'w': its value .* transform=lambda"):
             call(live, path)
     assert not live.w.any()
 

@@ -22,6 +22,7 @@ from torchlift._system import printable
 from torchlift._transfer import Files
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError, did_you_mean
 from torchlift.formats import (
+    AMBIGUOUS,
     SUBCLASS,
     Chunk,
     Index,
@@ -233,8 +234,16 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         index = self._index if root is None else select(self._index, root)
         return {**{key: self.view(e) for key, e in index.entries.items()}, **index.objects}
 
-    def refusal(self, key: str) -> UnsafeError:
+    def refusal(self, key: str) -> CheckpointError:
         """Return the error that says why `key` cannot be had."""
+        if self._index.blocked_keys.get(key) == AMBIGUOUS:
+            return FormatError(
+                "two tensors or objects have this key once containers are joined by dots",
+                file=self.path,
+                entry=key,
+                hint="Load without it: allow_unexpected=[...] with its name. Or rename one of them "
+                "in the program that saved the file.",
+            )
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         module, _, kind = name.rpartition(".")
         if key in self._index.subclasses:

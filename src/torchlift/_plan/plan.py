@@ -197,6 +197,10 @@ def make_plan(
     matched = match(tree.groups, outcome.candidates, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing += [name for name in outcome.missing if name not in matched.missing]
+    if check is None:  # otherwise for torch's own functions, to which it is unexpected
+        computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
+        matched.dropped = [name for name in matched.unexpected if name in computed]
+        matched.unexpected = [name for name in matched.unexpected if name not in computed]
     matched.unexpected += [*outcome.unexpected, *ignored]
     matched.fits = any(
         candidate.key in origin.candidates for pair in matched.pairs for candidate in pair[2]
@@ -237,6 +241,7 @@ def _assemble(
         loaded=loaded,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
+        dropped=matched.dropped,
         mismatched=matched.mismatched,
         hint=suggestion(matched.missing, matched.unexpected),
         tied=tuple(group.names for group in groups if len(group.slots) > 1),

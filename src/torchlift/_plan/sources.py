@@ -113,7 +113,7 @@ def flat_state(
     """Return a state dict's leaves by dotted key, and the metadata that torch keeps beside it.
 
     Raises:
-        FormatError: `root` names nothing in it.
+        FormatError: `root` names nothing in it, or two values have one key.
     """
     state = container(state, root)
     if not isinstance(state, Mapping):
@@ -123,10 +123,15 @@ def flat_state(
     def visit(values: Mapping[str, Any], prefix: str) -> None:
         for key, value in values.items():
             # The extra state of a module may be a dict, and is one value.
-            if isinstance(value, Mapping) and value and not str(key).endswith("_extra_state"):
-                visit(value, f"{prefix}{key}.")
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and value and not name.endswith("_extra_state"):
+                visit(value, f"{name}.")
+            elif name in flat:
+                what = "two values have this key once containers are joined by dots"
+                hint = "Rename one of them, or pass the container that is meant."
+                raise FormatError(what, file=IN_MEMORY, entry=name, hint=hint)
             else:
-                flat[f"{prefix}{key}"] = value
+                flat[name] = value
 
     visit(state, "")
     return flat, getattr(state, "_metadata", None) or {}

@@ -114,7 +114,7 @@ class Match:
     Attributes:
         pairs: (group, name under which the source has it, the candidates of all its names).
         unmatched: groups of the model that get nothing.
-        missing, unexpected, mismatched: as in `LoadReport`.
+        missing, unexpected, dropped, mismatched: as in `LoadReport`.
         fits: whether anything of the source is in a pair.
     """
 
@@ -122,6 +122,7 @@ class Match:
     unmatched: list[Group] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
     mismatched: dict[str, Mismatch] = field(default_factory=dict)
     fits: bool = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchlift.formats.boxes import cut, row_major, steps_in_file
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import (
+    AMBIGUOUS,
     ITEMSIZE,
     SUBCLASS,
     Array,
@@ -24,7 +25,7 @@ from torchlift.formats.index import (
 from torchlift.formats.sharded import put_together
 
 __all__ = [
-    "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "FileStamp", "Index", "Leaf", "RebuiltEntry",
-    "Storage", "TensorEntry", "allowing", "cut", "matching", "of_model", "put_together",
-    "read_index", "row_major", "select", "steps_in_file", "under",
+    "AMBIGUOUS", "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "FileStamp", "Index", "Leaf",
+    "RebuiltEntry", "Storage", "TensorEntry", "allowing", "cut", "matching", "of_model",
+    "put_together", "read_index", "row_major", "select", "steps_in_file", "under",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import QUANTIZED, SUBCLASS, Leaf
+from torchlift.formats.index import AMBIGUOUS, QUANTIZED, SUBCLASS, Leaf
 from torchlift.formats.torch_pickle import (
     ArrayRef,
     Blocked,
@@ -44,7 +44,8 @@ class Flat:
 
     Attributes:
         tensors, objects, templates: see `Index`.
-        blocked: key -> the name of the global that its value would have needed.
+        blocked: key -> the name of the global that its value would have needed; of a key that
+            several paths give, `AMBIGUOUS`.
         inside: key of such a value -> the number of tensors in it, where there are any; each tensor
             counts for the first one that it is in.
         subclasses: key of such a value -> how it is made, where it is a tensor of a subclass.
@@ -73,8 +74,8 @@ def flatten(root: object, budget: Budget) -> Flat:
             paths than there are atoms.
 
     Raises:
-        FormatError: two paths give one key, the tree nests too deep, contains itself, or unfolds
-            to far more than was stored.
+        FormatError: the tree nests too deep, contains itself, or unfolds to far more than was
+            stored.
     """
     return _Flattener(budget).run(root)
 
@@ -104,11 +105,12 @@ class _Flattener:
         for name, value in items:
             key = prefix + (name if type(name) is str else self._text(name, prefix))
             if key in tensors or key in objects or key in blocked:
-                raise FormatError(
-                    "two tensors or objects have this key once containers are joined by dots",
-                    entry=key,
-                    hint="Rename one of them in the program that saved the file.",
-                )
+                # Neither is the one that is meant; what has a name of its own is not in doubt.
+                for known in (tensors, objects, self.flat.inside, self.flat.subclasses):
+                    known.pop(key, None)
+                self.budget.spend(len(key) + STEP, key)
+                blocked[key] = AMBIGUOUS
+                continue
             if type(value) is TensorRef:
                 tensors[key] = value
                 cost += len(key) + ENTRY

@@ -28,6 +28,9 @@ ITEMSIZE: dict[str, int] = {
 #: dtypes whose numbers mean something only together with a scale -> that of the stored numbers.
 QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
+#: What a key lacks that several values have once containers are joined by dots.
+AMBIGUOUS = "a name of its own"
+
 #: The encoding of a tensor whose class only a caller can allow.
 SUBCLASS = "subclass"
 
@@ -314,7 +317,8 @@ class Index:
         metadata: what the format itself records, as text.
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
         module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
-        blocked_keys: key -> the name of the global that its value would have needed.
+        blocked_keys: key -> the name of the global that its value would have needed, or
+            `AMBIGUOUS`.
         blocked_tensors: key of such a value -> the number of tensors in it, where there are any;
             each tensor counts for the first value that it is in.
         subclasses: key of such a value -> how it is made, where it is one tensor of a class that a
@@ -417,7 +421,7 @@ def under(index: Index, root: str) -> Index | None:
         blocked_keys=blocked_keys,
         blocked_tensors=inside(index.blocked_tensors),
         subclasses=subclasses,
-        blocked=tuple(dict.fromkeys(blocked_keys.values())),
+        blocked=_globals_in(blocked_keys),
         storages=used_by({**entries, **subclasses}, index.storages),
         templates={key: _strip_leaves(tree, prefix) for key, tree in templates.items()},
         module_versions=versions,
@@ -471,8 +475,12 @@ def allowing(index: Index, names: Collection[str]) -> Index:
         subclasses={k: entry for k, entry in index.subclasses.items() if k not in found},
         blocked_keys=blocked,
         blocked_tensors={k: n for k, n in index.blocked_tensors.items() if k in blocked},
-        blocked=tuple(dict.fromkeys(blocked.values())),
+        blocked=_globals_in(blocked),
     )
+
+
+def _globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in blocked_keys.values() if name != AMBIGUOUS))
 
 
 def select(index: Index, root: str) -> Index:
@@ -515,7 +523,7 @@ def matching(index: Index, patterns: Sequence[str]) -> Index:
         objects=chosen(index.objects),
         blocked_keys=blocked_keys,
         blocked_tensors=chosen(index.blocked_tensors),
-        blocked=tuple(dict.fromkeys(blocked_keys.values())),
+        blocked=_globals_in(blocked_keys),
         subclasses=(some := chosen(index.subclasses)),
         storages=used_by({**entries, **some}, index.storages),
     )
