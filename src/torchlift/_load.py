@@ -36,6 +36,7 @@ from torchlift._plan import (
     Rename,
     Transform,
     allowed,
+    apart,
     check_order,
     clipped_list,
     fetch_all,
@@ -266,16 +267,17 @@ def _copy_in_place(
     advance: Advance,
 ) -> None:
     """Write over live values; subclasses first, which run code of their own and are backed up."""
-    plain: list[Copy] = []
-    subclasses: list[Copy] = []
+    copies: list[Copy] = []
     for step, value in steps:
         local = held(step.group.tensor)
         if backup or not is_plain(local):
             commit.keep_values(step.group.tensor)
         spans = everything(local.shape) if step.spans is None else step.spans
-        (plain if is_plain(local) else subclasses).append(Copy(value, local, spans))
-    origin.fill(subclasses)
-    origin.fill(plain)
+        copies.append(Copy(value, local, spans))
+    if not origin.collective:  # which copies in the order of rank 0, and looks itself
+        copies = apart(copies)
+    origin.fill([copy for copy in copies if not is_plain(copy.target)])
+    origin.fill([copy for copy in copies if is_plain(copy.target)])
     for step, _ in steps:
         advance(0 if step.owned else step.span)
 

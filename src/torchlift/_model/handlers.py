@@ -141,6 +141,12 @@ def oddity(tensor: torch.Tensor) -> str | None:
     return str(tensor.dtype) if tensor.is_quantized else None
 
 
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors in which a wrapper keeps its values, where it says so."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return [getattr(tensor, name) for name in flatten()[0]] if flatten else []
+
+
 def clone_of(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """Copy a tensor with what it holds its values in; its class need not know how to clone.
 

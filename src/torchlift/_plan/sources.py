@@ -19,7 +19,7 @@ from torchlift._model.dtensor import (
     shard_of_value,
     wrap,
 )
-from torchlift._model.handlers import is_wrapper, slice_of
+from torchlift._model.handlers import clone_of, inner_tensors, is_wrapper, oddity, slice_of
 from torchlift._plan.steps import Candidate, Copy, Sent
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import of_model, put_together
@@ -142,18 +142,33 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
     if len(layers) == 1:
         return layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
     owner: dict[str, str] = {}
-    paths: dict[str, str] = {}
     for number, layer in enumerate(layers):
-        path = layer.path
         keys = layer.candidates if isinstance(layer, StateSource) else layer.entries
         blocked = () if isinstance(layer, StateSource) else layer.blocked_keys
-        for key in (*keys, *layer.objects, *blocked):
-            owner[key], paths[key] = str(number), path
+        owner |= dict.fromkeys((*keys, *layer.objects, *blocked), str(number))
+    # The extra state of a module is one value, however many keys it has in each.
+    last: dict[str, str] = {}
+    for key, name in owner.items():
+        if whole := _extra_state(key):
+            last[whole] = max(last.get(whole, name), name, key=int)
+    owner = {key: last.get(_extra_state(key), name) for key, name in owner.items()}
+    paths = {key: layers[int(name)].path for key, name in owner.items()}
     indexes = {str(n): item.index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
     path = ", ".join(dict.fromkeys(layer.path for layer in layers))
     allow = [kind for layer in layers if isinstance(layer, Checkpoint) for kind in layer.allow]
     merged = Checkpoint(put_together(path, indexes, owner, {}), allow=allow)
     return _Layers(merged, layers, owner, paths)
+
+
+def _extra_state(key: str) -> str:
+    """Return the name of the extra state that a key is of, or an empty text.
+
+    Example:
+        >>> _extra_state("a._extra_state.scale.0"), _extra_state("a.weight")
+        ('a._extra_state', '')
+    """
+    at = f".{key}.".find("._extra_state.")
+    return key[: at + len("_extra_state")] if at >= 0 else ""
 
 
 class Origin:
@@ -349,31 +364,38 @@ def apart(copies: Iterable[Copy]) -> list[Copy]:
     Two states may trade places: the second would otherwise read what the first has written. What is
     in its place already is left out.
     """
-    needed, written = [], set()
+    needed: list[tuple[set[int], Copy]] = []
+    written: set[int] = set()
     for item in copies:
         one, two = _memory(item.source), _memory(item.target)
-        if one is None or one != two or not _is_in_place(item):
+        if not one or one != two or not _is_in_place(item.source, item.target):
             needed.append((one, item))
-            written.add(two)
+            written |= two
     return [
         item
-        if one is None or one not in written or not isinstance(item.source, torch.Tensor)
-        else Copy(item.source.clone(), item.target, item.spans)
+        if written.isdisjoint(one) or not isinstance(item.source, torch.Tensor)
+        else item._replace(source=clone_of(item.source))
         for one, item in needed
     ]
 
 
-def _memory(tensor: torch.Tensor | Sent) -> int | None:
-    if not isinstance(tensor, torch.Tensor) or is_wrapper(tensor) or not tensor.numel():
-        return None
-    return tensor.untyped_storage().data_ptr()
+def _memory(tensor: torch.Tensor | Sent) -> set[int]:
+    """Return what tells the memory of a tensor from that of others; of a wrapper, what it has."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.numel():
+        return set()
+    if is_wrapper(tensor):
+        return {memory for inner in inner_tensors(tensor) for memory in _memory(inner)}
+    return set() if oddity(tensor) else {tensor.untyped_storage().data_ptr()}
 
 
-def _is_in_place(item: Copy) -> bool:
-    one, two = item.source, item.target
+def _is_in_place(one: torch.Tensor | Sent, two: torch.Tensor) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return False
+    if is_wrapper(one) or is_wrapper(two):
+        pairs = zip(inner_tensors(one), inner_tensors(two), strict=False)
+        return type(one) is type(two) and all(_is_in_place(a, b) for a, b in pairs)
     return (
-        isinstance(one, torch.Tensor)
-        and one.data_ptr() == two.data_ptr()
+        one.data_ptr() == two.data_ptr()
         and (one.dtype, one.device, one.shape, one.stride())
         == (two.dtype, two.device, two.shape, two.stride())
         and (one.is_conj(), one.is_neg()) == (two.is_conj(), two.is_neg())
