@@ -24,6 +24,8 @@ from torchlift.formats.boxes import cut
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+# Most of what is asked about is one of these, and a load asks eight times a tensor.
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 #: A range of indices, start included, stop not.
 Span = tuple[int, int]
@@ -38,6 +40,8 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
         >>> is_dtensor(torch.zeros(2))
         False
     """
+    if type(value) in _PLAIN:
+        return False
     # Another thread may be in the middle of importing them.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)

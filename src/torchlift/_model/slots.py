@@ -53,7 +53,7 @@ class Group:
     @property
     def names(self) -> tuple[str, ...]:
         """All names, in the order of ``state_dict``."""
-        return tuple(slot.fqn for slot in self.slots)
+        return tuple([slot.fqn for slot in self.slots])
 
     @property
     def persistent(self) -> bool:

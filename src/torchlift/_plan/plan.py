@@ -174,9 +174,9 @@ def make_plan(
     for rule in (options.device, options.dtype):
         check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
     names = renamed([*origin.candidates, *origin.blocked], options.rename, origin.path)
-    model_names = {name for group in tree.groups for name in group.names}
     ignored = [names[key] for key in origin.blocked if key in names]
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
+    model_names = {name for g in tree.groups for name in g.names} if ignored else ()
     for key in origin.blocked:
         name = names.get(key)
         if name is not None and (name in model_names or name not in excused):
