@@ -50,7 +50,8 @@ $(VENV): $(PINS) pyproject.toml
 	@rm -rf .venv/apart .venv/vision
 	@# Compiled now: warnings of the compiler are errors in the tests, whichever imports it first.
 	$(PY) -m pip install --quiet --no-deps --target .venv/apart -r requirements/apart.txt
-	$(PY) -m pip install --quiet --no-deps --target .venv/vision -r requirements/vision.txt
+	$(PY) -m pip install --quiet --no-deps --target .venv/vision -r requirements/vision.txt \
+	  || echo "No torchvision for this Python without CUDA: the tests of timm are skipped."
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

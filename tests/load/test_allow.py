@@ -134,7 +134,7 @@ def test_nothing_else_is_called(path: Any) -> None:
     RAN.clear()
     ckpt = torchlift.open(path, allow=[Grained])
     assert list(ckpt.blocked_keys) == ["canary"]
-    with pytest.raises(UnsafeError, match=r"'w': .*Grained is made of another.*(Grain|Way)"):
+    with pytest.raises(UnsafeError, match=r"'w': .*made of a class that nobody.*(Grain|Way)"):
         ckpt["w"]
     with pytest.raises(UnsafeError, match=r"'canary': .*weights_only=False.* only where you trust"):
         ckpt["canary"]
@@ -143,7 +143,7 @@ def test_nothing_else_is_called(path: Any) -> None:
     value.grain = Canary()
     torch.save({"w": value}, path)
     RAN.clear()
-    with pytest.raises(UnsafeError, match=r"made of another class.*Canary"):
+    with pytest.raises(UnsafeError, match=r"made of a class that nobody.*Canary"):
         torchlift.open(path, allow=[Grained, Grain, Way])["w"]
     assert RAN == []
 
@@ -339,3 +339,57 @@ def test_a_module_gets_the_array_of_its_extra_state(path: Any) -> None:
     torch.save(model.state_dict(), path)
     torchlift.load(model, path)
     np.testing.assert_array_equal(model.seen["mean"], np.arange(3.0))
+
+
+class Holder(Int8):
+    """A wrapper that has others among its attributes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.inside: Any = None
+
+
+def test_a_subclass_inside_of_another_is_made_too(path: Any) -> None:
+    """Where both are allowed."""
+    value = weights(Holder)
+    value.inside = {"list": [weights(Int8), torch.ones(3)]}
+    saved(path, w=value)
+    found = torchlift.open(path, allow=[Holder, Int8])["w"]
+    same(found.inside["list"][0], weights(Int8))
+    assert torch.equal(found.inside["list"][1], torch.ones(3))
+    with pytest.raises(UnsafeError, match=r"made of a class that nobody.*Int8"):
+        torchlift.open(path, allow=[Holder])["w"]
+
+
+def shared_lists() -> Any:
+    value, inside = weights(Holder, 1), [1]
+    for _ in range(45):
+        inside = [inside, inside]
+    value.inside = inside
+    return value
+
+
+def shared_tensors() -> Any:
+    value = weights(Holder, 1)
+    for _ in range(45):
+        pair = [weights(Holder, 1), weights(Holder, 1)]
+        pair[0].inside = pair[1].inside = value
+        value = weights(Holder, 1)
+        value.inside = pair
+    return value
+
+
+def a_loop() -> Any:
+    value, inside = weights(Holder, 1), []
+    inside.append(inside)
+    value.inside = inside
+    return value
+
+
+@pytest.mark.parametrize("make", [shared_lists, shared_tensors, a_loop])
+def test_what_unfolds_to_more_than_was_stored_is_refused(path: Any, make: Any) -> None:
+    """Before anything is made, and whether or not the class is allowed."""
+    saved(path, w=make())
+    for allow in ([], [Holder]):
+        with pytest.raises(torchlift.CheckpointError):
+            torchlift.open(path, allow=allow)

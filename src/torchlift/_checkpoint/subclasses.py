@@ -120,7 +120,7 @@ def _give(made: Any, state: Any) -> None:
 
 def _not_allowed(name: str, entry: RebuiltEntry, path: str) -> UnsafeError:
     return UnsafeError(
-        f"a {entry.facts[0]} is made of another class, which only unpickling could rebuild",
+        "it is made of a class that nobody allowed, and that only unpickling could rebuild",
         file=path,
         entry=entry.key,
         found=name,

@@ -129,7 +129,8 @@ class _Flattener:
             value = TensorRef(value, value.dtype or "uint8", 0, (numel,), (1,))
         if isinstance(value, RebuiltRef):
             numbers = sum(len(fact) for fact in value.facts if isinstance(fact, tuple))
-            self.budget.spend(ENTRY * len(value.tensors) + STEP * numbers, key)
+            cost = ENTRY * (len(value.tensors) + value.weight) + STEP * numbers
+            self.budget.spend(cost, key)
         if isinstance(value, RebuiltRef) and value.kind == SUBCLASS:
             self.flat.subclasses[key] = value
             self.flat.blocked[key] = str(value.facts[0])

@@ -16,6 +16,7 @@ from typing import Any
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, QUANTIZED, SUBCLASS, Array
 from torchlift.formats.unpickle import (
+    ENTRY,
     HANDLERS,
     MAX_TEXT,
     STEP,
@@ -163,11 +164,15 @@ class RebuiltRef(TensorRef):
 
     Of a subclass (`SUBCLASS`), only a caller can say that it may be made. The facts are its name;
     whether the first tensor, seen as that class, is it; its state; and the tensors again.
+
+    Attributes:
+        weight: how many tensors it takes, with those of others that it is made of.
     """
 
     kind: str = ""
     tensors: tuple[TensorRef, ...] = ()
     facts: tuple[object, ...] = ()
+    weight: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -503,9 +508,12 @@ def _from_type(
     if isinstance(new_type, Blocked):
         if type(made) is TensorRef or (wrapper and made.facts[0] == new_type.name):
             inner = _tensors_inside(world, state, *([] if wrapper else [made]))
+            weight = 1 + sum(item.weight for item in inner if isinstance(item, RebuiltRef))
+            world.budget.spend(ENTRY * weight)
             return RebuiltRef(
                 made.storage, made.dtype, 0, made.size, made.stride, made.requires_grad,
                 kind=SUBCLASS, tensors=inner, facts=(new_type.name, not wrapper, state, inner),
+                weight=weight,
             )  # fmt: skip
         return Blocked(new_type.name, True, made, state)
     if wrapper:
@@ -536,14 +544,12 @@ _HOLDING = (dict, list, tuple, set, frozenset, Blocked)
 def _tensors_inside(world: TorchWorld, state: object, *known: TensorRef) -> tuple[TensorRef, ...]:
     """Return the tensors that a subclass is made of, each once: those known, those in its state."""
     found = {id(tensor): tensor for tensor in known}
-    seen: dict[int, object] = {}
     left = [(state, 0)]
     while left:
         item, depth = left.pop()
         if isinstance(item, TensorRef):
             found[id(item)] = item
-        elif isinstance(item, _HOLDING) and id(item) not in seen:
-            seen[id(item)] = item
+        elif isinstance(item, _HOLDING):  # as often as it is met: so often is it made
             inner = item.inside if isinstance(item, Blocked) else item
             world.budget.spend(STEP * (1 + len(inner)))
             if depth > _MAX_INSIDE:
