@@ -393,3 +393,26 @@ def test_what_unfolds_to_more_than_was_stored_is_refused(path: Any, make: Any) -
     for allow in ([], [Holder]):
         with pytest.raises(torchlift.CheckpointError):
             torchlift.open(path, allow=allow)
+
+
+class Hooked(Holds):
+    """Has loading code of its own, which gets to see the tensors."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__(value)
+        self.register_load_state_dict_pre_hook(lambda *arguments: None)
+
+
+@quiet
+@kinds
+@pytest.mark.parametrize("live", [False, True])
+def test_a_module_with_hooks_gets_them_too(path: Any, kind: str, live: bool) -> None:
+    """From a file, and from a state dict in memory."""
+    value = other_kinds()[kind]
+    saved(path, w=value)
+    for given in (path, {"w": value}):
+        zeros = torch.zeros(2, 2)
+        model = Hooked(value.clone()) if live else torchlift.skeleton(Hooked, zeros)
+        torchlift.load(model, given)
+        assert model.w.layout == value.layout
+        assert torch.equal(dense_of(model.w), dense_of(value))

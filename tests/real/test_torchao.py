@@ -15,6 +15,8 @@ import torchlift
 pytest.importorskip("torchao")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from torchao.optim import AdamW8bit
+    from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.quantization import (
         Float8WeightOnlyConfig,
         Int8DynamicActivationInt8WeightConfig,
@@ -152,3 +154,21 @@ def test_a_float_checkpoint_is_quantised_as_it_is_loaded(what: str, tmp_path: Pa
         with torchlift.swap.module_load(Int8Tensor, load_int8):
             torchlift.load(model, path)
         assert torch.equal(model(X), expected(X))
+
+
+def test_low_bit_optimizer_state_loads_from_a_file(tmp_path: Path) -> None:
+    """Out of a checkpoint that was opened with its class."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer, other = (AdamW8bit(model.parameters()) for _ in range(2))
+    with torch.compiler.set_stance("force_eager"):  # its step is compiled, for half a minute
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+        with torchlift.open(tmp_path / "x.pt", allow=[OptimState8bit]) as ckpt:
+            torchlift.load_optimizer(model, other, ckpt, root="optimizer")
+    one, two = (item.state[model.weight]["exp_avg"] for item in (optimizer, other))
+    assert type(two) is OptimState8bit
+    assert torch.equal(one.codes, two.codes)
+    assert torch.equal(one.scale, two.scale)

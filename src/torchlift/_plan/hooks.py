@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchlift._model.commit import ordinary_tensors
 from torchlift._model.dtensor import is_fsdp
-from torchlift._model.handlers import clone_of, is_wrapper
+from torchlift._model.handlers import clone_of, has_memory
 from torchlift._model.slots import ModuleTree, is_blank, is_lazy
 from torchlift._model.torch_private import LAZY_HOOK, IncompatibleKeys, NormBase, storage_key
 from torchlift._plan.sources import Origin
@@ -314,7 +314,7 @@ class _Run:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    if is_wrapper(tensor):
+    if not has_memory(tensor):
         return (id(tensor),)
     # A conjugate is the same numbers in the same place, shown otherwise.
     shown = tensor.is_conj(), tensor.is_neg()

@@ -19,7 +19,13 @@ from torchlift._model.dtensor import (
     shard_of_value,
     wrap,
 )
-from torchlift._model.handlers import clone_of, inner_tensors, is_wrapper, oddity, slice_of
+from torchlift._model.handlers import (
+    clone_of,
+    has_memory,
+    inner_tensors,
+    is_wrapper,
+    slice_of,
+)
 from torchlift._plan.steps import Candidate, Copy, Sent
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import of_model, put_together
@@ -385,7 +391,7 @@ def _memory(tensor: torch.Tensor | Sent) -> set[int]:
         return set()
     if is_wrapper(tensor):
         return {memory for inner in inner_tensors(tensor) for memory in _memory(inner)}
-    return set() if oddity(tensor) else {tensor.untyped_storage().data_ptr()}
+    return {tensor.untyped_storage().data_ptr()} if has_memory(tensor) else set()
 
 
 def _is_in_place(one: torch.Tensor | Sent, two: torch.Tensor) -> bool:
