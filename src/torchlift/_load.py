@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint
+from torchlift._checkpoint import Allow, Checkpoint
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards
 from torchlift._model.handlers import is_plain
@@ -36,6 +36,7 @@ from torchlift._plan import (
     Rename,
     Transform,
     allowed,
+    apart,
     check_order,
     fetch_all,
     make_plan,
@@ -69,6 +70,7 @@ def load(
     ignore_mismatched: bool = False,
     mode: AnyMode = "auto",
     source: AnySource = "auto",
+    allow: Allow = (),
     transform: Transform | None = None,
     verify: bool = False,
     progress: bool = False,
@@ -121,6 +123,9 @@ def load(
             process owns; ``"auto"`` maps what is on meta on a local file system, and reads on a
             network one, wherever new memory must be filled anyway because of a cast or a move, and
             for a live tensor, which is never left mapped without being asked for.
+        allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
+            ``[Int8Tensor]``, as ``torch.serialization.safe_globals`` would let them be; nothing
+            else that the file names is ever called.
         transform: callable from (name in the model, tensor as the checkpoint holds it) to a tensor.
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
@@ -167,7 +172,7 @@ def load(
         together([group.tensor for group in tree.groups], collective, process_group) as agree,
         pause,
     ):
-        with sources(ckpt, root) as origin:
+        with sources(ckpt, root, allow) as origin:
             unchecked = sum(map(_verify, origin.checkpoints if verify else ()))
             with Commit() as commit:
                 plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)
@@ -270,16 +275,17 @@ def _copy_in_place(
     advance: Advance,
 ) -> None:
     """Write over live values; subclasses first, which run code of their own and are backed up."""
-    plain: list[Copy] = []
-    subclasses: list[Copy] = []
+    copies: list[Copy] = []
     for step, value in steps:
         local = held(step.group.tensor)
         if backup or not is_plain(local):
             commit.keep_values(step.group.tensor)
         spans = everything(local.shape) if step.spans is None else step.spans
-        (plain if is_plain(local) else subclasses).append(Copy(value, local, spans))
-    origin.fill(subclasses)
-    origin.fill(plain)
+        copies.append(Copy(value, local, spans))
+    if not origin.collective:  # which copies in the order of rank 0, and looks itself
+        copies = apart(copies)
+    origin.fill([copy for copy in copies if not is_plain(copy.target)])
+    origin.fill([copy for copy in copies if is_plain(copy.target)])
     for step, _ in steps:
         advance(0 if step.owned else step.span)
 

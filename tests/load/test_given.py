@@ -3,15 +3,19 @@
 import io
 import pickle
 import re
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from int8_weights import quantise_linear
 from torch import nn
 
 import torchlift
+from torchlift._model.handlers import clone_of
 from torchlift._plan import allowed
 
 
@@ -293,3 +297,110 @@ def test_an_index_can_be_copied_and_sent(tmp_path, kind):
     sent = pickle.loads(pickle.dumps(replace(index, tree=None)))
     assert dict(sent.entries) == dict(index.entries)
     assert dict(sent.storages) == dict(index.storages)
+
+
+class Tables(nn.Module):
+    """Keeps what it is given as extra state, which may be nested."""
+
+    def __init__(self, extra: object = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.extra = extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("later", ["file", "memory"])
+@pytest.mark.parametrize("name", ["", "net."])
+def test_the_extra_state_of_a_later_checkpoint_wins_as_a_whole(tmp_path, later, name):
+    """Not key by key: what only the earlier one has is not in it."""
+    first = {"a": torch.ones(1), "old": torch.ones(1), "list": [torch.ones(1), 1], "n": 1}
+    second = {"a": torch.zeros(1), "list": (torch.zeros(1), 2), "n": 2}
+
+    def model(extra):
+        made = Tables(extra)
+        return nn.ModuleDict({"net": made}) if name else made
+
+    states = [{**model(extra).state_dict()} for extra in (first, second)]
+    for number, one in enumerate(states):
+        torch.save(one, tmp_path / f"{number}.pt")
+    layers = [tmp_path / "0.pt", tmp_path / "1.pt" if later == "file" else states[1]]
+    for order, expected in ((layers, second), (layers[::-1], first)):
+        target = model(None)
+        torchlift.load(target, order)
+        found = (target["net"] if name else target).extra
+        assert str(found) == str(expected)
+    only = {name + "weight": torch.ones(2)}
+    target = model(None)
+    torchlift.load(target, [*layers, only])
+    assert str((target["net"] if name else target).extra) == str(second)
+
+
+@pytest.mark.parametrize("make", [Tables, lambda: torchlift.skeleton(Tables)])
+def test_extra_state_in_memory_stays_the_callers(make):
+    """A module keeps a copy, of the containers, of what they hold, and of tensors."""
+    weird = SimpleNamespace(rows=[1, 2])
+    extra = {"table": [torch.zeros(2)], "scales": {"x": 1}, "weird": weird}
+    state = {"weight": torch.ones(2), "_extra_state": extra}
+    model = make()
+    torchlift.load(model, state)
+    model.extra["table"][0].add_(1)
+    model.extra["table"].append(3)
+    model.extra["scales"]["y"] = 2
+    model.extra["weird"].rows.append(3)
+    assert state["_extra_state"] is extra
+    assert (len(extra["table"]), extra["scales"], weird.rows) == (1, {"x": 1}, [1, 2])
+    assert not extra["table"][0].any()
+
+
+def test_extra_state_that_cannot_be_copied_is_handed_on(tmp_path):
+    """As torch hands on everything."""
+    lock, model = threading.Lock(), Tables()
+    torchlift.load(model, {"weight": torch.ones(2), "_extra_state": {"lock": lock}})
+    assert model.extra["lock"] is lock
+
+
+def test_a_module_that_changes_its_extra_state_leaves_an_open_checkpoint_as_it_is(tmp_path):
+    """Loaded from twice, it gives the same twice."""
+    torch.save(Tables({"calls": [1]}).state_dict(), tmp_path / "x.pt")
+    ckpt = torchlift.open(tmp_path / "x.pt")
+    for _ in range(2):
+        model = Tables()
+        torchlift.load(model, ckpt)
+        assert model.extra == {"calls": [1]}
+        model.extra["calls"].append(2)
+
+
+class Marked(torch.Tensor):
+    """A subclass with memory of its own."""
+
+
+def pair(kind: str) -> nn.Module:
+    model = nn.Module()
+    torch.manual_seed(0)
+    model.a, model.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    if kind == "subclass":
+        model.b.weight = nn.Parameter(model.b.weight.detach().as_subclass(Marked))
+    if kind == "wrappers":
+        quantise_linear(model, None)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["plain", "subclass", "wrappers"])
+@pytest.mark.parametrize("mode", ["copy", "auto"])
+def test_values_trade_places(kind, mode):
+    """Also of a plain parameter and one of a subclass, which are copied one after the other."""
+    model = pair(kind)
+    before = {key: clone_of(value) for key, value in model.state_dict().items()}
+    other = {"a": "b", "b": "a"}
+    state = {f"{other[key[0]]}{key[1:]}": value for key, value in model.state_dict().items()}
+    torchlift.load(model, state, mode=mode)
+    for key, value in model.state_dict().items():
+        expected = before[f"{other[key[0]]}{key[1:]}"]
+        if kind == "wrappers" and key.endswith("weight"):
+            value, expected = value.dequantised(), expected.dequantised()
+        assert torch.equal(value.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor)), key

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from int8_weights import Int8
 from torch import nn
 
 import torchlift
@@ -48,6 +49,14 @@ def test_make_subclass_keeps_the_memory() -> None:
     assert type(made) is nn.Parameter
     assert made.requires_grad
     assert made.data_ptr() == tensor.data_ptr()
+
+
+def test_a_wrapper_is_made_without_memory() -> None:
+    """Of the sizes that it is to show, by what a class's own constructor calls."""
+    assert callable(getattr(torch.Tensor, private.MAKE_WRAPPER))
+    wrapper = private.make_wrapper(Int8, (2, 3), (1, 2), torch.float16, True)
+    found = type(wrapper), wrapper.shape, wrapper.stride(), wrapper.dtype, wrapper.requires_grad
+    assert found == (Int8, (2, 3), (1, 2), torch.float16, True)
 
 
 def test_flat_references_are_a_recurrent_layer_s_own() -> None:

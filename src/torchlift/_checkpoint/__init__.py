@@ -1,5 +1,13 @@
 """`open`, `Checkpoint` and `diff`: an index as a lazy mapping of tensors; knows no models."""
 
-from torchlift._checkpoint.checkpoint import Checkpoint, MappedViews, dtype_of, not_dense, open
+from torchlift._checkpoint.checkpoint import (
+    Allow,
+    Checkpoint,
+    MappedViews,
+    classes,
+    dtype_of,
+    not_dense,
+    open,
+)
 
-__all__ = ["Checkpoint", "MappedViews", "dtype_of", "not_dense", "open"]
+__all__ = ["Allow", "Checkpoint", "MappedViews", "classes", "dtype_of", "not_dense", "open"]

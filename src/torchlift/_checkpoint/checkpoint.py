@@ -15,27 +15,33 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, overload
 
 import torch
 
-from torchlift._checkpoint.tree import Tree
+from torchlift._checkpoint.tree import Tree, with_arrays
 from torchlift._system import printable
 from torchlift._transfer import Files
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError, did_you_mean
 from torchlift.formats import (
+    AMBIGUOUS,
+    SUBCLASS,
     Chunk,
     Index,
     RebuiltEntry,
     Record,
     Storage,
     TensorEntry,
+    allowing,
     read_index,
     select,
     steps_in_file,
 )
 from torchlift.formats.gguf import BLOCKS
 from torchlift.formats.summary import to_html, to_text
+
+if TYPE_CHECKING:
+    from torchlift._checkpoint.subclasses import Allowed
 
 #: Values that are computed of quantised blocks at a time; the temporaries take some 16 MiB.
 _DEQUANTIZED = 1 << 20
@@ -46,6 +52,9 @@ _BLOCK = 1 << 17
 __all__ = ["Checkpoint", "TensorEntry", "open"]
 
 _T = TypeVar("_T")
+
+#: Classes that may be rebuilt, each with the name that files have for it where it is another one.
+Allow = Iterable["type | tuple[type, str]"]
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
@@ -80,16 +89,23 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         ['model.weight'] torch.Size([2, 3]) 7
     """
 
-    def __init__(self, index: Index, *, root: str | None = None) -> None:
-        self._index = index if root is None else select(index, root)
+    def __init__(self, index: Index, *, root: str | None = None, allow: Allow = ()) -> None:
+        index = index if root is None else select(index, root)
+        self.allow = classes(allow)
+        self._allowed = None
+        if self.allow:
+            from torchlift._checkpoint.subclasses import Allowed
+
+            self._allowed = Allowed(self.allow)
+            index = allowing(index, self._allowed.names)
+        self._index = index
         self.root = root
         self.path = index.path
         self.format = index.format
         self.entries: Mapping[str, TensorEntry] = MappingProxyType(self._index.entries)
-        self.objects: Mapping[str, object] = MappingProxyType(dict(self._index.objects))
         self.metadata: Mapping[str, str] = MappingProxyType(dict(self._index.metadata))
         self.blocked = tuple(self._index.blocked)
-        self._views: MappedViews | None = MappedViews(self._index)
+        self._views: MappedViews | None = self.views()
         self._kept = ExitStack()
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -149,6 +165,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def aliases(self) -> tuple[tuple[str, ...], ...]:
         """Return the groups of keys that share a storage, in file order."""
         return self._index.aliases
+
+    @cached_property
+    def objects(self) -> Mapping[str, object]:
+        """Return key -> leaf that is not a tensor."""
+        return MappingProxyType({k: with_arrays(v) for k, v in self._index.objects.items()})
+
+    def views(self) -> MappedViews:
+        """Return tensors over memory maps of its own."""
+        return MappedViews(self._index, self._allowed)
 
     @property
     def index(self) -> Index:
@@ -221,16 +246,32 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         index = self._index if root is None else select(self._index, root)
         return {**{key: self.view(e) for key, e in index.entries.items()}, **index.objects}
 
-    def refusal(self, key: str) -> UnsafeError:
+    def refusal(self, key: str) -> CheckpointError:
         """Return the error that says why `key` cannot be had."""
+        if self._index.blocked_keys.get(key) == AMBIGUOUS:
+            return FormatError(
+                "two tensors or objects have this key once containers are joined by dots",
+                file=self.path,
+                entry=key,
+                hint="Load without it: allow_unexpected=[...] with its name. Or rename one of them "
+                "in the program that saved the file.",
+            )
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
+        module, _, kind = name.rpartition(".")
+        if key in self._index.subclasses:
+            hint = f"Where you know the class, name it: allow=[{kind}], from {module}."
+        else:
+            hint = (
+                "Load without it: allow_unexpected=[...] with its name, or root= for a part of the "
+                "file. torch.load(path, weights_only=False) would make it, and run whatever the "
+                "file asks for: only where you trust who wrote it."
+            )
         return UnsafeError(
             f"only unpickling could rebuild it, through {name}, and that can run code",
             file=self.path,
             entry=key,
             found=f"{count} tensor{'s' * (count > 1)} in it" if count else None,
-            hint="Load without it: allow_unexpected=[...] with its name, or root= for a part of "
-            "the file. Or save it as plain tensors.",
+            hint=hint,
         )
 
     @property
@@ -269,8 +310,9 @@ class MappedViews:
     Two of these over one index share nothing: writing to a tensor of one never shows in the other.
     """
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, allowed: Allowed | None = None) -> None:
         self.index = index
+        self.allowed = allowed
         self.files = Files(index.files)
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._inflated: dict[Record, bytearray] = {}
@@ -387,6 +429,9 @@ class MappedViews:
             FormatError: it is not one, as torch has them.
         """
         kind, inner = entry.encoding[0], [self.view(tensor) for tensor in entry.tensors]
+        if kind == SUBCLASS:
+            assert self.allowed is not None
+            return self.allowed.tensor(entry, inner, self.index.path)
         # That sparse CSR is in beta, and quantised tensors deprecated, is news to who wrote the
         # file. One at a time: the filters are the process's.
         with _without_warnings, warnings.catch_warnings():
@@ -581,7 +626,9 @@ def dense_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.dequantize() if tensor.is_quantized else tensor]
 
 
-def open(path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None) -> Checkpoint:
+def open(
+    path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None, allow: Allow = ()
+) -> Checkpoint:
     """Read the index of a checkpoint; run no code from it and read no weights.
 
     Args:
@@ -599,6 +646,8 @@ def open(path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None) ->
             below ``training``, which loads into models leave out.
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``. None keeps everything.
+        allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
+            ``[Int8Tensor]``: made as ``torch.serialization.safe_globals`` would let them be.
 
     Returns:
         The checkpoint, a lazy mapping and a context manager.
@@ -617,11 +666,11 @@ def open(path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None) ->
     if isinstance(path, bytes) and (0 in path or len(path) > 4096):
         raise TypeError("that is the content of a file: pass its path, or io.BytesIO(content)")
     if isinstance(path, (str, bytes, os.PathLike)):
-        return Checkpoint(read_index(path), root=root)
+        return Checkpoint(read_index(path), root=root, allow=allow)
     if not hasattr(path, "read"):
         raise TypeError(f"expected a path or a binary file object, not {type(path).__name__}")
     with ExitStack() as stack:
-        made = Checkpoint(read_index(_path_of(path, stack)), root=root)
+        made = Checkpoint(read_index(_path_of(path, stack)), root=root, allow=allow)
         made._kept = stack.pop_all()
     return made
 
@@ -668,6 +717,22 @@ def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:
             hint="A newer torch may know it.",
         )
     return found
+
+
+def classes(allow: Allow) -> tuple[type | tuple[type, str], ...]:
+    """Return what a caller passed as ``allow``.
+
+    Raises:
+        TypeError: something else than classes.
+    """
+    items: tuple[Any, ...] = () if isinstance(allow, (str, type)) else tuple(allow)
+    for item in items:
+        kind, name = item if isinstance(item, tuple) and len(item) == 2 else (item, "")
+        if not isinstance(kind, type) or not isinstance(name, str):
+            raise TypeError(f"allow=[{item!r}]: expected classes of tensors, such as [Int8Tensor]")
+    if isinstance(allow, (str, type)):
+        raise TypeError(f"allow={allow!r}: expected a list of classes of tensors")
+    return items
 
 
 def _no_such_key(key: object, keys: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""`Checkpoint.tree`: the containers of a torch file as they were saved."""
+"""What a pickle's records stand for; `Checkpoint.tree`: its containers as they were saved."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from torchlift.errors import CheckpointError, PlacementError
-from torchlift.formats import Index, TensorEntry, select
+from torchlift.errors import CheckpointError, FormatError, PlacementError
+from torchlift.formats import Array, Index, TensorEntry, select
 from torchlift.formats.flatten import ROOT_TENSOR, key_text
 from torchlift.formats.torch_pickle import (
+    ArrayRef,
     Blocked,
     CountRecord,
     DeviceName,
     Global,
+    LayoutName,
     NumpyDtype,
     OrderedRecord,
     SliceText,
@@ -25,8 +27,78 @@ from torchlift.formats.torch_pickle import (
 _DROPPED = object()
 
 
-class Tree:
+class Values:
     """The records of a pickle, on their way to what they stand for.
+
+    Attributes:
+        path: of the file, for errors.
+        dropped: keys that are left out, and containers of nothing else with them.
+    """
+
+    path: str = ""
+    dropped: Collection[str] = ()
+
+    def tensor(self, record: object, key: str | None) -> object:
+        """Return a tensor."""
+        raise NotImplementedError
+
+    def blocked(self, record: Blocked, key: str | None) -> object:
+        """Return what only a call of something of the file's choice could make."""
+        raise NotImplementedError
+
+    def made(self, value: Any, key: str | None) -> Any:
+        """Return what a record stands for, and containers with what theirs stand for."""
+        if key in self.dropped:
+            return _DROPPED
+        if isinstance(value, dict):
+            every = [
+                (self.made(name, None), self.made(item, _joined(key, _text(name))))
+                for name, item in value.items()
+            ]
+            pairs = [pair for pair in every if pair[1] is not _DROPPED]
+            if every and not pairs:
+                return _DROPPED
+            if not isinstance(value, OrderedRecord):
+                return Counter(dict(pairs)) if isinstance(value, CountRecord) else dict(pairs)
+            made = OrderedDict(pairs)
+            if value.metadata is not None:
+                made._metadata = self.made(value.metadata, None)  # type: ignore[attr-defined]
+            return made
+        if isinstance(value, (list, tuple)):
+            items = [self.made(item, _joined(key, str(at))) for at, item in enumerate(value)]
+            kept = [item for item in items if item is not _DROPPED]
+            if kept and len(kept) < len(items):
+                raise PlacementError(
+                    "an item of a list cannot be left out alone: the next ones would move up",
+                    file=self.path,
+                    entry=key,
+                    hint="Leave out all of it, or nothing.",
+                )
+            return _DROPPED if items and not kept else type(value)(kept)
+        if isinstance(value, (set, frozenset)):
+            return type(value)(self.made(item, None) for item in value)
+        if isinstance(value, Blocked):
+            return self.blocked(value, key)
+        if isinstance(value, SliceText):
+            return slice(*value.arguments)
+        if isinstance(value, DeviceName):
+            return torch.device(value)
+        if isinstance(value, (Global, LayoutName)):
+            name = value.name if isinstance(value, Global) else str(value)
+            found = getattr(torch, name.removeprefix("torch."), None)
+            return found if isinstance(found, (torch.dtype, torch.layout)) else name
+        if isinstance(value, NumpyDtype):
+            return f"numpy.dtype({value.code})"
+        if isinstance(value, ArrayRef) and value.array is not None:
+            return array_of(value.array)
+        is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+        if is_plain or isinstance(value, bytearray):
+            return value
+        return self.tensor(value, key)
+
+
+class Tree(Values):
+    """The containers of an index, and what they hold.
 
     Args:
         index: what the pickle described.
@@ -43,6 +115,7 @@ class Tree:
         dropped: Collection[str] = (),
     ) -> None:
         self.index, self.view, self.refusal, self.dropped = index, view, refusal, dropped
+        self.path = index.path
 
     def rebuild(self, root: str | None) -> Any:
         """Return the object below a container of the index, or all of it.
@@ -56,7 +129,7 @@ class Tree:
         found = self._below(saved, "", full) if full else saved
         if found is None and root is not None:
             select(self.index, root)
-        made = self._made(found, root)
+        made = self.made(found, root)
         return {} if made is _DROPPED else made
 
     def _below(self, value: object, prefix: str, root: str) -> object:
@@ -71,54 +144,37 @@ class Tree:
                     return found
         return None
 
-    def _made(self, value: Any, key: str | None) -> Any:
-        if key in self.dropped:
-            return _DROPPED
+    def tensor(self, record: object, key: str | None) -> object:
         entry = self.index.entries.get(ROOT_TENSOR if key is None else key)
-        if isinstance(value, dict):
-            every = [
-                (self._made(name, None), self._made(item, _joined(key, _text(name))))
-                for name, item in value.items()
-            ]
-            pairs = [pair for pair in every if pair[1] is not _DROPPED]
-            if every and not pairs:
-                return _DROPPED
-            if not isinstance(value, OrderedRecord):
-                return Counter(dict(pairs)) if isinstance(value, CountRecord) else dict(pairs)
-            made = OrderedDict(pairs)
-            if value.metadata is not None:
-                made._metadata = self._made(value.metadata, None)  # type: ignore[attr-defined]
-            return made
-        if isinstance(value, (list, tuple)):
-            items = [self._made(item, _joined(key, str(at))) for at, item in enumerate(value)]
-            kept = [item for item in items if item is not _DROPPED]
-            if kept and len(kept) < len(items):
-                raise PlacementError(
-                    "an item of a list cannot be left out alone: the next ones would move up",
-                    file=self.index.path,
-                    entry=key,
-                    hint="Leave out all of it, or nothing.",
-                )
-            return _DROPPED if items and not kept else type(value)(kept)
-        if isinstance(value, (set, frozenset)):
-            return type(value)(self._made(item, None) for item in value)
-        if isinstance(value, Blocked):
-            raise self.refusal(key or "")
-        if isinstance(value, SliceText):
-            return slice(*value.arguments)
-        if isinstance(value, DeviceName):
-            return torch.device(value)
-        if isinstance(value, Global):
-            found = getattr(torch, value.name.removeprefix("torch."), None)
-            return found if isinstance(found, torch.dtype) else value.name
-        if isinstance(value, NumpyDtype):
-            return f"numpy.dtype({value.code})"
-        is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
-        if is_plain or isinstance(value, bytearray):
-            return value
         if entry is None:
             raise self.refusal(key or "")
         return self.view(entry)
+
+    def blocked(self, record: Blocked, key: str | None) -> object:
+        raise self.refusal(key or "")
+
+
+def array_of(array: Array) -> Any:
+    """Return a numpy array of its own.
+
+    Raises:
+        FormatError: numpy is not installed.
+    """
+    try:
+        import numpy
+    except ImportError as error:
+        raise FormatError("a numpy array, and numpy is not installed") from error
+    made = numpy.frombuffer(array.data, array.code) if array.data else numpy.empty(0, array.code)
+    return made.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
+
+
+def with_arrays(value: Any) -> Any:
+    """Return a leaf, or a container of leaves, with numpy arrays for what stands for them."""
+    if isinstance(value, Array):
+        return array_of(value)
+    if isinstance(value, dict):
+        return {key: with_arrays(item) for key, item in value.items()}
+    return type(value)(map(with_arrays, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _items(value: object) -> Iterable[tuple[object, object]]:

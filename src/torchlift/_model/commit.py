@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchlift._model.dtensor import held, is_sharded, wrap
-from torchlift._model.handlers import clone_of, is_plain, is_wrapper
+from torchlift._model.handlers import clone_of, inner_tensors, is_plain, is_wrapper
 from torchlift._model.holders import flat_references
 from torchlift._model.slots import Group, is_lazy
 from torchlift._model.torch_private import fits_data, make_subclass
@@ -51,9 +51,7 @@ def content_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's values, which a wrapper has in tensors of its own."""
     if not is_wrapper(tensor):
         return tensor.numel() * tensor.itemsize
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    inner = [getattr(tensor, name) for name in flatten()[0]] if flatten else []
-    return sum(content_bytes(item) for item in inner)
+    return sum(content_bytes(item) for item in inner_tensors(tensor))
 
 
 def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -331,7 +329,7 @@ def check_writable(group: Group) -> None:
         PlacementError: elements of the tensor share memory, or it may not be written to.
     """
     tensor = group.tensor
-    if repeats(tensor.shape, tensor.stride()):
+    if tensor.layout is torch.strided and repeats(tensor.shape, tensor.stride()):
         raise PlacementError(
             "cannot be written in place, because it is a view in which several elements share one "
             "place in memory",

@@ -125,6 +125,17 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether its elements lie in one memory of its own, and not in that of others.
+
+    Example:
+        >>> has_memory(torch.ones(2)), has_memory(torch.eye(2).to_sparse())
+        (True, False)
+    """
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and not is_wrapper(tensor)
+
+
 def oddity(tensor: torch.Tensor) -> str | None:
     """Say what keeps values from being copied into a plain tensor; None where nothing does.
 
@@ -139,6 +150,12 @@ def oddity(tensor: torch.Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return str(tensor.layout)
     return str(tensor.dtype) if tensor.is_quantized else None
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors in which a wrapper keeps its values, where it says so."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return [getattr(tensor, name) for name in flatten()[0]] if flatten else []
 
 
 def clone_of(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

@@ -33,6 +33,8 @@ DISABLED: Any = torch._C._disabled_torch_function_impl
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 #: In `torch.nn.init`, what `torch.nn.init.trunc_normal_` calls.
 TRUNC_NORMAL = "_no_grad_trunc_normal_"
+#: In `torch.Tensor`, what makes a tensor of a class that keeps its values in others.
+MAKE_WRAPPER = "_make_wrapper_subclass"
 #: A recurrent layer's weak references to its own weights: their list, and the weights.
 FLAT_REFERENCES, FLAT_WEIGHTS = "_flat_weight_refs", "_flat_weights"
 #: Children in which torch.compile, activation checkpointing and FullyShardedDataParallel hold the
@@ -43,6 +45,15 @@ FULLY_SHARDED = "_fsdp_wrapped_module"
 
 #: What tells a storage from others. In C: a recorder asks for every call that it sees.
 key_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+
+def make_wrapper(
+    kind: type, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, grad: bool
+) -> torch.Tensor:
+    """Return a tensor of a class that has no memory of its own, on the CPU."""
+    cpu = torch.device("cpu")
+    make: Callable[..., torch.Tensor] = getattr(torch.Tensor, MAKE_WRAPPER)
+    return make(kind, shape, strides=stride, dtype=dtype, device=cpu, requires_grad=grad)
 
 
 def use_count(tensor: torch.Tensor) -> int:

@@ -9,24 +9,34 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torchlift._checkpoint import dtype_of, not_dense
+from torchlift._checkpoint import dtype_of
 from torchlift._model.commit import check_mode, check_writable, repeats
 from torchlift._model.devices import DISK
 from torchlift._model.dtensor import (
     Spans,
+    everything,
     held,
     is_sharded,
     layout_of,
     shard_of_entry,
     spans_of,
 )
-from torchlift._model.handlers import handles, is_handled, is_plain, is_wrapper, oddity
+from torchlift._model.handlers import (
+    apply,
+    clone_of,
+    handles,
+    is_handled,
+    is_plain,
+    is_wrapper,
+    oddity,
+)
 from torchlift._model.holders import Blocker, Hold, blocked_by, refusal
 from torchlift._model.slots import Group, is_blank, is_lazy
 from torchlift._model.torch_private import storage_key
 from torchlift._plan import rules
 from torchlift._plan.report import Mode, Route, Source
-from torchlift._plan.steps import Base, Candidate, Making, Match, Step
+from torchlift._plan.sources import copy_values
+from torchlift._plan.steps import Base, Candidate, Copy, Making, Match, Step, Value
 from torchlift._skeleton.skeleton import changed_on_meta, constructions_of
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
@@ -38,14 +48,24 @@ _RELEASE = (
 )
 
 
-def steps_for(matched: Match, path: str, options: rules.Options) -> list[Step]:
+def steps_for(
+    matched: Match, path: str, options: rules.Options, *, check_values: bool = True
+) -> list[Step]:
     """Decide every pair of a match, except for what is left for a later load.
+
+    Args:
+        matched: the pairs.
+        path: of the source, for errors.
+        options: what was asked for.
+        check_values: False where a transform may still make other values of them.
 
     Raises:
         PlacementError: a tensor cannot go where it was asked to go, or not in the mode asked for.
     """
-    decided = (_decide(*pair, options, path) for pair in matched.pairs)
+    decided = (_decide(*pair, options, path, check_values) for pair in matched.pairs)
     steps = [step for step in decided if step is not None]
+    if check_values:
+        _check_classes(steps, path)
     return _final_modes(_unshare(_share(steps)), options.mode)
 
 
@@ -98,7 +118,12 @@ def makings_for(
 
 
 def _decide(
-    group: Group, key: str, candidates: list[Candidate], options: rules.Options, path: str
+    group: Group,
+    key: str,
+    candidates: list[Candidate],
+    options: rules.Options,
+    path: str,
+    check_values: bool,
 ) -> Step | None:
     candidate, tensor = candidates[0], group.tensor
     entry, file_dtype = candidate.entry, candidate_dtype(candidate, path)
@@ -108,10 +133,8 @@ def _decide(
     asked, note = rules.asked_device(options.device, seen, group)
     if asked is not None and rules.is_deferred(asked):
         return None
-    if candidate.value is not None:
-        _require_values(group, candidate.value)
-    elif isinstance(entry, RebuiltEntry):
-        raise not_dense(entry, path)
+    if candidate.value is not None and check_values:
+        _require_values(group, candidate.value, path)
     is_cast, stride = changed_on_meta(group)
     if asked == DISK:
         options = rules.kept_on_disk(options, group, seen, file_dtype, is_cast=is_cast)
@@ -134,7 +157,8 @@ def _decide(
     if in_place:
         _check_in_place(group, device, dtype)
     changes = device.type != "cpu" or dtype != file_dtype or spans is not None
-    changes = changes or (entry is not None and entry.is_pieced)
+    rebuilt = isinstance(entry, RebuiltEntry)  # of tensors that are views of the map
+    changes = changes or (entry is not None and entry.is_pieced and not rebuilt)
     stride = None if is_sharded(tensor) else stride
     changes = changes or stride is not None
     source: Source = "memory"
@@ -286,7 +310,7 @@ def _require_layout(group: Group, value: object) -> None:
         )
 
 
-def _require_values(group: Group, value: object) -> None:
+def _require_values(group: Group, value: object, path: str) -> None:
     """Refuse a tensor in memory that cannot be copied to where it goes."""
     tensor = group.tensor
     if not isinstance(value, torch.Tensor):
@@ -295,10 +319,12 @@ def _require_values(group: Group, value: object) -> None:
     if odd and (value.is_meta or (not tensor.is_meta and odd != oddity(held(tensor)))):
         raise PlacementError(
             "its value cannot be copied",
+            file=path,
             entry=group.fqn,
             expected="a dense tensor with values",
             found=f"a tensor that is {odd}",
-            hint="Make it dense (to_dense, dequantize) on a device that has its values.",
+            hint="Make it dense, on a device that has its values: load with "
+            "transform=lambda key, tensor: ..., which calls to_dense() or dequantize().",
         )
 
 
@@ -321,6 +347,8 @@ def _mode(
     if asked != "auto":
         return asked
     stays = not is_blank(tensor) and (device, dtype) == (tensor.device, tensor.dtype)
+    # A sparse one has room for as many numbers as it has.
+    stays = stays and tensor.layout is torch.strided
     if stays and not handles(type(tensor), torch.Tensor):
         return "copy"
     return "swap"  # unless somebody is in the way
@@ -449,9 +477,6 @@ def _final_modes(steps: list[Step], asked: rules.AnyMode) -> list[Step]:
         PlacementError: with ``mode="swap"``, a tensor that cannot be swapped; in any mode, one
             for which no way keeps what holds it.
     """
-    for step in steps:
-        if not step.in_place and step.mode != "assign":
-            _require_handler(step)
     groups = [step.group for step in steps if step.mode == "swap"]
     if not groups:
         return steps
@@ -477,16 +502,96 @@ def swapped(step: Step) -> Step:
     return replace(step, mode="swap")
 
 
-def _require_handler(step: Step) -> None:
-    tensor = step.group.tensor
-    kind = type(tensor)
-    if not is_wrapper(tensor) or step.handled or kind.__module__.startswith("torch.distributed"):
+def _check_classes(steps: Iterable[Step], path: str) -> None:
+    """Try, once for each kind of pair, whether classes take such values as they are to get.
+
+    Raises:
+        PlacementError: one does not.
+    """
+    tried = set()
+    for step in steps:
+        live, value = held(step.group.tensor), step.candidate.value
+        value = held(value) if isinstance(value, torch.Tensor) else None
+        if is_lazy(live) or not (is_wrapper(live) or (value is not None and is_wrapper(value))):
+            continue
+        pair = (
+            type(live),
+            type(value),
+            live.dtype,
+            live.is_meta,
+            step.candidate.dtype,
+            step.in_place,
+        )
+        if pair in tried:
+            continue
+        tried.add(pair)
+        if value is None:
+            dtype = candidate_dtype(step.candidate, path)
+            value = torch.ones(live.shape, dtype=dtype, device=live.device)
+        if not step.handled:
+            check_class(step, value, path)
+        elif not handles(type(live), type(value)):  # whose handlers may look at values
+            check_class(step, taken(step, value, path), path)
+
+
+def taken(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
+    """Return what a handler, or the class itself, makes of a value for a tensor of the model.
+
+    Raises:
+        PlacementError: nothing that can be placed.
+    """
+    like = step.group.tensor
+    try:
+        return apply(like, value, assign=step.mode == "assign" or like.is_meta)
+    except PlacementError as error:
+        raise PlacementError(error.reason, file=path, entry=step.key) from error
+    except Exception as error:
+        if handles(type(like), type(value)):
+            raise
+        raise _not_taken(step, value, path, error) from error
+
+
+def check_class(step: Step, value: Value, path: str) -> None:
+    """Refuse what a class does not take, tried on a copy: a live tensor would be half written.
+
+    Raises:
+        PlacementError: it does not, or a plain tensor would take the place of one of the class.
+    """
+    live = held(step.group.tensor)
+    if is_lazy(live):  # it has no shape yet
         return
-    raise PlacementError(
-        f"its class {kind.__name__} holds its values in tensors of its own and does not say how a "
-        "plain tensor becomes one",
-        entry=step.group.fqn,
-        hint=f"Register a handler: swap.module_load({kind.__name__}, handler).",
+    if not step.in_place:
+        if is_wrapper(live) and isinstance(value, torch.Tensor) and not is_wrapper(held(value)):
+            kind = type(live).__name__
+            raise PlacementError(
+                f"its class {kind} holds its values in tensors of its own and does not say how a "
+                "plain tensor becomes one",
+                file=path,
+                entry=step.key,
+                hint="Load into the plain model, and convert that; or say how each tensor is "
+                f"converted: transform=..., or swap.module_load({kind}, handler).",
+            )
+        return
+    spans = everything(live.shape) if step.spans is None else step.spans
+    if not isinstance(value, torch.Tensor):
+        spans = everything(live.shape)
+        value = torch.ones(live.shape if is_wrapper(live) else (), dtype=value.dtype)
+    if is_wrapper(live) or is_wrapper(value) or oddity(live):
+        try:
+            copy_values([Copy(value, clone_of(live), spans)])
+        except Exception as error:
+            raise _not_taken(step, value, path, error) from error
+
+
+def _not_taken(step: Step, value: torch.Tensor, path: str, error: Exception) -> PlacementError:
+    return PlacementError(
+        "its class does not take such values",
+        file=path,
+        entry=step.key,
+        expected=type(held(step.group.tensor)).__name__,
+        found=f"{type(value).__name__} ({str(error).partition(chr(10))[0][:200]})",
+        hint="Save it from a model of the same classes; load into a plain model, and convert that; "
+        "or say how each tensor is converted: transform=..., or swap.module_load(...).",
     )
 
 

@@ -10,12 +10,20 @@ from typing import NamedTuple
 import torch
 
 from torchlift._model.commit import ordinary_tensors
-from torchlift._model.dtensor import everything, held, is_sharded, local_shape, unwrap, wrap
-from torchlift._model.handlers import apply, clone_of, handles, is_plain, is_wrapper, oddity
+from torchlift._model.dtensor import everything, is_sharded, local_shape, unwrap, wrap
+from torchlift._model.handlers import clone_of, handles, is_plain, is_wrapper, oddity
 from torchlift._model.slots import Group, is_lazy
-from torchlift._plan.decide import candidate_dtype, is_dense, overlapping, swapped, untransformed
+from torchlift._plan.decide import (
+    candidate_dtype,
+    check_class,
+    is_dense,
+    overlapping,
+    swapped,
+    taken,
+    untransformed,
+)
 from torchlift._plan.plan import LoadPlan
-from torchlift._plan.sources import Origin, copy_values
+from torchlift._plan.sources import Origin
 from torchlift._plan.steps import (
     Advance,
     Candidate,
@@ -92,7 +100,7 @@ def _fetch_steps(
     for step, value in zip(as_they_are, _by_route(as_they_are, origin, advance), strict=True):
         if isinstance(value, torch.Tensor):
             value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
-        _check_class(step, value, path)
+        check_class(step, value, path)
         found.append((step, value))
     rest = [step for step in steps if transform is not None or step.handled]
     # A transform may write to what it gets: of two views of the same bytes, each would see what
@@ -125,7 +133,9 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[V
                 tensors.append(_view(step.candidate, origin))
             case "compute":
                 value = step.candidate.value
-                if isinstance(value, torch.Tensor) and is_wrapper(value) and step.spans is None:
+                odd = isinstance(value, torch.Tensor) and (is_wrapper(value) or oddity(value))
+                if isinstance(value, torch.Tensor) and odd and step.spans is None:
+                    advance(step.span)
                     tensors.append(_to(clone_of(value, step.memory), step.memory, step.dtype))
                     continue
                 copies.append(_copy(step))
@@ -235,12 +245,14 @@ def _made(step: Step, transform: Transform | None, raw: torch.Tensor, path: str)
         local = unwrap(whole, like, step.key).contiguous()
         return step, _wrapped(step, _cast(step, local, path))
     made = raw if transform is None else _transformed(step, transform, raw, path)
-    if step.handled or handles(type(like), type(made)):
+    registered = handles(type(like), type(made))
+    if step.handled or registered:
         step, made = _handled(step, made, path)
         if not is_plain(made):
             return step, made if made.device == step.device else made.to(step.device)
     made = _strided(step, _cast(step, made, path))
-    _check_class(step, made, path)
+    if step.in_place or not registered:  # a caller's handler may make a plain tensor
+        check_class(step, made, path)
     return step, made
 
 
@@ -251,10 +263,7 @@ def _handled(step: Step, source: torch.Tensor, path: str) -> tuple[Step, torch.T
         PlacementError: what it made cannot be placed.
     """
     destination = step.group.tensor
-    try:
-        made = apply(destination, source, assign=step.mode == "assign" or destination.is_meta)
-    except PlacementError as error:
-        raise PlacementError(error.reason, file=path, entry=step.key) from error
+    made = taken(step, source, path)
     if step.in_place and not is_plain(made) and not step.handled:
         # Found out only now: a transform returned a subclass for a plain, live tensor.
         step = swapped(step)
@@ -349,30 +358,6 @@ def _can_cast(source: torch.dtype, target: torch.dtype) -> bool:
     except (NotImplementedError, RuntimeError):
         return False
     return True
-
-
-def _check_class(step: Step, value: Value, path: str) -> None:
-    """Copy into a copy first where a class has the say: a live tensor would be half written."""
-    live = held(step.group.tensor)
-    if not step.in_place:  # a lazy one has no shape yet
-        return
-    spans = everything(live.shape) if step.spans is None else step.spans
-    if not isinstance(value, torch.Tensor):
-        spans = everything(live.shape)
-        value = torch.ones(live.shape if is_wrapper(live) else (), dtype=value.dtype)
-    if is_wrapper(live) or is_wrapper(value):
-        try:
-            copy_values([Copy(value, clone_of(live), spans)])
-        except Exception as error:
-            raise PlacementError(
-                "its class does not take such values",
-                file=path,
-                entry=step.key,
-                expected=type(live).__name__,
-                found=f"{type(value).__name__} ({str(error).partition(chr(10))[0][:200]})",
-                hint="Save it from a model of the same classes, or register a handler: "
-                "swap.module_load(...).",
-            ) from error
 
 
 def _check_ties(step: Step, origin: Origin) -> None:

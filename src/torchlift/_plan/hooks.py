@@ -9,6 +9,7 @@ stand-in of the module, so that what it decides becomes part of the plan.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchlift._model.commit import ordinary_tensors
 from torchlift._model.dtensor import is_fsdp
-from torchlift._model.handlers import is_wrapper
+from torchlift._model.handlers import clone_of, has_memory
 from torchlift._model.slots import ModuleTree, is_blank, is_lazy
 from torchlift._model.torch_private import LAZY_HOOK, IncompatibleKeys, NormBase, storage_key
 from torchlift._plan.sources import Origin
@@ -88,8 +89,7 @@ def run_hooks(
         run = _Run(prefixes, origin, candidates, objects, like, strict)
         for prefix, module in modules:
             run.visit(prefix, module)
-        if own:
-            run.own()
+        run.own(own)
         return run.finish()
 
 
@@ -271,22 +271,38 @@ class _Run:
                 entry=prefix[:-1] or None,
             )
 
-    def own(self) -> None:
-        """Copy what modules are about to keep of the source besides their tensors."""
-        given = {_memory(tensor) for _, tensor, _ in self.known.values()} - {None}
+    def own(self, mapped: bool) -> None:
+        """Copy what modules are about to keep of the source besides their tensors.
+
+        Args:
+            mapped: whether the file's map is copied, too, and not only what a caller has.
+        """
+        files = {_memory(v) for one, v, _ in self.known.values() if one.entry is not None}
+        given = {_memory(v) for _, v, _ in self.known.values()} - {None}
+
+        def is_ours(leaf: torch.Tensor) -> bool:
+            return not mapped and _memory(leaf) in files - {None}
 
         def copied(state: object) -> Any:
             copies = {
                 id(leaf): leaf.clone()
                 for leaf in leaves(state).values()
-                if isinstance(leaf, torch.Tensor) and _memory(leaf) in given
+                if isinstance(leaf, torch.Tensor) and _memory(leaf) in given and not is_ours(leaf)
             }
             if not copies:
                 return state
             return map_leaves(state, lambda leaf, _: copies.get(id(leaf), leaf))
 
+        def deeply(state: object) -> object:
+            tensors = (leaf for leaf in leaves(state).values() if isinstance(leaf, torch.Tensor))
+            memo = {id(leaf): leaf if is_ours(leaf) else clone_of(leaf) for leaf in tensors}
+            try:
+                return copy.deepcopy(state, memo)
+            except Exception:  # a lock, a stream: torch hands everything on as it is
+                return copied(state)
+
         outcome = self.outcome
-        outcome.extra = [(module, copied(state)) for module, state in outcome.extra]
+        outcome.extra = [(module, deeply(state)) for module, state in outcome.extra]
         outcome.attributes = [(m, name, copied(value)) for m, name, value in outcome.attributes]
 
     def finish(self) -> Outcome:
@@ -300,7 +316,7 @@ class _Run:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    if is_wrapper(tensor):
+    if not has_memory(tensor):
         return (id(tensor),)
     # A conjugate is the same numbers in the same place, shown otherwise.
     shown = tensor.is_conj(), tensor.is_neg()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from torchlift._checkpoint import Allow
 from torchlift._model.commit import Commit, content_bytes
 from torchlift._model.dtensor import held, local_shape
 from torchlift._model.handlers import is_plain
@@ -40,7 +41,7 @@ from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._system import Facts, clipped_list, human
 from torchlift._transfer import STAGING
 from torchlift.errors import MismatchError
-from torchlift.formats import Record
+from torchlift.formats import RebuiltEntry, Record
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,6 +78,7 @@ def plan(
     ignore_mismatched: bool = False,
     mode: AnyMode = "auto",
     source: AnySource = "auto",
+    allow: Allow = (),
 ) -> LoadPlan:
     """Say what `load` with the same arguments would do, without doing it.
 
@@ -99,6 +101,7 @@ def plan(
         ignore_mismatched: treat a key whose shape differs as missing instead of raising.
         mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``.
         source: ``"mmap"``, ``"read"`` or ``"auto"``.
+        allow: tensor subclasses that may be rebuilt by name, such as ``[Int8Tensor]``; see `load`.
 
     Returns:
         The plan; printing it gives a summary.
@@ -120,15 +123,20 @@ def plan(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
         source,
     )  # fmt: skip
-    return plan_only(model, ckpt, options, root=root)
+    return plan_only(model, ckpt, options, root=root, allow=allow)
 
 
 def plan_only(
-    model: nn.Module, ckpt: Given | Sequence[Given], options: Options, *, root: str | None = None
+    model: nn.Module,
+    ckpt: Given | Sequence[Given],
+    options: Options,
+    *,
+    root: str | None = None,
+    allow: Allow = (),
 ) -> LoadPlan:
     """Plan a load, and leave the model as it was."""
     check_order(model, ckpt)
-    with sources(ckpt, root) as origin, locked(model) as tree, Commit() as commit:
+    with sources(ckpt, root, allow) as origin, locked(model) as tree, Commit() as commit:
         try:
             return make_plan(tree, origin, options, commit)
         finally:
@@ -164,7 +172,7 @@ def make_plan(
         origin: where the values come from.
         options: what was asked for.
         commit: takes back what the model's own loading code changes in its modules.
-        check_shapes: False where a transform may still change shapes.
+        check_shapes: False where a transform may still change shapes, or make a tensor dense.
         check: raises for what does not fit, in place of `_check`.
     """
     for rule in (options.device, options.dtype):
@@ -198,6 +206,10 @@ def make_plan(
     matched = match(tree.groups, outcome.candidates, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing += [name for name in outcome.missing if name not in matched.missing]
+    if check is None:  # otherwise for torch's own functions, to which it is unexpected
+        computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
+        matched.dropped = [name for name in matched.unexpected if name in computed]
+        matched.unexpected = [name for name in matched.unexpected if name not in computed]
     matched.unexpected += [*outcome.unexpected, *ignored]
     matched.fits = any(
         candidate.key in origin.candidates for pair in matched.pairs for candidate in pair[2]
@@ -209,7 +221,11 @@ def make_plan(
     (check or _check)(matched, origin.path, options)
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
-    steps = steps_for(matched, origin.path, options)
+    for group, _, found in matched.pairs:
+        rebuilt = [isinstance(one.entry, RebuiltEntry) and one.value is None for one in found]
+        for at in (at for at, is_rebuilt in enumerate(rebuilt) if is_rebuilt):
+            found[at] = replace(found[at], value=origin.tensor(found[at], group.tensor))
+    steps = steps_for(matched, origin.path, options, check_values=check_shapes)
     work = Work(
         steps=tuple(steps),
         makings=tuple(makings_for([*matched.unmatched, *tree.meta_attributes], options, steps)),
@@ -240,6 +256,7 @@ def _assemble(
         loaded=loaded,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
+        dropped=matched.dropped,
         mismatched=matched.mismatched,
         hint=matched.hint,
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
@@ -330,6 +347,8 @@ def _new_bytes(step: Step) -> int:
         return content_bytes(step.group.tensor)
     if step.route == "view":
         return 0
+    if isinstance(step.candidate.entry, RebuiltEntry):
+        return step.candidate.entry.nbytes
     shape = step.candidate.shape if step.spans is None else local_shape(step.spans)
     if step.base is not None:
         shape = step.base.entry.shape if step.base.first else (0,)

@@ -79,6 +79,8 @@ class LoadReport(Summary):
         loaded: name in the model -> `KeyReport`, one for every name that received a value.
         missing_keys: names of the model that the checkpoint lacks.
         unexpected_keys: names of the checkpoint that the model lacks.
+        dropped: names of the checkpoint that are non-persistent buffers of the model, which makes
+            them itself.
         mismatched: name -> `Mismatch`, where ``ignore_mismatched=True`` let it pass.
         tied: groups of names that are one tensor in the model.
         replayed: names whose value came from replaying their construction.
@@ -98,6 +100,7 @@ class LoadReport(Summary):
     unexpected_keys: list[str] = field(default_factory=list)
     mismatched: Mapping[str, Mismatch] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
+    dropped: list[str] = field(default_factory=list)
     replayed: list[str] = field(default_factory=list)
     deferred: list[str] = field(default_factory=list)
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -165,6 +168,7 @@ def summarise(report: LoadReport) -> Facts:
         facts += [(f"from {path}", str(n)) for path, n in paths.items()]
     facts += listed("missing", report.missing_keys)
     facts += listed("unexpected", report.unexpected_keys)
+    facts += listed("dropped, the model makes them itself", report.dropped)
     facts += listed("mismatched", [str(item) for item in report.mismatched.values()])
     facts += listed("replayed", report.replayed)
     facts += listed("left for later", report.deferred)
@@ -197,6 +201,7 @@ def names_of(report: LoadReport) -> dict[str, object]:
         "loaded": len(report.loaded),
         "missing_keys": report.missing_keys,
         "unexpected_keys": report.unexpected_keys,
+        "dropped": report.dropped,
         "mismatched": {
             item.key: {"expected": item.expected, "found": item.found}
             for item in report.mismatched.values()

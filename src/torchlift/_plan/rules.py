@@ -14,7 +14,7 @@ from torchlift._model.dtensor import default_device, is_sharded
 from torchlift._model.slots import Group
 from torchlift._plan.steps import Rename
 from torchlift.errors import MismatchError, PlacementError, note
-from torchlift.formats import TensorEntry
+from torchlift.formats import TensorEntry, row_major
 
 DeviceRule = (
     torch.device | str | int | Callable[[TensorEntry], torch.device | str | int | None] | None
@@ -201,11 +201,12 @@ def check_rule(rule: object, names: Collection[str], *, present: bool) -> None:
 def entry_like(key: str, group: Group) -> TensorEntry:
     """Return a description, for a device rule, of a tensor that no file holds."""
     tensor = group.tensor
+    shape = tuple(tensor.shape)
     return TensorEntry(
         key=key,
         dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
+        shape=shape,
+        stride=tuple(tensor.stride()) if tensor.layout is torch.strided else row_major(shape),
         nbytes=tensor.numel() * tensor.itemsize,
         location=str(tensor.device),
         storage="",

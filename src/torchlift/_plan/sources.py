@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from torchlift._checkpoint import Checkpoint, MappedViews
+from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import (
     Span,
@@ -19,7 +19,13 @@ from torchlift._model.dtensor import (
     shard_of_value,
     wrap,
 )
-from torchlift._model.handlers import is_wrapper, slice_of
+from torchlift._model.handlers import (
+    clone_of,
+    has_memory,
+    inner_tensors,
+    is_wrapper,
+    slice_of,
+)
 from torchlift._plan.steps import Candidate, Copy, Joined, Sent, Value
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import of_model, put_together
@@ -32,8 +38,15 @@ IN_MEMORY = "the state dict"
 
 
 @contextmanager
-def sources(given: Given | Sequence[Given], root: str | None) -> Iterator[Origin]:
+def sources(
+    given: Given | Sequence[Given], root: str | None, allow: Allow = ()
+) -> Iterator[Origin]:
     """Open what a caller passed: a checkpoint, a state dict, or several, of which later ones win.
+
+    Args:
+        given: what the caller passed.
+        root: the container to take.
+        allow: classes that may be rebuilt.
 
     Raises:
         CheckpointError: one cannot be opened.
@@ -46,7 +59,7 @@ def sources(given: Given | Sequence[Given], root: str | None) -> Iterator[Origin
         opened = [
             StateSource(*flat_state(layer, root), whole=True)
             if isinstance(layer, Mapping) and not isinstance(layer, Checkpoint)
-            else stack.enter_context(checkpoint(layer, root))
+            else stack.enter_context(checkpoint(layer, root, allow=allow))
             for layer in layers
         ]
         origin = _layered(opened)
@@ -55,28 +68,33 @@ def sources(given: Given | Sequence[Given], root: str | None) -> Iterator[Origin
 
 
 @contextmanager
-def checkpoint(given: Given, root: str | None, *, whole: bool = False) -> Iterator[Checkpoint]:
+def checkpoint(
+    given: Given, root: str | None, *, whole: bool = False, allow: Allow = ()
+) -> Iterator[Checkpoint]:
     """Open a checkpoint for one call, or restrict one that the caller has opened.
 
     Args:
         given: what the caller passed.
         root: the container to take.
         whole: whether what holds no model is taken, too.
+        allow: classes that may be rebuilt.
     """
     if isinstance(given, Checkpoint):
-        yield _chosen(given, root, whole)
+        yield _chosen(given, root, whole, allow)
         return
     if isinstance(given, Mapping):
         raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
     with open_checkpoint(given) as opened:
-        yield _chosen(opened, root, whole)
+        yield _chosen(opened, root, whole, allow)
 
 
-def _chosen(ckpt: Checkpoint, root: str | None, whole: bool) -> Checkpoint:
+def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow: Allow) -> Checkpoint:
     """Return what is to be loaded: what is under `root`, or else all that is of a model."""
-    if root is not None:
-        return Checkpoint(ckpt.index, root=root)
-    return Checkpoint(of_model(ckpt.index)) if ckpt.index.aside and not whole else ckpt
+    index = of_model(ckpt.index) if root is None and not whole else ckpt.index
+    allowed = (*ckpt.allow, *classes(allow))
+    if root is None and index is ckpt.index and allowed == ckpt.allow:
+        return ckpt
+    return Checkpoint(index, root=root, allow=allowed)
 
 
 def container(state: Any, root: str | None) -> Any:
@@ -101,7 +119,7 @@ def flat_state(
     """Return a state dict's leaves by dotted key, and the metadata that torch keeps beside it.
 
     Raises:
-        FormatError: `root` names nothing in it.
+        FormatError: `root` names nothing in it, or two values have one key.
     """
     state = container(state, root)
     if not isinstance(state, Mapping):
@@ -111,10 +129,15 @@ def flat_state(
     def visit(values: Mapping[str, Any], prefix: str) -> None:
         for key, value in values.items():
             # The extra state of a module may be a dict, and is one value.
-            if isinstance(value, Mapping) and value and not str(key).endswith("_extra_state"):
-                visit(value, f"{prefix}{key}.")
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and value and not name.endswith("_extra_state"):
+                visit(value, f"{name}.")
+            elif name in flat:
+                what = "two values have this key once containers are joined by dots"
+                hint = "Rename one of them, or pass the container that is meant."
+                raise FormatError(what, file=IN_MEMORY, entry=name, hint=hint)
             else:
-                flat[f"{prefix}{key}"] = value
+                flat[name] = value
 
     visit(state, "")
     return flat, getattr(state, "_metadata", None) or {}
@@ -125,17 +148,33 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
     if len(layers) == 1:
         return layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
     owner: dict[str, str] = {}
-    paths: dict[str, str] = {}
     for number, layer in enumerate(layers):
-        path = layer.path
         keys = layer.candidates if isinstance(layer, StateSource) else layer.entries
         blocked = () if isinstance(layer, StateSource) else layer.blocked_keys
-        for key in (*keys, *layer.objects, *blocked):
-            owner[key], paths[key] = str(number), path
+        owner |= dict.fromkeys((*keys, *layer.objects, *blocked), str(number))
+    # The extra state of a module is one value, however many keys it has in each.
+    last: dict[str, str] = {}
+    for key, name in owner.items():
+        if whole := _extra_state(key):
+            last[whole] = max(last.get(whole, name), name, key=int)
+    owner = {key: last.get(_extra_state(key), name) for key, name in owner.items()}
+    paths = {key: layers[int(name)].path for key, name in owner.items()}
     indexes = {str(n): item.index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
     path = ", ".join(dict.fromkeys(layer.path for layer in layers))
-    merged = Checkpoint(put_together(path, indexes, owner, {}))
+    allow = [kind for layer in layers if isinstance(layer, Checkpoint) for kind in layer.allow]
+    merged = Checkpoint(put_together(path, indexes, owner, {}), allow=allow)
     return _Layers(merged, layers, owner, paths)
+
+
+def _extra_state(key: str) -> str:
+    """Return the name of the extra state that a key is of, or an empty text.
+
+    Example:
+        >>> _extra_state("a._extra_state.scale.0"), _extra_state("a.weight")
+        ('a._extra_state', '')
+    """
+    at = f".{key}.".find("._extra_state.")
+    return key[: at + len("_extra_state")] if at >= 0 else ""
 
 
 class Origin:
@@ -213,7 +252,7 @@ class FileSource(Origin):
         self.checkpoints = (ckpt,)
         self.blocked = ckpt.blocked_keys
         self.templates = ckpt.index.templates
-        self.views = MappedViews(ckpt.index)
+        self.views = ckpt.views()
         self._ckpt = ckpt
 
     def tensor(self, candidate: Candidate, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -337,10 +376,11 @@ def apart(copies: Iterable[Copy]) -> list[Copy]:
     Two states may trade places: the second would otherwise read what the first has written. What is
     in its place already is left out.
     """
-    needed, written = [], set[int]()
+    needed: list[tuple[set[int], Copy]] = []
+    written: set[int] = set()
     for item in copies:
         read, into = _memory(item.source), _memory(item.target)
-        if not read or read != into or not _is_in_place(item):
+        if not read or read != into or not _is_in_place(item.source, item.target):
             needed.append((read, item))
             written |= into
     return [
@@ -352,23 +392,28 @@ def apart(copies: Iterable[Copy]) -> list[Copy]:
 
 
 def _copied(source: torch.Tensor | Joined) -> torch.Tensor:
-    return source.whole() if isinstance(source, Joined) else source.clone()
+    return source.whole() if isinstance(source, Joined) else clone_of(source)
 
 
 def _memory(source: Value) -> set[int]:
-    """Return where the storages begin that values are in."""
+    """Return what tells the memory of values from that of others; of a wrapper, what it has."""
     if isinstance(source, Joined):
-        return {start for values, _ in source.slices for start in _memory(values)}
-    if isinstance(source, Sent) or is_wrapper(source) or not source.numel():
+        return {memory for values, _ in source.slices for memory in _memory(values)}
+    if not isinstance(source, torch.Tensor) or not source.numel():
         return set()
-    return {source.untyped_storage().data_ptr()}
+    if is_wrapper(source):
+        return {memory for inner in inner_tensors(source) for memory in _memory(inner)}
+    return {source.untyped_storage().data_ptr()} if has_memory(source) else set()
 
 
-def _is_in_place(item: Copy) -> bool:
-    one, two = item.source, item.target
+def _is_in_place(one: Value, two: torch.Tensor) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return False
+    if is_wrapper(one) or is_wrapper(two):
+        pairs = zip(inner_tensors(one), inner_tensors(two), strict=False)
+        return type(one) is type(two) and all(_is_in_place(a, b) for a, b in pairs)
     return (
-        isinstance(one, torch.Tensor)
-        and one.data_ptr() == two.data_ptr()
+        one.data_ptr() == two.data_ptr()
         and (one.dtype, one.device, one.shape, one.stride())
         == (two.dtype, two.device, two.shape, two.stride())
         and (one.is_conj(), one.is_neg()) == (two.is_conj(), two.is_neg())

@@ -13,7 +13,7 @@ from torch import nn
 from torchlift._model.dtensor import Spans
 from torchlift._model.slots import Group, is_blank
 from torchlift._plan.report import Mismatch, Mode, Route, Source
-from torchlift.formats import TensorEntry
+from torchlift.formats import RebuiltEntry, TensorEntry
 
 Rename = Callable[[str], str | None]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
@@ -143,7 +143,7 @@ class Match:
     Attributes:
         pairs: (group, name under which the source has it, the candidates of all its names).
         unmatched: groups of the model that get nothing.
-        missing, unexpected, mismatched: as in `LoadReport`.
+        missing, unexpected, dropped, mismatched: as in `LoadReport`.
         fits: whether anything of the source is in a pair.
         hint: what would make more names fit, else None.
     """
@@ -152,6 +152,7 @@ class Match:
     unmatched: list[Group] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
     mismatched: dict[str, Mismatch] = field(default_factory=dict)
     fits: bool = True
     hint: str | None = None
@@ -208,7 +209,8 @@ class Step:
     def span(self) -> int:
         """Bytes that are taken out of the file for it, gaps between its elements included."""
         if self.entry is None:
-            return 0
+            made_of = self.candidate.entry
+            return made_of.nbytes if isinstance(made_of, RebuiltEntry) else 0
         if self.base is not None:
             return self.base.entry.nbytes if self.base.first else 0
         if self.entry.is_pieced:

@@ -29,6 +29,7 @@ from torch.overrides import (
 )
 
 from torchlift._model.torch_private import (
+    MAKE_WRAPPER,
     SET_GRAD_ENABLED,
     TRUNC_NORMAL,
     device_constructors,
@@ -121,6 +122,7 @@ class Recorder(TorchFunctionMode):
         recording: what it has written down.
         default_device: where construction without a recorder would put a tensor, unless told
             otherwise.
+        paused: how many calls that make real tensors are running.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -134,11 +136,12 @@ class Recorder(TorchFunctionMode):
         # The source of random numbers since the constructor seeded torch's default generator; None
         # while it draws the caller's numbers, in whatever order a replay needs them.
         self._stream: Key | None = None
+        self.paused = 0
 
     def __torch_function__(
         self, func: Func, types: Any, args: Args = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _LOOKS:
+        if func in _LOOKS or self.paused:
             return func(*args, **(kwargs or {}))
         handle = _SPECIAL.get(func)
         if handle is not None:
@@ -532,7 +535,7 @@ _originals: list[tuple[Any, str, Any]] = []
 
 @contextmanager
 def recordable() -> Iterator[None]:
-    """Let truncated normal initialisers and seeds be recorded inside the block."""
+    """Let truncated normal initialisers, seeds and loads be recorded inside the block."""
     global _recording
     with _lock:
         if _recording == 0:
@@ -578,16 +581,54 @@ def _noting(
     @wraps(function)
     def note(*args: Any, **kwargs: Any) -> Any:
         (value,) = *args, *kwargs.values()
-        for mode in function_modes():  # type: ignore[no-untyped-call]
-            if isinstance(mode, Recorder):
-                mode.seed(seed_of(value))
+        for recorder in _recorders():
+            recorder.seed(seed_of(value))
         return function(value)
 
     return note
 
 
+def _on_meta(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Make a wrapper where the tensors that it is made of are: they say that they are elsewhere."""
+
+    @wraps(function)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _recorders():
+            kwargs["device"] = META
+        return function(*args, **kwargs)
+
+    return make
+
+
+def _real(function: Func) -> Func:
+    """Let `torch.load` make real tensors, over the storages that it reads; used, they are adopted.
+
+    A constructor that loads weights of its own (a pretrained backbone) copies them into parameters.
+    """
+
+    @wraps(function)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        recorders = _recorders()
+        for recorder in recorders:
+            recorder.paused += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for recorder in recorders:
+                recorder.paused -= 1
+
+    return load
+
+
+def _recorders() -> list[Recorder]:
+    """Return the recorders at work in this thread."""
+    return [mode for mode in function_modes() if isinstance(mode, Recorder)]  # type: ignore[no-untyped-call]
+
+
 _PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (nn.init, TRUNC_NORMAL, _overridable),
+    (torch.Tensor, MAKE_WRAPPER, _on_meta),
+    *((holder, "load", _real) for holder in (torch, torch.serialization)),
     *((holder, "manual_seed", partial(_noting, seed_of=int)) for holder in (torch, torch.random)),
     *(
         (holder, "set_rng_state", partial(_noting, seed_of=lambda _: None))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from torchlift.formats.boxes import cut, row_major, steps_in_file
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import (
+    AMBIGUOUS,
     ITEMSIZE,
+    SUBCLASS,
+    Array,
     Chunk,
     FileStamp,
     Index,
@@ -14,6 +17,7 @@ from torchlift.formats.index import (
     Record,
     Storage,
     TensorEntry,
+    allowing,
     matching,
     of_model,
     select,
@@ -22,7 +26,7 @@ from torchlift.formats.index import (
 from torchlift.formats.sharded import put_together
 
 __all__ = [
-    "ITEMSIZE", "Chunk", "FileStamp", "Index", "Leaf", "RebuiltEntry", "Record",
-    "Storage", "TensorEntry", "cut", "matching", "of_model", "put_together", "read_index",
-    "row_major", "select", "steps_in_file", "under",
+    "AMBIGUOUS", "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "FileStamp", "Index", "Leaf",
+    "RebuiltEntry", "Record", "Storage", "TensorEntry", "allowing", "cut", "matching", "of_model",
+    "put_together", "read_index", "row_major", "select", "steps_in_file", "under",
 ]  # fmt: skip

@@ -13,8 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import QUANTIZED, Leaf
+from torchlift.formats.index import AMBIGUOUS, QUANTIZED, SUBCLASS, Leaf
 from torchlift.formats.torch_pickle import (
+    ArrayRef,
     Blocked,
     Global,
     NumpyDtype,
@@ -43,9 +44,11 @@ class Flat:
 
     Attributes:
         tensors, objects, templates: see `Index`.
-        blocked: key -> the name of the global that its value would have needed.
+        blocked: key -> the name of the global that its value would have needed; of a key that
+            several paths give, `AMBIGUOUS`.
         inside: key of such a value -> the number of tensors in it, where there are any; each tensor
             counts for the first one that it is in.
+        subclasses: key of such a value -> how it is made, where it is a tensor of a subclass.
         versions: torch's per-module ``_metadata``.
     """
 
@@ -53,6 +56,7 @@ class Flat:
     objects: dict[str, object] = field(default_factory=dict)
     blocked: dict[str, str] = field(default_factory=dict)
     inside: dict[str, int] = field(default_factory=dict)
+    subclasses: dict[str, TensorRef] = field(default_factory=dict)
     versions: dict[str, dict[str, object]] = field(default_factory=dict)
     templates: dict[str, object] = field(default_factory=dict)
 
@@ -70,8 +74,8 @@ def flatten(root: object, budget: Budget) -> Flat:
             paths than there are atoms.
 
     Raises:
-        FormatError: two paths give one key, the tree nests too deep, contains itself, or unfolds
-            to far more than was stored.
+        FormatError: the tree nests too deep, contains itself, or unfolds to far more than was
+            stored.
     """
     return _Flattener(budget).run(root)
 
@@ -101,11 +105,12 @@ class _Flattener:
         for name, value in items:
             key = prefix + (name if type(name) is str else self._text(name, prefix))
             if key in tensors or key in objects or key in blocked:
-                raise FormatError(
-                    "two tensors or objects have this key once containers are joined by dots",
-                    entry=key,
-                    hint="Rename one of them in the program that saved the file.",
-                )
+                # Neither is the one that is meant; what has a name of its own is not in doubt.
+                for known in (tensors, objects, self.flat.inside, self.flat.subclasses):
+                    known.pop(key, None)
+                self.budget.spend(len(key) + STEP, key)
+                blocked[key] = AMBIGUOUS
+                continue
             if type(value) is TensorRef:
                 tensors[key] = value
                 cost += len(key) + ENTRY
@@ -124,8 +129,14 @@ class _Flattener:
             value = TensorRef(value, value.dtype or "uint8", 0, (numel,), (1,))
         if isinstance(value, RebuiltRef):
             numbers = sum(len(fact) for fact in value.facts if isinstance(fact, tuple))
-            self.budget.spend(ENTRY * len(value.tensors) + STEP * numbers, key)
-        if isinstance(value, TensorRef):
+            cost = ENTRY * (len(value.tensors) + value.weight) + STEP * numbers
+            self.budget.spend(cost, key)
+        if isinstance(value, RebuiltRef) and value.kind == SUBCLASS:
+            self.flat.subclasses[key] = value
+            self.flat.blocked[key] = str(value.facts[0])
+            if count := self._count(value):
+                self.flat.inside[key] = count
+        elif isinstance(value, TensorRef):
             self.budget.spend(ENTRY, key)
             self.flat.tensors[key] = value
         elif isinstance(value, dict) and value:
@@ -149,7 +160,9 @@ class _Flattener:
             if id(item) in self._counted or not isinstance(item, (*_CONTAINERS, *_HOLDING)):
                 continue
             self._counted[id(item)] = item
-            count += isinstance(item, TensorRef)
+            inner = item.tensors if isinstance(item, RebuiltRef) and item.kind == SUBCLASS else ()
+            count += isinstance(item, TensorRef) and not inner
+            left += inner
             if isinstance(item, dict):
                 left += item.values()
             elif not isinstance(item, TensorRef):
@@ -201,6 +214,10 @@ class _Flattener:
             return value.name
         if isinstance(value, NumpyDtype):
             return f"numpy.dtype({value.code})"
+        if isinstance(value, ArrayRef) and value.array is not None:
+            return value.array
+        if isinstance(value, ArrayRef):
+            raise _NotPlain("numpy.ndarray")
         if isinstance(value, Blocked):
             raise _NotPlain(value.name)
         if not isinstance(value, _CONTAINERS):

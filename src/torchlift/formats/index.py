@@ -11,7 +11,7 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -28,6 +28,12 @@ ITEMSIZE: dict[str, int] = {
 
 #: dtypes whose numbers mean something only together with a scale -> that of the stored numbers.
 QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+
+#: What a key lacks that several values have once containers are joined by dots.
+AMBIGUOUS = "a name of its own"
+
+#: The encoding of a tensor whose class only a caller can allow.
+SUBCLASS = "subclass"
 
 #: Encodings that leave every element in its place.
 _ELEMENTWISE = frozenset({"deflated", "big-endian", "conjugate", "negative"})
@@ -119,8 +125,9 @@ class TensorEntry:
             any of ``"deflated"``, ``"big-endian"``, ``"conjugate"`` and ``"negative"``, or the name
             of a quantised block type; or, of a tensor that torch makes of others or of none, what
             it is: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
-            ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"`` or
-            ``"meta"``. Empty if they do not differ.
+            ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"``,
+            ``"meta"`` or, of a class that the caller allowed, ``"subclass"``. Empty if they do not
+            differ.
     """
 
     key: str
@@ -294,6 +301,26 @@ class FileStamp:
 
 
 @dataclass(frozen=True, slots=True)
+class Array:
+    """A numpy array among the leaves that are no tensors, for whom numpy is.
+
+    Attributes:
+        code: numpy's name of its dtype, such as ``"<f8"``.
+        shape: sizes in elements.
+        columns: whether the bytes lie column by column.
+        data: the bytes.
+    """
+
+    code: str
+    shape: tuple[int, ...]
+    columns: bool
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"numpy array {self.code} {list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Leaf:
     """Stands, in a template of a container, for the value that the index has under a key."""
 
@@ -316,9 +343,12 @@ class Index:
         metadata: what the format itself records, as text.
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
         module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
-        blocked_keys: key -> the name of the global that its value would have needed.
+        blocked_keys: key -> the name of the global that its value would have needed, or
+            `AMBIGUOUS`.
         blocked_tensors: key of such a value -> the number of tensors in it, where there are any;
             each tensor counts for the first value that it is in.
+        subclasses: key of such a value -> how it is made, where it is one tensor of a class that a
+            caller may allow by name; see `allowing`.
         aside: containers at the top that hold no model, such as an optimizer's state: a load that
             names no root leaves them out.
         templates: key of a module's extra state -> its containers as they were, with a ``Leaf`` for
@@ -339,6 +369,7 @@ class Index:
     module_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     blocked_keys: Mapping[str, str] = field(default_factory=dict)
     blocked_tensors: Mapping[str, int] = field(default_factory=dict)
+    subclasses: Mapping[str, RebuiltEntry] = field(default_factory=dict)
     templates: Mapping[str, object] = field(default_factory=dict)
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
@@ -375,7 +406,8 @@ def join(
         FormatError: two files have one key.
     """
     keyed = "entries", "objects", "blocked_keys"
-    names = (*keyed, "blocked_tensors", "storages", "files", "module_versions", "templates")
+    rest = "blocked_tensors", "subclasses", "storages", "files", "module_versions", "templates"
+    names = (*keyed, *rest)
     merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:
         for key in (*index.entries, *index.objects, *index.blocked_keys):
@@ -397,7 +429,10 @@ def under(index: Index, root: str) -> Index | None:
     def inside(values: Mapping[str, Any]) -> dict[str, Any]:
         return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
 
-    entries = {key: replace(entry, key=key) for key, entry in inside(index.entries).items()}
+    entries, subclasses = (
+        {key: replace(entry, key=key) for key, entry in inside(found).items()}
+        for found in (index.entries, index.subclasses)
+    )
     objects, blocked_keys = inside(index.objects), inside(index.blocked_keys)
     if not (entries or objects or blocked_keys):
         return None
@@ -411,8 +446,9 @@ def under(index: Index, root: str) -> Index | None:
         objects=objects,
         blocked_keys=blocked_keys,
         blocked_tensors=inside(index.blocked_tensors),
-        blocked=tuple(dict.fromkeys(blocked_keys.values())),
-        storages=used_by(entries, index.storages),
+        subclasses=subclasses,
+        blocked=_globals_in(blocked_keys),
+        storages=used_by({**entries, **subclasses}, index.storages),
         templates={key: _strip_leaves(tree, prefix) for key, tree in templates.items()},
         module_versions=versions,
         aside=(),
@@ -451,6 +487,26 @@ def of_model(index: Index) -> Index:
 
     entries, objects, blocked = map(kept, (index.entries, index.objects, index.blocked_keys))
     return replace(index, entries=entries, objects=objects, blocked_keys=blocked, aside=())
+
+
+def allowing(index: Index, names: Collection[str]) -> Index:
+    """Return an index in which tensors of these classes, by their dotted names, are entries."""
+    found = {key: entry for key, entry in index.subclasses.items() if entry.facts[0] in names}
+    if not found:
+        return index
+    blocked = {key: name for key, name in index.blocked_keys.items() if key not in found}
+    return replace(
+        index,
+        entries={**index.entries, **found},
+        subclasses={k: entry for k, entry in index.subclasses.items() if k not in found},
+        blocked_keys=blocked,
+        blocked_tensors={k: n for k, n in index.blocked_tensors.items() if k in blocked},
+        blocked=_globals_in(blocked),
+    )
+
+
+def _globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in blocked_keys.values() if name != AMBIGUOUS))
 
 
 def select(index: Index, root: str) -> Index:
@@ -502,8 +558,9 @@ def matching(index: Index, patterns: Sequence[str]) -> Index:
         objects=chosen(index.objects),
         blocked_keys=blocked_keys,
         blocked_tensors=chosen(index.blocked_tensors),
-        blocked=tuple(dict.fromkeys(blocked_keys.values())),
-        storages=used_by(entries, index.storages),
+        blocked=_globals_in(blocked_keys),
+        subclasses=(some := chosen(index.subclasses)),
+        storages=used_by({**entries, **some}, index.storages),
     )
 
 

@@ -13,7 +13,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, RebuiltEntry, TensorEntry, join
@@ -28,6 +28,7 @@ _CACHE_ROOT = re.compile(r"(models|datasets|spaces)--.+")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 _ReadFile = Callable[[str, Budget], Index]
+_Entry = TypeVar("_Entry", bound=TensorEntry)
 
 
 def read_sharded(source: Source, read_file: _ReadFile) -> Index:
@@ -190,10 +191,11 @@ def claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:
         objects=mine(shard.objects),
         blocked_keys=mine(shard.blocked_keys),
         blocked_tensors=mine(shard.blocked_tensors),
+        subclasses={key: _prefixed(entry, name) for key, entry in mine(shard.subclasses).items()},
     )
 
 
-def _prefixed(entry: TensorEntry, name: str) -> TensorEntry:
+def _prefixed(entry: _Entry, name: str) -> _Entry:
     """Return an entry whose storages are named for their shard."""
     made = replace(entry, storage=f"{name}/{entry.storage}")
     if isinstance(made, RebuiltEntry):

@@ -6,6 +6,7 @@ any other becomes a `Blocked` record, so that the rest of the file can still be 
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -13,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import ITEMSIZE, QUANTIZED
+from torchlift.formats.index import ITEMSIZE, QUANTIZED, SUBCLASS, Array
 from torchlift.formats.unpickle import (
+    ENTRY,
     HANDLERS,
     MAX_TEXT,
     STEP,
@@ -57,6 +59,10 @@ _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _MAX_BLOCKED = 10_000
 
 
+#: Levels of containers in what a subclass keeps beside its tensors.
+_MAX_INSIDE = 50
+
+
 class Global:
     """A name from the allow-list."""
 
@@ -72,21 +78,29 @@ class Blocked:
     Attributes:
         name: dotted name.
         called: whether this is the result of a call rather than the name itself.
+        made: whether that call makes an object without its ``__init__``.
         inside: what it was called with, or given.
         state: what ``__setstate__`` would have received, if it was a dict.
     """
 
-    __slots__ = ("called", "inside", "name", "state")
+    __slots__ = ("called", "inside", "made", "name", "state")
 
     def __init__(self, name: str, called: bool = False, *inside: object) -> None:
         self.name = name
         self.called = called
+        self.made = False
         self.inside = list(inside)
         self.state: dict[Any, Any] | None = None
 
 
 class DeviceName(str):
     """A ``torch.device``, by its name."""
+
+    __slots__ = ()
+
+
+class LayoutName(str):
+    """A ``torch.layout``, by its name."""
 
     __slots__ = ()
 
@@ -152,11 +166,19 @@ class TensorRef:
 
 @dataclass(slots=True, eq=False)
 class RebuiltRef(TensorRef):
-    """The arguments of a rebuilder that makes a tensor of others; see `RebuiltEntry`."""
+    """The arguments of a rebuilder that makes a tensor of others; see `RebuiltEntry`.
+
+    Of a subclass (`SUBCLASS`), only a caller can say that it may be made. The facts are its name;
+    whether the first tensor, seen as that class, is it; its state; and the tensors again.
+
+    Attributes:
+        weight: how many tensors it takes, with those of others that it is made of.
+    """
 
     kind: str = ""
     tensors: tuple[TensorRef, ...] = ()
     facts: tuple[object, ...] = ()
+    weight: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +187,13 @@ class NumpyDtype:
 
     code: str
     order: str = "<"
+
+
+@dataclass(slots=True, eq=False)
+class ArrayRef:
+    """A numpy array of numbers, once its state is known; None for what its bytes do not say."""
+
+    array: Array | None = None
 
 
 class TorchWorld:
@@ -203,7 +232,9 @@ class TorchWorld:
         if not isinstance(arguments, tuple):
             raise FormatError("the pickle calls something with arguments that are not a tuple")
         if isinstance(function, Blocked):
-            return Blocked(function.name, True, arguments)
+            made = Blocked(function.name, True, arguments)
+            made.made = keywords == {}
+            return made
         if not isinstance(function, Global):
             raise FormatError("the pickle calls something that is not a global")
         if keywords or (keywords is not None and arguments):
@@ -284,6 +315,8 @@ class TorchWorld:
             target.inside.append(state)
             if isinstance(state, dict):
                 target.state = state
+        elif isinstance(target, ArrayRef):
+            target.array = _array(state)
         elif isinstance(target, NumpyDtype):
             if isinstance(state, tuple) and len(state) > 1 and isinstance(state[1], str):
                 target.order = state[1][:1]
@@ -476,12 +509,60 @@ def _from_type(
     if made_by not in _TENSOR_CALLS and isinstance(function, Global):
         # Calls in calls could nest for ever; and torch fails with what has no as_subclass.
         raise TypeError("not a function that makes a tensor")
-    made = world.call(function, arguments)
+    made: Any = world.call(function, arguments)
+    wrapper = isinstance(made, RebuiltRef) and made.kind == SUBCLASS
     if isinstance(new_type, Blocked):
+        if type(made) is TensorRef or (wrapper and made.facts[0] == new_type.name):
+            inner = _tensors_inside(world, state, *([] if wrapper else [made]))
+            weight = 1 + sum(item.weight for item in inner if isinstance(item, RebuiltRef))
+            world.budget.spend(ENTRY * weight)
+            return RebuiltRef(
+                made.storage, made.dtype, 0, made.size, made.stride, made.requires_grad,
+                kind=SUBCLASS, tensors=inner, facts=(new_type.name, not wrapper, state, inner),
+                weight=weight,
+            )  # fmt: skip
         return Blocked(new_type.name, True, made, state)
+    if wrapper:
+        raise TypeError("a class that torch would not make it of")
     if _acts(state):
         return world.block("torch._tensor._rebuild_from_type_v2", True, made, state)
     return made
+
+
+def _wrapper(
+    world: TorchWorld, kind: object, dtype: object, size: object, stride: object, offset: object,
+    layout: object, device: object, requires_grad: object,
+) -> object:  # fmt: skip
+    """Return a record of a tensor that shows what its class makes of the tensors in its state."""
+    shown = _checked(dtype, Global, Blocked).name.removeprefix("torch.")
+    name = _checked(kind, Blocked).name
+    if shown not in ITEMSIZE or layout != "torch.strided":
+        return world.block(name, True, dtype, size)
+    nowhere = StorageRef(shown, "", _short(device), 0)
+    return RebuiltRef(
+        nowhere, shown, 0, size, stride, requires_grad, kind=SUBCLASS, facts=(name, False)
+    )
+
+
+_HOLDING = (dict, list, tuple, set, frozenset, Blocked)
+
+
+def _tensors_inside(world: TorchWorld, state: object, *known: TensorRef) -> tuple[TensorRef, ...]:
+    """Return the tensors that a subclass is made of, each once: those known, those in its state."""
+    found = {id(tensor): tensor for tensor in known}
+    left = [(state, 0)]
+    while left:
+        item, depth = left.pop()
+        if isinstance(item, TensorRef):
+            found[id(item)] = item
+        elif isinstance(item, _HOLDING):  # as often as it is met: so often is it made
+            inner = item.inside if isinstance(item, Blocked) else item
+            world.budget.spend(STEP * (1 + len(inner)))
+            if depth > _MAX_INSIDE:
+                raise ValueError("containers nest too deep")
+            children = inner.values() if isinstance(inner, dict) else inner
+            left += [(child, depth + 1) for child in children]
+    return tuple(found.values())
 
 
 def _acts(state: object) -> bool:
@@ -553,6 +634,39 @@ def _numpy_scalar(world: TorchWorld, dtype: object, data: object = b"") -> objec
         raise ValueError("not a scalar of that dtype") from error
 
 
+def _reconstructed(
+    world: TorchWorld, kind: object, shape: object = (), code: object = b"b"
+) -> object:
+    if isinstance(kind, Blocked):
+        return Blocked(kind.name, True, shape, code)
+    if _checked(kind, Global).name != "numpy.ndarray":
+        raise TypeError("not an array of numpy")
+    return ArrayRef()
+
+
+def _array(state: object) -> Array | None:
+    """Return an array as it was pickled; None where its elements are no plain numbers.
+
+    Raises:
+        FormatError: its bytes are not those of its shape.
+    """
+    shape: Any
+    _, shape, dtype, columns, data = (
+        state if isinstance(state, tuple) and len(state) == 5 else (None,) * 5
+    )
+    if not isinstance(dtype, NumpyDtype) or not isinstance(data, bytes):
+        return None
+    kind, size = dtype.code.lstrip("<>|=")[:1], dtype.code.lstrip("<>|=")[1:]
+    if kind not in "?biufcSU" or not size.isdecimal() or len(size) > 9:
+        return None
+    itemsize = int(size) * (4 if kind == "U" else 1)
+    fits = isinstance(shape, tuple) and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
+    if not fits or len(shape) > 64 or math.prod((*shape, itemsize)) != len(data):
+        raise FormatError("an array's bytes are not those of its shape", found=f"{len(data)} bytes")
+    order = ">" if ">" in (dtype.order, dtype.code[:1]) else "<"
+    return Array(f"{order}{kind}{size}", shape, columns is True, data)
+
+
 _NUMPY_LETTERS = {
     "b1": "?", "?": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H",
     "u4": "I", "u8": "Q", "f2": "e", "f4": "f", "f8": "d",
@@ -572,7 +686,8 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch._tensor._rebuild_from_type_v2": _from_type,
     "torch.Size": lambda world, items=(): tuple(_checked(items, list, tuple)),
     "torch.device": _device,
-    "torch.serialization._get_layout": lambda world, name: _checked(name, str),
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch.serialization._get_layout": lambda world, name: LayoutName(_short(name)),
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": lambda world, factory=None, items=None: _copied(world, items),
     "collections.Counter": lambda world, items=None: CountRecord(_copied(world, items)),
@@ -586,16 +701,21 @@ _CALLS: dict[str, Callable[..., object]] = {
     "builtins.bytes": _bytes,
     "_codecs.encode": _encode,
     "numpy.dtype": lambda world, code, *options: NumpyDtype(_short(code)),
+    "numpy.core.multiarray._reconstruct": _reconstructed,
+    "numpy._core.multiarray._reconstruct": _reconstructed,
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy._core.multiarray.scalar": _numpy_scalar,
 }
 
-_TENSOR_CALLS = (_tensor, _tensor_v3, _sparse, _nested, _meta, _quantized, _on_device, _parameter)
+_TENSOR_CALLS = (
+    _tensor, _tensor_v3, _sparse, _nested, _meta, _quantized, _on_device, _parameter, _wrapper,
+)  # fmt: skip
 
 #: Names that are values, not functions: kept as text where a file stores the name itself.
 _VALUES = {
     *STORAGES,
     *_PLAIN_TYPES,
+    "numpy.ndarray",
     *(f"torch.{dtype}" for dtype in STORED_SIZE if dtype),
     *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *(

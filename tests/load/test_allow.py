@@ -1,0 +1,418 @@
+"""`allow=` and what `torch.load` makes of other tensors: rebuilt, without running the file."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from int8_weights import Int8, quantise_linear
+from torch import nn
+
+import torchlift
+from torchlift import UnsafeError
+
+RAN: list[str] = []
+
+
+class Marked(torch.Tensor):
+    """A subclass with memory of its own, and attributes."""
+
+
+class Way(enum.Enum):
+    FAST = "fast"
+    SLOW = "slow"
+
+
+@dataclass(frozen=True)
+class Grain:
+    size: int
+    way: Way
+
+
+class Grained(Int8):
+    """A wrapper with more than tensors in its state."""
+
+    def __init__(self, values: Any, scale: Any, dtype: Any = torch.float32) -> None:
+        super().__init__(values, scale, dtype)
+        self.grain = Grain(32, Way.SLOW)
+        self.notes = {"shape": values.shape, "dtype": torch.int8, "layout": torch.strided}
+
+
+class Told(Int8):
+    """A wrapper that takes its state itself."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.told = True
+        self.values_int8, self.scale = state["values_int8"], state["scale"]
+
+
+class Canary:
+    """Notes that it was made."""
+
+    def __init__(self) -> None:
+        RAN.append("init")
+
+    def __new__(cls) -> Canary:
+        RAN.append("new")
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        RAN.append("state")
+
+
+def weights(kind: type, rows: int = 4) -> Any:
+    values = torch.arange(rows * 3, dtype=torch.int8).view(rows, 3)
+    return kind(values, torch.linspace(0.5, 2, rows).view(rows, 1))
+
+
+def same(one: Any, two: Any) -> None:
+    assert type(one) is type(two)
+    assert (one.shape, one.dtype, one.requires_grad) == (two.shape, two.dtype, two.requires_grad)
+    if isinstance(one, Int8):
+        assert torch.equal(one.values_int8, two.values_int8)
+        assert torch.equal(one.scale, two.scale)
+        extra = {"values_int8", "scale"}
+        assert {k: v for k, v in vars(one).items() if k not in extra} == {
+            k: v for k, v in vars(two).items() if k not in extra
+        }
+    else:
+        assert torch.equal(one.as_subclass(torch.Tensor), two.as_subclass(torch.Tensor))
+        assert vars(one) == vars(two)
+
+
+def saved(path: Any, **values: Any) -> Any:
+    torch.save(values, path)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Any) -> Any:
+    return tmp_path / "model.pt"
+
+
+CLASSES = [Int8, Marked, Grained, Told, Grain, Way]
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_classes_that_the_caller_names_are_rebuilt_as_torch_does(path: Any, legacy: bool) -> None:
+    """With their attributes, over the file's map; what else there is stays as it was."""
+    marked = torch.arange(4.0).as_subclass(Marked)
+    marked.note = {"of": [1, "x"]}
+    state = {
+        "int8": weights(Int8), "marked": marked, "deep": {"grained": weights(Grained)},
+        "told": weights(Told), "list": [torch.ones(1), weights(Int8, 2)], "plain": torch.ones(2),
+    }  # fmt: skip
+    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+    with torch.serialization.safe_globals([*CLASSES, torch.Size]):
+        expected = torch.load(path, weights_only=True)
+    with torchlift.open(path) as closed:
+        assert set(closed.blocked_keys) == {"int8", "marked", "deep.grained", "told", "list.1"}
+        with pytest.raises(UnsafeError, match=r"'int8': .* name it: allow=\[Int8\], from int8_wei"):
+            closed["int8"]
+    ckpt = torchlift.open(path, allow=CLASSES)
+    assert (ckpt.blocked, dict(ckpt.blocked_keys), dict(ckpt.blocked_tensors)) == ((), {}, {})
+    same(ckpt["int8"], expected["int8"])
+    same(ckpt["marked"], expected["marked"])
+    same(ckpt["deep.grained"], expected["deep"]["grained"])
+    same(ckpt["told"], expected["told"])
+    same(ckpt["list.1"], expected["list"][1])
+    assert ckpt["told"].told
+    assert ckpt.entries["int8"].encoding == ("subclass",)
+    assert ckpt.entries["int8"].nbytes == 12 + 16
+    same(ckpt.tree()["list"][1], expected["list"][1])
+    same(torchlift.open(path, root="deep", allow=CLASSES)["grained"], expected["deep"]["grained"])
+
+
+def test_nothing_else_is_called(path: Any) -> None:
+    """A class inside of an allowed one has to be allowed, too; one beside it is left alone."""
+    value = weights(Grained)
+    torch.save({"w": value, "canary": Canary()}, path)
+    RAN.clear()
+    ckpt = torchlift.open(path, allow=[Grained])
+    assert list(ckpt.blocked_keys) == ["canary"]
+    with pytest.raises(UnsafeError, match=r"'w': .*made of a class that nobody.*(Grain|Way)"):
+        ckpt["w"]
+    with pytest.raises(UnsafeError, match=r"'canary': .*weights_only=False.* only where you trust"):
+        ckpt["canary"]
+    same(torchlift.open(path, allow=[Grained, Grain, Way])["w"], value)
+    assert RAN == []
+    value.grain = Canary()
+    torch.save({"w": value}, path)
+    RAN.clear()
+    with pytest.raises(UnsafeError, match=r"made of a class that nobody.*Canary"):
+        torchlift.open(path, allow=[Grained, Grain, Way])["w"]
+    assert RAN == []
+
+
+def test_classes_that_a_library_told_torch_are_taken_inside_of_an_allowed_one(path: Any) -> None:
+    """As torchao tells of the enums and records that its classes have in their attributes."""
+    saved(path, w=weights(Grained), way=Way.FAST)
+    with torch.serialization.safe_globals([Grain, Way]):
+        ckpt = torchlift.open(path, allow=[Grained])
+        same(ckpt["w"], weights(Grained))
+        assert list(ckpt.blocked_keys) == ["way"]
+        assert list(torchlift.open(path).blocked_keys) == ["w", "way"]
+
+
+def test_a_class_may_have_another_name_in_files(path: Any) -> None:
+    """As in torch.serialization.safe_globals: a pair of the class and that name."""
+    saved(path, w=weights(Int8))
+    name = f"{Int8.__module__}.Int8"
+    same(torchlift.open(path, allow=[(Int8, name)])["w"], weights(Int8))
+    assert torchlift.open(path, allow=[(Int8, "other.Name")]).blocked_keys
+
+
+@pytest.mark.parametrize("allow", [Int8, "int8_weights.Int8", ["int8_weights.Int8"], [len], [1]])
+def test_only_classes_can_be_allowed(path: Any, allow: Any) -> None:
+    """A name is no class: nothing is imported for a file."""
+    saved(path, w=weights(Int8))
+    with pytest.raises(TypeError, match=r"expected .*classes of tensors"):
+        torchlift.open(path, allow=allow)
+    with pytest.raises(TypeError, match=r"expected .*classes of tensors"):
+        torchlift.load(nn.Linear(2, 2), path, allow=allow)
+
+
+def test_a_class_that_refuses_its_state_says_which_entry(path: Any) -> None:
+    """It may be of another version than the one that saved it."""
+    value = weights(Told)
+    del value.scale
+    saved(path, w=value)
+    with pytest.raises(torchlift.FormatError, match=r"'w': Told does not take.*KeyError: 'scale'"):
+        torchlift.open(path, allow=[Told])["w"]
+
+
+@pytest.mark.parametrize("make", ["skeleton", "meta", "live"])
+@pytest.mark.parametrize("source", ["mmap", "read"])
+def test_models_take_tensors_of_allowed_classes(path: Any, make: str, source: Any) -> None:
+    """Plan and load; from a path, an open checkpoint, and a list."""
+    expected = quantise_linear(nn.Sequential(nn.Linear(3, 4)), None)
+    torch.save(expected.state_dict(), path)
+
+    def model() -> nn.Module:
+        if make == "skeleton":
+            return torchlift.skeleton(lambda: nn.Sequential(nn.Linear(3, 4)))
+        if make == "meta":
+            return quantise_linear(nn.Sequential(nn.Linear(3, 4)))
+        torch.manual_seed(7)
+        return quantise_linear(nn.Sequential(nn.Linear(3, 4)), None)
+
+    for given in (path, torchlift.open(path), [path]):
+        target = model()
+        with pytest.raises(UnsafeError, match=r"'0\.weight'.*allow=\[Int8\]"):
+            torchlift.plan(target, given)
+        plan = torchlift.plan(target, given, allow=[Int8], source=source)
+        report = torchlift.load(target, given, allow=[Int8], source=source)
+        assert plan.mode == report.mode
+        same(target[0].weight.data, expected[0].weight.data)
+        assert isinstance(target[0].weight, nn.Parameter)
+        assert torch.equal(target[0].bias, expected[0].bias)
+        if make == "skeleton" and source == "read":
+            assert report.bytes_read == plan.bytes_to_read == 12 + 4 * 4 + 4 * 4
+        if make == "skeleton" and source == "mmap":
+            assert report.bytes_read == 0
+    target = model()
+    torchlift.load(target, torchlift.open(path, allow=[Int8]), source=source)
+    same(target[0].weight.data, expected[0].weight.data)
+
+
+def other_kinds() -> dict[str, torch.Tensor]:
+    dense = torch.tensor([[0.0, 1.5], [2.0, 0.0]])
+    quantised = torch.quantize_per_tensor(dense, 0.5, 1, torch.qint8)
+    scales, zeros = torch.tensor([0.5, 1.0]), torch.tensor([0, 1])
+    return {
+        "coo": dense.to_sparse(),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "per_tensor": quantised,
+        "per_channel": torch.quantize_per_channel(dense, scales, zeros, 0, torch.qint8),
+    }
+
+
+def dense_of(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor
+    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
+
+
+class Holds(nn.Module):
+    def __init__(self, value: torch.Tensor, buffer: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("w", value)
+
+
+kinds = pytest.mark.parametrize("kind", ["coo", "csr", "csc", "per_tensor", "per_channel"])
+quiet = pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*quantized tensor creation")
+
+
+@quiet
+@kinds
+@pytest.mark.parametrize("source", ["auto", "read"])
+def test_a_model_gets_what_torch_makes_of_other_tensors(path: Any, kind: str, source: Any) -> None:
+    """As a new tensor on meta, and into one of the same kind; the file's map is not written to."""
+    value = other_kinds()[kind]
+    saved(path, w=value)
+    for target in (
+        torchlift.skeleton(lambda: Holds(torch.zeros(2, 2))),
+        Holds(other_kinds()[kind] if kind.startswith("per") else value.clone()),
+    ):
+        torchlift.plan(target, path, source=source)
+        torchlift.load(target, path, source=source)
+        assert target.w.layout == value.layout
+        assert target.w.dtype == value.dtype
+        assert torch.equal(dense_of(target.w), dense_of(value))
+    live = Holds(torch.zeros(2, 2))
+    for call in (torchlift.plan, torchlift.load):
+        with pytest.raises(torchlift.PlacementError, match=r"'w': its value .* transform=lambda"):
+            call(live, path)
+    assert not live.w.any()
+
+
+@quiet
+@kinds
+@pytest.mark.parametrize("live", [False, True])
+def test_a_transform_gets_the_tensor_as_it_is_and_may_make_it_dense(
+    path: Any, kind: str, live: bool
+) -> None:
+    """Of every kind, into a model that holds plain numbers."""
+    value = other_kinds()[kind]
+    saved(path, w=value)
+    seen = []
+
+    def dense(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        seen.append((key, tensor.layout, tensor.dtype))
+        return dense_of(tensor)
+
+    model = Holds(torch.zeros(2, 2)) if live else torchlift.skeleton(Holds, torch.zeros(2, 2))
+    torchlift.load(model, path, transform=dense)
+    assert seen == [("w", value.layout, value.dtype)]
+    assert torch.equal(model.w, dense_of(value))
+
+
+ARRAYS = {
+    "c": np.arange(6.0).reshape(2, 3), "f": np.arange(6, dtype="<i2").reshape(2, 3).T,
+    "big": np.arange(3, dtype=">f4"), "scalar": np.array(5), "empty": np.zeros((0, 3), "float16"),
+    "text": np.array(["x", "yy"]), "bytes": np.array([b"ab", b"c"]), "flags": np.array([True]),
+    "complex": np.array([1 + 2j]), "one": np.float32(2.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_arrays_of_numpy_come_back_as_they_were(path: Any, protocol: int, legacy: bool) -> None:
+    """As objects, also inside of others, in the tree, and in the extra state of a module."""
+    state = {**ARRAYS, "in": {"list": [1, np.ones(2)]}, "w": torch.ones(2)}
+    torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=not legacy)
+    ckpt = torchlift.open(path)
+    tree = ckpt.tree()
+    assert not ckpt.blocked
+    for key, array in ARRAYS.items():
+        for found in (ckpt.objects[key], tree[key]):
+            np.testing.assert_array_equal(found, array)
+            assert getattr(found, "dtype", array.dtype) == array.dtype
+            assert np.asarray(found).flags.writeable
+    assert tree["f"].flags.f_contiguous
+    np.testing.assert_array_equal(ckpt.objects["in.list"][1], np.ones(2))
+    assert "numpy array <f8 [2, 3]" in str(ckpt)
+    assert torchlift.diff(path, path).equal
+
+
+def test_an_array_of_objects_stays_blocked(path: Any) -> None:
+    """Its elements are pickled, each by itself."""
+    saved(path, o=np.array([{}, 1], dtype=object), s=np.zeros(2, [("a", "f4")]), w=torch.ones(1))
+    assert set(torchlift.open(path).blocked_keys) == {"o", "s"}
+
+
+def test_a_module_gets_the_array_of_its_extra_state(path: Any) -> None:
+    class Scaled(nn.Linear):
+        seen: Any = None
+
+        def get_extra_state(self) -> Any:
+            return {"mean": np.arange(3.0)}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state
+
+    model = Scaled(2, 2)
+    torch.save(model.state_dict(), path)
+    torchlift.load(model, path)
+    np.testing.assert_array_equal(model.seen["mean"], np.arange(3.0))
+
+
+class Holder(Int8):
+    """A wrapper that has others among its attributes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.inside: Any = None
+
+
+def test_a_subclass_inside_of_another_is_made_too(path: Any) -> None:
+    """Where both are allowed."""
+    value = weights(Holder)
+    value.inside = {"list": [weights(Int8), torch.ones(3)]}
+    saved(path, w=value)
+    found = torchlift.open(path, allow=[Holder, Int8])["w"]
+    same(found.inside["list"][0], weights(Int8))
+    assert torch.equal(found.inside["list"][1], torch.ones(3))
+    with pytest.raises(UnsafeError, match=r"made of a class that nobody.*Int8"):
+        torchlift.open(path, allow=[Holder])["w"]
+
+
+def shared_lists() -> Any:
+    value, inside = weights(Holder, 1), [1]
+    for _ in range(45):
+        inside = [inside, inside]
+    value.inside = inside
+    return value
+
+
+def shared_tensors() -> Any:
+    value = weights(Holder, 1)
+    for _ in range(45):
+        pair = [weights(Holder, 1), weights(Holder, 1)]
+        pair[0].inside = pair[1].inside = value
+        value = weights(Holder, 1)
+        value.inside = pair
+    return value
+
+
+def a_loop() -> Any:
+    value, inside = weights(Holder, 1), []
+    inside.append(inside)
+    value.inside = inside
+    return value
+
+
+@pytest.mark.parametrize("make", [shared_lists, shared_tensors, a_loop])
+def test_what_unfolds_to_more_than_was_stored_is_refused(path: Any, make: Any) -> None:
+    """Before anything is made, and whether or not the class is allowed."""
+    saved(path, w=make())
+    for allow in ([], [Holder]):
+        with pytest.raises(torchlift.CheckpointError):
+            torchlift.open(path, allow=allow)
+
+
+class Hooked(Holds):
+    """Has loading code of its own, which gets to see the tensors."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__(value)
+        self.register_load_state_dict_pre_hook(lambda *arguments: None)
+
+
+@quiet
+@kinds
+@pytest.mark.parametrize("live", [False, True])
+def test_a_module_with_hooks_gets_them_too(path: Any, kind: str, live: bool) -> None:
+    """From a file, and from a state dict in memory."""
+    value = other_kinds()[kind]
+    saved(path, w=value)
+    for given in (path, {"w": value}):
+        zeros = torch.zeros(2, 2)
+        model = Hooked(value.clone()) if live else torchlift.skeleton(Hooked, zeros)
+        torchlift.load(model, given)
+        assert model.w.layout == value.layout
+        assert torch.equal(dense_of(model.w), dense_of(value))

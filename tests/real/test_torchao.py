@@ -1,0 +1,174 @@
+"""torchao's classes, through files: quantised checkpoints and quantised models, each with each."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchlift
+
+pytest.importorskip("torchao")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchao.optim import AdamW8bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8DynamicActivationIntxWeightConfig,
+        Int8Tensor,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerRow,
+        quantize_,
+    )
+
+CONFIGS = {
+    "int8": Int8WeightOnlyConfig(),
+    "float8": Float8WeightOnlyConfig(),
+    "int8-dynamic": Int8DynamicActivationInt8WeightConfig(),
+    "intx": IntxWeightOnlyConfig(weight_dtype=torch.int4),
+    "int8-intx": Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int3),
+}
+X = torch.linspace(-1, 1, 384).view(3, 128)
+
+configs = pytest.mark.parametrize("name", list(CONFIGS))
+
+
+def plain(seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 32))
+
+
+def quantised(name: str, seed: int = 1) -> nn.Sequential:
+    model = plain(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantize_(model, CONFIGS[name])
+    return model
+
+
+def targets(name: str) -> dict[str, Any]:
+    """A skeleton and a live model of each kind, of other values."""
+    with torch.device("meta"):
+        on_meta = quantised(name, 2)
+    return {
+        "skeleton": torchlift.skeleton(plain),
+        "quantised skeleton": torchlift.skeleton(quantised, name),
+        "quantised on meta": on_meta,
+        "quantised": quantised(name, 2),
+    }
+
+
+@configs
+@pytest.mark.parametrize("options", [{}, {"source": "read"}, {"mode": "assign"}], ids=str)
+def test_a_quantised_checkpoint_fills_plain_and_quantised_models(
+    name: str, options: Any, tmp_path: Path
+) -> None:
+    """As torch.load and load_state_dict(assign=True) do, for the class that is named."""
+    expected, path = quantised(name), tmp_path / "q.pt"
+    torch.save(expected.state_dict(), path)
+    kind = type(expected[0].weight)
+    with pytest.raises(torchlift.UnsafeError, match=rf"'0\.weight'.*allow=\[{kind.__name__}\]"):
+        torchlift.load(torchlift.skeleton(plain), path)
+    reference = plain(3)
+    reference.load_state_dict(torch.load(path, weights_only=True), assign=True)
+    for what, model in targets(name).items():
+        plan = torchlift.plan(model, path, allow=[kind], **options)
+        report = torchlift.load(model, path, allow=[kind], **options)
+        assert plan.mode == report.mode
+        assert type(model[0].weight) is kind, what
+        assert model[0].weight.dtype == reference[0].weight.dtype
+        assert torch.equal(model(X), expected(X)), what
+        assert torch.equal(model(X), reference(X)), what
+
+
+@configs
+@pytest.mark.parametrize("options", [{}, {"mode": "swap"}, {"mode": "assign"}], ids=str)
+def test_a_float_checkpoint_never_makes_a_quantised_model_plain(
+    name: str, options: Any, tmp_path: Path
+) -> None:
+    """The class says how, or one error names the weight; a plan says the same, nothing changes."""
+    path = tmp_path / "f.pt"
+    torch.save(plain().state_dict(), path)
+    for what, model in targets(name).items():
+        if what == "skeleton":
+            continue
+        kind = type(model[0].weight)
+        before = None if model[0].weight.is_meta else model(X)
+        errors = []
+        for call in (torchlift.plan, torchlift.load):
+            with pytest.raises(torchlift.PlacementError, match=r"'0\.weight'.*transform=") as error:
+                call(model, path, **options)
+            errors.append(str(error.value))
+        assert errors[0] == errors[1], what
+        assert type(model[0].weight) is kind
+        assert before is None or torch.equal(model(X), before)
+
+
+def test_a_plain_live_model_does_not_take_quantised_values(tmp_path: Path) -> None:
+    """Not in place; as new tensors, where that is asked for."""
+    expected, path = quantised("int8"), tmp_path / "q.pt"
+    torch.save(expected.state_dict(), path)
+    model = plain(2)
+    before = model(X)
+    for call in (torchlift.plan, torchlift.load):
+        with pytest.raises(torchlift.PlacementError, match=r"'0\.weight'.*does not take such val"):
+            call(model, path, allow=[Int8Tensor])
+    assert torch.equal(model(X), before)
+    torchlift.load(model, path, allow=[Int8Tensor], mode="assign")
+    assert torch.equal(model(X), expected(X))
+    live = plain(2)
+    torchlift.load(live, path, allow=[Int8Tensor], transform=lambda _, t: dequantised(t))
+    assert type(live[0].weight) is nn.Parameter
+    assert torch.equal(live[0].weight, expected[0].weight.dequantize())
+
+
+def dequantised(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if isinstance(tensor, Int8Tensor) else tensor
+
+
+@pytest.mark.parametrize("what", ["skeleton", "quantised skeleton", "quantised"])
+def test_a_float_checkpoint_is_quantised_as_it_is_loaded(what: str, tmp_path: Path) -> None:
+    """By a transform, or by a handler of the class: bit for bit what quantising later gives."""
+    expected, path = quantised("int8"), tmp_path / "f.pt"
+    torch.save(plain().state_dict(), path)
+
+    def quantise(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        return Int8Tensor.from_hp(tensor, PerRow()) if key.endswith("weight") else tensor
+
+    model = targets("int8")[what]
+    torchlift.load(model, path, transform=quantise)
+    assert torch.equal(model(X), expected(X))
+
+    def load_int8(destination: Any, source: Any, assign: bool) -> Any:
+        return Int8Tensor.from_hp(source, PerRow())
+
+    if what != "skeleton":
+        model = targets("int8")[what]
+        with torchlift.swap.module_load(Int8Tensor, load_int8):
+            torchlift.load(model, path)
+        assert torch.equal(model(X), expected(X))
+
+
+def test_low_bit_optimizer_state_loads_from_a_file(tmp_path: Path) -> None:
+    """Out of a checkpoint that was opened with its class."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer, other = (AdamW8bit(model.parameters()) for _ in range(2))
+    with torch.compiler.set_stance("force_eager"):  # its step is compiled, for half a minute
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+        with torchlift.open(tmp_path / "x.pt", allow=[OptimState8bit]) as ckpt:
+            torchlift.load_optimizer(model, other, ckpt, root="optimizer")
+    one, two = (item.state[model.weight]["exp_avg"] for item in (optimizer, other))
+    assert type(two) is OptimState8bit
+    assert torch.equal(one.codes, two.codes)
+    assert torch.equal(one.scale, two.scale)

@@ -1,0 +1,90 @@
+"""transformers' own checkpoints, each compared with what ``from_pretrained`` makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import torchlift
+
+BERT = BertConfig(
+    vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+    intermediate_size=24, max_position_embeddings=20,
+)  # fmt: skip
+GPT2 = GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=20)
+LLAMA = LlamaConfig(
+    vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=20,
+)  # fmt: skip
+MODELS = {BertModel: BERT, GPT2LMHeadModel: GPT2, LlamaForCausalLM: LLAMA}
+IDS = torch.arange(10).view(2, 5)
+
+
+def same(one: nn.Module, two: nn.Module, but: tuple[str, ...] = ()) -> None:
+    """Parameters, buffers of every kind, and dtypes."""
+    for kind in ("named_parameters", "named_buffers"):
+        found, expected = (dict(getattr(model, kind)()) for model in (one, two))
+        assert found.keys() == expected.keys()
+        for name in expected.keys() - set(but):
+            assert found[name].dtype == expected[name].dtype, name
+            assert torch.equal(found[name], expected[name]), name
+    if not but:
+        with torch.no_grad():
+            torch.testing.assert_close(one.eval()(IDS)[0], two.eval()(IDS)[0])
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("size", ["1GB", "10KB"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_saved_model_loads_as_from_pretrained(
+    kind: Any, size: str, dtype: Any, tmp_path: Path
+) -> None:
+    """One file or shards, tied weights, the file's dtype or another."""
+    torch.manual_seed(1)
+    kind(MODELS[kind]).save_pretrained(tmp_path, max_shard_size=size)
+    expected = kind.from_pretrained(tmp_path, dtype=dtype or torch.float32)
+    model = torchlift.skeleton(kind, MODELS[kind])
+    torchlift.load(model, tmp_path, dtype=dtype)
+    same(model, expected)
+
+
+def test_position_ids_of_an_older_bert_are_dropped(tmp_path: Path) -> None:
+    """Which were in the state dict once, and are a non-persistent buffer today."""
+    torch.manual_seed(1)
+    BertModel(BERT).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    old = {**load_file(file), "embeddings.position_ids": torch.arange(20).expand(1, -1).clone()}
+    save_file(old, file, {"format": "pt"})
+    model = torchlift.skeleton(BertModel, BERT)
+    report = torchlift.load(model, tmp_path)
+    assert report.dropped == ["embeddings.position_ids"]
+    same(model, BertModel.from_pretrained(tmp_path))
+
+
+def test_a_new_head_over_an_old_body(tmp_path: Path) -> None:
+    """The head is random, in the dtype of the rest; the body is the checkpoint's."""
+    torch.manual_seed(1)
+    BertModel(BERT).to(torch.bfloat16).save_pretrained(tmp_path)
+    expected = BertForSequenceClassification.from_pretrained(tmp_path, dtype="auto")
+    model = torchlift.skeleton(BertForSequenceClassification, BERT)
+    heads = ("classifier.weight", "classifier.bias")
+    report = torchlift.load(
+        model, tmp_path, rename=lambda key: f"bert.{key}", allow_missing=["classifier.*"]
+    )
+    assert set(report.replayed) >= set(heads)
+    same(model, expected, but=heads)
+    assert model.classifier.weight.dtype == expected.classifier.weight.dtype == torch.bfloat16

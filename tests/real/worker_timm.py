@@ -1,0 +1,119 @@
+"""Checks of timm's models, for `test_timm`; prints what failed as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+
+import torchlift
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import timm
+    from safetensors.torch import save_file
+
+MODELS = {
+    "resnet10t": {"num_classes": 5},
+    "vit_tiny_patch16_224": {"num_classes": 5, "depth": 2, "img_size": 32},
+    "convnext_atto": {"num_classes": 5, "depths": (1, 1, 1, 1)},
+    "mobilenetv3_small_050": {"num_classes": 5},
+}
+X = torch.linspace(-1, 1, 2 * 3 * 32 * 32).view(2, 3, 32, 32)
+
+
+def made(name: str, seed: int, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    return timm.create_model(name, **{**MODELS[name], **options})
+
+
+def same(one: Any, two: Any) -> None:
+    states = one.state_dict(), two.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[1].items():
+        assert torch.equal(states[0][key], value), key
+    buffers = dict(two.named_buffers())
+    for key, value in one.named_buffers():
+        assert torch.equal(value, buffers[key]), key
+    with torch.no_grad():
+        found, expected = one.eval()(X), two.eval()(X)
+    pairs = zip(found, expected, strict=True) if isinstance(found, list) else [(found, expected)]
+    for a, b in pairs:  # a tensor's address may change the last bits of a sum
+        torch.testing.assert_close(a, b)
+
+
+def a_checkpoint_loads_as_create_model_does(name: str, path: Path) -> None:
+    saved = made(name, 1)
+    torch.save(saved.state_dict(), path / "x.pth")
+    save_file(saved.state_dict(), path / "x.safetensors")
+    for file in ("x.pth", "x.safetensors"):
+        expected = made(name, 2, checkpoint_path=str(path / file))
+        for model in (made(name, 3), torchlift.skeleton(made, name, 3)):
+            torchlift.load(model, path / file)
+            same(model, expected)
+
+
+def the_features_of_a_model_load_from_its_whole_checkpoint(name: str, path: Path) -> None:
+    if name.startswith("vit"):  # timm takes its features by hooks, of the whole model
+        return
+    torch.save(made(name, 1).state_dict(), path / "x.pth")
+    expected = made(name, 2, features_only=True)
+    # As timm loads pretrained weights into them: by name, without what the features lack.
+    names = {key.replace("stages_", "stages."): key for key in expected.state_dict()}
+    names = {key.replace("stem_", "stem."): new for key, new in names.items()}
+    state = torch.load(path / "x.pth")
+    chosen = {names[key]: value for key, value in state.items() if key in names}
+    expected.load_state_dict(chosen)
+    model = torchlift.skeleton(made, name, 3, features_only=True)
+    report = torchlift.load(model, path / "x.pth", rename=names.get)
+    assert not report.missing_keys
+    same(model, expected)
+
+
+def another_head_is_made_as_timm_makes_it(name: str, path: Path) -> None:
+    torch.save(made(name, 1).state_dict(), path / "x.pth")
+    plain = made(name, 4, num_classes=3)
+    model = torchlift.skeleton(made, name, 4, num_classes=3)
+    heads = [key for key in plain.state_dict() if plain.state_dict()[key].shape[:1] == (3,)]
+    torch.manual_seed(4)
+    report = torchlift.load(
+        model, path / "x.pth", ignore_mismatched=True, allow_missing=[f"{key}*" for key in heads]
+    )
+    assert set(report.mismatched) <= set(heads), report.mismatched
+    body = {key: v for key, v in torch.load(path / "x.pth").items() if key not in report.mismatched}
+    for key, value in body.items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
+def a_skeleton_replays_what_create_model_makes(name: str, path: Path) -> None:
+    expected = made(name, 7)
+    model = torchlift.skeleton(made, name, 7)
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+    torchlift.materialize(model)
+    same(model, expected)
+
+
+CHECKS = (
+    a_checkpoint_loads_as_create_model_does,
+    the_features_of_a_model_load_from_its_whole_checkpoint,
+    another_head_is_made_as_timm_makes_it,
+    a_skeleton_replays_what_create_model_makes,
+)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = {}
+    for check in CHECKS:
+        for name in MODELS:
+            try:
+                check(name, Path(mkdtemp()))
+                found[f"{check.__name__} {name}"] = ""
+            except Exception:
+                found[f"{check.__name__} {name}"] = traceback.format_exc()
+    json.dump(found, sys.stdout)
