@@ -344,11 +344,11 @@ class Index:
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
         module_versions: torch's per-module ``_metadata`` (prefix -> local metadata), where present.
         blocked_keys: key -> the name of the global that its value would have needed, or
-            `AMBIGUOUS`.
+            ``AMBIGUOUS``.
         blocked_tensors: key of such a value -> the number of tensors in it, where there are any;
             each tensor counts for the first value that it is in.
         subclasses: key of such a value -> how it is made, where it is one tensor of a class that a
-            caller may allow by name; see `allowing`.
+            caller may allow by name.
         aside: containers at the top that hold no model, such as an optimizer's state: a load that
             names no root leaves them out.
         templates: key of a module's extra state -> its containers as they were, with a ``Leaf`` for
@@ -369,7 +369,7 @@ class Index:
     module_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     blocked_keys: Mapping[str, str] = field(default_factory=dict)
     blocked_tensors: Mapping[str, int] = field(default_factory=dict)
-    subclasses: Mapping[str, RebuiltEntry] = field(default_factory=dict)
+    subclasses: Mapping[str, TensorEntry] = field(default_factory=dict)
     templates: Mapping[str, object] = field(default_factory=dict)
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
@@ -491,7 +491,11 @@ def of_model(index: Index) -> Index:
 
 def allowing(index: Index, names: Collection[str]) -> Index:
     """Return an index in which tensors of these classes, by their dotted names, are entries."""
-    found = {key: entry for key, entry in index.subclasses.items() if entry.facts[0] in names}
+    found = {
+        key: entry
+        for key, entry in index.subclasses.items()
+        if isinstance(entry, RebuiltEntry) and entry.facts[0] in names
+    }
     if not found:
         return index
     blocked = {key: name for key, name in index.blocked_keys.items() if key not in found}
