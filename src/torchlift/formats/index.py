@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchlift.errors import FormatError, IntegrityError, did_you_mean
@@ -32,6 +33,7 @@ QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 _ELEMENTWISE = frozenset({"big-endian", "conjugate", "negative"})
 
 
+@lru_cache(256)  # the experts of a list have one shape, and are asked for it a dozen times each
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a contiguous tensor, as torch gives them.
 
@@ -49,8 +51,9 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether elements with these strides lie in row-major order without gaps."""
-    steps = zip(shape, stride, row_major(shape), strict=True)
-    return 0 in shape or all(size == 1 or step == dense for size, step, dense in steps)
+    dense = row_major(shape)
+    steps = zip(shape, stride, dense, strict=True)
+    return stride == dense or 0 in shape or all(size == 1 or a == b for size, a, b in steps)
 
 
 @dataclass(frozen=True, slots=True)

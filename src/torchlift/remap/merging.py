@@ -385,8 +385,8 @@ def merge(
     Args:
         sources: pattern of a list's members, or patterns in their order, or both.
         target: name of the one, with as many ``*``.
-        stack: dimension of the target that counts members, as for `torch.stack`.
-        cat: dimension in which they follow each other, as for `torch.cat`.
+        stack: dimension of the target that counts members, as for ``torch.stack``.
+        cat: dimension in which they follow each other, as for ``torch.cat``.
         sizes: of the patterns along ``cat``, in proportion, such as ``(4, 1, 1)`` for grouped
             attention. None: they are equal.
         transpose: two dimensions of a source that are exchanged; alone, of a tensor that stays one.
@@ -428,8 +428,8 @@ def split(
     Args:
         source: name of the one.
         targets: patterns in their order, with as many ``*``; one with ``{...}`` is a list.
-        unstack: dimension of the source that counts members, as for `torch.unbind`.
-        chunk: dimension in which they follow each other, as for `torch.chunk`.
+        unstack: dimension of the source that counts members, as for ``torch.unbind``.
+        chunk: dimension in which they follow each other, as for ``torch.chunk``.
         sizes: of the targets along ``chunk``, in proportion. None: they are equal.
         transpose: two dimensions of a target that are exchanged at last.
 
