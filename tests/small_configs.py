@@ -38,8 +38,8 @@ def small_config(kind: Any) -> Any:
         default = None
     words: dict[str, Any] = {}
     for name in known & _SIZES.keys():
-        usual = getattr(default, name, None)
-        words[name] = [_SIZES[name]] * len(usual) if isinstance(usual, list) else _SIZES[name]
+        own = getattr(default, name, None)
+        words[name] = [_SIZES[name]] * len(own) if isinstance(own, list) else _SIZES[name]
     for name, declared in (getattr(kind, "sub_configs", None) or {}).items():
         given = getattr(default, name, None)
         inner = type(given) if isinstance(given, hf.PretrainedConfig) else declared

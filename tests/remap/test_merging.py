@@ -94,12 +94,12 @@ def tensors(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
 def divisions(draw: st.DrawFn) -> tuple[State, Any, State]:
     """A state, a rule that merges it, and what torch makes of it."""
     shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    parts = ["*.a.{i}", "*.b.{i}", "*.c.{i}"][: draw(st.integers(1, 3))]
+    patterns = ["*.a.{i}", "*.b.{i}", "*.c.{i}"][: draw(st.integers(1, 3))]
     numbered = draw(st.booleans())
     stack = cat = sizes = None
     if not numbered:
-        parts = [part.replace(".{i}", "") for part in parts]
-    if numbered and len(parts) > 1:
+        patterns = [part.replace(".{i}", "") for part in patterns]
+    if numbered and len(patterns) > 1:
         stack = draw(st.integers(-len(shape) - 1, len(shape)))
         cat = draw(st.integers(0, len(shape)))
     elif draw(st.booleans()):
@@ -110,14 +110,14 @@ def divisions(draw: st.DrawFn) -> tuple[State, Any, State]:
     if len(shape) > 1 and draw(st.booleans()):
         transpose = draw(st.permutations(range(len(shape))).map(lambda dims: tuple(dims[:2])))
     count = draw(st.integers(1, 3)) if numbered else 1
-    if cat is not None and (len(parts) > 1) != numbered and draw(st.booleans()):
+    if cat is not None and (len(patterns) > 1) != numbered and draw(st.booleans()):
         sizes = tuple(
-            draw(st.lists(st.integers(1, 3), min_size=max(count, len(parts)),
-                          max_size=max(count, len(parts))))
+            draw(st.lists(st.integers(1, 3), min_size=max(count, len(patterns)),
+                          max_size=max(count, len(patterns))))
         )  # fmt: skip
     state: State = {}
     for layer in range(draw(st.integers(1, 2))):
-        for at, part in enumerate(parts):
+        for at, part in enumerate(patterns):
             for number in range(count):
                 name = part.replace("*", f"l.{layer}").replace("{i}", str(number))
                 sized = list(shape)
@@ -127,20 +127,20 @@ def divisions(draw: st.DrawFn) -> tuple[State, Any, State]:
                     if transpose and dim in [d % len(shape) for d in transpose]:
                         one, two = (d % len(shape) for d in transpose)
                         dim = two if dim == one else one
-                    sized[dim] *= sizes[at if len(parts) > 1 else number]
+                    sized[dim] *= sizes[at if len(patterns) > 1 else number]
                 state[name] = draw(tensors(tuple(sized)))
     keys = draw(st.permutations(list(state)))
-    if cat is not None and numbered and len(parts) == 1 and sizes is None:
+    if cat is not None and numbered and len(patterns) == 1 and sizes is None:
         sizes = (1,) * count  # without them, there is no way back
-    rule = remap.merge(parts, "*.whole", stack=stack, cat=cat, sizes=sizes, transpose=transpose)
+    rule = remap.merge(patterns, "*.whole", stack=stack, cat=cat, sizes=sizes, transpose=transpose)
 
     def member(layer: int, part: str, number: int) -> torch.Tensor:
         name = part.replace("*", f"l.{layer}").replace("{i}", str(number))
         return state[name].transpose(*transpose) if transpose else state[name]
 
     expected: State = {}
-    for layer in range(len(state) // (len(parts) * count)):
-        rows = [[member(layer, part, n) for n in range(count)] for part in parts]
+    for layer in range(len(state) // (len(patterns) * count)):
+        rows = [[member(layer, part, n) for n in range(count)] for part in patterns]
         if numbered and stack is not None:
             rows = [[torch.stack(row, stack)] for row in rows]
         together = [tensor for row in rows for tensor in row]

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchlift._system import clipped_list, count_of
@@ -39,6 +40,7 @@ SUBCLASS = "subclass"
 _ELEMENTWISE = frozenset({"deflated", "big-endian", "conjugate", "negative"})
 
 
+@lru_cache(256)  # the experts of a list have one shape, and are asked for it a dozen times each
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a contiguous tensor, as torch gives them.
 
@@ -56,8 +58,9 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether elements with these strides lie in row-major order without gaps."""
-    steps = zip(shape, stride, row_major(shape), strict=True)
-    return 0 in shape or all(size == 1 or step == dense for size, step, dense in steps)
+    dense = row_major(shape)
+    steps = zip(shape, stride, dense, strict=True)
+    return stride == dense or 0 in shape or all(size == 1 or a == b for size, a, b in steps)
 
 
 class Record(NamedTuple):

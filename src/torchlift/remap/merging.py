@@ -171,7 +171,7 @@ class _Division(Rewriting, Renaming):
     """Tensors of several names that are one of another, read in one of both directions.
 
     Attributes:
-        parts: names of the members.
+        members: their names.
         whole: name of the one.
         stack, cat: dimension in which members are joined, where they are.
         sizes: of the members along `cat`, in proportion; None where all are equal.
@@ -179,7 +179,7 @@ class _Division(Rewriting, Renaming):
         merges: whether many become one, and not one many.
     """
 
-    parts: tuple[_Pattern, ...]
+    members: tuple[_Pattern, ...]
     whole: _Pattern
     stack: int | None
     cat: int | None
@@ -193,12 +193,12 @@ class _Division(Rewriting, Renaming):
             place = self._place(key)
             return key if place is None else self.whole.name(place[0], 0)
         found = self.whole.fields(key)
-        return key if found is None else self.parts[0].name(found[0], 0)
+        return key if found is None else self.members[0].name(found[0], 0)
 
     def __repr__(self) -> str:
-        parts: str | list[str] = [part.text for part in self.parts]
-        parts = parts[0] if len(parts) == 1 else parts
-        names = [parts, self.whole.text] if self.merges else [self.whole.text, parts]
+        several: str | list[str] = [pattern.text for pattern in self.members]
+        several = several[0] if len(several) == 1 else several
+        names = [several, self.whole.text] if self.merges else [self.whole.text, several]
         words = ("stack", "cat") if self.merges else ("unstack", "chunk")
         values = {
             words[0]: self.stack,
@@ -218,7 +218,7 @@ class _Division(Rewriting, Renaming):
     @property
     def is_numbered(self) -> bool:
         """Whether one name stands for a list of members."""
-        return self.parts[0].numbers > 0
+        return self.members[0].numbers > 0
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         try:
@@ -229,7 +229,7 @@ class _Division(Rewriting, Renaming):
 
     def _place(self, key: str) -> tuple[tuple[str, ...], tuple[int, int]] | None:
         """Return the texts of a member's name, and which one it is: its pattern, its number."""
-        for at, part in enumerate(self.parts):
+        for at, part in enumerate(self.members):
             found = part.fields(key)
             if found is not None:
                 return found[0], (at, found[1])
@@ -254,11 +254,11 @@ class _Division(Rewriting, Renaming):
         self, name: str, texts: tuple[str, ...], members: Mapping[tuple[int, int], Made]
     ) -> Made:
         count = 1 + max(number for _, number in members)
-        if len(members) < count * len(self.parts):
+        if len(members) < count * len(self.members):
             lacking = (
                 part.name(texts, number)
                 for number in range(count)
-                for at, part in enumerate(self.parts)
+                for at, part in enumerate(self.members)
                 if (at, number) not in members
             )
             raise missing_members(name, list(islice(lacking, _MOST_NAMED)))
@@ -266,7 +266,7 @@ class _Division(Rewriting, Renaming):
             if self.transpose is not None:
                 members = {at: transposed(m, self.transpose) for at, m in members.items()}
             lists = [
-                [members[at, number] for number in range(count)] for at in range(len(self.parts))
+                [members[at, number] for number in range(count)] for at in range(len(self.members))
             ]
             if self.is_numbered and self.stack is not None:
                 lists = [[stacked(row, self.stack)] for row in lists]
@@ -302,7 +302,7 @@ class _Division(Rewriting, Renaming):
                 lists = self._lists(item)
             except Unfit as error:
                 raise MismatchError(f"it cannot be split: {error}", entry=key) from None
-            for part, members in zip(self.parts, lists, strict=True):
+            for part, members in zip(self.members, lists, strict=True):
                 for number, member in enumerate(members):
                     if self.transpose is not None:
                         member = transposed(member, self.transpose)
@@ -311,7 +311,7 @@ class _Division(Rewriting, Renaming):
 
     def _lists(self, item: Made) -> list[list[Made]]:
         """Return the members of every pattern."""
-        count = len(self.parts)
+        count = len(self.members)
         if self.cat is None:
             if self.stack is None:
                 return [[item]]
@@ -323,14 +323,14 @@ class _Division(Rewriting, Renaming):
                 )
             return [members] if self.is_numbered else [[member] for member in members]
         total = item.entry.shape[_dim(item, self.cat)]
-        parts = (1,) * count if self.sizes is None else self.sizes
-        if total % sum(parts):
+        shares = (1,) * count if self.sizes is None else self.sizes
+        if total % sum(shares):
             what = f"{count} equal slices" if self.sizes is None else f"slices of {self.sizes}"
             raise Unfit(
                 f"dimension {self.cat} of shape {list(item.entry.shape)} does not divide into "
                 f"{what}"
             )
-        members = chunked(item, self.cat, [total // sum(parts) * size for size in parts])
+        members = chunked(item, self.cat, [total // sum(shares) * size for size in shares])
         if self.is_numbered and self.stack is not None:
             return [unstacked(member, self.stack) for member in members]
         return [members] if self.is_numbered else [[member] for member in members]
@@ -386,8 +386,8 @@ def merge(
     Args:
         sources: pattern of a list's members, or patterns in their order, or both.
         target: name of the one, with as many ``*``.
-        stack: dimension of the target that counts members, as for `torch.stack`.
-        cat: dimension in which they follow each other, as for `torch.cat`.
+        stack: dimension of the target that counts members, as for ``torch.stack``.
+        cat: dimension in which they follow each other, as for ``torch.cat``.
         sizes: of the patterns along ``cat``, in proportion, such as ``(4, 1, 1)`` for grouped
             attention. None: they are equal.
         transpose: two dimensions of a source that are exchanged; alone, of a tensor that stays one.
@@ -429,8 +429,8 @@ def split(
     Args:
         source: name of the one.
         targets: patterns in their order, with as many ``*``; one with ``{...}`` is a list.
-        unstack: dimension of the source that counts members, as for `torch.unbind`.
-        chunk: dimension in which they follow each other, as for `torch.chunk`.
+        unstack: dimension of the source that counts members, as for ``torch.unbind``.
+        chunk: dimension in which they follow each other, as for ``torch.chunk``.
         sizes: of the targets along ``chunk``, in proportion. None: they are equal.
         transpose: two dimensions of a target that are exchanged at last.
 
@@ -457,14 +457,14 @@ def split(
 
 def _division(
     what: str,
-    parts: str | Sequence[str],
+    members: str | Sequence[str],
     whole: str,
     stack: int | None,
     cat: int | None,
     sizes: Sequence[int] | None,
     transpose: tuple[int, int] | None,
 ) -> _Division:
-    names = [parts] if isinstance(parts, str) else list(parts)
+    names = [members] if isinstance(members, str) else list(members)
     patterns, one = [_Pattern(name) for name in names], _Pattern(whole)
     stacks, cats = ("stack=", "cat=") if what == "merge" else ("unstack=", "chunk=")
     lists, several = any(p.numbers for p in patterns), len(patterns) > 1
@@ -488,7 +488,7 @@ def _division(
     elif what == "split" and lists and stack is None and sizes is None:
         wrong = "sizes= are missing, which say how many there are"
     if wrong:
-        shown = f"{parts!r}, {whole!r}" if what == "merge" else f"{whole!r}, {parts!r}"
+        shown = f"{members!r}, {whole!r}" if what == "merge" else f"{whole!r}, {members!r}"
         raise ValueError(f"{what}({shown}): {wrong}")
     return _Division(
         tuple(patterns), one, stack, cat,
