@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from torchlift._transfer import write
 from torchlift.distributed import save
 from torchlift.errors import CheckpointError
 
@@ -59,7 +60,7 @@ def main() -> None:
     state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in values.items()}
     if rank in victims.split(","):
         if where == "write":
-            save.write_at = dies_in(4, save.write_at)
+            write.write_at = dies_in(4, write.write_at)
         else:
             setattr(os, where, die)
     result = Path(folder, f"{rank}.json")
