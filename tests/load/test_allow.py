@@ -148,16 +148,6 @@ def test_nothing_else_is_called(path: Any) -> None:
     assert RAN == []
 
 
-def test_classes_that_a_library_told_torch_are_taken_inside_of_an_allowed_one(path: Any) -> None:
-    """As torchao tells of the enums and records that its classes have in their attributes."""
-    saved(path, w=weights(Grained), way=Way.FAST)
-    with torch.serialization.safe_globals([Grain, Way]):
-        ckpt = torchlift.open(path, allow=[Grained])
-        same(ckpt["w"], weights(Grained))
-        assert list(ckpt.blocked_keys) == ["way"]
-        assert list(torchlift.open(path).blocked_keys) == ["w", "way"]
-
-
 def test_a_class_may_have_another_name_in_files(path: Any) -> None:
     """As in torch.serialization.safe_globals: a pair of the class and that name."""
     saved(path, w=weights(Int8))
@@ -416,3 +406,162 @@ def test_a_module_with_hooks_gets_them_too(path: Any, kind: str, live: bool) -> 
         torchlift.load(model, given)
         assert model.w.layout == value.layout
         assert torch.equal(dense_of(model.w), dense_of(value))
+
+
+class Kept(Int8):
+    """A wrapper that keeps a tensor under the name of a method of torch's."""
+
+    def __init__(self, values: Any, scale: Any, dtype: Any = torch.float32) -> None:
+        super().__init__(values, scale, dtype)
+        self.values = torch.ones(2)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["values_int8", "scale", "values"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        made = cls(inner["values_int8"], inner["scale"])
+        made.values = inner["values"]
+        return made
+
+
+def test_a_wrapper_may_name_a_tensor_as_torch_names_a_method(path: Any) -> None:
+    """Where it says so in ``__tensor_flatten__``."""
+    saved(path, w=weights(Kept))
+    assert torch.equal(torchlift.open(path, allow=[Kept])["w"].values, torch.ones(2))
+
+
+class Stated:
+    """Pickles as a tensor of a class whose attributes are what the writer of a file chose."""
+
+    def __init__(self, tensor: Any, state: Any) -> None:
+        self.tensor, self.state = tensor, state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        function, (rebuild, kind, arguments, _) = self.tensor.__reduce_ex__(2)
+        return function, (rebuild, kind, arguments, self.state)
+
+
+def marked(*shape: int) -> Any:
+    return torch.zeros(*shape).as_subclass(Marked)
+
+
+def inside(**changes: Any) -> dict[str, Any]:
+    """What an Int8 of four rows has, and changes of it; None takes an attribute out."""
+    values = {"values_int8": torch.ones(4, 3, dtype=torch.int8), "scale": torch.ones(4, 1)}
+    return {name: value for name, value in (values | changes).items() if value is not None}
+
+
+STATES = {
+    "other numbers": (marked(2, 3), {"data": torch.ones(3, 2)}, "'data'"),
+    "more of them": (marked(2, 3), {"data": torch.ones(7)}, "'data'"),
+    "of another dtype": (marked(2, 3), {"data": torch.ones(2, 3, dtype=torch.int32)}, "'data'"),
+    "a gradient": (marked(2), {"grad": torch.ones(2)}, "'grad'"),
+    "a method": (marked(2), {"detach": Way}, "'detach'"),
+    "no method": (marked(2), {"detach": 1}, "'detach'"),
+    "a tensor for a method": (marked(2), {"detach": torch.ones(2)}, "'detach'"),
+    "a method of its own": (weights(Int8), inside(dequantised=Way), "'dequantised'"),
+    "another class": (marked(2), {"__class__": Way}, "'__class__'"),
+    "in slots": (marked(2), ({}, {"data": torch.ones(3)}), "'data'"),
+    "no scale": (weights(Int8), inside(scale=None), "no attribute 'scale'"),
+    "a number": (weights(Int8), inside(scale=1.0), "'scale' is a float"),
+    "of another shape": (weights(Int8), inside(values_int8=torch.ones(3, 4).to(torch.int8)),
+                         r"float32 \[3, 4\], and the file says float32 \[4, 3\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STATES)
+def test_attributes_cannot_make_a_tensor_something_else(path: Any, what: str) -> None:
+    """Neither other values, nor another class, nor one that lacks what its class needs."""
+    tensor, state, says = STATES[what]
+    saved(path, w=Stated(tensor, state))
+    model = Holds(torch.zeros(tensor.shape))
+    allow = [Int8, Marked, Way]
+    with pytest.raises(torchlift.FormatError, match=rf"'w': (Int8|Marked) does not .*{says}"):
+        torchlift.open(path, allow=allow)["w"]
+    for call in (torchlift.plan, torchlift.load):
+        with pytest.raises(torchlift.FormatError, match=says):
+            call(model, path, allow=allow, mode="assign")
+    assert type(model.w) is torch.Tensor
+
+
+def test_attributes_cannot_make_an_object_another_one(path: Any) -> None:
+    """Its class is the one that the caller allowed."""
+    value = weights(Grained)
+    value.grain = Grain(1, Way.SLOW)
+    value.grain.__dict__["__class__"] = Canary
+    saved(path, w=value)
+    with pytest.raises(torchlift.FormatError, match="'__class__', which its class has"):
+        torchlift.open(path, allow=[Grained, Grain, Way, Canary])["w"]
+
+
+class Restated:
+    """Pickles as a member of an enum that is given a state."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Way, ("slow",), {"_value_": "changed"}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_file_cannot_change_a_member_of_an_enum(path: Any, named: bool) -> None:
+    """It is the process's, whether the caller named the enum or its library did."""
+    value = weights(Grained)
+    value.grain = Restated()
+    saved(path, w=value)
+    with (
+        torch.serialization.safe_globals([Way]),
+        pytest.raises(torchlift.FormatError, match="'w': Grained does not take"),
+    ):
+        torchlift.open(path, allow=[Grained, Way] if named else [Grained])["w"]
+    assert (Way.SLOW.value, Way("slow")) == ("slow", Way.SLOW)
+
+
+def test_of_what_a_library_told_torch_only_members_of_enums_are_taken(path: Any) -> None:
+    """Looked up, where nothing is called; what else is lacking is listed at once."""
+    value = weights(Grained)
+    saved(path, w=value, way=Way.FAST)
+    with torch.serialization.safe_globals([Grain, Way]):
+        with pytest.raises(UnsafeError, match=r"nobody allowed.*found [\w.]*Grain\. "):
+            torchlift.open(path, allow=[Grained])["w"]
+        ckpt = torchlift.open(path, allow=[Grained, Grain])
+        same(ckpt["w"], value)
+        assert list(ckpt.blocked_keys) == ["way"]
+        assert list(torchlift.open(path).blocked_keys) == ["w", "way"]
+    value.notes = {"canary": Canary()}
+    saved(path, w=value)
+    RAN.clear()
+    with (
+        torch.serialization.safe_globals([Canary]),
+        pytest.raises(UnsafeError, match=r"found [\w.]*Grain, [\w.]*Way, [\w.]*Canary\. "),
+    ):
+        torchlift.open(path, allow=[Grained])["w"]
+    assert RAN == []
+
+
+def test_a_class_is_allowed_for_the_checkpoint_that_it_was_allowed_for(tmp_path: Any) -> None:
+    """Of several, each has its own; what `load` allows holds for all of them."""
+    one = saved(tmp_path / "a.pt", a=weights(Grained), b=torch.ones(1))
+    two = saved(tmp_path / "b.pt", b=weights(Grained))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("a", torch.zeros(4, 3))
+            self.register_buffer("b", torch.zeros(4, 3))
+
+    allow = [Grained, Grain, Way]
+    first = torchlift.open(one, allow=allow)
+    for second in (two, torchlift.open(two)):
+        with pytest.raises(UnsafeError, match=r"'b'.*allow=\[Grained\]"):
+            torchlift.load(torchlift.skeleton(Two), [first, second])
+    with pytest.raises(UnsafeError, match=r"'b': .*nobody allowed.*found [\w.]*Grain, "):
+        torchlift.load(torchlift.skeleton(Two), [first, torchlift.open(two, allow=[Grained])])
+    for given, more in (
+        ([first, torchlift.open(two, allow=allow)], []),
+        ([first, two], allow),
+        ([first, torchlift.open(two, allow=[Grained])], [Grain, Way]),
+    ):
+        model = torchlift.skeleton(Two)
+        torchlift.load(model, given, allow=more)
+        same(model.a, weights(Grained))
+        same(model.b, weights(Grained))

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar, overload
 
 import torch
 
@@ -39,9 +39,6 @@ from torchlift.formats import (
 )
 from torchlift.formats.gguf import BLOCKS
 from torchlift.formats.summary import to_html, to_text
-
-if TYPE_CHECKING:
-    from torchlift._checkpoint.subclasses import Allowed
 
 #: Values that are computed of quantised blocks at a time; the temporaries take some 16 MiB.
 _DEQUANTIZED = 1 << 20
@@ -92,12 +89,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def __init__(self, index: Index, *, root: str | None = None, allow: Allow = ()) -> None:
         index = index if root is None else select(index, root)
         self.allow = classes(allow)
-        self._allowed = None
         if self.allow:
-            from torchlift._checkpoint.subclasses import Allowed
+            from torchlift._checkpoint.subclasses import by_name
 
-            self._allowed = Allowed(self.allow)
-            index = allowing(index, self._allowed.names)
+            index = allowing(index, by_name(self.allow))
         self._index = index
         self.root = root
         self.path = index.path
@@ -173,7 +168,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def views(self) -> MappedViews:
         """Return tensors over memory maps of its own."""
-        return MappedViews(self._index, self._allowed)
+        return MappedViews(self._index)
 
     @property
     def index(self) -> Index:
@@ -310,9 +305,8 @@ class MappedViews:
     Two of these over one index share nothing: writing to a tensor of one never shows in the other.
     """
 
-    def __init__(self, index: Index, allowed: Allowed | None = None) -> None:
+    def __init__(self, index: Index) -> None:
         self.index = index
-        self.allowed = allowed
         self.files = Files(index.files)
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._inflated: dict[Record, bytearray] = {}
@@ -322,7 +316,7 @@ class MappedViews:
         """Return the tensor of `entry`; see `Checkpoint.view`."""
         dtype = dtype_of(entry, self.index.path)
         if isinstance(entry, RebuiltEntry):
-            return self._rebuilt(entry, dtype)
+            return self._rebuilt(entry, dtype, entry.classes)
         if not entry.chunks:
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
         if len(entry.chunks) > 1 or entry.is_quantized:
@@ -422,16 +416,25 @@ class MappedViews:
                 ) from error
             yield torch.from_numpy(made).view(-1)
 
-    def _rebuilt(self, entry: RebuiltEntry, dtype: torch.dtype) -> torch.Tensor:
+    def _rebuilt(
+        self, entry: RebuiltEntry, dtype: torch.dtype, classes: Mapping[str, type]
+    ) -> torch.Tensor:
         """Return a tensor that torch makes of others, which are mapped.
 
         Raises:
             FormatError: it is not one, as torch has them.
         """
-        kind, inner = entry.encoding[0], [self.view(tensor) for tensor in entry.tensors]
+        kind = entry.encoding[0]
+        inner = [
+            self._rebuilt(item, dtype_of(item, self.index.path), classes)
+            if isinstance(item, RebuiltEntry)
+            else self.view(item)
+            for item in entry.tensors
+        ]
         if kind == SUBCLASS:
-            assert self.allowed is not None
-            return self.allowed.tensor(entry, inner, self.index.path)
+            from torchlift._checkpoint.subclasses import rebuilt
+
+            return rebuilt(entry, classes, inner, self.index.path)
         # That sparse CSR is in beta, and quantised tensors deprecated, is news to who wrote the
         # file. One at a time: the filters are the process's.
         with _without_warnings, warnings.catch_warnings():
@@ -647,7 +650,9 @@ def open(
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``. None keeps everything.
         allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
-            ``[Int8Tensor]``: made as ``torch.serialization.safe_globals`` would let them be.
+            ``[Int8Tensor]``, and classes of what they have in their attributes: these are called
+            with what the file has for them, when a tensor is asked for, and nothing else is. Only
+            members of enums that ``torch.serialization.add_safe_globals`` knows are looked up, too.
 
     Returns:
         The checkpoint, a lazy mapping and a context manager.

@@ -161,8 +161,8 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
     paths = {key: layers[int(name)].path for key, name in owner.items()}
     indexes = {str(n): item.index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
     path = ", ".join(dict.fromkeys(layer.path for layer in layers))
-    allow = [kind for layer in layers if isinstance(layer, Checkpoint) for kind in layer.allow]
-    merged = Checkpoint(put_together(path, indexes, owner, {}), allow=allow)
+    # Each entry has the classes that were allowed for its own checkpoint.
+    merged = Checkpoint(put_together(path, indexes, owner, {}))
     return _Layers(merged, layers, owner, paths)
 
 
