@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import tracemalloc
 from dataclasses import dataclass
 from typing import Any
 
@@ -307,6 +308,45 @@ def test_arrays_of_numpy_come_back_as_they_were(path: Any, protocol: int, legacy
     np.testing.assert_array_equal(ckpt.objects["in.list"][1], np.ones(2))
     assert "numpy array <f8 [2, 3]" in str(ckpt)
     assert torchlift.diff(path, path).equal
+
+
+def test_one_array_is_made_once_and_only_when_it_is_asked_for(path: Any) -> None:
+    """However many names it has; a load that needs none of them makes none."""
+    array = np.zeros(1 << 17)
+    saved(path, w=torch.ones(2), refs=[array] * 100, more={f"{n}": array for n in range(200)})
+    other = saved(path.with_name("other.pt"), w=torch.ones(2))
+    ckpt = torchlift.open(path)
+    tracemalloc.start()
+    try:
+        for given in (ckpt, [path, other], [other, {"x": 1}, path]):
+            torchlift.load(Holds(torch.zeros(2)), given, strict=False)
+        without = tracemalloc.get_traced_memory()[1]
+        objects, tree = ckpt.objects, ckpt.tree()
+        listed = dict(objects)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert without < 4 * array.nbytes
+    assert peak < 8 * array.nbytes
+    assert len({id(value) for value in objects["refs"]} | {id(objects["more.7"])}) == 1
+    assert len({id(x) for x in (*tree["refs"], *tree["more"].values())}) == 1
+    assert tree["refs"][0] is not objects["more.1"]
+    assert objects["refs"] is objects["refs"]
+    assert listed.keys() == objects.keys()
+
+
+def test_arrays_over_the_same_bytes_are_paid_for(path: Any) -> None:
+    """Each is written to by itself, and needs memory of its own."""
+    base = np.zeros(1 << 17)
+    state = (1, (1 << 17,), np.dtype("f8"), False, base.tobytes())
+
+    class Again:
+        def __reduce__(self) -> Any:
+            return (*np.zeros(1).__reduce__()[:2], state)
+
+    saved(path, w=torch.ones(2), refs=[Again() for _ in range(300)])
+    with pytest.raises(torchlift.FormatError, match="far more than it stores"):
+        torchlift.open(path)
 
 
 def test_an_array_of_objects_stays_blocked(path: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar, overload
 
 import torch
 
-from torchlift._checkpoint.tree import Tree, with_arrays
+from torchlift._checkpoint.tree import Leaves, Tree
 from torchlift._system import printable
 from torchlift._transfer import Files
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError, did_you_mean
@@ -164,7 +164,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     @cached_property
     def objects(self) -> Mapping[str, object]:
         """Return key -> leaf that is not a tensor."""
-        return MappingProxyType({k: with_arrays(v) for k, v in self._index.objects.items()})
+        return Leaves(self._index.objects)
 
     def views(self) -> MappedViews:
         """Return tensors over memory maps of its own."""

@@ -79,6 +79,7 @@ class _Inside(Values):
     def __init__(
         self, classes: Mapping[str, type], tensors: Mapping[int, torch.Tensor], path: str
     ) -> None:
+        super().__init__()
         self.classes, self.tensors, self.path = classes, tensors, path
         self.objects: dict[int, object] = {}
         self.lacking: dict[str, None] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ class Values:
 
     path: str = ""
     dropped: Collection[str] = ()
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, object] = {}
 
     def tensor(self, record: object, key: str | None) -> object:
         """Return a tensor."""
@@ -90,7 +93,7 @@ class Values:
         if isinstance(value, NumpyDtype):
             return f"numpy.dtype({value.code})"
         if isinstance(value, ArrayRef) and value.array is not None:
-            return array_of(value.array)
+            return with_arrays(value.array, self._arrays)
         is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
         if is_plain or isinstance(value, bytearray):
             return value
@@ -114,6 +117,7 @@ class Tree(Values):
         refusal: Callable[[str], CheckpointError],
         dropped: Collection[str] = (),
     ) -> None:
+        super().__init__()
         self.index, self.view, self.refusal, self.dropped = index, view, refusal, dropped
         self.path = index.path
 
@@ -168,13 +172,51 @@ def array_of(array: Array) -> Any:
     return made.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
 
 
-def with_arrays(value: Any) -> Any:
-    """Return a leaf, or a container of leaves, with numpy arrays for what stands for them."""
+def with_arrays(value: Any, made: dict[int, object]) -> Any:
+    """Return a leaf, or a container of leaves, with numpy arrays for what stands for them.
+
+    Args:
+        value: the leaf.
+        made: identity of what stands for an array -> that array: a file may name one many times.
+    """
     if isinstance(value, Array):
-        return array_of(value)
+        if id(value) not in made:
+            made[id(value)] = array_of(value)
+        return made[id(value)]
     if isinstance(value, dict):
-        return {key: with_arrays(item) for key, item in value.items()}
-    return type(value)(map(with_arrays, value)) if isinstance(value, (list, tuple)) else value
+        return {key: with_arrays(item, made) for key, item in value.items()}
+    is_list = isinstance(value, (list, tuple))
+    return type(value)([with_arrays(item, made) for item in value]) if is_list else value
+
+
+class Leaves(Mapping[str, object]):
+    """Leaves that are no tensors, by key; what takes memory is made when it is asked for.
+
+    Args:
+        stored: as an index has them.
+    """
+
+    def __init__(self, stored: Mapping[str, object]) -> None:
+        self._stored = stored
+        self._made: dict[str, object] = {}
+        self._arrays: dict[int, object] = {}
+
+    def __getitem__(self, key: str) -> object:
+        if key not in self._made:
+            self._made[key] = with_arrays(self._stored[key], self._arrays)
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._stored  # Mapping's would make the array to find out
+
+    def __repr__(self) -> str:
+        return repr(self._stored)
 
 
 def _items(value: object) -> Iterable[tuple[object, object]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO
@@ -288,7 +289,7 @@ class _Layers(FileSource):
         super().__init__(merged)
         self.paths = paths
         self.checkpoints = [layer for layer in layers if isinstance(layer, Checkpoint)]
-        candidates, objects = dict(self.candidates), dict(self.objects)
+        candidates, objects = dict(self.candidates), dict[str, object]()
         for number, layer in enumerate(layers):
             if isinstance(layer, StateSource):
                 me = str(number)
@@ -302,7 +303,7 @@ class _Layers(FileSource):
             ).items()
         }
         self.candidates = {key: candidates[key] for key in owner if key in candidates}
-        self.objects = {key: objects[key] for key in owner if key in objects}
+        self.objects = ChainMap(objects, self.objects)  # type: ignore[arg-type]
 
 
 class StateSource(Origin):

@@ -317,6 +317,8 @@ class TorchWorld:
                 target.state = state
         elif isinstance(target, ArrayRef):
             target.array = _array(state)
+            if target.array is not None:  # the same bytes may be those of many arrays
+                self.budget.spend(len(target.array.data))
         elif isinstance(target, NumpyDtype):
             if isinstance(state, tuple) and len(state) > 1 and isinstance(state[1], str):
                 target.order = state[1][:1]
