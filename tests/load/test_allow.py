@@ -349,6 +349,62 @@ def test_arrays_over_the_same_bytes_are_paid_for(path: Any) -> None:
         torchlift.open(path)
 
 
+class Described:
+    """Pickles as an array whose dtype, shape and bytes are what the writer of a file chose."""
+
+    def __init__(self, code: str, shape: Any, data: bytes) -> None:
+        self.code, self.state = code, (shape, data)
+
+    def __reduce__(self) -> Any:
+        shape, data = self.state
+        made = np.zeros(1).__reduce__()
+        return (*made[:2], (1, shape, Coded(self.code), False, data))
+
+
+class Coded:
+    """Pickles as a dtype of numpy's by its code."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return np.dtype, (self.code, False, True), (3, "<", None, None, None, -1, -1, 0)
+
+
+@pytest.mark.parametrize("code", ["i5", "f3", "b3", "c3", "f0", "u16", "?8", "S", "U", "S0"])
+def test_an_array_of_sizes_that_numpy_has_not_stays_blocked(path: Any, code: str) -> None:
+    """Its bytes say nothing to anybody."""
+    saved(path, o=Described(code, (2,), bytes(2 * int(code[1:] or 0))), w=torch.ones(1))
+    ckpt = torchlift.open(path)
+    assert set(ckpt.blocked_keys) == {"o"}
+    assert dict(ckpt.objects) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [("f8", (0, 1 << 61, 1 << 61)), ("f8", (1 << 61, 0)), ("S9", (1 << 61, 0)),
+     ("f8", (1,) * 64 + (0,)), ("U1", (0, 1 << 61, 8))],
+)  # fmt: skip
+def test_an_empty_array_has_a_size_that_numpy_takes(path: Any, code: str, shape: Any) -> None:
+    """Or the file is refused as it is opened, like a tensor of such a shape."""
+    saved(path, o=Described(code, shape, b""), w=torch.ones(1))
+    with pytest.raises(torchlift.FormatError, match="an array's bytes are not those of its shape"):
+        torchlift.open(path)
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [("S1", (0,)), ("U3", (2, 0)), ("f8", (0, 3)), ("b1", (0,)), ("f8", (0,) * 32)],
+)
+def test_arrays_of_nothing_come_back(path: Any, code: str, shape: Any) -> None:
+    """With dtype and shape."""
+    saved(path, o=Described(code, shape, b""), w=torch.ones(1))
+    ckpt = torchlift.open(path)
+    for found in (ckpt.objects["o"], ckpt.tree()["o"]):
+        assert found.shape == shape
+        assert found.dtype == np.dtype(code)
+
+
 def test_an_array_of_objects_stays_blocked(path: Any) -> None:
     """Its elements are pickled, each by itself."""
     saved(path, o=np.array([{}, 1], dtype=object), s=np.zeros(2, [("a", "f4")]), w=torch.ones(1))

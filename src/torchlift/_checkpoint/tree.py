@@ -162,14 +162,20 @@ def array_of(array: Array) -> Any:
     """Return a numpy array of its own.
 
     Raises:
-        FormatError: numpy is not installed.
+        FormatError: numpy is not installed, or knows no such array.
     """
     try:
         import numpy
     except ImportError as error:
         raise FormatError("a numpy array, and numpy is not installed") from error
-    made = numpy.frombuffer(array.data, array.code) if array.data else numpy.empty(0, array.code)
-    return made.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
+    try:
+        data = (
+            numpy.frombuffer(array.data, array.code) if array.data else numpy.empty(0, array.code)
+        )
+        return data.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
+    except (TypeError, ValueError) as error:  # long double; more dimensions than numpy 1 has
+        what = "the installed numpy knows no such array"
+        raise FormatError(what, found=f"{array!r}: {error}") from error
 
 
 def with_arrays(value: Any, made: dict[int, object]) -> Any:
