@@ -114,6 +114,9 @@ def test_classes_that_the_caller_names_are_rebuilt_as_torch_does(path: Any, lega
         assert set(closed.blocked_keys) == {"int8", "marked", "deep.grained", "told", "list.1"}
         with pytest.raises(UnsafeError, match=r"'int8': .* name it: allow=\[Int8\], from int8_wei"):
             closed["int8"]
+        with pytest.raises(UnsafeError, match="'int8': "):  # it is there: no default stands for it
+            closed.get("int8", None)
+        assert closed.get("int", None) is None
     ckpt = torchlift.open(path, allow=CLASSES)
     assert (ckpt.blocked, dict(ckpt.blocked_keys), dict(ckpt.blocked_tensors)) == ((), {}, {})
     same(ckpt["int8"], expected["int8"])

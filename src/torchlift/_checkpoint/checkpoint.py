@@ -33,6 +33,7 @@ from torchlift.formats import (
     Storage,
     TensorEntry,
     allowing,
+    ambiguity,
     read_index,
     select,
     steps_in_file,
@@ -116,7 +117,12 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     @overload
     def get(self, key: str, /, default: torch.Tensor | _T) -> torch.Tensor | _T: ...
     def get(self, key: str, /, default: object = None) -> object:
-        """Return the tensor of `key`, or `default`, without looking for names that are alike."""
+        """Return the tensor of `key`, or `default` where the file has no such key.
+
+        Raises:
+            UnsafeError, FormatError: there is a value, and it cannot be had: never `default`.
+        """
+        # Names that are alike are not looked for: that takes long, and the caller has a default.
         return self[key] if key in self.entries or key in self._index.blocked_keys else default
 
     def __iter__(self) -> Iterator[str]:
@@ -244,13 +250,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def refusal(self, key: str) -> CheckpointError:
         """Return the error that says why `key` cannot be had."""
         if self._index.blocked_keys.get(key) == AMBIGUOUS:
-            return FormatError(
-                "two tensors or objects have this key once containers are joined by dots",
-                file=self.path,
-                entry=key,
-                hint="Load without it: allow_unexpected=[...] with its name. Or rename one of them "
-                "in the program that saved the file.",
-            )
+            return ambiguity(self.path, key)
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         module, _, kind = name.rpartition(".")
         if key in self._index.subclasses:
@@ -271,7 +271,11 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     @property
     def blocked_keys(self) -> Mapping[str, str]:
-        """Return key -> name of the global that its value would have needed."""
+        """Return key -> name of the global that its value would have needed.
+
+        Of a key that two values have once containers are joined by dots, it is
+        ``"a name of its own"``.
+        """
         return self._index.blocked_keys
 
     @property

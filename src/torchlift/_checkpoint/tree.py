@@ -169,10 +169,9 @@ def array_of(array: Array) -> Any:
     except ImportError as error:
         raise FormatError("a numpy array, and numpy is not installed") from error
     try:
-        data = (
-            numpy.frombuffer(array.data, array.code) if array.data else numpy.empty(0, array.code)
-        )
-        return data.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
+        empty = numpy.empty(0, array.code)
+        made = numpy.frombuffer(array.data, empty.dtype) if array.data else empty
+        return made.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
     except (TypeError, ValueError) as error:  # long double; more dimensions than numpy 1 has
         what = "the installed numpy knows no such array"
         raise FormatError(what, found=f"{array!r}: {error}") from error

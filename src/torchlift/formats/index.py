@@ -518,6 +518,17 @@ def allowing(index: Index, classes: Mapping[str, type]) -> Index:
     )
 
 
+def ambiguity(path: str, key: str) -> FormatError:
+    """Return the error that says why the value of an ``AMBIGUOUS`` key cannot be had."""
+    return FormatError(
+        "two tensors or objects have this key once containers are joined by dots",
+        file=path,
+        entry=key,
+        hint="Load without it: allow_unexpected=[...] with its name. Or rename one of them in the "
+        "program that saved the file.",
+    )
+
+
 def _globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in blocked_keys.values() if name != AMBIGUOUS))
 
@@ -526,7 +537,8 @@ def select(index: Index, root: str) -> Index:
     """Return what is under the container `root`, with that prefix stripped.
 
     Raises:
-        FormatError: there is no such container.
+        FormatError: there is no such container, or two values have this key.
+        UnsafeError: only unpickling could rebuild it.
     """
     selected = under(index, root)
     if selected is not None:
@@ -538,6 +550,8 @@ def select(index: Index, root: str) -> Index:
             entry=root,
             hint="Leave root= out, or pass rename= to choose among the keys.",
         )
+    if index.blocked_keys.get(root) == AMBIGUOUS:
+        raise ambiguity(index.path, root)
     if root in index.blocked_keys:
         count = index.blocked_tensors.get(root)
         raise UnsafeError(
