@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar, overload
 
 import torch
 
-from torchlift._checkpoint.tree import Leaves, Tree
+from torchlift._checkpoint.tree import Tree, with_arrays
 from torchlift._system import printable
 from torchlift._transfer import Files
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError, did_you_mean
@@ -170,7 +170,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     @cached_property
     def objects(self) -> Mapping[str, object]:
         """Return key -> leaf that is not a tensor."""
-        return Leaves(self._index.objects)
+        return _Leaves(self._index.objects)
 
     def views(self) -> MappedViews:
         """Return tensors over memory maps of its own."""
@@ -292,6 +292,36 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             self._views.close()
             self._views = None
             self._kept.close()
+
+
+class _Leaves(Mapping[str, object]):
+    """Leaves that are no tensors, by key; what takes memory is made when it is asked for.
+
+    Args:
+        stored: as an index has them.
+    """
+
+    def __init__(self, stored: Mapping[str, object]) -> None:
+        self._stored = stored
+        self._made: dict[str, object] = {}
+        self._arrays: dict[int, object] = {}
+
+    def __getitem__(self, key: str) -> object:
+        if key not in self._made:
+            self._made[key] = with_arrays(self._stored[key], self._arrays)
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._stored  # Mapping's would make the array to find out
+
+    def __repr__(self) -> str:
+        return repr(self._stored)
 
 
 class _NoSuchKey(KeyError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -192,36 +192,6 @@ def with_arrays(value: Any, made: dict[int, object]) -> Any:
         return {key: with_arrays(item, made) for key, item in value.items()}
     is_list = isinstance(value, (list, tuple))
     return type(value)([with_arrays(item, made) for item in value]) if is_list else value
-
-
-class Leaves(Mapping[str, object]):
-    """Leaves that are no tensors, by key; what takes memory is made when it is asked for.
-
-    Args:
-        stored: as an index has them.
-    """
-
-    def __init__(self, stored: Mapping[str, object]) -> None:
-        self._stored = stored
-        self._made: dict[str, object] = {}
-        self._arrays: dict[int, object] = {}
-
-    def __getitem__(self, key: str) -> object:
-        if key not in self._made:
-            self._made[key] = with_arrays(self._stored[key], self._arrays)
-        return self._made[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._stored  # Mapping's would make the array to find out
-
-    def __repr__(self) -> str:
-        return repr(self._stored)
 
 
 def _items(value: object) -> Iterable[tuple[object, object]]:
