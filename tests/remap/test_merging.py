@@ -296,6 +296,19 @@ def test_neighbours_in_a_file_are_mapped_as_one(tmp_path) -> None:
         assert same_bits(model.w, made)
 
 
+def test_a_tensor_without_a_name_is_beside_what_a_rule_makes(tmp_path) -> None:
+    """A key may be empty, and so is the name of the storage that a made tensor has."""
+    path, rule = tmp_path / "model.safetensors", remap.split("w", ["a", "b"], chunk=1)
+    state = {"": torch.arange(6.0), "w": torch.arange(8.0).view(2, 4)}
+    save_file(state, path)
+    expected = {"a": state["w"][:, :2].clone(), "b": state["w"][:, 2:].clone()}
+    assert_loads(path, rule, expected, allow_unexpected=[""])
+    torchlift.convert(path, tmp_path / "made.pt", rename=rule)
+    found = torchlift.open(tmp_path / "made.pt")
+    assert all(same_bits(found[key], value) for key, value in (expected | {"": state[""]}).items())
+    assert same_bits(torchlift.open(path)[""], state[""])
+
+
 def test_dtype_device_modes_and_transforms_see_the_merged_tensor(path) -> None:
     """A merged tensor is one entry to every rule."""
     expected = fused(experts())

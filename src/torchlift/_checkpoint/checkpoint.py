@@ -329,10 +329,11 @@ class MappedViews:
             made = torch.empty(entry.shape, dtype=dtype, device="cpu")
             return self.fill(made, entry)
         (chunk,) = entry.chunks
-        if entry.storage not in self.index.storages:
+        storage = self.index.storage_of(entry)
+        if storage is None:
             return self._box(entry, chunk, dtype)
-        base = self._base(entry, dtype)
-        first = (chunk.offset - self.index.storages[entry.storage].offset) // dtype.itemsize
+        base = self._base(entry, storage, dtype)
+        first = (chunk.offset - storage.offset) // dtype.itemsize
         # set_ on a new tensor instead of view().as_strided(): storage sizes need not be a
         # multiple of the item size when entries of several dtypes share one. The device is named,
         # because a caller may have set another default.
@@ -485,13 +486,12 @@ class MappedViews:
         steps = steps_in_file(entry, chunk)
         return _shown(entry, empty.set_(_usable(raw, entry, dtype), 0, chunk.shape, steps))
 
-    def _base(self, entry: TensorEntry, dtype: torch.dtype) -> torch.UntypedStorage:
+    def _base(self, entry: TensorEntry, where: Storage, dtype: torch.dtype) -> torch.UntypedStorage:
         # Of bytes in another order, each dtype has a copy of its own.
         key = (entry.storage, dtype if "big-endian" in entry.encoding else None)
         with self._lock:
             base = self._bases.get(key)
             if base is None:
-                where = self.index.storages[entry.storage]
                 base = _usable(self._stored(where, {}), entry, dtype)
                 if where.packed is None or where.packed in self._shared:
                     self._bases[key] = base
