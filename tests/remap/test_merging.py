@@ -22,7 +22,7 @@ from torch import nn
 
 import torchlift
 from torchlift import remap
-from torchlift.errors import MismatchError, PlacementError
+from torchlift.errors import MismatchError, PlacementError, UnsafeError
 from torchlift.remap import Renaming
 
 State = dict[str, torch.Tensor]
@@ -497,6 +497,38 @@ def test_what_does_not_fit_together_is_told_by_name(rule, state, message, tmp_pa
         with pytest.raises(MismatchError, match=message) as error:
             torchlift.plan(nn.Linear(2, 2), ckpt, rename=rule)
         assert error.value.file is not None
+
+
+class Opaque:
+    """What only unpickling could rebuild."""
+
+
+def test_leaves_that_are_no_tensors_keep_their_names_where_a_merge_gives_them_one(tmp_path) -> None:
+    """They are not in the way of a load or a conversion."""
+    rule, path = remap.merge("l.{i}.*", "*", stack=0), tmp_path / "model.pt"
+    state = {"l": {str(n): {"w": torch.full((2,), float(n)), "lr": n / 10} for n in range(2)}}
+    torch.save(state, path)
+    expected = {"w": torch.stack([torch.zeros(2), torch.ones(2)])}
+    assert_loads(path, rule, expected, strict=False)
+    torchlift.convert(path, tmp_path / "made.pt", rename=rule)
+    with torchlift.open(tmp_path / "made.pt") as ckpt:
+        assert same_bits(ckpt["w"], expected["w"])
+        assert dict(ckpt.objects) == {"l.0.lr": 0.0, "l.1.lr": 0.1}
+
+
+def test_members_that_only_unpickling_could_rebuild_are_refused(tmp_path) -> None:
+    """As one is that is not merged, with or without others that could be had."""
+    rule, path = remap.merge("l.{i}.*", "*", stack=0), tmp_path / "model.pt"
+    for blocked in ((0, 1), (1,)):
+        state = {"w": torch.ones(1)} | {f"l.{n}.m": torch.ones(2) for n in range(2)}
+        torch.save(state | {f"l.{n}.m": Opaque() for n in blocked}, path)
+        for strict in (True, False):
+            model = model_of({"w": torch.ones(1), "m": torch.ones(2, 2)})
+            with pytest.raises(UnsafeError, match=f"'l.{blocked[0]}.m': only unpickling could"):
+                torchlift.load(model, path, rename=rule, strict=strict)
+    torch.save(state | {f"l.{n}.o": Opaque() for n in range(2)} | {"l.1.m": torch.ones(2)}, path)
+    expected = {"w": torch.ones(1), "m": torch.ones(2, 2)}
+    assert_loads(path, rule, expected, strict=False)
 
 
 def test_only_plain_numbers_are_merged(tmp_path) -> None:

@@ -22,7 +22,7 @@ from torchlift._plan.hooks import (
     run_hooks,
     run_post_hooks,
 )
-from torchlift._plan.names import Rewriting, assembled
+from torchlift._plan.names import Rewriting, assembled, others
 from torchlift._plan.report import KeyReport, LoadReport, Mismatch, summarise
 from torchlift._plan.rules import (
     AnyMode,
@@ -33,6 +33,7 @@ from torchlift._plan.rules import (
     Patterns,
     allowed,
     check_rule,
+    named,
     renamed,
 )
 from torchlift._plan.sources import Given, Origin, sources
@@ -183,14 +184,14 @@ def make_plan(
     else:
         keys = [key for key in origin.candidates if key not in origin.blocked]
         names = renamed(keys, options.rename, origin.path)
-    blocked = renamed(origin.blocked, options.rename, origin.path)
-    ignored = list(blocked.values())
+    blocked = named(origin.blocked, options.rename)
+    ignored = list(dict.fromkeys(blocked.values()))
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
     model_names = {name for g in tree.groups for name in g.names} if ignored else ()
     for key, name in blocked.items():
         if name in model_names or name not in excused:
             raise origin.refusal(key)
-    objects = renamed(origin.objects, options.rename, origin.path)
+    objects = others(origin.objects, options.rename, origin.path, {*names.values(), *made})
     modules = hooked_modules(tree, [*names.values(), *made])
     hooked = has_post_hooks(tree)
     if modules or hooked:
