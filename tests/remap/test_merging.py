@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import same_bits
+from checkpoint_files import deflated, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_workers
@@ -22,6 +22,7 @@ from torch import nn
 
 import torchlift
 from torchlift import remap
+from torchlift._transfer import Files
 from torchlift.errors import MismatchError, PlacementError, UnsafeError
 from torchlift.remap import Renaming
 
@@ -497,6 +498,32 @@ def test_what_does_not_fit_together_is_told_by_name(rule, state, message, tmp_pa
         with pytest.raises(MismatchError, match=message) as error:
             torchlift.plan(nn.Linear(2, 2), ckpt, rename=rule)
         assert error.value.file is not None
+
+
+@pytest.mark.parametrize("mode", ["assign", "copy"])
+def test_a_deflated_record_is_inflated_once_for_all_of_its_slices(
+    tmp_path, monkeypatch, mode
+) -> None:
+    """The plan counts one at a time; so it is with those of which a tensor is merged."""
+    state = {"w": torch.randn(64, 50), "v": torch.randn(64, 50)}
+    torch.save(state, tmp_path / "stored.pt")
+    path = deflated(tmp_path / "stored.pt", tmp_path / "model.pt")
+    records: list[str] = []
+    whole = Files.inflated
+    monkeypatch.setattr(Files, "inflated", lambda *a: records.append(a[2].name) or whole(*a))
+    made = {f"{key}.{n}": row.clone() for key in state for n, row in enumerate(state[key])}
+    made = {key: row[None] for key, row in made.items()}
+    for rule, expected in (
+        (remap.split("*", "*.{i}", chunk=0, sizes=[1] * 64), made),
+        (remap.merge(["v", "w"], "x", cat=0), {"x": torch.cat([state["v"], state["w"]])}),
+    ):
+        records.clear()
+        model = model_of(expected)
+        planned = torchlift.plan(model, path, rename=rule, mode=mode)
+        torchlift.load(model, path, rename=rule, mode=mode)
+        assert len(records) == len(set(records)) == 2
+        assert planned.peak_bytes <= (2 + 1) * 64 * 50 * 4
+        assert all(same_bits(model.state_dict()[key], value) for key, value in expected.items())
 
 
 class Opaque:
