@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import pytest
 import torch
@@ -524,6 +525,39 @@ def test_a_deflated_record_is_inflated_once_for_all_of_its_slices(
         assert len(records) == len(set(records)) == 2
         assert planned.peak_bytes <= (2 + 1) * 64 * 50 * 4
         assert all(same_bits(model.state_dict()[key], value) for key, value in expected.items())
+
+
+def test_members_may_be_deflated_and_stored_side_by_side(tmp_path) -> None:
+    """And empty: what is stored in another way than that is told by what differs."""
+    state = {"a": torch.ones(2, 3), "b": torch.zeros(0, 3), "c": torch.full((2, 3), 2.0)}
+    torch.save(state, tmp_path / "stored.pt")
+    path = tmp_path / "model.pt"
+    with ZipFile(tmp_path / "stored.pt") as old, ZipFile(path, "w", ZIP_DEFLATED) as new:
+        for info in old.infolist():
+            kind = ZIP_STORED if info.filename.endswith("data/0") else ZIP_DEFLATED
+            new.writestr(info.filename, old.read(info), kind)
+    with torchlift.open(path) as ckpt:
+        assert {ckpt.entries[key].encoding for key in "ac"} == {(), ("deflated",)}
+    for order in (["a", "c"], ["c", "a"]):
+        rule = remap.merge(order, "w", cat=0)
+        expected = {"w": torch.cat([state[key] for key in order])}
+        assert_loads(path, rule, expected, allow_unexpected=["b"])
+    empty = {"a": torch.zeros(2, 0), "c": torch.zeros(2, 0, dtype=torch.complex64).real}
+    assert_loads(empty, remap.merge(["a", "c"], "w", cat=0), {"w": torch.zeros(4, 0)})
+    odd = torch.ones(2, 3, dtype=torch.complex64)
+    torch.save({"a": odd, "c": odd.conj()}, path)
+    with pytest.raises(MismatchError, match=r"'a' \(plain\) and 'c' \(conjugate\) are stored diff"):
+        torchlift.plan(model_of({"w": odd}), path, rename=remap.merge(["a", "c"], "w", cat=0))
+
+
+def test_what_is_in_several_places_cannot_stay_on_disk(path) -> None:
+    """It would take memory, which is what the caller did not ask for."""
+    model = torchlift.skeleton(Bag, fused(experts()))
+    with pytest.raises(PlacementError, match="cannot stay on disk, where it is in several places"):
+        torchlift.load(model, path, rename=FUSE, device="disk")
+    some = remap.by_pattern({r"q\.weight$": "disk", "": "cpu"})
+    report = torchlift.load(model, path, rename=FUSE, device=some)
+    assert report.loaded["layers.0.q.weight"].route == "view"
 
 
 class Opaque:

@@ -108,7 +108,9 @@ def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[s
     for name, (entry, keys) in rewritten(entries, rename, origin.path).items():
         if entry is entries[keys[0]]:
             names[keys[0]] = name
-        elif any(chunk.file.startswith(_MEMORY) for chunk in entry.chunks):
+        elif candidates[keys[0]].entry is None or any(
+            chunk.file.startswith(_MEMORY) for chunk in entry.chunks
+        ):
             slices = tuple(_slices(entry, origin))
             dtype = getattr(torch, entry.dtype)
             value = Joined(slices, torch.Size(entry.shape), dtype)

@@ -171,9 +171,11 @@ def kept_on_disk(
             found=f"{dtype} asked for",
             hint="Give it room on another device, or convert the file to that dtype first.",
         )
-    if "deflated" in seen.encoding:
+    is_deflated = "deflated" in seen.encoding
+    if is_deflated or len(seen.chunks) > 1 or any(chunk.stride for chunk in seen.chunks):
+        where = "deflated" if is_deflated else "in several places"
         raise PlacementError(
-            "cannot stay on disk, where it is deflated",
+            f"cannot stay on disk, where it is {where}",
             entry=group.fqn,
             hint="Give it room on another device, or convert the file first.",
         )
