@@ -388,7 +388,9 @@ def merge(
     transposed first, where that is asked for; the members of a list are then stacked, and what
     the patterns gave is concatenated in their order. Values are read from the file straight into
     their slices of the one tensor, each once, and on a mesh only those of a rank's shard. Keys
-    that fit no pattern stay as they are, and so do all of them where none fits.
+    that fit no pattern stay as they are, and so do all of them where none fits. Where some members
+    are there and others are missing, that is an error, whatever ``allow_missing=`` and
+    ``strict=False`` say.
 
     Args:
         sources: pattern of a list's members, or patterns in their order, or both.
