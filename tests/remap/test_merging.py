@@ -347,7 +347,9 @@ def test_several_checkpoints_may_give_the_members_of_one_tensor(path, tmp_path) 
     expected = fused(state | new)
     assert_loads([path, new], FUSE, expected)
     torch.save(new, tmp_path / "new.pt")
-    assert_loads([path, tmp_path / "new.pt"], FUSE, expected)
+    report = assert_loads([path, tmp_path / "new.pt"], FUSE, expected)
+    assert report.loaded["layers.1.gate_up"].path == f"{path}, {tmp_path / 'new.pt'}"
+    assert report.loaded["layers.1.down"].path == str(path)
 
 
 def test_a_state_dict_may_share_its_memory_with_the_model() -> None:
@@ -631,6 +633,28 @@ def test_only_plain_numbers_are_merged(tmp_path) -> None:
 def test_a_rule_that_says_nothing_definite_is_refused(call, message) -> None:
     """When it is made, with the call that made it."""
     with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: remap.merge("a", "b", transpose=(0, 1, 2)),
+            "merge(transpose=(0, 1, 2)): exp",
+        ),
+        (lambda: remap.split("a", ["b", "c"], chunk="0"), "split(chunk='0'): expected the number"),
+        (
+            lambda: remap.split("a", ["b", "c"], chunk=True),
+            "split(chunk=True): expected the",
+        ),
+        (lambda: remap.merge(["a", "b"], "c", cat=0, sizes="12"), "merge(sizes='12'): expected"),
+        (lambda: remap.merge(["a", 3], "c", cat=0), "merge(['a', 3], 'c'): expected patterns"),
+    ],
+)
+def test_an_argument_that_is_something_else_is_named(call, message) -> None:
+    """When the rule is made, and not when it is first used."""
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
 
 

@@ -245,7 +245,8 @@ def _assemble(
 ) -> LoadPlan:
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
-        path = origin.paths.get(step.candidate.key, origin.path)
+        keys = step.candidate.keys or (step.candidate.key,)
+        path = ", ".join(dict.fromkeys(origin.paths.get(key, origin.path) for key in keys))
         loaded.update(dict.fromkeys(step.group.names, _describe(step, path)))
     placed = {id(step.group.tensor) for step in work.steps}
     matched_ids = {id(group.tensor) for group, _, _ in matched.pairs}

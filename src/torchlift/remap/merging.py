@@ -474,8 +474,18 @@ def _division(
     transpose: tuple[int, int] | None,
 ) -> _Division:
     names = [members] if isinstance(members, str) else list(members)
-    patterns, one = [_Pattern(name) for name in names], _Pattern(whole)
     stacks, cats = ("stack=", "cat=") if what == "merge" else ("unstack=", "chunk=")
+    if not all(isinstance(name, str) for name in (*names, whole)):
+        raise TypeError(f"{what}({members!r}, {whole!r}): expected patterns, which are text")
+    for word, number in ((stacks, stack), (cats, cat)):
+        if number is not None and type(number) is not int:
+            raise TypeError(f"{what}({word}{number!r}): expected the number of a dimension")
+    for word, numbers in (("sizes=", sizes), ("transpose=", transpose)):
+        if numbers is not None and not all(type(number) is int for number in numbers):
+            raise TypeError(f"{what}({word}{numbers!r}): expected whole numbers")
+    if transpose is not None and len(transpose) != 2:
+        raise ValueError(f"{what}(transpose={transpose!r}): expected two dimensions")
+    patterns, one = [_Pattern(name) for name in names], _Pattern(whole)
     lists, several = any(p.numbers for p in patterns), len(patterns) > 1
     wrong = None
     if not patterns or len(set(names)) < len(names):
