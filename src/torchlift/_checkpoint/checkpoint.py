@@ -344,6 +344,7 @@ class MappedViews:
         self.files = Files(index.files)
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._inflated: dict[Record, bytearray] = {}
+        self._last: tuple[Record, bytearray] | None = None
         self._lock = threading.Lock()
 
     def view(self, entry: TensorEntry) -> torch.Tensor:
@@ -357,10 +358,11 @@ class MappedViews:
             made = torch.empty(entry.shape, dtype=dtype, device="cpu")
             return self.fill(made, entry)
         (chunk,) = entry.chunks
-        if entry.storage not in self.index.storages:
+        storage = self.index.storage_of(entry)
+        if storage is None:
             return self._box(entry, chunk, dtype)
-        base = self._base(entry, dtype)
-        first = (chunk.offset - self.index.storages[entry.storage].offset) // dtype.itemsize
+        base = self._base(entry, storage, dtype)
+        first = (chunk.offset - storage.offset) // dtype.itemsize
         # set_ on a new tensor instead of view().as_strided(): storage sizes need not be a
         # multiple of the item size when entries of several dtypes share one. The device is named,
         # because a caller may have set another default.
@@ -375,7 +377,6 @@ class MappedViews:
         if entry.is_quantized:
             return self._dequantized(target, entry)
         dtype = dtype_of(entry, self.index.path)
-        made: dict[Record, bytearray] = {}
         for chunk in entry.chunks:
             box = target
             for dim, (start, size) in enumerate(zip(chunk.start, chunk.shape, strict=True)):
@@ -393,7 +394,7 @@ class MappedViews:
                 spread = raw_box.view((*raw_box.shape[:-1], *shape[-2:]))
                 spread.copy_(raw.as_strided(shape, strides))
             else:
-                box.copy_(self._box(entry, chunk, dtype, made))
+                box.copy_(self._box(entry, chunk, dtype))
         return target
 
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
@@ -409,7 +410,7 @@ class MappedViews:
             return
         dtype = dtype_of(entry, self.index.path)
         for chunk in entry.chunks:
-            box = self._box(entry, chunk, dtype)
+            box = self._box(entry, chunk, dtype, anew=True)
             # As the bytes lie: read across its columns, a transposed one took 20 times as long.
             dims = sorted(range(box.dim()), key=box.stride, reverse=True)
             yield from blocks_of(box.permute(dims))
@@ -510,63 +511,70 @@ class MappedViews:
             ) from error
 
     def _box(
-        self,
-        entry: TensorEntry,
-        chunk: Chunk,
-        dtype: torch.dtype,
-        made: dict[Record, bytearray] | None = None,
+        self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype, *, anew: bool = False
     ) -> torch.Tensor:
         """Return the box of a chunk as a view of the map, in a storage that is its run of bytes."""
-        raw = self._stored(chunk, {} if made is None else made)
+        raw = self._stored(chunk, anew=anew)
         empty = torch.empty(0, dtype=dtype, device="cpu")
         steps = steps_in_file(entry, chunk)
         return _shown(entry, empty.set_(_usable(raw, entry, dtype), 0, chunk.shape, steps))
 
-    def _base(self, entry: TensorEntry, dtype: torch.dtype) -> torch.UntypedStorage:
+    def _base(self, entry: TensorEntry, where: Storage, dtype: torch.dtype) -> torch.UntypedStorage:
         # Of bytes in another order, each dtype has a copy of its own.
         key = (entry.storage, dtype if "big-endian" in entry.encoding else None)
         with self._lock:
             base = self._bases.get(key)
             if base is None:
-                where = self.index.storages[entry.storage]
-                base = _usable(self._stored(where, {}), entry, dtype)
+                base = _usable(self._stored(where, anew=True), entry, dtype)
                 if where.packed is None or where.packed in self._shared:
                     self._bases[key] = base
             elif base.data_ptr() % dtype.itemsize:  # a smaller dtype was the first to ask
                 base = self._bases[key] = _usable(base, entry, dtype)
             return base
 
-    def _stored(
-        self, place: Chunk | Storage, made: dict[Record, bytearray]
-    ) -> torch.UntypedStorage:
+    def _stored(self, place: Chunk | Storage, *, anew: bool) -> torch.UntypedStorage:
         """Return stored bytes as a storage: of the map, or of memory into which they are inflated.
 
         Args:
             place: where they are.
-            made: what has been inflated for the same tensor.
+            anew: whether what only one tensor of the file looks into has memory of its own, and not
+                that of the slice of it that was asked for before.
         """
-        if place.packed is None:
+        record = place.packed
+        if record is None:
             mapped = self.files.mapped(place.file, place.offset, place.nbytes)
             return mapped.untyped_storage()
-        known = self._inflated if place.packed in self._shared else made
-        whole = known.get(place.packed)
+        last = self._last
+        whole = self._inflated.get(record)
+        if whole is None and last is not None and last[0] == record and not anew:
+            whole = last[1]
         if whole is None:
-            whole = known[place.packed] = self.files.inflated(place.file, place.packed)
+            self._last = last = None  # before there is another one
+            whole = self.files.inflated(place.file, record)
+            if record in self._shared:
+                self._inflated[record] = whole
+            elif not anew:
+                self._last = record, whole
         count, at = place.nbytes, place.offset
         return torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=at).untyped_storage()
 
     @cached_property
     def _shared(self) -> frozenset[Record]:
-        """Return the deflated records into which several tensors look: inflated once for all."""
-        chunks = (chunk for entry in self.index.entries.values() for chunk in entry.chunks)
-        counts = Counter(chunk.packed for chunk in chunks if chunk.packed is not None)
-        return frozenset(packed for packed, count in counts.items() if count > 1)
+        return shared_records(self.index.entries.values())
 
     def close(self) -> None:
         """Close the files; tensors already made stay valid."""
         self.files.close()
         self._bases.clear()
         self._inflated.clear()
+        self._last = None
+
+
+def shared_records(entries: Iterable[TensorEntry]) -> frozenset[Record]:
+    """Return the deflated records into which several tensors look: inflated once for all."""
+    chunks = (chunk for entry in entries for chunk in entry.chunks)
+    counts = Counter(chunk.packed for chunk in chunks if chunk.packed is not None)
+    return frozenset(packed for packed, count in counts.items() if count > 1)
 
 
 def _usable(

@@ -385,6 +385,10 @@ class Index:
         """Return the bytes of unique storage."""
         return sum(storage.nbytes for storage in self.storages.values())
 
+    def storage_of(self, entry: TensorEntry) -> Storage | None:
+        """Return the storage that an entry names; a box of one, with the name "", names none."""
+        return self.storages.get(entry.storage) if entry.storage else None
+
     @property
     def aliases(self) -> tuple[tuple[str, ...], ...]:
         """Return the groups of keys that share a storage, in file order."""
@@ -470,7 +474,11 @@ def used_by(
         if isinstance(entry, RebuiltEntry):
             used.update(inner.storage for inner in entry.tensors)
     # An entry in several chunks names the storage of the first one only, or none of a file's.
-    pieced = (e for e in entries.values() if len(e.chunks) > 1 or e.storage not in storages)
+    pieced = (
+        e
+        for e in entries.values()
+        if len(e.chunks) > 1 or not e.storage or e.storage not in storages
+    )
     spots = sorted((chunk.file, chunk.offset) for entry in pieced for chunk in entry.chunks)
 
     def is_used(name: str, storage: Storage) -> bool:
