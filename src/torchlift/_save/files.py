@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ from torchlift._model.torch_private import dcp_item
 from torchlift._save.blocks import Workspace
 from torchlift._save.pickling import Shared, pickled
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
-from torchlift._transfer.write import AtomicFile, AtomicSet, NotDurable, write_at, write_runs
+from torchlift._transfer.write import (
+    AtomicFile,
+    AtomicSet,
+    NotDurable,
+    SetKind,
+    write_at,
+    write_runs,
+)
 from torchlift.errors import CheckpointError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.dcp import METADATA, SUFFIX, items_of
@@ -43,7 +51,7 @@ class Output:
         head: path of the one file, or of the one that names the others.
         files: name -> its sections; of one file its own name.
         content: names that the files have got -> what the head says; None: there is no such head.
-        named: path of a head -> the files that it names.
+        kind: of the head, where there is one.
         tied: key -> the key that holds its values.
         untied: key -> the key that is the same tensor, and in the files has values of its own.
         shared: what each key is of a torch file's storages.
@@ -52,7 +60,7 @@ class Output:
     head: str
     files: Mapping[str, Sequence[Section]]
     content: Callable[[Sequence[str]], bytes] | None = None
-    named: Callable[[str], set[str]] = shards_of
+    kind: SetKind | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Shared] | None = None
@@ -112,7 +120,7 @@ def sharded_output(
             room = limit
         shards[-1].append(value)
         room -= value.stored.nbytes
-    stem = os.path.basename(head)[: -len(INDEX)].removesuffix(".safetensors")
+    stem = _stem(head)
     names = [
         f"{stem}-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)
     ]
@@ -124,7 +132,18 @@ def sharded_output(
         return index_content(dict(zip(found, keys, strict=True)), nbytes)
 
     files = {name: [section] for name, section in zip(names, sections, strict=True)}
-    return Output(head, files, content, tied=tied)
+    return Output(head, files, content, shards_of_kind(head), tied=tied)
+
+
+def _stem(head: str) -> str:
+    return os.path.basename(head)[: -len(INDEX)].removesuffix(".safetensors")
+
+
+def shards_of_kind(head: str) -> SetKind:
+    """Return what tells the shards of an index: their names, as we and Hugging Face write them."""
+    stem = re.escape(_stem(head).removesuffix(".bin"))
+    ours = rf"{stem}(\.bin)?(-[0-9a-f]{{8}})?-\d{{5,}}-of-\d{{5,}}\.(safetensors|bin)"
+    return SetKind(shards_of, r".+\.index(\.\w+)?\.json", ours)
 
 
 def _safetensors(
@@ -190,7 +209,8 @@ def dcp_output(
 
     names = {f"__0_{number}{SUFFIX}": sections for number, sections in enumerate(files)}
     head = os.path.join(path, METADATA)
-    return Output(head, names, content, items_of, untied=ties_of(values))
+    kind = SetKind(items_of, re.escape(METADATA), rf".+{re.escape(SUFFIX)}")
+    return Output(head, names, content, kind, untied=ties_of(values))
 
 
 def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[str]:
@@ -208,12 +228,12 @@ def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[s
     folder = os.path.dirname(output.head)
     made: list[str] = []
     try:
-        if output.content is None:
+        if output.content is None or output.kind is None:
             (sections,) = output.files.values()
             _write_file(AtomicFile(output.head), sections, advance, check)
             return [output.head]
         made = _folders(folder)
-        group = AtomicSet(output.head, list(output.files), output.named)
+        group = AtomicSet(output.head, list(output.files), output.kind)
         try:
             for number, sections in enumerate(output.files.values()):
                 try:

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
+from typing import NamedTuple
 
 from torchlift.errors import CheckpointError
 from torchlift.formats.crc import PartialCrc
@@ -100,6 +101,21 @@ class AtomicFile:
             self.descriptor = -1
 
 
+class SetKind(NamedTuple):
+    """What tells the files of one checkpoint in several from all else in their folder.
+
+    Attributes:
+        named: path of a head -> the names of the files in its folder that it names.
+        heads: pattern of the names of heads, of which a folder may have several.
+        ours: pattern of the names that a head may have given to its files: an old head or a journal
+            may name anything, and what no program names so is not removed.
+    """
+
+    named: Callable[[str], set[str]]
+    heads: str
+    ours: str
+
+
 class AtomicSet:
     """Files in one folder that appear together, when the last of them, the head, names the others.
 
@@ -111,19 +127,19 @@ class AtomicSet:
         names: those of the files, which the folder had not.
     """
 
-    def __init__(self, head: str, names: Sequence[str], named: Callable[[str], set[str]]) -> None:
+    def __init__(self, head: str, names: Sequence[str], kind: SetKind) -> None:
         """Find names, and remove what dead writers of the same head left.
 
         Args:
             head: absolute path.
             names: those that the files should have; where there is one of them, all get others.
-            named: path of a head -> the names of the files in its folder that it names.
+            kind: of the head.
 
         Raises:
             OSError: the folder cannot be written to.
         """
         # Where the head is a link, its readers look for the others beside the link.
-        self._folder, self._named = os.path.realpath(os.path.dirname(head)), named
+        self._folder, self._kind = os.path.realpath(os.path.dirname(head)), kind
         self._head = self._path(os.path.basename(head))
         self._is_committed = False
         self._journals = self._head + ".files"
@@ -161,7 +177,7 @@ class AtomicSet:
         try:
             write_at(head.descriptor, content, 0)
             with self._locked():
-                self._note(self._old() or ())
+                self._note(self._old(self._head) or ())
                 try:
                     head.commit()
                 except NotDurable:
@@ -182,12 +198,12 @@ class AtomicSet:
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
-    def _old(self) -> set[str] | None:
-        """Return what the head names; None where nobody can tell."""
-        if not os.path.lexists(self._head):
+    def _old(self, head: str) -> set[str] | None:
+        """Return what a head names; None where nobody can tell."""
+        if not os.path.lexists(head):
             return set()
         try:
-            return self._named(self._head)
+            return self._kind.named(head)
         except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
             return None
 
@@ -199,15 +215,19 @@ class AtomicSet:
         self._known += new
 
     def _clean(self, names: Iterable[str]) -> bool:
-        """Remove files that the head does not name; say whether that can be told."""
-        needed = self._old()
-        if needed is None:
-            return False
+        """Remove files that no head of the folder names; say whether that can be told."""
+        needed: set[str] = set()
+        others = filter(re.compile(self._kind.heads).fullmatch, os.listdir(self._folder))
+        for head in {self._head, *map(self._path, others)}:
+            found = self._old(head)
+            if found is None:
+                return False
+            needed |= found
         self._remove(name for name in names if name not in needed)
         return True
 
     def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
+        for name in filter(re.compile(self._kind.ours).fullmatch, names):
             remove_debris(self._path(name))
             with suppress(OSError):  # it may never have been made
                 os.unlink(self._path(name))
