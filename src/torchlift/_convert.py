@@ -28,7 +28,6 @@ from torchlift._save import Becomes, SaveReport, Target, finish, from_files
 from torchlift._system import printable
 from torchlift.errors import CheckpointError, MismatchError, did_you_mean
 from torchlift.formats import Index, TensorEntry, of_model, select
-from torchlift.formats.layout import INDEX
 
 #: What a format without a place for it does not keep.
 _AN_OBJECT = "it is no tensor"
@@ -160,11 +159,8 @@ def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
     """Refuse to replace what is there, and the source above all, unless that is asked for."""
     if overwrite:
         return
-    heads = [target.head]
-    if target.format == "safetensors" and target.limit is not None:
-        heads.append(target.path + INDEX)
     source = {os.path.realpath(path) for path in (index.path, *index.files)}
-    for path in heads:
+    for path in target.heads:
         if os.path.lexists(path):
             is_source = os.path.realpath(path) in source
             raise CheckpointError(

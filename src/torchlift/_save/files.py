@@ -20,6 +20,7 @@ from torchlift._transfer.write import (
     AtomicFile,
     AtomicSet,
     NotDurable,
+    NotRemoved,
     SetKind,
     write_at,
     write_runs,
@@ -29,7 +30,7 @@ from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.dcp import METADATA, SUFFIX, items_of
 from torchlift.formats.layout import INDEX, Layout
 from torchlift.formats.safetensors import safetensors_layout
-from torchlift.formats.sharded import index_content, shards_of
+from torchlift.formats.sharded import index_content, is_index, shards_of
 from torchlift.formats.torch_zip import torch_zip_layout
 
 Advance = Callable[[int], object]
@@ -52,6 +53,7 @@ class Output:
         files: name -> its sections; of one file its own name.
         content: names that the files have got -> what the head says; None: there is no such head.
         kind: of the head, where there is one.
+        replaces: paths of older heads that are superseded: readers would go on to take them.
         tied: key -> the key that holds its values.
         untied: key -> the key that is the same tensor, and in the files has values of its own.
         shared: what each key is of a torch file's storages.
@@ -61,6 +63,7 @@ class Output:
     files: Mapping[str, Sequence[Section]]
     content: Callable[[Sequence[str]], bytes] | None = None
     kind: SetKind | None = None
+    replaces: Sequence[str] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Shared] | None = None
@@ -143,7 +146,7 @@ def shards_of_kind(head: str) -> SetKind:
     """Return what tells the shards of an index: their names, as we and Hugging Face write them."""
     stem = re.escape(_stem(head).removesuffix(".bin"))
     ours = rf"{stem}(\.bin)?(-[0-9a-f]{{8}})?-\d{{5,}}-of-\d{{5,}}\.(safetensors|bin)"
-    return SetKind(shards_of, r".+\.index(\.\w+)?\.json", ours)
+    return SetKind(shards_of, is_index, ours)
 
 
 def _safetensors(
@@ -209,7 +212,7 @@ def dcp_output(
 
     names = {f"__0_{number}{SUFFIX}": sections for number, sections in enumerate(files)}
     head = os.path.join(path, METADATA)
-    kind = SetKind(items_of, re.escape(METADATA), rf".+{re.escape(SUFFIX)}")
+    kind = SetKind(items_of, METADATA.__eq__, rf".+{re.escape(SUFFIX)}")
     return Output(head, names, content, kind, untied=ties_of(values))
 
 
@@ -231,9 +234,11 @@ def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[s
         if output.content is None or output.kind is None:
             (sections,) = output.files.values()
             _write_file(AtomicFile(output.head), sections, advance, check)
+            for index in output.replaces:
+                _remove_set(index)
             return [output.head]
         made = _folders(folder)
-        group = AtomicSet(output.head, list(output.files), output.kind)
+        group = AtomicSet(output.head, list(output.files), output.kind, output.replaces)
         try:
             for number, sections in enumerate(output.files.values()):
                 try:
@@ -250,6 +255,16 @@ def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[s
         for path in reversed(made):
             with suppress(OSError):  # what is not empty has the new files
                 os.rmdir(path)
+
+
+def _remove_set(index: str) -> None:
+    """Remove an index that one file has superseded, and its shards."""
+    if os.path.isfile(index):
+        group = AtomicSet(index, (), shards_of_kind(index))
+        try:
+            group.remove()
+        finally:
+            group.close()
 
 
 def _folders(path: str) -> list[str]:
@@ -301,6 +316,9 @@ def write_error(path: str, cause: OSError) -> CheckpointError:
     if isinstance(cause, NotDurable):
         reason = "the new file is in place, but its folder is not durable"
         hint = "Save again: a crash of the machine may bring the older file back."
+    if isinstance(cause, NotRemoved):
+        reason = "the new checkpoint is in place, but an older one beside it cannot be removed"
+        hint = "Remove it: a reader may take the older one."
     found = str(cause).partition("\n")[0]
     error = CheckpointError(reason, file=path, found=found, hint=hint)
     error.__cause__ = cause

@@ -29,6 +29,10 @@ class NotDurable(OSError):
     """The new file is in place and whole, but the disk may not yet know its name."""
 
 
+class NotRemoved(OSError):
+    """The new checkpoint is in place, and an older one that readers may take could not go."""
+
+
 class AtomicFile:
     """The owner's side of a file that is being written; others open it by its name.
 
@@ -106,13 +110,13 @@ class SetKind(NamedTuple):
 
     Attributes:
         named: path of a head -> the names of the files in its folder that it names.
-        heads: pattern of the names of heads, of which a folder may have several.
+        is_head: whether a name is that of a head, of which a folder may have several.
         ours: pattern of the names that a head may have given to its files: an old head or a journal
             may name anything, and what no program names so is not removed.
     """
 
     named: Callable[[str], set[str]]
-    heads: str
+    is_head: Callable[[str], object]
     ours: str
 
 
@@ -127,19 +131,23 @@ class AtomicSet:
         names: those of the files, which the folder had not.
     """
 
-    def __init__(self, head: str, names: Sequence[str], kind: SetKind) -> None:
+    def __init__(
+        self, head: str, names: Sequence[str], kind: SetKind, replaces: Sequence[str] = ()
+    ) -> None:
         """Find names, and remove what dead writers of the same head left.
 
         Args:
             head: absolute path.
             names: those that the files should have; where there is one of them, all get others.
             kind: of the head.
+            replaces: paths of files that the new head supersedes.
 
         Raises:
             OSError: the folder cannot be written to.
         """
         # Where the head is a link, its readers look for the others beside the link.
         self._folder, self._kind = os.path.realpath(os.path.dirname(head)), kind
+        self._replaces = replaces
         self._head = self._path(os.path.basename(head))
         self._is_committed = False
         self._journals = self._head + ".files"
@@ -170,6 +178,7 @@ class AtomicSet:
         """Write the head, from which on all of them are in place; then remove what the old one had.
 
         Raises:
+            NotRemoved: they are in place, and so is something that they supersede.
             NotDurable: they are in place, but a crash of the machine may bring the old ones back.
             OSError: they are not.
         """
@@ -184,8 +193,20 @@ class AtomicSet:
                     self._is_committed = True
                     raise
                 self._is_committed = True
+                # Never before: until now they are the checkpoint.
+                _unlink(filter(os.path.isfile, self._replaces))
         finally:
             head.close()
+
+    def remove(self) -> None:
+        """Remove the head, and then what it named.
+
+        Raises:
+            NotRemoved: it is still there.
+        """
+        with self._locked():
+            self._note(self._old(self._head) or ())
+            _unlink([self._head])
 
     def close(self) -> None:
         """Remove the files that the head does not name; may be called twice."""
@@ -217,7 +238,7 @@ class AtomicSet:
     def _clean(self, names: Iterable[str]) -> bool:
         """Remove files that no head of the folder names; say whether that can be told."""
         needed: set[str] = set()
-        others = filter(re.compile(self._kind.heads).fullmatch, os.listdir(self._folder))
+        others = filter(self._kind.is_head, os.listdir(self._folder))
         for head in {self._head, *map(self._path, others)}:
             found = self._old(head)
             if found is None:
@@ -259,6 +280,14 @@ class AtomicSet:
             yield
         finally:
             os.close(folder)
+
+
+def _unlink(paths: Iterable[str]) -> None:
+    try:
+        for path in paths:
+            os.unlink(path)
+    except OSError as error:
+        raise NotRemoved(*error.args) from error
 
 
 def _with_token(name: str, token: str) -> str:
