@@ -354,6 +354,16 @@ def test_what_no_file_can_hold_is_refused_by_name(
     assert os.listdir(tmp_path) == []
 
 
+def test_a_view_that_no_reader_would_take_is_refused(tmp_path: Path) -> None:
+    """Before a file is there that says nothing is wrong with it."""
+    state = {"a": torch.ones(1).expand(10**10)}
+    with pytest.raises(PlacementError, match="'a': a broadcast view is absurdly larger"):
+        torchlift.save(state, tmp_path / "x.pt")
+    assert os.listdir(tmp_path) == []
+    torchlift.save({"a": torch.ones(1).expand(10**6)}, tmp_path / "x.pt")
+    assert torchlift.open(tmp_path / "x.pt")["a"].shape == (10**6,)
+
+
 def test_containers_that_contain_themselves_are_refused(tmp_path: Path) -> None:
     """Instead of following them."""
     state: dict[str, Any] = {"w": torch.ones(1)}

@@ -19,6 +19,7 @@ from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, Leaf, RebuiltEntry, TensorEntry
 from torchlift.formats.flatten import ROOT_OBJECT, ROOT_TENSOR, key_text
 from torchlift.formats.layout import Stored
+from torchlift.formats.torch_zip import repeats_too_often
 
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
@@ -313,6 +314,7 @@ def storages_of(values: Iterable[Value]) -> tuple[list[Value], dict[str, Shared]
         alone = sum(value.numel for value in places.values())
         if overlapping[0].plain and 0 < stop - start <= alone:
             for value in overlapping:
+                _require_stored(value, stop - start)
                 first = value.first - start
                 found[value.key] = Shared(len(storages), first, value.shape, value.stride)
             storages.append(overlapping[0].flat(start, stop))
@@ -324,6 +326,18 @@ def storages_of(values: Iterable[Value]) -> tuple[list[Value], dict[str, Shared]
         for value in overlapping:
             found[value.key] = Shared(numbers[value.place])
     return storages, found
+
+
+def _require_stored(value: Value, numel: int) -> None:
+    """Refuse what the reader refuses: a view that repeats few numbers endlessly."""
+    nbytes = value.stored.nbytes
+    if repeats_too_often(nbytes, numel * value.dtype.itemsize):
+        raise PlacementError(
+            "a broadcast view is absurdly larger than its storage, and would not be read back",
+            entry=value.key,
+            found=f"shape {value.shape}, {nbytes} bytes over {numel * value.dtype.itemsize}",
+            hint="Save what it repeats, and expand that again.",
+        )
 
 
 def _overlapping(values: Iterable[Value], *, alike: bool = True) -> list[list[Value]]:
