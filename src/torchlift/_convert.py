@@ -141,6 +141,8 @@ def convert(
         def check() -> None:
             for file, stamp in ckpt.index.files.items():
                 stamp.check(file)
+            # Somebody may have made it in the meantime.
+            _check_apart(opened.index, target, overwrite)
 
         return finish(
             target,

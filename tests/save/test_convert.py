@@ -146,6 +146,24 @@ def test_it_never_replaces_what_is_there_without_being_told(tmp_path: Path) -> N
     assert load_file(src)["w"].dtype == torch.float16
 
 
+@pytest.mark.parametrize("format", ["safetensors", "sharded", "torch-zip", "dcp"])
+def test_what_appears_during_a_conversion_is_not_replaced(tmp_path: Path, format: str) -> None:
+    """Only with overwrite=True is anything."""
+    torchlift.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    dst = tmp_path / "y" if format == "dcp" else tmp_path / ("y.index.json" if format == "sharded"
+                                                             else "y.other")  # fmt: skip
+    head = dst / ".metadata" if format == "dcp" else dst
+
+    def dtype(entry: torchlift.TensorEntry) -> None:
+        head.parent.mkdir(exist_ok=True)
+        head.write_text("theirs", encoding="utf-8")
+
+    with pytest.raises(CheckpointError, match="there is something of this name"):
+        torchlift.convert(tmp_path / "x.pt", dst, format=format, dtype=dtype)
+    assert head.read_text(encoding="utf-8") == "theirs"
+    assert len(os.listdir(head.parent)) == (1 if format == "dcp" else 2)
+
+
 def test_shards_are_divided_anew_in_place(tmp_path: Path) -> None:
     """The old ones are gone when the new ones are there."""
     path = tmp_path / "m.safetensors.index.json"

@@ -245,6 +245,7 @@ def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[s
                     _write_file(group.file(number), sections, advance, check)
                 except NotDurable as error:
                     raise OSError(*error.args) from error  # nothing names it yet
+            check()
             group.commit(output.content(group.names))
         finally:
             group.close()
