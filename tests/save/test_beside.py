@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import torchlift
+from torchlift._transfer import write
 from torchlift.errors import CheckpointError
 
 ONE, TWO = ({"a": torch.full((100,), float(at)), "b": torch.zeros(100)} for at in (1, 2))
@@ -128,3 +129,85 @@ def test_a_conversion_does_not_supersede_without_being_told(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="there is something of this name"):
         torchlift.convert(tmp_path, tmp_path / NAME)
     assert first(tmp_path) == 1
+
+
+def debris(folder: Path) -> Path:
+    """The path of the journal that a killed save has left."""
+    return folder / f".{INDEX}.files.torchlift-abcdef12.part"
+
+
+def test_a_damaged_journal_does_not_stop_a_save(tmp_path: Path) -> None:
+    """What can be read of it counts."""
+    left = "model-00003-of-00009.safetensors"
+    (tmp_path / left).touch()
+    content = b"\0" * 4096 + b'\n5\n{"a"\n\xff\xfe\n[1]\n' + json.dumps(left).encode() + b'\n"cut'
+    debris(tmp_path).write_bytes(content)
+    torchlift.save(ONE, tmp_path, format="sharded")
+    assert sorted(os.listdir(tmp_path)) == ["model-00001-of-00001.safetensors", INDEX]
+
+
+def test_a_journal_is_kept_as_long_as_nobody_can_tell_what_is_needed(tmp_path: Path) -> None:
+    """The next save that can read the index removes what the journal names."""
+    left = "model-00003-of-00009.safetensors"
+    (tmp_path / left).touch()
+    debris(tmp_path).write_text(json.dumps(left) + "\n", encoding="utf-8")
+    (tmp_path / INDEX).write_text("damaged", encoding="utf-8")
+    torchlift.save(ONE, tmp_path, format="sharded")
+    assert debris(tmp_path).exists()
+    torchlift.save(TWO, tmp_path, format="sharded")
+    assert len(os.listdir(tmp_path)) == 2
+    assert first(tmp_path) == 2
+
+
+def test_a_long_name_and_its_journal_are_told_apart(tmp_path: Path) -> None:
+    """Their temporary files' names are clipped."""
+    path = tmp_path / ("x" * 200 + INDEX)
+    for state in (ONE, TWO, ONE):
+        torchlift.save(state, path)
+        assert first(path) == state["a"][0]
+        assert len(os.listdir(tmp_path)) == 2
+    one, other = write.AtomicFile(f"{path}.a"), write.AtomicFile(f"{path}.b")
+    assert one.temporary[:-13] != other.temporary[:-13]
+    one.close()
+    other.close()
+
+
+def test_names_of_shards_do_not_come_back(tmp_path: Path) -> None:
+    """Who has read an index before two saves finds its shards gone, rather than other values."""
+    seen: set[str] = set()
+    for at in range(4):
+        report = torchlift.save(ONE if at % 2 else TWO, tmp_path, format="sharded")
+        assert not seen & set(report.files[:-1])
+        seen.update(report.files[:-1])
+
+
+def test_folders_that_are_made_are_durable_and_may_appear_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another saver may make one first; after an error those that are ours are gone."""
+    mkdir, fsync, flushed = os.mkdir, os.fsync, set()
+
+    def both(path: str, mode: int = 0o777) -> None:
+        if str(path).endswith("b"):
+            mkdir(path)
+        mkdir(path, mode)
+
+    def noted(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def denied(*args: object) -> None:
+        raise PermissionError(13, "denied")
+
+    path = tmp_path / "a" / "b" / "c"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", both)
+        patch.setattr(os, "fsync", noted)
+        torchlift.save(ONE, path, format="dcp")
+    assert first(path) == 1
+    assert {folder.stat().st_ino for folder in (*path.parents[:3], path)} <= flushed
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", lambda p: denied() if str(p).endswith("e") else mkdir(p))
+        with pytest.raises(CheckpointError, match="denied"):
+            torchlift.save(ONE, tmp_path / "d" / "e", format="dcp")
+    assert os.listdir(tmp_path) == ["a"]

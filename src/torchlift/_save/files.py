@@ -22,6 +22,7 @@ from torchlift._transfer.write import (
     NotDurable,
     NotRemoved,
     SetKind,
+    make_durable,
     write_at,
     write_runs,
 )
@@ -237,7 +238,7 @@ def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[s
             for index in output.replaces:
                 _remove_set(index)
             return [output.head]
-        made = _folders(folder)
+        _make_folders(folder, made)
         group = AtomicSet(output.head, list(output.files), output.kind, output.replaces)
         try:
             for number, sections in enumerate(output.files.values()):
@@ -268,15 +269,16 @@ def _remove_set(index: str) -> None:
             group.close()
 
 
-def _folders(path: str) -> list[str]:
-    """Make the folders that are not there; return them, outermost first."""
-    made: list[str] = []
-    while not os.path.isdir(path):
-        made.insert(0, path)
-        path = os.path.dirname(path)
-    for folder in made:
-        os.mkdir(folder)
-    return made
+def _make_folders(path: str, made: list[str]) -> None:
+    """Make the folders that are not there, durably, and add them to `made`, outermost first."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    _make_folders(parent, made)
+    with suppress(FileExistsError):  # another saver made it; a file there is an error later
+        os.mkdir(path)
+        made.append(path)
+    make_durable(parent)
 
 
 def _write_file(

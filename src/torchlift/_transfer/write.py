@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
+from hashlib import sha256
 from typing import NamedTuple
 
 from torchlift.errors import CheckpointError
@@ -23,6 +24,7 @@ from torchlift.formats.crc import PartialCrc
 
 _MARK = ".torchlift-"  # without it, somebody's own unfinished download could be taken for ours
 _LONGEST = 200  # bytes of NAME in the name of a temporary file, which may have 255 in all
+_CLIPPED = 180  # of a longer one, of which a hash follows
 
 
 class NotDurable(OSError):
@@ -51,10 +53,11 @@ class AtomicFile:
         ['x']
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, alone: bool = True) -> None:
         """Create it, and remove what dead writers of the same path left.
 
         Args:
+            alone: whether what they left is worth nothing; else it stays.
             path: absolute, of the file to be. Where a link has that name, what it leads to is
                 replaced, not the link; and a file that is replaced passes its mode on.
 
@@ -63,7 +66,8 @@ class AtomicFile:
         """
         self._mode = _mode_of(path)
         self._path = os.path.realpath(path)
-        remove_debris(self._path)
+        if alone:
+            remove_debris(self._path)
         while True:
             self.temporary = f"{_prefix(self._path)}{secrets.token_hex(4)}.part"
             # A new file gets what open() would give it. Whom the older one shuts out cannot read
@@ -88,11 +92,7 @@ class AtomicFile:
         os.fsync(self.descriptor)
         os.replace(self.temporary, self._path)
         try:
-            folder = os.open(os.path.dirname(self._path), os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            make_durable(os.path.dirname(self._path))
         except OSError as error:
             raise NotDurable(*error.args) from error
 
@@ -138,7 +138,8 @@ class AtomicSet:
 
         Args:
             head: absolute path.
-            names: those that the files should have; where there is one of them, all get others.
+            names: those that the files should have; where there is one of them, or a head, all get
+                others.
             kind: of the head.
             replaces: paths of files that the new head supersedes.
 
@@ -155,10 +156,12 @@ class AtomicSet:
         with self._locked():
             taken = self._recover()
             self.names = list(names)
-            if any(name in taken or os.path.lexists(self._path(name)) for name in names):
+            # Beside an older head, too: who has read that one must not find other values there.
+            there = any(name in taken or os.path.lexists(self._path(name)) for name in names)
+            if there or os.path.lexists(self._head):
                 token = secrets.token_hex(4)
                 self.names = [_with_token(name, token) for name in names]
-            self._journal = AtomicFile(self._journals)
+            self._journal = AtomicFile(self._journals, alone=False)
             self._known: list[str] = []
             try:
                 self._note(self.names)
@@ -258,11 +261,15 @@ class AtomicSet:
         taken: set[str] = set()
 
         def journal(path: str) -> list[str]:
-            with suppress(OSError), open(path, encoding="utf-8") as lines:
-                # The last line may be cut off: nothing of that name was made.
-                full = [line for line in lines if line.endswith("\n")]
-                return [name for name in map(json.loads, full) if os.sep not in name]
-            return []
+            names: list[str] = []
+            with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    # A crash of the machine may leave zeros, or a line that is cut off, for names
+                    # of which nothing was made.
+                    with suppress(ValueError):
+                        name = json.loads(line) if line.endswith("\n") else None
+                        names += [name] if isinstance(name, str) and os.sep not in name else []
+            return names
 
         remove_debris(
             self._journals,
@@ -327,6 +334,19 @@ def remove_debris(
                 os.close(descriptor)
 
 
+def make_durable(folder: str) -> None:
+    """Wait until the disk knows the names in a folder.
+
+    Raises:
+        OSError: it may not.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of the data.
 
@@ -387,7 +407,10 @@ def _mode_of(path: str) -> int | None:
 def _prefix(path: str) -> str:
     """Return what the paths of a file's temporary files begin with."""
     folder, name = os.path.split(path)
-    name = os.fsencode(name)[:_LONGEST].decode(errors="ignore")
+    encoded = os.fsencode(name)
+    if len(encoded) > _LONGEST:
+        # Two names that begin alike are two: a file's and its journal's, for one.
+        name = f"{encoded[:_CLIPPED].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"
     return os.path.join(folder, f".{name}{_MARK}")
 
 
