@@ -125,7 +125,8 @@ def save(
     own. safetensors have tensors only: plain data is an error. Keys of containers are joined by
     dots; of tied names the first has the values and the metadata names it for the others, from
     where `torchlift.open` gives all of them. Tensors that share memory in another way have values
-    of their own. No file keeps devices, ``requires_grad`` and subclasses of tensors. What a format
+    of their own. No file keeps devices, ``requires_grad`` and subclasses of tensors;
+    mappings of other classes become dicts, and named tuples tuples. What a format
     does not keep of this state is in the report.
 
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
@@ -167,7 +168,7 @@ def save(
     if isinstance(obj, Checkpoint):
         taken, values = from_files(obj, target)
     else:
-        taken = take_apart(obj)
+        taken = take_apart(obj, plain=not target.only_tensors)
         values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
     if target.only_tensors and taken.objects:
         key, value = next(iter(taken.objects.items()))
@@ -359,7 +360,7 @@ def finish(
     target.check_folder()
     output = target.lay_out(taken, values, metadata or {}, checksum)
     format = target.format if output.content is None or target.format == "dcp" else "sharded"
-    gone = dict(lost or {})
+    gone = {**taken.kinds, **(lost or {})}
     for key, what in taken.containers.items():
         if target.only_tensors or (format == "dcp" and what == TEXT_NAMES):
             gone.setdefault(key or "(all)", what)

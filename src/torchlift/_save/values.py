@@ -26,6 +26,7 @@ Becomes = Callable[[TensorEntry], torch.dtype]
 #: What is lost of a container whose names are no text.
 TEXT_NAMES = "names that are no text become text"
 _PAIR = (dict, OrderedDict, Counter)
+_MAX_COPIES = 100_000  # of one container
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,9 @@ class Taken:
         objects: key -> value that is none.
         paths: key -> the names of the containers that lead to it.
         containers: key of a container -> what names joined by dots do not tell of it.
+        kinds: key of a container -> what no file tells of it.
+        followed: id -> a container that was looked into, and whether it holds what must be copied.
+        copies: how often a container was met again.
     """
 
     plain: bool
@@ -184,6 +188,9 @@ class Taken:
     objects: dict[str, object] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     containers: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    followed: dict[int, tuple[object, bool]] = field(default_factory=dict)
+    copies: Counter[int] = field(default_factory=Counter)
 
 
 def take_apart(saved: object, *, plain: bool = True) -> Taken:
@@ -207,6 +214,11 @@ def take_apart(saved: object, *, plain: bool = True) -> Taken:
 
 def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> Any:
     value = _state_of(value)
+    notes = getattr(value, "_metadata", None)
+    if _is_kind(value):
+        made = dict if isinstance(value, Mapping) else tuple
+        taken.kinds[key or "(all)"] = f"a {type(value).__name__}, which becomes a {made.__name__}"
+        value = made(value)
     if len(path) > MAX_DEPTH:
         raise PlacementError(
             "containers nest too deep, or contain themselves",
@@ -216,15 +228,16 @@ def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> 
     if type(value) in _PAIR and (value or not path):
         if any(type(name) is not str for name in value):
             taken.containers[key] = TEXT_NAMES
+        _count(value, key, taken)
         made = type(value)()
         for name, item in value.items():
             made[name] = _copied(item, _joined(key, _text(name)), (*path, _text(name)), taken)
-        notes = getattr(value, "_metadata", None)
         if notes is not None:
             require_plain(_joined(key, "_metadata"), notes)
             made._metadata = notes
         return made
-    if type(value) in (list, tuple) and _has_tensor(value, 0):
+    if type(value) in (list, tuple) and _has_tensor(value, 0, taken.followed):
+        _count(value, key, taken)
         taken.containers[key] = f"a {type(value).__name__}, whose positions become names"
         return type(value)(
             _copied(item, _joined(key, str(at)), (*path, at), taken)
@@ -256,16 +269,39 @@ def _state_of(value: Any) -> Any:
     return value
 
 
-def _has_tensor(value: Any, depth: int) -> bool:
+def _is_kind(value: object) -> bool:
+    """Return whether it is a mapping or a named tuple of which no file tells the class."""
+    if isinstance(value, tuple):
+        return hasattr(value, "_fields")
+    return isinstance(value, Mapping) and type(value) not in _PAIR
+
+
+def _count(value: object, key: str, taken: Taken) -> None:
+    """Refuse containers that are in each other so often that their names have no end."""
+    taken.copies[id(value)] += 1
+    if taken.copies[id(value)] > _MAX_COPIES:
+        raise PlacementError(
+            "a container is in others too often: each of its places gets names of its own",
+            entry=key,
+            expected=f"at most {_MAX_COPIES:,} places",
+        )
+
+
+def _has_tensor(value: Any, depth: int, followed: dict[int, tuple[object, bool]]) -> bool:
     if depth > MAX_DEPTH:
         return True  # and is refused where it is followed
-    items = value.values() if isinstance(value, dict) else value
-    return any(
-        isinstance(item, (torch.Tensor, TensorEntry))
-        or callable(getattr(item, "state_dict", None))
-        or (type(item) in (*_PAIR, list, tuple) and _has_tensor(item, depth + 1))
-        for item in items
-    )
+    if id(value) not in followed:
+        followed[id(value)] = value, True  # where it is inside itself, it is refused there, too
+        items = value.values() if isinstance(value, dict) else value
+        found = any(
+            isinstance(item, (torch.Tensor, TensorEntry))
+            or callable(getattr(item, "state_dict", None))
+            or _is_kind(item)
+            or (type(item) in (*_PAIR, list, tuple) and _has_tensor(item, depth + 1, followed))
+            for item in items
+        )
+        followed[id(value)] = value, found
+    return followed[id(value)][1]
 
 
 def _joined(key: str, name: str) -> str:
