@@ -218,6 +218,19 @@ def test_views_that_overlap_share_a_storage_in_a_torch_file(tmp_path: Path) -> N
         assert torch.equal(value, state[key])
 
 
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_views_of_another_dtype_are_told(tmp_path: Path, name: str) -> None:
+    """Their memory is one, and in the file it is not."""
+    real, number = torch.ones(4), torch.ones(3, dtype=torch.complex64)
+    state = {
+        "a": real, "tied": real, "bits": real.view(torch.int32), "apart": torch.ones(4),
+        "c": number, "real": torch.view_as_real(number), "conj": number.conj(),
+    }  # fmt: skip
+    expected = {"bits": "a", "real": "c", "conj": "c"}
+    expected = {key: f"shares no memory with {kept} any more" for key, kept in expected.items()}
+    assert torchlift.save(state, tmp_path / name).lost == expected
+
+
 def test_a_tiny_view_of_a_large_memory_is_written_compactly(tmp_path: Path) -> None:
     """Which the report tells; torch.save writes all of the memory."""
     large = torch.arange(100_000.0)
@@ -394,7 +407,7 @@ def test_lists_that_share_lists_take_the_time_of_what_they_are(tmp_path: Path) -
     shared: list[Any] = [1]
     for _ in range(40):
         shared = [shared, shared]
-    with pytest.raises(PlacementError, match="'x': .* unfolds to far more than it stores"):
+    with pytest.raises(PlacementError, match=r"'x': .* unfolds to far more than it stores"):
         torchlift.save({"x": shared}, tmp_path / "x.pt")
     shared = [torch.ones(1)]
     for _ in range(40):

@@ -121,6 +121,11 @@ class Value:
         return Stored(self.key, str(self.dtype).removeprefix("torch."), self.shape)
 
     @property
+    def storage(self) -> Hashable:
+        """Return what tells the bytes that it is in from others, whatever their dtype."""
+        return self.memory[0] if isinstance(self.memory, tuple) and self.whole else self.memory
+
+    @property
     def source_dtype(self) -> str:
         """Return the dtype that its values have now."""
         return str(self.source.dtype).removeprefix("torch.")
@@ -381,22 +386,29 @@ def _overlapping(values: Iterable[Value], *, alike: bool = True) -> list[list[Va
 
     Args:
         values: all.
-        alike: whether only what gets one dtype is together.
+        alike: whether only numbers of one dtype that get one are together; else all that shares
+            bytes of a storage is.
     """
+
+    def unit(value: Value) -> int:
+        return 1 if alike else value.source.itemsize
+
     order: dict[str, int] = {}
     groups: dict[Hashable, list[Value]] = {}
     for number, value in enumerate(values):
         order[value.key] = number
-        groups.setdefault((value.memory, value.dtype if alike else None), []).append(value)
+        place = (value.memory, value.dtype) if alike else value.storage
+        groups.setdefault(place, []).append(value)
     found: list[list[Value]] = []
     for group in groups.values():
         stop = -1
-        for value in sorted(group, key=lambda value: value.first):
-            if value.first < stop:
+        ranges = [(v.first * unit(v), (v.first + v.span) * unit(v), v) for v in group]
+        for start, end, value in sorted(ranges, key=lambda item: item[0]):
+            if start < stop:
                 found[-1].append(value)
             else:
                 found.append([value])
-            stop = max(stop, value.first + value.span)
+            stop = max(stop, end)
     return sorted(found, key=lambda group: min(order[value.key] for value in group))
 
 
@@ -407,15 +419,16 @@ def apart(values: Iterable[Value], shared: Mapping[str, Shared] | None) -> dict[
         values: all.
         shared: the storages of a torch file; None for a format where each is by itself.
     """
-    found = {}
-    for overlapping in _overlapping(values, alike=False):
-        numbers = {
-            value.place if shared is None else shared[value.key].number for value in overlapping
-        }
-        if len(numbers) > 1:
-            kept = overlapping[0]
-            found.update({v.key: kept.key for v in overlapping if v.place != kept.place})
-    return found
+
+    def place(value: Value) -> Hashable:
+        return value.place if shared is None else shared[value.key].number
+
+    return {
+        value.key: overlapping[0].key
+        for overlapping in _overlapping(values, alike=False)
+        for value in overlapping
+        if place(value) != place(overlapping[0])
+    }
 
 
 def compacted(values: Iterable[Value]) -> tuple[list[str], int]:
