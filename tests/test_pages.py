@@ -160,7 +160,7 @@ def test_what_pages_show_of_a_run_is_what_it_prints(tmp_path: Path) -> None:
                 run = run_blocks([block for block in blocks[:at] if block[0] not in TEXT], tmp_path)
                 assert run.stdout.endswith(code.strip() + "\n"), f"{run.stdout}\n{run.stderr}"
                 shown += 1
-    assert shown == 5
+    assert shown == 7
 
 
 def test_measured_table_is_the_same_on_both_pages() -> None:

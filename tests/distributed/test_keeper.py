@@ -21,7 +21,7 @@ from torch import nn
 
 import torchlift
 from torchlift.distributed import keeper as keeper_module
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, IntegrityError
 
 WORKERS = Path(__file__).parent / "workers_keeper.py"
 RANKS = (2, 4)
@@ -89,12 +89,80 @@ def test_the_last_ones_every_nth_and_the_best_are_kept(tmp_path: Path) -> None:
         assert keeper.best() == str(tmp_path / "step-000000003.pt")
         assert keeper.latest() == str(tmp_path / "step-000000007.pt")
         assert keeper.resume(run, step=6) == 6
-        # From an earlier one: what is saved then is not the last, and stays.
+        # The run has gone back: what it saves now is the latest.
         keeper.save(6, run, metrics={"loss": 3.0})
-    assert sorted(os.listdir(tmp_path)) == [f"step-{step:09d}.pt" for step in (3, 6, 7)]
+    assert sorted(os.listdir(tmp_path)) == ["step-000000003.pt", "step-000000006-1.pt"]
     with torchlift.Keeper(tmp_path, keep=None) as keeper:
         keeper.save(8, run)
-    assert keeper.steps() == [3, 6, 7, 8]
+    assert keeper.latest() == str(tmp_path / "step-000000008-1.pt")
+    assert keeper.steps() == [3, 6, 8]
+
+
+def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path) -> None:
+    """The error names the one before; nothing has changed."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path) as keeper:
+        for step in (1, 2):
+            keeper.save(step, run)
+    with torchlift.open(tmp_path / "step-000000002.pt") as ckpt:
+        offset = ckpt.entries["model.0.weight"].chunks[0].offset
+    with open(tmp_path / "step-000000002.pt", "r+b") as file:
+        file.seek(offset)
+        file.write(b"\xff\xff")
+    before = run["model"][0].weight.clone()
+    again = run_of()
+    with pytest.raises(IntegrityError, match=r"damaged.*complete ones of the steps \[1\]"):
+        keeper.resume(again)
+    assert torch.equal(again["model"][0].weight, before)
+    assert keeper.resume(again, step=1) == 1
+
+
+def test_an_interrupted_wait_leaves_the_snapshot_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a save waits for the last one, and then a save: both are whole."""
+    written, save = threading.Event(), keeper_module.save
+    monkeypatch.setattr(keeper_module, "save", lambda *a, **o: written.wait(60) and save(*a, **o))
+    model, main = nn.Linear(50, 50), threading.get_ident()
+    with torchlift.Keeper(tmp_path) as keeper:
+        for value in (1.0, 2.0, 3.0):
+            with torch.no_grad():
+                model.weight.fill_(value)
+            if value == 2.0:
+                threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT]).start()
+                with pytest.raises(KeyboardInterrupt):
+                    keeper.save(2, model=model)
+                threading.Timer(0.2, written.set).start()
+            else:
+                keeper.save(int(value), model=model)
+    for step in (1, 3):
+        with torchlift.open(tmp_path / f"step-{step:09d}.pt") as ckpt:
+            assert torch.equal(ckpt["model.weight"], torch.full((50, 50), float(step)))
+
+
+def test_a_failed_save_of_which_nobody_asks_is_warned_of(tmp_path: Path) -> None:
+    """A program that ends would otherwise never know."""
+    code = "import sys, torchlift; torchlift.Keeper(sys.argv[1]).save(1, what=object())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert "RuntimeWarning: the last save of a Keeper failed: 'what'" in done.stderr
+
+
+def test_a_checkpoint_whose_metric_cannot_be_read_stays(tmp_path: Path) -> None:
+    """It may be the best: a sweep must not remove it."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path, keep=1, best="loss", background=False) as keeper:
+        keeper.save(1, run, metrics={"loss": 1.0})
+        path = tmp_path / "step-000000001.pt"
+        data = path.read_bytes()
+        path.write_bytes(data[:100])
+        keeper.save(2, run, metrics={"loss": 2.0})
+        keeper.save(3, run, metrics={"loss": 3.0})
+        assert keeper.steps() == [1, 2, 3]
+        path.write_bytes(data)
+        keeper.save(4, run, metrics={"loss": 4.0})
+        assert keeper.steps() == [1, 4]
 
 
 def test_several_models_and_optimizers_are_told_apart(tmp_path: Path) -> None:
@@ -279,6 +347,7 @@ def results() -> dict[int, dict[str, str]]:
         "training_goes_on_bit_by_bit",
         "what_is_kept_is_complete_and_no_more_than_asked_for",
         "a_rank_that_cannot_write_ends_the_save_on_all",
+        "ranks_that_disagree_all_raise",
         "any_number_of_ranks_goes_on_with_what_another_kept",
     ],
 )

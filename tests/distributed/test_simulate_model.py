@@ -59,7 +59,7 @@ def test_with_a_model_only_what_it_loads_is_read(tied: Path) -> None:
     assert found.plan.replayed == ["mask"]
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     assert found.to_dict()["plan"] == {
-        "loaded": 4, "missing_keys": [], "unexpected_keys": [], "mismatched": {},
+        "loaded": 4, "missing_keys": [], "unexpected_keys": [], "dropped": [], "mismatched": {},
         "replayed": ["mask"], "deferred": [], "tied": [["embed.weight", "head.weight"]],
         "renamed": {f"module.{k}": k for k in Tied().state_dict()}, "merged": {}, "split": {},
     }  # fmt: skip

@@ -140,13 +140,38 @@ def a_rank_that_cannot_write_ends_the_save_on_all() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert keeper.latest() == str(folder / "step-000000001")
     dist.barrier()
+    assert os.listdir(folder) == ["step-000000001"]
     keeper.save(3, run)
     dist.barrier()
     assert keeper.steps() == [1, 3]
     assert sorted(os.listdir(folder)) == ["step-000000001", "step-000000003"]
     keeper.close()
+
+
+def ranks_that_disagree_all_raise() -> None:
+    """Another step, an argument that is wrong on one, an object that refuses on one."""
+    run, folder = run_of("fsdp2"), SHARED / f"disagree-{dist.get_world_size()}"
+    rank = dist.get_rank()
+
+    class Odd:
+        def state_dict(self) -> dict[str, int]:
+            return {"rank": rank}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if rank:
+                raise OSError("no such luck")
+
+    with torchlift.Keeper(folder, best="loss") as keeper:
+        with pytest.raises(ValueError, match="the ranks save different steps"):
+            keeper.save(rank, run, metrics={"loss": 1.0})
+        with pytest.raises((ValueError, CheckpointError), match="cannot name an object"):
+            keeper.save(1, {"rng" if rank else "x": 1}, metrics={"loss": 1.0})
+        # What tells the best is rank 0's to give.
+        keeper.save(1, run, odd=Odd(), metrics=None if rank else {"loss": 1.0})
+        with pytest.raises((OSError, CheckpointError), match="no such luck"):
+            keeper.resume(run, odd=Odd())
+        assert keeper.resume(run) == 1
 
 
 def any_number_of_ranks_goes_on_with_what_another_kept() -> None:
@@ -171,6 +196,7 @@ if __name__ == "__main__":
                 training_goes_on_bit_by_bit,
                 what_is_kept_is_complete_and_no_more_than_asked_for,
                 a_rank_that_cannot_write_ends_the_save_on_all,
+                ranks_that_disagree_all_raise,
             )
         },
         loads={

@@ -159,7 +159,7 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch):
 def test_a_tilde_is_not_expanded_and_the_error_says_so(monkeypatch, tmp_path):
     """As everywhere in Python."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FormatError, match=r"A ~ stands for nothing here: expand it first\."):
+    with pytest.raises(FormatError, match=r"A ~ stands for nothing here: expand it\."):
         read_index("~/model.pt")
 
 

@@ -288,7 +288,7 @@ def _search(suspects: Sequence[Holders], own: set[int]) -> dict[int, tuple[str, 
         if id(tensor) in forgiven:
             for item in sharing:
                 item.owners -= 1
-        elif tensor._is_view() and id(tensor._base) in by_tensor:
+        elif not is_lazy(tensor) and tensor._is_view() and id(tensor._base) in by_tensor:
             by_tensor[id(tensor._base)].add(Hold.VIEW, "view", tensor)
         else:
             for item in sharing:

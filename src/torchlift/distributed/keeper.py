@@ -7,14 +7,17 @@ planner, the files) is that of ``torch.distributed.checkpoint``.
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import random
 import re
 import shutil
 import sys
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,23 +40,31 @@ from torchlift.distributed.state_dict import (
     get_optimizer_state_dict,
     set_state_dict,
 )
-from torchlift.errors import CheckpointError, FormatError
+from torchlift.errors import CheckpointError, FormatError, IntegrityError
+from torchlift.formats.verify import verify as verify_file
 
-#: What a checkpoint is called, and the number of the attempt where a mesh saved a step again.
+#: What a checkpoint is called: its step, and its generation from the second one on.
 _NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?(\.pt)?")
 #: What a process that was killed leaves of one: its temporary file.
 _BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
 #: Beside the shards of a mesh: what is no tensor of a model, and what each rank has of its own.
 _REST, _RNG = "rest.pt", "rng-{}.pt"
+#: What DCP renames to its name when all ranks have written their files.
+_MARKER = ".metadata"
 #: Names that a checkpoint needs for itself.
 _OWN = ("step", "metrics", "rng")
 
 
 class _Kept(NamedTuple):
-    """A complete checkpoint: its step, the attempt, and where it is."""
+    """A complete checkpoint.
 
+    Attributes:
+        generation: how many times the run has gone back to an earlier step before.
+        step, path: its own.
+    """
+
+    generation: int
     step: int
-    attempt: int
     path: str
 
 
@@ -67,7 +78,10 @@ class Keeper:
 
     A save takes a snapshot in memory, which is all that training waits for, and writes it in a
     thread of its own. One save is on its way at a time. What goes wrong there is raised by the next
-    call of `save`, `wait` or `close`.
+    call of `save`, `wait` or `close`; a program that makes none is warned at its end. A tensor that
+    is a view takes the memory that it looks into, in the snapshot.
+
+    In a process group all ranks make their keeper, and call its methods, in the same order.
 
     Args:
         directory: where; created where it is not there.
@@ -122,20 +136,29 @@ class Keeper:
         self.directory = os.path.abspath(os.fspath(directory))
         self._keep, self._every, self._best, self._best_is = keep, every, best, best_is
         self._background, self._skips = background, busy == "skip"
-        self._rank, self._world = world_of()
+        self._rank = world_of()[0]
+        # One process of a process group may have DTensors, too.
+        self._alone = not has_group()
         # Two of its own: what a save in the background agrees on must not meet what the calls of
         # this class do, nor what training does.
         front, back = [
-            [torch.distributed.new_group(backend="gloo")] if self._world > 1 else [] for _ in "ab"
+            [] if self._alone else [torch.distributed.new_group(backend="gloo")] for _ in "ab"
         ]
         self._ranks, self._writers = RankGroup(front), RankGroup(back)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
-        self._saving: Future[None] | None = None
+        self._in_flight: list[Future[None] | None] = [None]
+        weakref.finalize(self, _lost, self._in_flight)
+        self._closed = False
         self._stager: DefaultStager | None = None
         self._ranks.run(self._make_folder)
 
     def _make_folder(self) -> tuple[None, None]:
-        os.makedirs(self.directory, exist_ok=True)
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                "cannot be made a folder", file=self.directory, found=str(error)
+            ) from error
         return None, None
 
     # ---- save
@@ -157,31 +180,44 @@ class Keeper:
             step: number of steps that the state is the result of.
             state: name -> object: a module; an optimizer of the parameters of one of the modules;
                 anything with ``state_dict`` and ``load_state_dict``; or plain data and tensors.
-            metrics: name -> number, to tell the best by.
+            metrics: name -> number, to tell the best by; on a mesh rank 0's count.
             **objects: more of the state.
 
         Returns:
             Whether it is being saved; False where the last save is not done, and not waited for.
 
         Raises:
-            CheckpointError: this state cannot be saved, or the last one could not.
+            CheckpointError: the last one could not be saved; without `background`, this one.
             TypeError, ValueError: an argument is not what it can be.
         """
-        objects = _named(state, objects)
-        numbers = {name: float(number) for name, number in (metrics or {}).items()}
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step={step!r}: expected a number from 0 on")
-        if self._best is not None and self._best not in numbers:
-            raise ValueError(
-                f"metrics has no {self._best!r}, by which the best checkpoint is told (best=)"
-            )
-        if self._skips and any(self._ranks.exchange(not self._is_done).values()):
+
+        def check() -> tuple[tuple[int, dict[str, object], dict[str, float]], tuple[int, bool]]:
+            number = _step(step)
+            if self._closed:
+                raise ValueError("the keeper is closed")
+            named = _named(state, objects)
+            values = {name: float(value) for name, value in (metrics or {}).items()}
+            if self._rank == 0 and self._best is not None and self._best not in values:
+                raise ValueError(
+                    f"metrics has no {self._best!r}, by which the best checkpoint is told (best=)"
+                )
+            return (number, named, values), (number, self._is_done)
+
+        (step, named, numbers), told = self._ranks.run(check)
+        if len({number for number, _ in told.values()}) > 1:
+            raise ValueError(f"the ranks save different steps: {[n for n, _ in told.values()]}")
+        if self._skips and not all(done for _, done in told.values()):
             return False
         self.wait()
-        (tensors, rest), _ = self._ranks.run(lambda: (self._snapshot(objects), None))
+
+        def take() -> tuple[tuple[dict[str, Any], dict[str, Any]], str | None]:
+            return self._snapshot(named), self._new_path(step) if self._rank == 0 else None
+
+        (tensors, rest), paths = self._ranks.run(take)
         rest = {"step": step, "metrics": numbers, **rest}
-        path = self._ranks.exchange(self._new_path(step))[0]
-        self._saving = self._thread.submit(self._write, path, tensors, rest, _generators())
+        self._in_flight[0] = self._thread.submit(
+            self._write, paths[0], tensors, rest, _generators()
+        )
         if not self._background:
             self.wait()
         return True
@@ -192,9 +228,12 @@ class Keeper:
         Raises:
             CheckpointError: the last save failed; what was complete before it still is.
         """
-        saving, self._saving = self._saving, None
+        (saving,) = self._in_flight
+        error = None if saving is None else saving.exception()
+        # Not before: an interrupted wait must not let the next snapshot into the same memory.
+        self._in_flight[0] = None
         # All ranks raise, or one would go on alone into the next collective.
-        self._ranks.agree(None if saving is None else saving.exception())
+        self._ranks.agree(error)
 
     def close(self) -> None:
         """Wait for the last save, and free the memory of the snapshot; on a mesh on all ranks.
@@ -208,6 +247,7 @@ class Keeper:
             self._free()
 
     def _free(self) -> None:
+        self._closed = True
         self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
@@ -224,7 +264,8 @@ class Keeper:
 
     @property
     def _is_done(self) -> bool:
-        return self._saving is None or self._saving.done()
+        (saving,) = self._in_flight
+        return saving is None or saving.done()
 
     def _snapshot(self, objects: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return copies on the host of the states of models and optimizers, and of all else."""
@@ -239,29 +280,39 @@ class Keeper:
             if name not in tensors
         }
         for name, value in rest.items():
-            if self._world > 1 and any(map(is_dtensor, leaves(value).values())):
+            if not self._alone and any(map(is_dtensor, leaves(value).values())):
                 raise TypeError(
                     f"{name}: rank 0 saves what is no module and no optimizer, and it has DTensors"
                 )
         if self._stager is None:
             pinned = torch.cuda.is_available()
             self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        copied: Any = self._stager.stage({"tensors": tensors, "rest": rest})
+        state = {"tensors": tensors, "rest": rest}
+        try:
+            copied: Any = self._stager.stage(state)
+        except AssertionError:  # a storage has another size than at the last save
+            self._stager.close()
+            self._stager = None
+            return self._snapshot(objects)
         return copied["tensors"], copied["rest"]
 
     def _write(
         self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
     ) -> None:
         """Write a checkpoint, and remove those that are no longer to be kept."""
-        try:
-            if self._world == 1:
-                save({**rest, "rng": rng, **tensors}, path)
-            else:
-                self._write_shards(path, tensors, rest, rng)
-            if self._rank == 0:
+        if self._alone:
+            save({**rest, "rng": rng, **tensors}, path)
+        else:
+            self._write_shards(path, tensors, rest, rng)
+        if self._rank == 0:
+            try:
                 self._sweep(path)
-        except OSError as error:
-            raise CheckpointError("could not be saved", file=path, found=str(error)) from error
+            except OSError as error:
+                raise CheckpointError(
+                    "it is saved, but an older one could not be removed",
+                    file=path,
+                    found=str(error),
+                ) from error
 
     def _write_shards(
         self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
@@ -273,14 +324,20 @@ class Keeper:
                 save(rest, os.path.join(path, _REST))
             return None, None
 
-        self._writers.run(begin)
         try:
+            self._writers.run(begin)
             state_dict_saver.save(
                 tensors,
                 storage_writer=FileSystemWriter(path, sync_files=True),
                 process_group=self._writers.groups[0],
             )
-        except CheckpointException as error:
+        except (CheckpointException, CheckpointError, OSError) as error:
+            # All ranks are out of it by now. On a full disk, what is left of it would be in the way
+            # of every later one.
+            if self._rank == 0 and not os.path.exists(os.path.join(path, _MARKER)):
+                shutil.rmtree(path, ignore_errors=True)
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError("could not be saved", file=path, found=str(error)) from error
         if self._rank == 0:  # before an older one is removed
             for folder in (path, self.directory):
@@ -293,7 +350,7 @@ class Keeper:
     # ---- find
 
     def steps(self) -> list[int]:
-        """Return the steps that have a complete checkpoint, the last one last."""
+        """Return the steps that have a complete checkpoint, in the order of saving."""
         return [kept.step for kept in self._kept()]
 
     def latest(self) -> str | None:
@@ -303,40 +360,45 @@ class Keeper:
 
     def best(self) -> str | None:
         """Return the path of the complete checkpoint with the best metric, or None."""
-        return self._best_of(self._kept())
+        return self._best_of(self._kept())[0]
 
     def _kept(self) -> list[_Kept]:
-        """Return the complete checkpoints in order, of each step the last attempt."""
+        """Return the complete checkpoints in the order of saving, of each step the last one."""
         found: dict[int, _Kept] = {}
         for name in os.listdir(self.directory):
             match, path = _NAME.fullmatch(name), os.path.join(self.directory, name)
-            # The marker of DCP is renamed to its name when all ranks have written their files.
-            complete = match and (match[3] or os.path.exists(os.path.join(path, ".metadata")))
+            complete = match and (match[3] or os.path.exists(os.path.join(path, _MARKER)))
             if match and complete:
-                kept = _Kept(int(match[1]), int(match[2] or 0), path)
+                kept = _Kept(int(match[2] or 0), int(match[1]), path)
                 found[kept.step] = max(kept, found.get(kept.step, kept))
         return sorted(found.values())
 
-    def _best_of(self, kept: list[_Kept]) -> str | None:
-        if self._best is None:
-            return None
-        values = {}
-        for one in kept:
+    def _best_of(self, kept: list[_Kept]) -> tuple[str | None, set[str]]:
+        """Return the path of the best, and the paths of those whose metric cannot be read."""
+        values: dict[str, float] = {}
+        unknown: set[str] = set()
+        for one in kept if self._best is not None else ():
             file = one.path if os.path.isfile(one.path) else os.path.join(one.path, _REST)
-            with suppress(CheckpointError):  # not ours, or damaged: no candidate
+            try:
                 with open_checkpoint(file) as ckpt:
                     value: Any = ckpt.objects.get(f"metrics.{self._best}")
-                if value is not None and value == value:  # a loss that is NaN is never the best
-                    values[one.path] = value if self._best_is == "lowest" else -value
-        return min(reversed(values), key=values.__getitem__, default=None)
+            except CheckpointError:
+                unknown.add(one.path)
+                continue
+            if value is not None and value == value:  # a loss that is NaN is never the best
+                values[one.path] = value if self._best_is == "lowest" else -value
+        return min(reversed(values), key=values.__getitem__, default=None), unknown
 
     def _new_path(self, step: int) -> str:
-        name = os.path.join(self.directory, f"step-{step:09d}")
-        if self._world == 1:
-            return name + ".pt"
-        # A complete one of that step stays until the new one is complete.
-        attempt = max((one.attempt + 1 for one in self._kept() if one.step == step), default=0)
-        return f"{name}-{attempt}" if attempt else name
+        kept = self._kept()
+        generation = kept[-1].generation if kept else 0
+        if kept:
+            last = kept[-1]
+            is_replaced = step == last.step and self._alone and last.path.endswith(".pt")
+            # A run that went back; or a folder, which stays until the new one is complete.
+            generation += step <= last.step and not is_replaced
+        name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
+        return os.path.join(self.directory, name + (".pt" if self._alone else ""))
 
     def _sweep(self, newest: str) -> None:
         """Remove what is no longer to be kept, and what saves that were interrupted left."""
@@ -345,8 +407,8 @@ class Keeper:
             one.path for one in (kept if self._keep is None else kept[-self._keep :])
         }
         stays |= {one.path for one in kept if self._every and one.step % self._every == 0}
-        # After a resume from an earlier step, the one just saved is not the last one.
-        stays |= {newest, self._best_of(kept)}
+        best, unknown = self._best_of(kept)
+        stays |= {newest, best} | unknown  # one that cannot be read today may be the best
         for name in os.listdir(self.directory):
             path = os.path.join(self.directory, name)
             if begun := _BEGUN.fullmatch(name):
@@ -356,7 +418,7 @@ class Keeper:
             if os.path.isdir(path):
                 # First the marker: what a crash leaves of it here is no complete checkpoint.
                 with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(path, ".metadata"))
+                    os.unlink(os.path.join(path, _MARKER))
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
@@ -368,51 +430,82 @@ class Keeper:
         state: Mapping[str, object] | None = None,
         *,
         step: int | None = None,
+        verify: bool = True,
         **objects: object,
     ) -> int | None:
         """Load the last complete checkpoint; on a mesh all ranks call it.
 
-        A model and its optimizers are loaded together, both or neither; so are the others, one
-        after the other, and last the random number generators. The number of ranks may be another
-        than the one that saved: then a rank without a state of its own for its generators keeps
-        what it has.
+        A model and its optimizers are loaded together, both or neither; then the next model, the
+        other objects and last the random number generators: after an error, what was loaded before
+        it stays. All ranks raise, or none. Another number of ranks may have saved: then a rank
+        without a state of its own for its generators keeps what it has.
+
+        After a resume from an earlier step, what you save is the latest, not what came after that
+        step the first time.
 
         Args:
             state: name -> object, as for `save`: modules, optimizers, and others that have
                 ``load_state_dict``.
             step: of another checkpoint than the last one.
+            verify: read all of the checkpoint once first, to compare its checksums.
             **objects: more of the state.
 
         Returns:
             The step that was saved, or None where there is no checkpoint.
 
         Raises:
-            CheckpointError: it does not fit, or is damaged.
+            CheckpointError: it does not fit.
+            IntegrityError: a checksum is wrong; nothing has changed.
             TypeError: an object has no ``load_state_dict``; plain data is in
                 ``torchlift.open(keeper.latest()).tree()``, or beside the shards in ``rest.pt``.
         """
-        objects = _named(state, objects)
-        for name, obj in objects.items():
-            if not _is_stateful(obj):
-                raise TypeError(
-                    f"{name}: a {type(obj).__name__} has no load_state_dict; plain data is in "
-                    "torchlift.open(path).tree()"
-                )
         self.wait()
-        found = [one for one in self._kept() if step in (None, one.step)]
-        path = self._ranks.exchange(found[-1].path if found else None)[0]
-        if path is None:
+
+        def find() -> tuple[dict[str, object], tuple[str, list[int]] | None]:
+            named = _named(state, objects)
+            for name, obj in named.items():
+                if not _is_stateful(obj):
+                    raise TypeError(
+                        f"{name}: a {type(obj).__name__} has no load_state_dict; plain data is in "
+                        "torchlift.open(path).tree()"
+                    )
+            kept = self._kept() if self._rank == 0 else []
+            at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
+            before = [one.step for one in kept[:at]]
+            return named, None if at is None else (kept[at].path, before)
+
+        named, told = self._ranks.run(find)
+        if told[0] is None:
             if step is None:
                 return None
-            raise FormatError("has no complete checkpoint of that step", file=self.directory,
-                              expected=f"one of {self.steps()}", found=step)  # fmt: skip
+            raise FormatError(
+                "has no complete checkpoint of that step",
+                file=self.directory,
+                expected=f"one of {self.steps()}",
+                found=step,
+            )
+        path, before = told[0]
         whole = os.path.isfile(path)
-        with open_checkpoint(path if whole else os.path.join(path, _REST)) as ckpt:
-            saved = ckpt.tree()
-            tensors = (nn.Module, torch.optim.Optimizer)
-            rest = {n: obj for n, obj in objects.items() if not isinstance(obj, tensors)}
-            _require(saved, objects if whole else rest, path)
-            for module, name, optimizers in _models(objects):
+        rest = {
+            name: obj
+            for name, obj in named.items()
+            if not isinstance(obj, (nn.Module, torch.optim.Optimizer))
+        }
+        with ExitStack() as stack:
+
+            def read() -> tuple[tuple[dict[str, Any], int, Any], None]:
+                models = list(_models(named))
+                if verify and self._rank == 0:
+                    _verify(path, before)
+                file = path if whole else os.path.join(path, _REST)
+                saved = stack.enter_context(open_checkpoint(file)).tree()
+                _require(saved, named if whole else rest, path)
+                _require(saved, ["step"], path)
+                rng = saved.get("rng") if whole else _own_generators(path, self._rank)
+                return (saved, len(models), _checked(rng, path)), None
+
+            (saved, _, rng), _ = self._ranks.run(read)
+            for module, name, optimizers in _models(named):
                 if not whole:
                     saved |= _read_shards(path, module, name, optimizers)
                 set_state_dict(
@@ -423,12 +516,15 @@ class Keeper:
                     options=StateDictOptions(full_state_dict=whole),
                     process_group=self._ranks.groups[0] if self._ranks.groups else None,
                 )
-            for name, obj in rest.items():
-                # The object may keep what it gets, and a sweep removes the file: no maps.
-                obj.load_state_dict(copy.deepcopy(saved[name]))  # type: ignore[attr-defined]
-            _set_generators(saved.get("rng") if whole else _own_generators(path, self._rank))
-            done: int = saved["step"]
-            return done
+
+            def load() -> tuple[int, None]:
+                for name, obj in rest.items():
+                    # The object may keep what it gets, and a sweep removes the file: no maps.
+                    getattr(obj, "load_state_dict")(copy.deepcopy(saved[name]))  # noqa: B009
+                _set_generators(rng)
+                return int(saved["step"]), None
+
+            return self._ranks.run(load)[0]
 
 
 def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> dict[str, object]:
@@ -439,11 +535,51 @@ def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> di
     """
     found: dict[Any, object] = {**(state or {}), **more}
     for name in found:
-        if not isinstance(name, str) or "." in name or name in _OWN:
+        if not isinstance(name, str) or not name or "." in name or name in _OWN:
             raise ValueError(
                 f"{name!r} cannot name an object: expected a word other than {', '.join(_OWN)}"
             )
     return found
+
+
+def _step(step: object) -> int:
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        raise ValueError(f"step={step!r}: expected a number from 0 on")
+    return number
+
+
+def _verify(path: str, before: list[int]) -> None:
+    """Compare all checksums of a checkpoint.
+
+    Raises:
+        IntegrityError: one is wrong.
+    """
+    files = [path]
+    if os.path.isdir(path):
+        files += [os.path.join(path, name) for name in os.listdir(path) if name.endswith(".pt")]
+    for file in files:
+        report = verify_file(file)
+        if not report.ok:
+            raise IntegrityError(
+                "the checkpoint is damaged",
+                file=file,
+                entry=report.failed[0].name,
+                found=f"{len(report.failed)} wrong checksums",
+                hint=f"There are complete ones of the steps {before}: resume(step=...)."
+                if before
+                else None,
+            )
+
+
+def _lost(saving: list[Future[None] | None]) -> None:
+    """Warn of a save that failed, if nobody has asked."""
+    error = saving[0].exception() if saving[0] is not None and saving[0].done() else None
+    if error is not None:
+        warnings.warn(f"the last save of a Keeper failed: {error}", RuntimeWarning, stacklevel=2)
 
 
 def _is_stateful(obj: object) -> bool:
@@ -550,6 +686,25 @@ def _own_generators(path: str, rank: int) -> dict[str, Any] | None:
     with open_checkpoint(file) as ckpt:
         found: dict[str, Any] = copy.deepcopy(ckpt.tree())
         return found
+
+
+def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] | None:
+    """Return the states if generators take them.
+
+    Raises:
+        FormatError: they do not.
+    """
+    if states is None:
+        return None
+    try:
+        torch.Generator().set_state(states["torch"].clone())
+        python = states["python"]
+        random.Random().setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FormatError(
+            "no states of random number generators", file=path, entry="rng", found=str(error)
+        ) from error
+    return states
 
 
 def _set_generators(states: Mapping[str, Any] | None) -> None:
