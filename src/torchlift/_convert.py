@@ -28,7 +28,6 @@ from torchlift._save import Becomes, SaveReport, Target, finish, from_files
 from torchlift._system import printable
 from torchlift.errors import CheckpointError, MismatchError, did_you_mean
 from torchlift.formats import Index, TensorEntry, of_model, select
-from torchlift.formats.layout import INDEX
 
 #: What a format without a place for it does not keep.
 _AN_OBJECT = "it is no tensor"
@@ -62,8 +61,8 @@ def convert(
 
     Aliases and ties stay where the format can have them. Files of PyTorch keep their containers
     (integer keys, lists, plain data) in a torch file, unless `rename` is given: then the names are
-    flat. safetensors hold what belongs to the model only, by its dotted names; the report lists
-    what they do not keep.
+    flat. Of DCP, names stay joined by dots, as `torchlift.open` lists them. safetensors hold what
+    belongs to the model only, by its dotted names; the report lists what they do not keep.
 
     Args:
         src: what `torchlift.open` reads, or a checkpoint that is open.
@@ -142,6 +141,8 @@ def convert(
         def check() -> None:
             for file, stamp in ckpt.index.files.items():
                 stamp.check(file)
+            # Somebody may have made it in the meantime.
+            _check_apart(opened.index, target, overwrite)
 
         return finish(
             target,
@@ -160,11 +161,8 @@ def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
     """Refuse to replace what is there, and the source above all, unless that is asked for."""
     if overwrite:
         return
-    heads = [target.head]
-    if target.format == "safetensors" and target.limit is not None:
-        heads.append(target.path + INDEX)
     source = {os.path.realpath(path) for path in (index.path, *index.files)}
-    for path in heads:
+    for path in target.heads:
         if os.path.lexists(path):
             is_source = os.path.realpath(path) in source
             raise CheckpointError(

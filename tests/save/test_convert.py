@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,46 @@ def test_it_never_replaces_what_is_there_without_being_told(tmp_path: Path) -> N
     assert src.read_bytes() == before
     torchlift.convert(src, src, dtype="float16", overwrite=True)
     assert load_file(src)["w"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("format", ["safetensors", "sharded", "torch-zip", "dcp"])
+def test_what_appears_during_a_conversion_is_not_replaced(tmp_path: Path, format: str) -> None:
+    """Only with overwrite=True is anything."""
+    torchlift.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    dst = tmp_path / "y" if format == "dcp" else tmp_path / ("y.index.json" if format == "sharded"
+                                                             else "y.other")  # fmt: skip
+    head = dst / ".metadata" if format == "dcp" else dst
+
+    def dtype(entry: torchlift.TensorEntry) -> None:
+        head.parent.mkdir(exist_ok=True)
+        head.write_text("theirs", encoding="utf-8")
+
+    with pytest.raises(CheckpointError, match="there is something of this name"):
+        torchlift.convert(tmp_path / "x.pt", dst, format=format, dtype=dtype)
+    assert head.read_text(encoding="utf-8") == "theirs"
+    assert len(os.listdir(head.parent)) == (1 if format == "dcp" else 2)
+
+
+@pytest.mark.parametrize("deflated", [False, True])
+def test_what_is_merged_is_divided_again_by_the_reversed_rule(
+    tmp_path: Path, deflated: bool
+) -> None:
+    """Into the same values, also where the source is a zip file that was packed anew."""
+    state = {f"l.{at}.{name}.weight": torch.randn(4, 3) for at in range(2) for name in "qkv"}
+    source, merged, back = (tmp_path / name for name in ("x.pt", "m.safetensors", "b.pt"))
+    torch.save(state, source)
+    if deflated:
+        packed = tmp_path / "deflated.pt"
+        with zipfile.ZipFile(source) as old, zipfile.ZipFile(packed, "w") as new:
+            for item in old.infolist():
+                new.writestr(item.filename, old.read(item), zipfile.ZIP_DEFLATED)
+        source = packed
+    names = [f"l.*.{name}.weight" for name in "qkv"]
+    rule = remap.merge(names, "l.*.qkv.weight", cat=0)
+    torchlift.convert(source, merged, rename=rule)
+    assert torchlift.open(merged)["l.1.qkv.weight"].shape == (12, 3)
+    torchlift.convert(merged, back, rename=rule.reversed())
+    assert torchlift.diff(source, back).equal
 
 
 def test_shards_are_divided_anew_in_place(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -236,6 +237,19 @@ def test_views_that_overlap_share_a_storage_in_a_torch_file(tmp_path: Path) -> N
         assert torch.equal(value, state[key])
 
 
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_views_of_another_dtype_are_told(tmp_path: Path, name: str) -> None:
+    """Their memory is one, and in the file it is not."""
+    real, number = torch.ones(4), torch.ones(3, dtype=torch.complex64)
+    state = {
+        "a": real, "tied": real, "bits": real.view(torch.int32), "apart": torch.ones(4),
+        "c": number, "real": torch.view_as_real(number), "conj": number.conj(),
+    }  # fmt: skip
+    expected = {"bits": "a", "real": "c", "conj": "c"}
+    expected = {key: f"shares no memory with {kept} any more" for key, kept in expected.items()}
+    assert torchlift.save(state, tmp_path / name).lost == expected
+
+
 def test_a_tiny_view_of_a_large_memory_is_written_compactly(tmp_path: Path) -> None:
     """Which the report tells; torch.save writes all of the memory."""
     large = torch.arange(100_000.0)
@@ -371,6 +385,64 @@ def test_what_no_file_can_hold_is_refused_by_name(
         torchlift.save(state, tmp_path / NAMES[format], format=format)
     assert entry in str(met.value.entry)
     assert os.listdir(tmp_path) == []
+
+
+class Moments(NamedTuple):
+    """A named tuple, as optimizers in functional style have."""
+
+    mean: torch.Tensor
+    count: int
+
+
+@each_format
+def test_mappings_and_named_tuples_are_saved_as_what_they_hold(tmp_path: Path, format: str) -> None:
+    """And the report says what they were."""
+    inner = defaultdict(list, {"w": torch.ones(2)})
+    plain = format in ("torch-zip", "dcp")
+    state: dict[str, Any] = {
+        "a": inner,
+        "m": [Moments(torch.ones(1), 3)] if plain else [torch.ones(1)],
+    }
+    if plain:
+        state["p"] = [defaultdict(int, {"x": 1})]
+    report = torchlift.save(MappingProxyType(state), tmp_path / NAMES[format], format=format)
+    assert report.lost["(all)"] == "a mappingproxy, which becomes a dict"
+    assert report.lost["a"] == "a defaultdict, which becomes a dict"
+    with torchlift.open(tmp_path / NAMES[format]) as ckpt:
+        assert ckpt["a.w"].tolist() == [1, 1]
+        assert ckpt["m.0.0" if plain else "m.0"].tolist() == [1]
+    if format == "torch-zip":
+        assert report.lost["m.0"] == "a Moments, which becomes a tuple"
+        found = torch.load(tmp_path / NAMES[format], weights_only=True)
+        assert (type(found["a"]), found["m"][0][1], found["p"]) == (dict, 3, [{"x": 1}])
+    elif not plain:
+        refused = pytest.raises(PlacementError, match="'o': cannot be stored in a safetensors file")
+        with refused:
+            torchlift.save({"o": Opaque()}, tmp_path / NAMES[format], format=format)
+
+
+def test_lists_that_share_lists_take_the_time_of_what_they_are(tmp_path: Path) -> None:
+    """No reader takes what they unfold to; with a tensor in them, the names have no end."""
+    shared: list[Any] = [1]
+    for _ in range(40):
+        shared = [shared, shared]
+    with pytest.raises(PlacementError, match=r"'x': .* unfolds to far more than it stores"):
+        torchlift.save({"x": shared}, tmp_path / "x.pt")
+    shared = [torch.ones(1)]
+    for _ in range(40):
+        shared = [shared, shared]
+    with pytest.raises(PlacementError, match="a container is in others too often"):
+        torchlift.save({"x": shared}, tmp_path / "y.pt")
+
+
+def test_a_view_that_no_reader_would_take_is_refused(tmp_path: Path) -> None:
+    """Before a file is there that says nothing is wrong with it."""
+    state = {"a": torch.ones(1).expand(10**10)}
+    with pytest.raises(PlacementError, match="'a': a broadcast view is absurdly larger"):
+        torchlift.save(state, tmp_path / "x.pt")
+    assert os.listdir(tmp_path) == []
+    torchlift.save({"a": torch.ones(1).expand(10**6)}, tmp_path / "x.pt")
+    assert torchlift.open(tmp_path / "x.pt")["a"].shape == (10**6,)
 
 
 def test_containers_that_contain_themselves_are_refused(tmp_path: Path) -> None:

@@ -102,6 +102,9 @@ def plan(
         mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``.
         source: ``"mmap"``, ``"read"`` or ``"auto"``.
         allow: tensor subclasses that may be rebuilt by name, such as ``[Int8Tensor]``; see `load`.
+            These tensors, and sparse and quantised ones, are made to see whether they fit, over a
+            map of the file: that runs code of the allowed classes (their constructors and
+            ``__setstate__``) and reads the indices of sparse ones.
 
     Returns:
         The plan; printing it gives a summary.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,13 +17,22 @@ from torchlift._model.torch_private import dcp_item
 from torchlift._save.blocks import Workspace
 from torchlift._save.pickling import Shared, pickled
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
-from torchlift._transfer.write import AtomicFile, AtomicSet, NotDurable, write_at, write_runs
+from torchlift._transfer.write import (
+    AtomicFile,
+    AtomicSet,
+    NotDurable,
+    NotRemoved,
+    SetKind,
+    make_durable,
+    write_at,
+    write_runs,
+)
 from torchlift.errors import CheckpointError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.dcp import METADATA, SUFFIX, items_of
 from torchlift.formats.layout import INDEX, Layout
 from torchlift.formats.safetensors import TIES, safetensors_layout
-from torchlift.formats.sharded import index_content, shards_of
+from torchlift.formats.sharded import index_content, is_index, shards_of
 from torchlift.formats.torch_zip import torch_zip_layout
 
 Advance = Callable[[int], object]
@@ -44,7 +54,8 @@ class Output:
         head: path of the one file, or of the one that names the others.
         files: name -> its sections; of one file its own name.
         content: names that the files have got -> what the head says; None: there is no such head.
-        named: path of a head -> the files that it names.
+        kind: of the head, where there is one.
+        replaces: paths of older heads that are superseded: readers would go on to take them.
         tied: key -> the key that holds its values.
         untied: key -> the key that is the same tensor, and in the files has values of its own.
         shared: what each key is of a torch file's storages.
@@ -53,7 +64,8 @@ class Output:
     head: str
     files: Mapping[str, Sequence[Section]]
     content: Callable[[Sequence[str]], bytes] | None = None
-    named: Callable[[str], set[str]] = shards_of
+    kind: SetKind | None = None
+    replaces: Sequence[str] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Shared] | None = None
@@ -113,7 +125,7 @@ def sharded_output(
             room = limit
         shards[-1].append(value)
         room -= value.stored.nbytes
-    stem = os.path.basename(head)[: -len(INDEX)].removesuffix(".safetensors")
+    stem = _stem(head)
     names = [
         f"{stem}-{at:05d}-of-{len(shards):05d}.safetensors" for at in range(1, len(shards) + 1)
     ]
@@ -125,7 +137,18 @@ def sharded_output(
         return index_content(dict(zip(found, keys, strict=True)), nbytes)
 
     files = {name: [section] for name, section in zip(names, sections, strict=True)}
-    return Output(head, files, content, tied=tied)
+    return Output(head, files, content, shards_of_kind(head), tied=tied)
+
+
+def _stem(head: str) -> str:
+    return os.path.basename(head)[: -len(INDEX)].removesuffix(".safetensors")
+
+
+def shards_of_kind(head: str) -> SetKind:
+    """Return what tells the shards of an index: their names, as we and Hugging Face write them."""
+    stem = re.escape(_stem(head).removesuffix(".bin"))
+    ours = rf"{stem}(\.bin)?(-[0-9a-f]{{8}})?-\d{{5,}}-of-\d{{5,}}\.(safetensors|bin)"
+    return SetKind(shards_of, is_index, ours)
 
 
 def _safetensors(
@@ -191,7 +214,8 @@ def dcp_output(
 
     names = {f"__0_{number}{SUFFIX}": sections for number, sections in enumerate(files)}
     head = os.path.join(path, METADATA)
-    return Output(head, names, content, items_of, untied=ties_of(values))
+    kind = SetKind(items_of, METADATA.__eq__, rf".+{re.escape(SUFFIX)}")
+    return Output(head, names, content, kind, untied=ties_of(values))
 
 
 def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[str]:
@@ -209,18 +233,21 @@ def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[s
     folder = os.path.dirname(output.head)
     made: list[str] = []
     try:
-        if output.content is None:
+        if output.content is None or output.kind is None:
             (sections,) = output.files.values()
             _write_file(AtomicFile(output.head), sections, advance, check)
+            for index in output.replaces:
+                _remove_set(index)
             return [output.head]
-        made = _folders(folder)
-        group = AtomicSet(output.head, list(output.files), output.named)
+        _make_folders(folder, made)
+        group = AtomicSet(output.head, list(output.files), output.kind, output.replaces)
         try:
             for number, sections in enumerate(output.files.values()):
                 try:
                     _write_file(group.file(number), sections, advance, check)
                 except NotDurable as error:
                     raise OSError(*error.args) from error  # nothing names it yet
+            check()
             group.commit(output.content(group.names))
         finally:
             group.close()
@@ -233,15 +260,26 @@ def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[s
                 os.rmdir(path)
 
 
-def _folders(path: str) -> list[str]:
-    """Make the folders that are not there; return them, outermost first."""
-    made: list[str] = []
-    while not os.path.isdir(path):
-        made.insert(0, path)
-        path = os.path.dirname(path)
-    for folder in made:
-        os.mkdir(folder)
-    return made
+def _remove_set(index: str) -> None:
+    """Remove an index that one file has superseded, and its shards."""
+    if os.path.isfile(index):
+        group = AtomicSet(index, (), shards_of_kind(index))
+        try:
+            group.remove()
+        finally:
+            group.close()
+
+
+def _make_folders(path: str, made: list[str]) -> None:
+    """Make the folders that are not there, durably, and add them to `made`, outermost first."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    _make_folders(parent, made)
+    with suppress(FileExistsError):  # another saver made it; a file there is an error later
+        os.mkdir(path)
+        made.append(path)
+    make_durable(parent)
 
 
 def _write_file(
@@ -282,6 +320,9 @@ def write_error(path: str, cause: OSError) -> CheckpointError:
     if isinstance(cause, NotDurable):
         reason = "the new file is in place, but its folder is not durable"
         hint = "Save again: a crash of the machine may bring the older file back."
+    if isinstance(cause, NotRemoved):
+        reason = "the new checkpoint is in place, but an older one beside it cannot be removed"
+        hint = "Remove it: a reader may take the older one."
     found = str(cause).partition("\n")[0]
     error = CheckpointError(reason, file=path, found=found, hint=hint)
     error.__cause__ = cause

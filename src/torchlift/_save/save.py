@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,10 +31,11 @@ from torchlift._save.values import (
     take_apart,
 )
 from torchlift._system import Facts, Summary, count_of, human, parse_size, printable, progress_bar
-from torchlift.errors import PlacementError
+from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import TensorEntry
-from torchlift.formats.dcp import METADATA
+from torchlift.formats.dcp import METADATA, metadata_files
 from torchlift.formats.layout import FORMATS, INDEX, SETS, format_for
+from torchlift.formats.sharded import is_index
 
 #: As in Hugging Face's libraries.
 _SHARD = 5 * 10**9
@@ -103,7 +104,8 @@ def save(
     Everything is written beside the target, flushed to the disk and then renamed. Whatever goes
     wrong before, an error, a full disk, ``kill -9``, leaves the older file as it was; what a killed
     process has left, the next save to the same path removes. So you may save onto the file from
-    which the tensors are mapped.
+    which the tensors are mapped. ``x.safetensors`` and the shards of ``x.safetensors.index.json``
+    are one checkpoint: the one that is saved later replaces the other.
 
     ============================================  =================================================
     path                                          format
@@ -124,7 +126,8 @@ def save(
     dots; of tied names the first has the values and the metadata (``torchlift.ties``) names it for
     the others, from where `torchlift.open` gives all of them. Tensors that share memory in another
     way have values of their own. No file keeps devices, ``requires_grad`` and subclasses of
-    tensors. What a format does not keep of this state is in the report.
+    tensors; mappings of other classes become dicts, and named tuples tuples. What a format does not
+    keep of this state is in the report.
 
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
 
@@ -146,7 +149,8 @@ def save(
 
     Raises:
         PlacementError: the format cannot hold a name or a value; it names the entry.
-        CheckpointError: the file cannot be written. The older one is untouched and nothing is left
+        CheckpointError: the folder holds a checkpoint of another format, which readers would take;
+            or the file cannot be written. The older one is untouched and nothing is left
             behind, unless the message says that the new one is in its place.
         ValueError: a format that is not known, no format and a suffix that does not tell, or
             `max_shard_size` for a torch file.
@@ -164,7 +168,7 @@ def save(
     if isinstance(obj, Checkpoint):
         taken, values = from_files(obj, target)
     else:
-        taken = take_apart(obj)
+        taken = take_apart(obj, plain=not target.only_tensors)
         values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
     if target.only_tensors and taken.objects:
         key, value = next(iter(taken.objects.items()))
@@ -224,6 +228,34 @@ class Target:
         return os.path.join(self.path, METADATA) if self.format == "dcp" else self.path
 
     @property
+    def heads(self) -> list[str]:
+        """Return the paths of all heads that this one may write or supersedes."""
+        if self.format == "safetensors":
+            return [self.path, self.path + INDEX]
+        if self.format == "sharded" and self.path.endswith(".safetensors" + INDEX):
+            # transformers looks for the one file first.
+            return [self.path, self.path[: -len(INDEX)]]
+        return [self.head]
+
+    def check_folder(self) -> None:
+        """Refuse a folder of which readers would go on to take a checkpoint of another format.
+
+        Raises:
+            CheckpointError: it has such a one.
+        """
+        folder = os.path.dirname(self.head)
+        if self.format not in SETS or not os.path.isdir(folder):
+            return
+        names = os.listdir(folder)
+        other = metadata_files(names) if self.format == "sharded" else list(filter(is_index, names))
+        if other:
+            raise CheckpointError(
+                "the folder holds a checkpoint of another format, which readers may take instead",
+                file=os.path.join(folder, other[0]),
+                hint="Save into another folder, or remove that checkpoint first.",
+            )
+
+    @property
     def only_tensors(self) -> bool:
         """Return whether the format has no place for anything else."""
         return self.format in ("safetensors", "sharded")
@@ -244,6 +276,12 @@ class Target:
         Raises:
             PlacementError: the format cannot hold a name or a value.
         """
+        made = self._laid_out(taken, values, metadata, checksum)
+        return replace(made, replaces=[head for head in self.heads if head != made.head])
+
+    def _laid_out(
+        self, taken: Taken, values: Sequence[Value], metadata: Mapping[str, str], checksum: bool
+    ) -> Output:
         if self.format == "torch-zip":
             return torch_output(self.path, taken, values, checksum)
         if self.format == "dcp":
@@ -319,9 +357,10 @@ def finish(
         written: whether to write; else the report says what would be.
     """
     start = time.perf_counter()
+    target.check_folder()
     output = target.lay_out(taken, values, metadata or {}, checksum)
     format = target.format if output.content is None or target.format == "dcp" else "sharded"
-    gone = dict(lost or {})
+    gone = {**taken.kinds, **(lost or {})}
     for key, what in taken.containers.items():
         if target.only_tensors or (format == "dcp" and what == TEXT_NAMES):
             gone.setdefault(key or "(all)", what)

@@ -19,12 +19,14 @@ from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, Leaf, RebuiltEntry, TensorEntry
 from torchlift.formats.flatten import ROOT_OBJECT, ROOT_TENSOR, key_text
 from torchlift.formats.layout import Stored
+from torchlift.formats.torch_zip import repeats_too_often
 
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
 #: What is lost of a container whose names are no text.
 TEXT_NAMES = "names that are no text become text"
 _PAIR = (dict, OrderedDict, Counter)
+_MAX_COPIES = 100_000  # of one container
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,11 @@ class Value:
         return Stored(self.key, str(self.dtype).removeprefix("torch."), self.shape)
 
     @property
+    def storage(self) -> Hashable:
+        """Return what tells the bytes that it is in from others, whatever their dtype."""
+        return self.memory[0] if isinstance(self.memory, tuple) and self.whole else self.memory
+
+    @property
     def source_dtype(self) -> str:
         """Return the dtype that its values have now."""
         return str(self.source.dtype).removeprefix("torch.")
@@ -175,6 +182,9 @@ class Taken:
         objects: key -> value that is none.
         paths: key -> the names of the containers that lead to it.
         containers: key of a container -> what names joined by dots do not tell of it.
+        kinds: key of a container -> what no file tells of it.
+        followed: id -> a container that was looked into, and whether it holds what must be copied.
+        copies: how often a container was met again.
     """
 
     plain: bool
@@ -183,6 +193,9 @@ class Taken:
     objects: dict[str, object] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     containers: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    followed: dict[int, tuple[object, bool]] = field(default_factory=dict)
+    copies: Counter[int] = field(default_factory=Counter)
 
 
 def take_apart(saved: object, *, plain: bool = True) -> Taken:
@@ -206,6 +219,11 @@ def take_apart(saved: object, *, plain: bool = True) -> Taken:
 
 def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> Any:
     value = _state_of(value)
+    notes = getattr(value, "_metadata", None)
+    if _is_kind(value):
+        made = dict if isinstance(value, Mapping) else tuple
+        taken.kinds[key or "(all)"] = f"a {type(value).__name__}, which becomes a {made.__name__}"
+        value = made(value)
     if len(path) > MAX_DEPTH:
         raise PlacementError(
             "containers nest too deep, or contain themselves",
@@ -215,15 +233,16 @@ def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> 
     if type(value) in _PAIR and (value or not path):
         if any(type(name) is not str for name in value):
             taken.containers[key] = TEXT_NAMES
+        _count(value, key, taken)
         made = type(value)()
         for name, item in value.items():
             made[name] = _copied(item, _joined(key, _text(name)), (*path, _text(name)), taken)
-        notes = getattr(value, "_metadata", None)
         if notes is not None:
             require_plain(_joined(key, "_metadata"), notes)
             made._metadata = notes
         return made
-    if type(value) in (list, tuple) and _has_tensor(value, 0):
+    if type(value) in (list, tuple) and _has_tensor(value, 0, taken.followed):
+        _count(value, key, taken)
         taken.containers[key] = f"a {type(value).__name__}, whose positions become names"
         return type(value)(
             _copied(item, _joined(key, str(at)), (*path, at), taken)
@@ -255,16 +274,39 @@ def _state_of(value: Any) -> Any:
     return value
 
 
-def _has_tensor(value: Any, depth: int) -> bool:
+def _is_kind(value: object) -> bool:
+    """Return whether it is a mapping or a named tuple of which no file tells the class."""
+    if isinstance(value, tuple):
+        return hasattr(value, "_fields")
+    return isinstance(value, Mapping) and type(value) not in _PAIR
+
+
+def _count(value: object, key: str, taken: Taken) -> None:
+    """Refuse containers that are in each other so often that their names have no end."""
+    taken.copies[id(value)] += 1
+    if taken.copies[id(value)] > _MAX_COPIES:
+        raise PlacementError(
+            "a container is in others too often: each of its places gets names of its own",
+            entry=key,
+            expected=f"at most {_MAX_COPIES:,} places",
+        )
+
+
+def _has_tensor(value: Any, depth: int, followed: dict[int, tuple[object, bool]]) -> bool:
     if depth > MAX_DEPTH:
         return True  # and is refused where it is followed
-    items = value.values() if isinstance(value, dict) else value
-    return any(
-        isinstance(item, (torch.Tensor, TensorEntry))
-        or callable(getattr(item, "state_dict", None))
-        or (type(item) in (*_PAIR, list, tuple) and _has_tensor(item, depth + 1))
-        for item in items
-    )
+    if id(value) not in followed:
+        followed[id(value)] = value, True  # where it is inside itself, it is refused there, too
+        items = value.values() if isinstance(value, dict) else value
+        found = any(
+            isinstance(item, (torch.Tensor, TensorEntry))
+            or callable(getattr(item, "state_dict", None))
+            or _is_kind(item)
+            or (type(item) in (*_PAIR, list, tuple) and _has_tensor(item, depth + 1, followed))
+            for item in items
+        )
+        followed[id(value)] = value, found
+    return followed[id(value)][1]
 
 
 def _joined(key: str, name: str) -> str:
@@ -313,6 +355,7 @@ def storages_of(values: Iterable[Value]) -> tuple[list[Value], dict[str, Shared]
         alone = sum(value.numel for value in places.values())
         if overlapping[0].plain and 0 < stop - start <= alone:
             for value in overlapping:
+                _require_stored(value, stop - start)
                 first = value.first - start
                 found[value.key] = Shared(len(storages), first, value.shape, value.stride)
             storages.append(overlapping[0].flat(start, stop))
@@ -326,27 +369,46 @@ def storages_of(values: Iterable[Value]) -> tuple[list[Value], dict[str, Shared]
     return storages, found
 
 
+def _require_stored(value: Value, numel: int) -> None:
+    """Refuse what the reader refuses: a view that repeats few numbers endlessly."""
+    nbytes = value.stored.nbytes
+    if repeats_too_often(nbytes, numel * value.dtype.itemsize):
+        raise PlacementError(
+            "a broadcast view is absurdly larger than its storage, and would not be read back",
+            entry=value.key,
+            found=f"shape {value.shape}, {nbytes} bytes over {numel * value.dtype.itemsize}",
+            hint="Save what it repeats, and expand that again.",
+        )
+
+
 def _overlapping(values: Iterable[Value], *, alike: bool = True) -> list[list[Value]]:
     """Return values that share bytes, in groups, by their first element; in the order of keys.
 
     Args:
         values: all.
-        alike: whether only what gets one dtype is together.
+        alike: whether only numbers of one dtype that get one are together; else all that shares
+            bytes of a storage is.
     """
+
+    def unit(value: Value) -> int:
+        return 1 if alike else value.source.itemsize
+
     order: dict[str, int] = {}
     groups: dict[Hashable, list[Value]] = {}
     for number, value in enumerate(values):
         order[value.key] = number
-        groups.setdefault((value.memory, value.dtype if alike else None), []).append(value)
+        place = (value.memory, value.dtype) if alike else value.storage
+        groups.setdefault(place, []).append(value)
     found: list[list[Value]] = []
     for group in groups.values():
         stop = -1
-        for value in sorted(group, key=lambda value: value.first):
-            if value.first < stop:
+        ranges = [(v.first * unit(v), (v.first + v.span) * unit(v), v) for v in group]
+        for start, end, value in sorted(ranges, key=lambda item: item[0]):
+            if start < stop:
                 found[-1].append(value)
             else:
                 found.append([value])
-            stop = max(stop, value.first + value.span)
+            stop = max(stop, end)
     return sorted(found, key=lambda group: min(order[value.key] for value in group))
 
 
@@ -357,15 +419,16 @@ def apart(values: Iterable[Value], shared: Mapping[str, Shared] | None) -> dict[
         values: all.
         shared: the storages of a torch file; None for a format where each is by itself.
     """
-    found = {}
-    for overlapping in _overlapping(values, alike=False):
-        numbers = {
-            value.place if shared is None else shared[value.key].number for value in overlapping
-        }
-        if len(numbers) > 1:
-            kept = overlapping[0]
-            found.update({v.key: kept.key for v in overlapping if v.place != kept.place})
-    return found
+
+    def place(value: Value) -> Hashable:
+        return value.place if shared is None else shared[value.key].number
+
+    return {
+        value.key: overlapping[0].key
+        for overlapping in _overlapping(values, alike=False)
+        for value in overlapping
+        if place(value) != place(overlapping[0])
+    }
 
 
 def compacted(values: Iterable[Value]) -> tuple[list[str], int]:

@@ -16,16 +16,23 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
+from hashlib import sha256
+from typing import NamedTuple
 
 from torchlift.errors import CheckpointError
 from torchlift.formats.crc import PartialCrc
 
 _MARK = ".torchlift-"  # without it, somebody's own unfinished download could be taken for ours
 _LONGEST = 200  # bytes of NAME in the name of a temporary file, which may have 255 in all
+_CLIPPED = 180  # of a longer one, of which a hash follows
 
 
 class NotDurable(OSError):
     """The new file is in place and whole, but the disk may not yet know its name."""
+
+
+class NotRemoved(OSError):
+    """The new checkpoint is in place, and an older one that readers may take could not go."""
 
 
 class AtomicFile:
@@ -46,10 +53,11 @@ class AtomicFile:
         ['x']
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, alone: bool = True) -> None:
         """Create it, and remove what dead writers of the same path left.
 
         Args:
+            alone: whether what they left is worth nothing; else it stays.
             path: absolute, of the file to be. Where a link has that name, what it leads to is
                 replaced, not the link; and a file that is replaced passes its mode on.
 
@@ -58,7 +66,8 @@ class AtomicFile:
         """
         self._mode = _mode_of(path)
         self._path = os.path.realpath(path)
-        remove_debris(self._path)
+        if alone:
+            remove_debris(self._path)
         while True:
             self.temporary = f"{_prefix(self._path)}{secrets.token_hex(4)}.part"
             # A new file gets what open() would give it. Whom the older one shuts out cannot read
@@ -83,11 +92,7 @@ class AtomicFile:
         os.fsync(self.descriptor)
         os.replace(self.temporary, self._path)
         try:
-            folder = os.open(os.path.dirname(self._path), os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            make_durable(os.path.dirname(self._path))
         except OSError as error:
             raise NotDurable(*error.args) from error
 
@@ -98,6 +103,21 @@ class AtomicFile:
                 os.unlink(self.temporary)
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+class SetKind(NamedTuple):
+    """What tells the files of one checkpoint in several from all else in their folder.
+
+    Attributes:
+        named: path of a head -> the names of the files in its folder that it names.
+        is_head: whether a name is that of a head, of which a folder may have several.
+        ours: pattern of the names that a head may have given to its files: an old head or a journal
+            may name anything, and what no program names so is not removed.
+    """
+
+    named: Callable[[str], set[str]]
+    is_head: Callable[[str], object]
+    ours: str
 
 
 class AtomicSet:
@@ -111,19 +131,24 @@ class AtomicSet:
         names: those of the files, which the folder had not.
     """
 
-    def __init__(self, head: str, names: Sequence[str], named: Callable[[str], set[str]]) -> None:
+    def __init__(
+        self, head: str, names: Sequence[str], kind: SetKind, replaces: Sequence[str] = ()
+    ) -> None:
         """Find names, and remove what dead writers of the same head left.
 
         Args:
             head: absolute path.
-            names: those that the files should have; where there is one of them, all get others.
-            named: path of a head -> the names of the files in its folder that it names.
+            names: those that the files should have; where there is one of them, or a head, all get
+                others.
+            kind: of the head.
+            replaces: paths of files that the new head supersedes.
 
         Raises:
             OSError: the folder cannot be written to.
         """
         # Where the head is a link, its readers look for the others beside the link.
-        self._folder, self._named = os.path.realpath(os.path.dirname(head)), named
+        self._folder, self._kind = os.path.realpath(os.path.dirname(head)), kind
+        self._replaces = replaces
         self._head = self._path(os.path.basename(head))
         self._is_committed = False
         self._journals = self._head + ".files"
@@ -131,10 +156,12 @@ class AtomicSet:
         with self._locked():
             taken = self._recover()
             self.names = list(names)
-            if any(name in taken or os.path.lexists(self._path(name)) for name in names):
+            # Beside an older head, too: who has read that one must not find other values there.
+            there = any(name in taken or os.path.lexists(self._path(name)) for name in names)
+            if there or os.path.lexists(self._head):
                 token = secrets.token_hex(4)
                 self.names = [_with_token(name, token) for name in names]
-            self._journal = AtomicFile(self._journals)
+            self._journal = AtomicFile(self._journals, alone=False)
             self._known: list[str] = []
             try:
                 self._note(self.names)
@@ -154,6 +181,7 @@ class AtomicSet:
         """Write the head, from which on all of them are in place; then remove what the old one had.
 
         Raises:
+            NotRemoved: they are in place, and so is something that they supersede.
             NotDurable: they are in place, but a crash of the machine may bring the old ones back.
             OSError: they are not.
         """
@@ -161,15 +189,27 @@ class AtomicSet:
         try:
             write_at(head.descriptor, content, 0)
             with self._locked():
-                self._note(self._old() or ())
+                self._note(self._old(self._head) or ())
                 try:
                     head.commit()
                 except NotDurable:
                     self._is_committed = True
                     raise
                 self._is_committed = True
+                # Never before: until now they are the checkpoint.
+                _unlink(filter(os.path.isfile, self._replaces))
         finally:
             head.close()
+
+    def remove(self) -> None:
+        """Remove the head, and then what it named.
+
+        Raises:
+            NotRemoved: it is still there.
+        """
+        with self._locked():
+            self._note(self._old(self._head) or ())
+            _unlink([self._head])
 
     def close(self) -> None:
         """Remove the files that the head does not name; may be called twice."""
@@ -182,12 +222,12 @@ class AtomicSet:
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
-    def _old(self) -> set[str] | None:
-        """Return what the head names; None where nobody can tell."""
-        if not os.path.lexists(self._head):
+    def _old(self, head: str) -> set[str] | None:
+        """Return what a head names; None where nobody can tell."""
+        if not os.path.lexists(head):
             return set()
         try:
-            return self._named(self._head)
+            return self._kind.named(head)
         except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
             return None
 
@@ -199,15 +239,19 @@ class AtomicSet:
         self._known += new
 
     def _clean(self, names: Iterable[str]) -> bool:
-        """Remove files that the head does not name; say whether that can be told."""
-        needed = self._old()
-        if needed is None:
-            return False
+        """Remove files that no head of the folder names; say whether that can be told."""
+        needed: set[str] = set()
+        others = filter(self._kind.is_head, os.listdir(self._folder))
+        for head in {self._head, *map(self._path, others)}:
+            found = self._old(head)
+            if found is None:
+                return False
+            needed |= found
         self._remove(name for name in names if name not in needed)
         return True
 
     def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
+        for name in filter(re.compile(self._kind.ours).fullmatch, names):
             remove_debris(self._path(name))
             with suppress(OSError):  # it may never have been made
                 os.unlink(self._path(name))
@@ -217,11 +261,15 @@ class AtomicSet:
         taken: set[str] = set()
 
         def journal(path: str) -> list[str]:
-            with suppress(OSError), open(path, encoding="utf-8") as lines:
-                # The last line may be cut off: nothing of that name was made.
-                full = [line for line in lines if line.endswith("\n")]
-                return [name for name in map(json.loads, full) if os.sep not in name]
-            return []
+            names: list[str] = []
+            with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    # A crash of the machine may leave zeros, or a line that is cut off, for names
+                    # of which nothing was made.
+                    with suppress(ValueError):
+                        name = json.loads(line) if line.endswith("\n") else None
+                        names += [name] if isinstance(name, str) and os.sep not in name else []
+            return names
 
         remove_debris(
             self._journals,
@@ -239,6 +287,14 @@ class AtomicSet:
             yield
         finally:
             os.close(folder)
+
+
+def _unlink(paths: Iterable[str]) -> None:
+    try:
+        for path in paths:
+            os.unlink(path)
+    except OSError as error:
+        raise NotRemoved(*error.args) from error
 
 
 def _with_token(name: str, token: str) -> str:
@@ -276,6 +332,19 @@ def remove_debris(
                 live(found)
             finally:
                 os.close(descriptor)
+
+
+def make_durable(folder: str) -> None:
+    """Wait until the disk knows the names in a folder.
+
+    Raises:
+        OSError: it may not.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -338,7 +407,10 @@ def _mode_of(path: str) -> int | None:
 def _prefix(path: str) -> str:
     """Return what the paths of a file's temporary files begin with."""
     folder, name = os.path.split(path)
-    name = os.fsencode(name)[:_LONGEST].decode(errors="ignore")
+    encoded = os.fsencode(name)
+    if len(encoded) > _LONGEST:
+        # Two names that begin alike are two: a file's and its journal's, for one.
+        name = f"{encoded[:_CLIPPED].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"
     return os.path.join(folder, f".{name}{_MARK}")
 
 

@@ -21,7 +21,7 @@ from torchlift.formats.index import Index
 from torchlift.formats.npz import MAGIC, read_npy, read_npz
 from torchlift.formats.pt2 import read_pt2
 from torchlift.formats.safetensors import read_safetensors
-from torchlift.formats.sharded import locate, read_set, read_sharded
+from torchlift.formats.sharded import is_index, locate, read_set, read_sharded
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy, read_torch_tar
 from torchlift.formats.torch_zip import read_torch_zip
@@ -369,7 +369,7 @@ def _ending(*suffixes: str) -> Callable[[str, list[str]], list[str]]:
 
 
 def _indexes(path: str, names: list[str]) -> list[str]:
-    return [name for name in names if re.fullmatch(r".+\.index(?:\.\w+)?\.json", name)]
+    return list(filter(is_index, names))
 
 
 def _notes(path: str, names: list[str]) -> list[str]:

@@ -219,6 +219,16 @@ def index_content(files: Mapping[str, Iterable[str]], nbytes: int) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
+def is_index(name: str) -> bool:
+    """Return whether a file's name is that of an index of shards, of a variant too.
+
+    Example:
+        >>> is_index("model.safetensors.index.json"), is_index("model.safetensors.index.fp16.json")
+        (True, True)
+    """
+    return re.fullmatch(r".+\.index(?:\.\w+)?\.json", name, re.DOTALL) is not None
+
+
 def shards_of(path: str) -> set[str]:
     """Return the names of weight files that an index has in its own folder.
 

@@ -68,6 +68,11 @@ _MAX_KNOWN = 1 << 12
 _MAX_REPEAT, _MAX_REPEATED = 1 << 16, 1 << 32
 
 
+def repeats_too_often(nbytes: int, stored: int) -> bool:
+    """Return whether a view of so many bytes is refused, for it has so few stored ones."""
+    return nbytes > _MAX_REPEATED and nbytes > _MAX_REPEAT * stored
+
+
 def read_torch_zip(
     source: Source,
     key: str | None = None,
@@ -294,7 +299,7 @@ class Resolver:
                 expected=f"at most {room} bytes in {name}",
                 found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
             )
-        if nbytes > _MAX_REPEATED and nbytes > max(storage.nbytes, _MAX_REPEAT * storage.nbytes):
+        if repeats_too_often(nbytes, storage.nbytes):
             raise FormatError(
                 "a broadcast view is absurdly larger than its storage",
                 entry=key,

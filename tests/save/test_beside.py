@@ -1,0 +1,213 @@
+"""What is beside a checkpoint that is saved: what it supersedes goes, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchlift
+from torchlift._transfer import write
+from torchlift.errors import CheckpointError
+
+ONE, TWO = ({"a": torch.full((100,), float(at)), "b": torch.zeros(100)} for at in (1, 2))
+NAME = "model.safetensors"
+INDEX = NAME + ".index.json"
+
+
+def write_index(folder: Path, name: str, *files: str) -> None:
+    """An index that names files."""
+    weight_map = {f"k{at}": file for at, file in enumerate(files)}
+    (folder / name).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+
+
+def first(path: Path) -> float:
+    """The number of a state."""
+    with torchlift.open(path) as ckpt:
+        return float(ckpt["a"][0])
+
+
+def test_what_an_old_index_names_is_removed_only_where_it_is_a_shard_of_it(tmp_path: Path) -> None:
+    """An index may name anything, and a journal too."""
+    for name in ("optimizer.pt", "other-00001-of-00001.safetensors", "thesis.txt"):
+        (tmp_path / name).write_text("mine", encoding="utf-8")
+    old = "model-00001-of-00007.safetensors"
+    (tmp_path / old).touch()
+    write_index(tmp_path, INDEX, "optimizer.pt", "other-00001-of-00001.safetensors", old)
+    journal = tmp_path / f".{INDEX}.files.torchlift-abcdef12.part"
+    journal.write_text('"thesis.txt"\n', encoding="utf-8")
+    torchlift.save(ONE, tmp_path, format="sharded")
+    assert first(tmp_path) == 1
+    left = set(os.listdir(tmp_path))
+    assert {"optimizer.pt", "other-00001-of-00001.safetensors", "thesis.txt"} < left
+    assert old not in left
+    assert journal.name not in left
+
+
+def test_shards_that_another_index_names_stay(tmp_path: Path) -> None:
+    """Two indexes of one folder may share them."""
+    torchlift.save(ONE, tmp_path, format="sharded")
+    copy = (tmp_path / INDEX).read_bytes()
+    (tmp_path / "model.bin.index.json").write_bytes(copy)
+    torchlift.save(TWO, tmp_path, format="sharded")
+    assert first(tmp_path / "model.bin.index.json") == 1
+    assert first(tmp_path / INDEX) == 2
+    (tmp_path / "model.bin.index.json").write_text("[]", encoding="utf-8")
+    torchlift.save(ONE, tmp_path, format="sharded")
+    assert first(tmp_path / INDEX) == 1
+
+
+def test_the_one_file_goes_when_its_shards_are_there(tmp_path: Path) -> None:
+    """Else who opens it, transformers for one, would get the older values."""
+    path = tmp_path / NAME
+    torchlift.save(ONE, path)
+    torchlift.save(TWO, path, max_shard_size=500)
+    assert not path.exists()
+    assert first(tmp_path) == first(tmp_path / INDEX) == 2
+    torchlift.save(ONE, path)
+    torchlift.save(TWO, tmp_path, format="sharded")
+    assert sorted(os.listdir(tmp_path)) == ["model-00001-of-00001.safetensors", INDEX]
+
+
+@pytest.mark.parametrize("size", [None, "1MB"])
+def test_shards_go_when_the_one_file_is_there(tmp_path: Path, size: str | None) -> None:
+    """The index first: a reader of the folder takes it rather than the file."""
+    torchlift.save(TWO, tmp_path / NAME, max_shard_size=500)
+    (tmp_path / "model-notes.txt").touch()
+    torchlift.save(ONE, tmp_path / NAME, max_shard_size=size)
+    assert first(tmp_path) == first(tmp_path / NAME) == 1
+    assert sorted(os.listdir(tmp_path)) == ["model-notes.txt", NAME]
+    write_index(tmp_path, INDEX, NAME)
+    torchlift.save(TWO, tmp_path / NAME)
+    assert first(tmp_path) == 2
+
+
+def test_what_is_superseded_stays_until_the_new_one_is_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an error says so where it cannot be removed."""
+
+    def denied(*args: object) -> None:
+        raise PermissionError(13, "denied")
+
+    torchlift.save(ONE, tmp_path / NAME)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", denied)
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            torchlift.save(TWO, tmp_path, format="sharded")
+    assert os.listdir(tmp_path) == [NAME]
+    unlink = os.unlink
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", lambda p: denied() if str(p).endswith(NAME) else unlink(p))
+        with pytest.raises(CheckpointError, match="new checkpoint is in place, but an older one"):
+            torchlift.save(TWO, tmp_path, format="sharded")
+    assert first(tmp_path / INDEX) == 2
+
+
+def test_a_folder_with_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    """A reader of the folder would take that one; nothing is written."""
+    for old, new in (("dcp", "sharded"), ("sharded", "dcp")):
+        folder = tmp_path / old
+        torchlift.save(ONE, folder, format=old)
+        before = os.listdir(folder)
+        with pytest.raises(CheckpointError, match="a checkpoint of another format"):
+            torchlift.save(TWO, folder, format=new)
+        assert os.listdir(folder) == before
+        assert first(folder) == 1
+
+
+def test_a_conversion_does_not_supersede_without_being_told(tmp_path: Path) -> None:
+    """The one file and the shards of its name are one checkpoint."""
+    torchlift.save(ONE, tmp_path / NAME)
+    with pytest.raises(CheckpointError, match="it is the source itself"):
+        torchlift.convert(tmp_path / NAME, tmp_path, format="sharded")
+    torchlift.convert(tmp_path / NAME, tmp_path, format="sharded", dtype="float64", overwrite=True)
+    assert not (tmp_path / NAME).exists()
+    with pytest.raises(CheckpointError, match="there is something of this name"):
+        torchlift.convert(tmp_path, tmp_path / NAME)
+    assert first(tmp_path) == 1
+
+
+def debris(folder: Path) -> Path:
+    """The path of the journal that a killed save has left."""
+    return folder / f".{INDEX}.files.torchlift-abcdef12.part"
+
+
+def test_a_damaged_journal_does_not_stop_a_save(tmp_path: Path) -> None:
+    """What can be read of it counts."""
+    left = "model-00003-of-00009.safetensors"
+    (tmp_path / left).touch()
+    content = b"\0" * 4096 + b'\n5\n{"a"\n\xff\xfe\n[1]\n' + json.dumps(left).encode() + b'\n"cut'
+    debris(tmp_path).write_bytes(content)
+    torchlift.save(ONE, tmp_path, format="sharded")
+    assert sorted(os.listdir(tmp_path)) == ["model-00001-of-00001.safetensors", INDEX]
+
+
+def test_a_journal_is_kept_as_long_as_nobody_can_tell_what_is_needed(tmp_path: Path) -> None:
+    """The next save that can read the index removes what the journal names."""
+    left = "model-00003-of-00009.safetensors"
+    (tmp_path / left).touch()
+    debris(tmp_path).write_text(json.dumps(left) + "\n", encoding="utf-8")
+    (tmp_path / INDEX).write_text("damaged", encoding="utf-8")
+    torchlift.save(ONE, tmp_path, format="sharded")
+    assert debris(tmp_path).exists()
+    torchlift.save(TWO, tmp_path, format="sharded")
+    assert len(os.listdir(tmp_path)) == 2
+    assert first(tmp_path) == 2
+
+
+def test_a_long_name_and_its_journal_are_told_apart(tmp_path: Path) -> None:
+    """Their temporary files' names are clipped."""
+    path = tmp_path / ("x" * 200 + INDEX)
+    for state in (ONE, TWO, ONE):
+        torchlift.save(state, path)
+        assert first(path) == state["a"][0]
+        assert len(os.listdir(tmp_path)) == 2
+    one, other = write.AtomicFile(f"{path}.a"), write.AtomicFile(f"{path}.b")
+    assert one.temporary[:-13] != other.temporary[:-13]
+    one.close()
+    other.close()
+
+
+def test_names_of_shards_do_not_come_back(tmp_path: Path) -> None:
+    """Who has read an index before two saves finds its shards gone, rather than other values."""
+    seen: set[str] = set()
+    for at in range(4):
+        report = torchlift.save(ONE if at % 2 else TWO, tmp_path, format="sharded")
+        assert not seen & set(report.files[:-1])
+        seen.update(report.files[:-1])
+
+
+def test_folders_that_are_made_are_durable_and_may_appear_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another saver may make one first; after an error those that are ours are gone."""
+    mkdir, fsync, flushed = os.mkdir, os.fsync, set()
+
+    def both(path: str, mode: int = 0o777) -> None:
+        if str(path).endswith("b"):
+            mkdir(path)
+        mkdir(path, mode)
+
+    def noted(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def denied(*args: object) -> None:
+        raise PermissionError(13, "denied")
+
+    path = tmp_path / "a" / "b" / "c"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", both)
+        patch.setattr(os, "fsync", noted)
+        torchlift.save(ONE, path, format="dcp")
+    assert first(path) == 1
+    assert {folder.stat().st_ino for folder in (*path.parents[:3], path)} <= flushed
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", lambda p: denied() if str(p).endswith("e") else mkdir(p))
+        with pytest.raises(CheckpointError, match="denied"):
+            torchlift.save(ONE, tmp_path / "d" / "e", format="dcp")
+    assert os.listdir(tmp_path) == ["a"]
