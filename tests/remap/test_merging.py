@@ -579,6 +579,15 @@ def test_leaves_that_are_no_tensors_keep_their_names_where_a_merge_gives_them_on
         assert dict(ckpt.objects) == {"l.0.lr": 0.0, "l.1.lr": 0.1}
 
 
+def test_a_member_that_is_no_tensor_is_told(tmp_path) -> None:
+    """There is no file to be fetched that has it."""
+    state = {"l.1.w": torch.ones(2), "l.0.w": 3}
+    torch.save(state, tmp_path / "model.pt")
+    for ckpt in (state, tmp_path / "model.pt"):
+        with pytest.raises(MismatchError, match=r"missing: l\.0\.w\. In .* is no tensor: l\.0\.w"):
+            torchlift.plan(nn.Linear(1, 1), ckpt, rename=remap.merge("*.{i}.w", "*", stack=0))
+
+
 def test_members_that_only_unpickling_could_rebuild_are_refused(tmp_path) -> None:
     """As one is that is not merged, with or without others that could be had."""
     rule, path = remap.merge("l.{i}.*", "*", stack=0), tmp_path / "model.pt"

@@ -19,6 +19,8 @@ from torchlift._model.handlers import is_wrapper, oddity
 from torchlift._plan.rules import named, renamed
 from torchlift._plan.sources import Origin
 from torchlift._plan.steps import Candidate, Joined, Rename
+from torchlift._system import clipped_list
+from torchlift.errors import MismatchError
 from torchlift.formats import Chunk, TensorEntry, row_major, steps_in_file
 
 #: Stands before a key in place of a file, for a tensor in memory: no path has this character.
@@ -105,7 +107,13 @@ def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[s
     entries = {key: one.entry or _described(one) for key, one in candidates.items()}
     names: dict[str, str] = {}
     made: dict[str, Candidate] = {}
-    for name, (entry, keys) in rewritten(entries, rename, origin.path).items():
+    try:
+        tensors = rewritten(entries, rename, origin.path)
+    except MismatchError as error:
+        if no_tensors := [key for key in error.missing_keys if key in origin.objects]:
+            error.hint = f"In the checkpoint this is no tensor: {clipped_list(no_tensors)}."
+        raise
+    for name, (entry, keys) in tensors.items():
         if entry is entries[keys[0]]:
             names[keys[0]] = name
         elif candidates[keys[0]].entry is None or any(
