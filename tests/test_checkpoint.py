@@ -132,7 +132,12 @@ def test_two_paths_to_one_key_are_an_error_of_that_key(tmp_path, state, key):
     assert ckpt.blocked == ()
     assert key not in ckpt.entries
     assert key not in ckpt.objects
+    assert dict(ckpt.blocked_keys) == {key: "a name of its own"}
     assert f"{key} needs a name of its own" in str(ckpt)
+    with pytest.raises(FormatError, match=rf"'{key}': two tensors or objects have this key"):
+        torchlift.open(tmp_path / "model.pt", root=key)
+    with pytest.raises(FormatError, match=rf"'{key}': two tensors or objects have this key"):
+        ckpt.get(key, None)
     assert torch.equal(ckpt["a.c"], torch.ones(2))
     assert torch.equal(torchlift.open(tmp_path / "model.pt", root="a")["c"], torch.ones(2))
 

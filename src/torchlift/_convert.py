@@ -19,7 +19,7 @@ from torchlift._plan import (
     Rename,
     allowed,
     check_rule,
-    renamed,
+    others,
     rewritten,
     same_name,
     target_dtype,
@@ -206,8 +206,8 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
     check_rule(rename, [*index.entries, *index.objects], present=False)
     kept = {key: entry for key, entry in index.entries.items() if key not in dropped}
     made = rewritten(kept, rename, index.path)
-    others = [key for key in (*index.objects, *index.blocked_keys) if key not in dropped]
-    names = renamed(others, rename, index.path)
+    rest = [key for key in (*index.objects, *index.blocked_keys) if key not in dropped]
+    names = others(rest, rename, index.path, made)
     for key, name in names.items():
         if name in made:
             raise same_name(name, made[name].keys[0], key, index.path)

@@ -124,8 +124,8 @@ def load(
             network one, wherever new memory must be filled anyway because of a cast or a move, and
             for a live tensor, which is never left mapped without being asked for.
         allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
-            ``[Int8Tensor]``, as ``torch.serialization.safe_globals`` would let them be; nothing
-            else that the file names is ever called.
+            ``[Int8Tensor]``, for this call, and what they have in their attributes; nothing else
+            that the file names is ever called.
         transform: callable from (name in the model, tensor as the checkpoint holds it) to a tensor.
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and

@@ -340,6 +340,7 @@ def test_what_that_function_raises_is_one_line(run, path, function: str, message
     [
         (["--device", "cpu"], "--device: not with --mesh: the ranks of a mesh have the devices"),
         (["--device-map", '{"": "cpu"}'], "--device-map: not with --mesh"),
+        (["--device-map", "{}"], "--device-map: not with --mesh"),
         (["--budget", "cpu=1GiB"], "--budget: not with --mesh"),
         (["--no-split", "0"], "--no-split: not with --mesh"),
         (["--no-strict"], "--no-strict: needs --model with --mesh"),

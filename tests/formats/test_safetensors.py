@@ -53,6 +53,16 @@ def test_byte_ranges_reproduce_the_tensors_of_the_library(path):
     assert index.aliases == ()
 
 
+@pytest.mark.parametrize("ties", ['{"b": "a", "c": 3, "d": ["a"], "e": "x"}', '{"b": "a"}'])
+def test_ties_name_tensors_that_are_there(path, ties):
+    """Whatever else an entry of that name holds; no record is made until it is asked for."""
+    header = {"__metadata__": {"torchlift.ties": ties, "f": "a"}, "a": described()}
+    index = read_index(write_safetensors(path, header, bytes(8)))
+    assert type(index.entries).__name__ == "Records"
+    assert (list(index.entries), index.aliases) == (["a", "b"], (("a", "b"),))
+    assert index.metadata == {"f": "a"}
+
+
 def test_entries_are_in_the_order_of_their_data(path):
     """Reading the entries in order reads the file from front to back."""
     header = {"b": described(offsets=(8, 16)), "a": described(offsets=(0, 8))}

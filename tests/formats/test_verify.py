@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -123,6 +124,36 @@ def test_an_array_is_checked_together_with_its_header(tmp_path):
         report = torchlift.verify(tmp_path / "m.npz")
         assert (report.ok, report.checked, report.records) == (True, ("b", "a"), ())
         assert report.unchecked == ()
+
+
+@pytest.mark.parametrize("damaged", ["a.npy", "a.npy.npy"])
+def test_an_array_and_a_record_of_one_name_are_both_checked(tmp_path, damaged):
+    """The record of one array is called what another array is called."""
+    path = tmp_path / "m.npz"
+    np.savez(path, **{"a": np.array([{"x": 1}], dtype=object), "a.npy": np.arange(100.0)})
+    report = torchlift.verify(path)
+    assert (report.ok, report.checked, report.records) == (True, ("a.npy",), ("a.npy",))
+    with zipfile.ZipFile(path) as archive:
+        found = archive.getinfo(damaged)
+    data = bytearray(path.read_bytes())
+    header = found.header_offset + 30
+    data[header + sum(data[header - 4 : header]) + found.file_size - 5] ^= 1
+    path.write_bytes(data)
+    report = torchlift.verify(path)
+    assert not report.ok
+    assert [item.name for item in report.failed] == ["a.npy"]
+
+
+def test_shards_of_one_name_in_two_folders_are_both_checked(tmp_path):
+    """A record is named for its shard and the folders that tell it from others."""
+    shards = {"a": "one/m.bin", "b": "two/m.bin"}
+    for key, name in shards.items():
+        (tmp_path / name).parent.mkdir()
+        torch.save({key: torch.ones(3)}, tmp_path / name)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    records = torchlift.verify(index).records
+    assert {name.split("m.bin/")[0] for name in records} == {"one/", "two/"}
 
 
 def test_a_truncated_file_is_no_checkpoint(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import tracemalloc
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +114,9 @@ def test_classes_that_the_caller_names_are_rebuilt_as_torch_does(path: Any, lega
         assert set(closed.blocked_keys) == {"int8", "marked", "deep.grained", "told", "list.1"}
         with pytest.raises(UnsafeError, match=r"'int8': .* name it: allow=\[Int8\], from int8_wei"):
             closed["int8"]
+        with pytest.raises(UnsafeError, match="'int8': "):  # it is there: no default stands for it
+            closed.get("int8", None)
+        assert closed.get("int", None) is None
     ckpt = torchlift.open(path, allow=CLASSES)
     assert (ckpt.blocked, dict(ckpt.blocked_keys), dict(ckpt.blocked_tensors)) == ((), {}, {})
     same(ckpt["int8"], expected["int8"])
@@ -146,16 +150,6 @@ def test_nothing_else_is_called(path: Any) -> None:
     with pytest.raises(UnsafeError, match=r"made of a class that nobody.*Canary"):
         torchlift.open(path, allow=[Grained, Grain, Way])["w"]
     assert RAN == []
-
-
-def test_classes_that_a_library_told_torch_are_taken_inside_of_an_allowed_one(path: Any) -> None:
-    """As torchao tells of the enums and records that its classes have in their attributes."""
-    saved(path, w=weights(Grained), way=Way.FAST)
-    with torch.serialization.safe_globals([Grain, Way]):
-        ckpt = torchlift.open(path, allow=[Grained])
-        same(ckpt["w"], weights(Grained))
-        assert list(ckpt.blocked_keys) == ["way"]
-        assert list(torchlift.open(path).blocked_keys) == ["w", "way"]
 
 
 def test_a_class_may_have_another_name_in_files(path: Any) -> None:
@@ -319,6 +313,101 @@ def test_arrays_of_numpy_come_back_as_they_were(path: Any, protocol: int, legacy
     assert torchlift.diff(path, path).equal
 
 
+def test_one_array_is_made_once_and_only_when_it_is_asked_for(path: Any) -> None:
+    """However many names it has; a load that needs none of them makes none."""
+    array = np.zeros(1 << 17)
+    saved(path, w=torch.ones(2), refs=[array] * 100, more={f"{n}": array for n in range(200)})
+    other = saved(path.with_name("other.pt"), w=torch.ones(2))
+    ckpt = torchlift.open(path)
+    tracemalloc.start()
+    try:
+        for given in (ckpt, [path, other], [other, {"x": 1}, path]):
+            torchlift.load(Holds(torch.zeros(2)), given, strict=False)
+        without = tracemalloc.get_traced_memory()[1]
+        objects, tree = ckpt.objects, ckpt.tree()
+        listed = dict(objects)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert without < 4 * array.nbytes
+    assert peak < 8 * array.nbytes
+    assert len({id(value) for value in objects["refs"]} | {id(objects["more.7"])}) == 1
+    assert len({id(x) for x in (*tree["refs"], *tree["more"].values())}) == 1
+    assert tree["refs"][0] is not objects["more.1"]
+    assert objects["refs"] is objects["refs"]
+    assert listed.keys() == objects.keys()
+
+
+def test_arrays_over_the_same_bytes_are_paid_for(path: Any) -> None:
+    """Each is written to by itself, and needs memory of its own."""
+    base = np.zeros(1 << 17)
+    state = (1, (1 << 17,), np.dtype("f8"), False, base.tobytes())
+
+    class Again:
+        def __reduce__(self) -> Any:
+            return (*np.zeros(1).__reduce__()[:2], state)
+
+    saved(path, w=torch.ones(2), refs=[Again() for _ in range(300)])
+    with pytest.raises(torchlift.FormatError, match="far more than it stores"):
+        torchlift.open(path)
+
+
+class Described:
+    """Pickles as an array whose dtype, shape and bytes are what the writer of a file chose."""
+
+    def __init__(self, code: str, shape: Any, data: bytes) -> None:
+        self.code, self.state = code, (shape, data)
+
+    def __reduce__(self) -> Any:
+        shape, data = self.state
+        made = np.zeros(1).__reduce__()
+        return (*made[:2], (1, shape, Coded(self.code), False, data))
+
+
+class Coded:
+    """Pickles as a dtype of numpy's by its code."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return np.dtype, (self.code, False, True), (3, "<", None, None, None, -1, -1, 0)
+
+
+@pytest.mark.parametrize("code", ["i5", "f3", "b3", "c3", "f0", "u16", "?8", "S", "U", "S0"])
+def test_an_array_of_sizes_that_numpy_has_not_stays_blocked(path: Any, code: str) -> None:
+    """Its bytes say nothing to anybody."""
+    saved(path, o=Described(code, (2,), bytes(2 * int(code[1:] or 0))), w=torch.ones(1))
+    ckpt = torchlift.open(path)
+    assert set(ckpt.blocked_keys) == {"o"}
+    assert dict(ckpt.objects) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [("f8", (0, 1 << 61, 1 << 61)), ("f8", (1 << 61, 0)), ("S9", (1 << 61, 0)),
+     ("f8", (1,) * 64 + (0,)), ("U1", (0, 1 << 61, 8))],
+)  # fmt: skip
+def test_an_empty_array_has_a_size_that_numpy_takes(path: Any, code: str, shape: Any) -> None:
+    """Or the file is refused as it is opened, like a tensor of such a shape."""
+    saved(path, o=Described(code, shape, b""), w=torch.ones(1))
+    with pytest.raises(torchlift.FormatError, match="an array's bytes are not those of its shape"):
+        torchlift.open(path)
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [("S1", (0,)), ("U3", (2, 0)), ("f8", (0, 3)), ("b1", (0,)), ("f8", (0,) * 32)],
+)
+def test_arrays_of_nothing_come_back(path: Any, code: str, shape: Any) -> None:
+    """With dtype and shape."""
+    saved(path, o=Described(code, shape, b""), w=torch.ones(1))
+    ckpt = torchlift.open(path)
+    for found in (ckpt.objects["o"], ckpt.tree()["o"]):
+        assert found.shape == shape
+        assert found.dtype == np.dtype(code)
+
+
 def test_an_array_of_objects_stays_blocked(path: Any) -> None:
     """Its elements are pickled, each by itself."""
     saved(path, o=np.array([{}, 1], dtype=object), s=np.zeros(2, [("a", "f4")]), w=torch.ones(1))
@@ -416,3 +505,162 @@ def test_a_module_with_hooks_gets_them_too(path: Any, kind: str, live: bool) -> 
         torchlift.load(model, given)
         assert model.w.layout == value.layout
         assert torch.equal(dense_of(model.w), dense_of(value))
+
+
+class Kept(Int8):
+    """A wrapper that keeps a tensor under the name of a method of torch's."""
+
+    def __init__(self, values: Any, scale: Any, dtype: Any = torch.float32) -> None:
+        super().__init__(values, scale, dtype)
+        self.values = torch.ones(2)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["values_int8", "scale", "values"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        made = cls(inner["values_int8"], inner["scale"])
+        made.values = inner["values"]
+        return made
+
+
+def test_a_wrapper_may_name_a_tensor_as_torch_names_a_method(path: Any) -> None:
+    """Where it says so in ``__tensor_flatten__``."""
+    saved(path, w=weights(Kept))
+    assert torch.equal(torchlift.open(path, allow=[Kept])["w"].values, torch.ones(2))
+
+
+class Stated:
+    """Pickles as a tensor of a class whose attributes are what the writer of a file chose."""
+
+    def __init__(self, tensor: Any, state: Any) -> None:
+        self.tensor, self.state = tensor, state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        function, (rebuild, kind, arguments, _) = self.tensor.__reduce_ex__(2)
+        return function, (rebuild, kind, arguments, self.state)
+
+
+def marked(*shape: int) -> Any:
+    return torch.zeros(*shape).as_subclass(Marked)
+
+
+def inside(**changes: Any) -> dict[str, Any]:
+    """What an Int8 of four rows has, and changes of it; None takes an attribute out."""
+    values = {"values_int8": torch.ones(4, 3, dtype=torch.int8), "scale": torch.ones(4, 1)}
+    return {name: value for name, value in (values | changes).items() if value is not None}
+
+
+STATES = {
+    "other numbers": (marked(2, 3), {"data": torch.ones(3, 2)}, "'data'"),
+    "more of them": (marked(2, 3), {"data": torch.ones(7)}, "'data'"),
+    "of another dtype": (marked(2, 3), {"data": torch.ones(2, 3, dtype=torch.int32)}, "'data'"),
+    "a gradient": (marked(2), {"grad": torch.ones(2)}, "'grad'"),
+    "a method": (marked(2), {"detach": Way}, "'detach'"),
+    "no method": (marked(2), {"detach": 1}, "'detach'"),
+    "a tensor for a method": (marked(2), {"detach": torch.ones(2)}, "'detach'"),
+    "a method of its own": (weights(Int8), inside(dequantised=Way), "'dequantised'"),
+    "another class": (marked(2), {"__class__": Way}, "'__class__'"),
+    "in slots": (marked(2), ({}, {"data": torch.ones(3)}), "'data'"),
+    "no scale": (weights(Int8), inside(scale=None), "no attribute 'scale'"),
+    "a number": (weights(Int8), inside(scale=1.0), "'scale' is a float"),
+    "of another shape": (weights(Int8), inside(values_int8=torch.ones(3, 4).to(torch.int8)),
+                         r"float32 \[3, 4\], and the file says float32 \[4, 3\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STATES)
+def test_attributes_cannot_make_a_tensor_something_else(path: Any, what: str) -> None:
+    """Neither other values, nor another class, nor one that lacks what its class needs."""
+    tensor, state, says = STATES[what]
+    saved(path, w=Stated(tensor, state))
+    model = Holds(torch.zeros(tensor.shape))
+    allow = [Int8, Marked, Way]
+    with pytest.raises(torchlift.FormatError, match=rf"'w': (Int8|Marked) does not .*{says}"):
+        torchlift.open(path, allow=allow)["w"]
+    for call in (torchlift.plan, torchlift.load):
+        with pytest.raises(torchlift.FormatError, match=says):
+            call(model, path, allow=allow, mode="assign")
+    assert type(model.w) is torch.Tensor
+
+
+def test_attributes_cannot_make_an_object_another_one(path: Any) -> None:
+    """Its class is the one that the caller allowed."""
+    value = weights(Grained)
+    value.grain = Grain(1, Way.SLOW)
+    value.grain.__dict__["__class__"] = Canary
+    saved(path, w=value)
+    with pytest.raises(torchlift.FormatError, match="'__class__', which its class has"):
+        torchlift.open(path, allow=[Grained, Grain, Way, Canary])["w"]
+
+
+class Restated:
+    """Pickles as a member of an enum that is given a state."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Way, ("slow",), {"_value_": "changed"}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_file_cannot_change_a_member_of_an_enum(path: Any, named: bool) -> None:
+    """It is the process's, whether the caller named the enum or its library did."""
+    value = weights(Grained)
+    value.grain = Restated()
+    saved(path, w=value)
+    with (
+        torch.serialization.safe_globals([Way]),
+        pytest.raises(torchlift.FormatError, match="'w': Grained does not take"),
+    ):
+        torchlift.open(path, allow=[Grained, Way] if named else [Grained])["w"]
+    assert (Way.SLOW.value, Way("slow")) == ("slow", Way.SLOW)
+
+
+def test_of_what_a_library_told_torch_only_members_of_enums_are_taken(path: Any) -> None:
+    """Looked up, where nothing is called; what else is lacking is listed at once."""
+    value = weights(Grained)
+    saved(path, w=value, way=Way.FAST)
+    with torch.serialization.safe_globals([Grain, Way]):
+        with pytest.raises(UnsafeError, match=r"nobody allowed.*found [\w.]*Grain\. "):
+            torchlift.open(path, allow=[Grained])["w"]
+        ckpt = torchlift.open(path, allow=[Grained, Grain])
+        same(ckpt["w"], value)
+        assert list(ckpt.blocked_keys) == ["way"]
+        assert list(torchlift.open(path).blocked_keys) == ["w", "way"]
+    value.notes = {"canary": Canary()}
+    saved(path, w=value)
+    RAN.clear()
+    with (
+        torch.serialization.safe_globals([Canary]),
+        pytest.raises(UnsafeError, match=r"found [\w.]*Grain, [\w.]*Way, [\w.]*Canary\. "),
+    ):
+        torchlift.open(path, allow=[Grained])["w"]
+    assert RAN == []
+
+
+def test_a_class_is_allowed_for_the_checkpoint_that_it_was_allowed_for(tmp_path: Any) -> None:
+    """Of several, each has its own; what `load` allows holds for all of them."""
+    one = saved(tmp_path / "a.pt", a=weights(Grained), b=torch.ones(1))
+    two = saved(tmp_path / "b.pt", b=weights(Grained))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("a", torch.zeros(4, 3))
+            self.register_buffer("b", torch.zeros(4, 3))
+
+    allow = [Grained, Grain, Way]
+    first = torchlift.open(one, allow=allow)
+    for second in (two, torchlift.open(two)):
+        with pytest.raises(UnsafeError, match=r"'b'.*allow=\[Grained\]"):
+            torchlift.load(torchlift.skeleton(Two), [first, second])
+    with pytest.raises(UnsafeError, match=r"'b': .*nobody allowed.*found [\w.]*Grain, "):
+        torchlift.load(torchlift.skeleton(Two), [first, torchlift.open(two, allow=[Grained])])
+    for given, more in (
+        ([first, torchlift.open(two, allow=allow)], []),
+        ([first, two], allow),
+        ([first, torchlift.open(two, allow=[Grained])], [Grain, Way]),
+    ):
+        model = torchlift.skeleton(Two)
+        torchlift.load(model, given, allow=more)
+        same(model.a, weights(Grained))
+        same(model.b, weights(Grained))

@@ -178,6 +178,8 @@ AS_SAVED = {
     "old suffixes in DDP": lambda key: (
         "module." + key.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
     ),
+    "a backslash, a quote": lambda key: key.replace(".query.", ".q'\\1."),
+    "a wrapped word": lambda key: key.replace("bert.", "bert.module.").replace("query", "q-key"),
     "another word": lambda key: key.replace(".attention.", ".self-attn."),
 }
 
@@ -190,6 +192,15 @@ def test_the_rule_that_an_error_names_brings_all_names_together(name):
     text = suggestion([key for key in BERT if key not in found], odd)
     rename = eval(text.partition("pass rename=")[2].rstrip("."), {"remap": remap})
     assert list(renamed(found, rename, "f").values()) == BERT
+
+
+@pytest.mark.parametrize(("old", "new"), [("a'b", r"x\1"), ("key", "k\n")])
+def test_a_rule_for_odd_names_is_python_that_replaces_whole_components(old, new):
+    """Quotes and backslashes are those of a text, and a hyphen ends no component."""
+    missing, found = [f"{new}.x", f"y.{new}"], [f"{old}.x", f"y.{old}"]
+    rename = eval(suggestion(missing, found).partition("pass rename=")[2][:-1], {"remap": remap})
+    assert [rename(key) for key in found] == missing
+    assert rename(f"{old}-z.{old}.z-{old}") == f"{old}-z.{new}.z-{old}"
 
 
 def test_a_container_with_other_things_beside_it_is_a_root():

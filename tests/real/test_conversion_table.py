@@ -267,6 +267,12 @@ def test_it_composes_and_a_missing_expert_is_named(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="missing: ") as error:
         torchlift.load(model, fewer, rename=rename)
     assert error.value.missing_keys == [lost]
+    # Names are counted as far as an error tells them, and what has more digits is no number.
+    for number in ("99999999", "9" * 5000):
+        more = lost.replace("experts.1.", f"experts.{number}.")
+        with pytest.raises(MismatchError, match="missing: ") as error:
+            torchlift.plan(model, fewer | {more: state[lost]}, rename=rename)
+        assert len(error.value.missing_keys) <= 100
     for name in ("w1", "w3"):
         fewer = {key: value for key, value in state.items() if f".{name}." not in key}
         with pytest.raises(MismatchError, match=rf"missing: \.experts\.\*\.{name}"):

@@ -27,6 +27,7 @@ with warnings.catch_warnings():
         PerRow,
         quantize_,
     )
+    from torchao.quantization.quantize_.workflows.int8.int8_tensor import QuantizeTensorToInt8Kwargs
 
 CONFIGS = {
     "int8": Int8WeightOnlyConfig(),
@@ -35,6 +36,8 @@ CONFIGS = {
     "intx": IntxWeightOnlyConfig(weight_dtype=torch.int4),
     "int8-intx": Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int3),
 }
+#: What a caller allows beside the class of the weight, as the error lists it.
+INSIDE: dict[str, list[type]] = {"int8-dynamic": [QuantizeTensorToInt8Kwargs, PerRow]}
 X = torch.linspace(-1, 1, 384).view(3, 128)
 
 configs = pytest.mark.parametrize("name", list(CONFIGS))
@@ -73,14 +76,18 @@ def test_a_quantised_checkpoint_fills_plain_and_quantised_models(
     """As torch.load and load_state_dict(assign=True) do, for the class that is named."""
     expected, path = quantised(name), tmp_path / "q.pt"
     torch.save(expected.state_dict(), path)
-    kind = type(expected[0].weight)
+    kind, more = type(expected[0].weight), INSIDE.get(name, [])
     with pytest.raises(torchlift.UnsafeError, match=rf"'0\.weight'.*allow=\[{kind.__name__}\]"):
         torchlift.load(torchlift.skeleton(plain), path)
+    if more:
+        names = ", ".join(rf"[\w.]*\.{item.__name__}" for item in more)
+        with pytest.raises(torchlift.UnsafeError, match=rf"nobody allowed.*found {names}\. "):
+            torchlift.load(torchlift.skeleton(plain), path, allow=[kind])
     reference = plain(3)
     reference.load_state_dict(torch.load(path, weights_only=True), assign=True)
     for what, model in targets(name).items():
-        plan = torchlift.plan(model, path, allow=[kind], **options)
-        report = torchlift.load(model, path, allow=[kind], **options)
+        plan = torchlift.plan(model, path, allow=[kind, *more], **options)
+        report = torchlift.load(model, path, allow=[kind, *more], **options)
         assert plan.mode == report.mode
         assert type(model[0].weight) is kind, what
         assert model[0].weight.dtype == reference[0].weight.dtype

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import pytest
 import torch
-from checkpoint_files import same_bits
+from checkpoint_files import deflated, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_workers
@@ -22,7 +23,8 @@ from torch import nn
 
 import torchlift
 from torchlift import remap
-from torchlift.errors import MismatchError, PlacementError
+from torchlift._transfer import Files
+from torchlift.errors import MismatchError, PlacementError, UnsafeError
 from torchlift.remap import Renaming
 
 State = dict[str, torch.Tensor]
@@ -296,6 +298,19 @@ def test_neighbours_in_a_file_are_mapped_as_one(tmp_path) -> None:
         assert same_bits(model.w, made)
 
 
+def test_a_tensor_without_a_name_is_beside_what_a_rule_makes(tmp_path) -> None:
+    """A key may be empty, and so is the name of the storage that a made tensor has."""
+    path, rule = tmp_path / "model.safetensors", remap.split("w", ["a", "b"], chunk=1)
+    state = {"": torch.arange(6.0), "w": torch.arange(8.0).view(2, 4)}
+    save_file(state, path)
+    expected = {"a": state["w"][:, :2].clone(), "b": state["w"][:, 2:].clone()}
+    assert_loads(path, rule, expected, allow_unexpected=[""])
+    torchlift.convert(path, tmp_path / "made.pt", rename=rule)
+    found = torchlift.open(tmp_path / "made.pt")
+    assert all(same_bits(found[key], value) for key, value in (expected | {"": state[""]}).items())
+    assert same_bits(torchlift.open(path)[""], state[""])
+
+
 def test_dtype_device_modes_and_transforms_see_the_merged_tensor(path) -> None:
     """A merged tensor is one entry to every rule."""
     expected = fused(experts())
@@ -332,7 +347,9 @@ def test_several_checkpoints_may_give_the_members_of_one_tensor(path, tmp_path) 
     expected = fused(state | new)
     assert_loads([path, new], FUSE, expected)
     torch.save(new, tmp_path / "new.pt")
-    assert_loads([path, tmp_path / "new.pt"], FUSE, expected)
+    report = assert_loads([path, tmp_path / "new.pt"], FUSE, expected)
+    assert report.loaded["layers.1.gate_up"].path == f"{path}, {tmp_path / 'new.pt'}"
+    assert report.loaded["layers.1.down"].path == str(path)
 
 
 def test_a_state_dict_may_share_its_memory_with_the_model() -> None:
@@ -486,6 +503,97 @@ def test_what_does_not_fit_together_is_told_by_name(rule, state, message, tmp_pa
         assert error.value.file is not None
 
 
+@pytest.mark.parametrize("mode", ["assign", "copy"])
+def test_a_deflated_record_is_inflated_once_for_all_of_its_slices(
+    tmp_path, monkeypatch, mode
+) -> None:
+    """The plan counts one at a time; so it is with those of which a tensor is merged."""
+    state = {"w": torch.randn(64, 50), "v": torch.randn(64, 50)}
+    torch.save(state, tmp_path / "stored.pt")
+    path = deflated(tmp_path / "stored.pt", tmp_path / "model.pt")
+    records: list[str] = []
+    whole = Files.inflated
+    monkeypatch.setattr(Files, "inflated", lambda *a: records.append(a[2].name) or whole(*a))
+    made = {f"{key}.{n}": row.clone() for key in state for n, row in enumerate(state[key])}
+    made = {key: row[None] for key, row in made.items()}
+    for rule, expected in (
+        (remap.split("*", "*.{i}", chunk=0, sizes=[1] * 64), made),
+        (remap.merge(["v", "w"], "x", cat=0), {"x": torch.cat([state["v"], state["w"]])}),
+    ):
+        records.clear()
+        model = model_of(expected)
+        planned = torchlift.plan(model, path, rename=rule, mode=mode)
+        torchlift.load(model, path, rename=rule, mode=mode)
+        assert len(records) == len(set(records)) == 2
+        assert planned.peak_bytes <= (2 + 1) * 64 * 50 * 4
+        assert all(same_bits(model.state_dict()[key], value) for key, value in expected.items())
+
+
+def test_members_may_be_deflated_and_stored_side_by_side(tmp_path) -> None:
+    """And empty: what is stored in another way than that is told by what differs."""
+    state = {"a": torch.ones(2, 3), "b": torch.zeros(0, 3), "c": torch.full((2, 3), 2.0)}
+    torch.save(state, tmp_path / "stored.pt")
+    path = tmp_path / "model.pt"
+    with ZipFile(tmp_path / "stored.pt") as old, ZipFile(path, "w", ZIP_DEFLATED) as new:
+        for info in old.infolist():
+            kind = ZIP_STORED if info.filename.endswith("data/0") else ZIP_DEFLATED
+            new.writestr(info.filename, old.read(info), kind)
+    with torchlift.open(path) as ckpt:
+        assert {ckpt.entries[key].encoding for key in "ac"} == {(), ("deflated",)}
+    for order in (["a", "c"], ["c", "a"]):
+        rule = remap.merge(order, "w", cat=0)
+        expected = {"w": torch.cat([state[key] for key in order])}
+        assert_loads(path, rule, expected, allow_unexpected=["b"])
+    empty = {"a": torch.zeros(2, 0), "c": torch.zeros(2, 0, dtype=torch.complex64).real}
+    assert_loads(empty, remap.merge(["a", "c"], "w", cat=0), {"w": torch.zeros(4, 0)})
+    odd = torch.ones(2, 3, dtype=torch.complex64)
+    torch.save({"a": odd, "c": odd.conj()}, path)
+    with pytest.raises(MismatchError, match=r"'a' \(plain\) and 'c' \(conjugate\) are stored diff"):
+        torchlift.plan(model_of({"w": odd}), path, rename=remap.merge(["a", "c"], "w", cat=0))
+
+
+def test_what_is_in_several_places_cannot_stay_on_disk(path) -> None:
+    """It would take memory, which is what the caller did not ask for."""
+    model = torchlift.skeleton(Bag, fused(experts()))
+    with pytest.raises(PlacementError, match="cannot stay on disk, where it is in several places"):
+        torchlift.load(model, path, rename=FUSE, device="disk")
+    some = remap.by_pattern({r"q\.weight$": "disk", "": "cpu"})
+    report = torchlift.load(model, path, rename=FUSE, device=some)
+    assert report.loaded["layers.0.q.weight"].route == "view"
+
+
+class Opaque:
+    """What only unpickling could rebuild."""
+
+
+def test_leaves_that_are_no_tensors_keep_their_names_where_a_merge_gives_them_one(tmp_path) -> None:
+    """They are not in the way of a load or a conversion."""
+    rule, path = remap.merge("l.{i}.*", "*", stack=0), tmp_path / "model.pt"
+    state = {"l": {str(n): {"w": torch.full((2,), float(n)), "lr": n / 10} for n in range(2)}}
+    torch.save(state, path)
+    expected = {"w": torch.stack([torch.zeros(2), torch.ones(2)])}
+    assert_loads(path, rule, expected, strict=False)
+    torchlift.convert(path, tmp_path / "made.pt", rename=rule)
+    with torchlift.open(tmp_path / "made.pt") as ckpt:
+        assert same_bits(ckpt["w"], expected["w"])
+        assert dict(ckpt.objects) == {"l.0.lr": 0.0, "l.1.lr": 0.1}
+
+
+def test_members_that_only_unpickling_could_rebuild_are_refused(tmp_path) -> None:
+    """As one is that is not merged, with or without others that could be had."""
+    rule, path = remap.merge("l.{i}.*", "*", stack=0), tmp_path / "model.pt"
+    for blocked in ((0, 1), (1,)):
+        state = {"w": torch.ones(1)} | {f"l.{n}.m": torch.ones(2) for n in range(2)}
+        torch.save(state | {f"l.{n}.m": Opaque() for n in blocked}, path)
+        for strict in (True, False):
+            model = model_of({"w": torch.ones(1), "m": torch.ones(2, 2)})
+            with pytest.raises(UnsafeError, match=f"'l.{blocked[0]}.m': only unpickling could"):
+                torchlift.load(model, path, rename=rule, strict=strict)
+    torch.save(state | {f"l.{n}.o": Opaque() for n in range(2)} | {"l.1.m": torch.ones(2)}, path)
+    expected = {"w": torch.ones(1), "m": torch.ones(2, 2)}
+    assert_loads(path, rule, expected, strict=False)
+
+
 def test_only_plain_numbers_are_merged(tmp_path) -> None:
     """A sparse tensor has no rows that could be taken; others pass it by."""
     state = {"a": torch.eye(3).to_sparse(), "b": torch.eye(3), "c": torch.eye(3)}
@@ -525,6 +633,28 @@ def test_only_plain_numbers_are_merged(tmp_path) -> None:
 def test_a_rule_that_says_nothing_definite_is_refused(call, message) -> None:
     """When it is made, with the call that made it."""
     with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: remap.merge("a", "b", transpose=(0, 1, 2)),
+            "merge(transpose=(0, 1, 2)): exp",
+        ),
+        (lambda: remap.split("a", ["b", "c"], chunk="0"), "split(chunk='0'): expected the number"),
+        (
+            lambda: remap.split("a", ["b", "c"], chunk=True),
+            "split(chunk=True): expected the",
+        ),
+        (lambda: remap.merge(["a", "b"], "c", cat=0, sizes="12"), "merge(sizes='12'): expected"),
+        (lambda: remap.merge(["a", 3], "c", cat=0), "merge(['a', 3], 'c'): expected patterns"),
+    ],
+)
+def test_an_argument_that_is_something_else_is_named(call, message) -> None:
+    """When the rule is made, and not when it is first used."""
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
 
 

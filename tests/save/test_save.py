@@ -174,12 +174,13 @@ def test_a_tie_is_in_a_torch_file_once(tmp_path: Path) -> None:
 
 
 def test_a_tie_is_in_safetensors_under_its_first_name(tmp_path: Path) -> None:
-    """The metadata tells the other one, as safetensors.torch.save_model does, and it comes back."""
+    """The metadata tells the other one, by an entry of torchlift's, and it comes back."""
     model, path = Tied(), tmp_path / "x.safetensors"
     torchlift.save(model, path)
     with safe_open(path, "pt") as file:
         assert "head.weight" not in file.keys()  # noqa: SIM118 - not a dict
-        assert file.metadata()["head.weight"] == "embedding.weight"
+        ties = json.loads(file.metadata()["torchlift.ties"])
+        assert ties == {"head.weight": "embedding.weight"}
         assert file.metadata()["format"] == "pt"
     with torchlift.open(path) as ckpt:
         assert ckpt.aliases == (("embedding.weight", "head.weight"),)
@@ -193,13 +194,31 @@ def test_a_tie_is_in_safetensors_under_its_first_name(tmp_path: Path) -> None:
     assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
 
 
-def test_ties_of_save_model_are_read(tmp_path: Path) -> None:
-    """Also where another library has noted them."""
-    model = Tied()
+def test_a_file_of_save_model_loads_by_the_ties_of_the_model(tmp_path: Path) -> None:
+    """Its metadata has other names of tensors among other text: no name is made of them."""
+    model, other = Tied(), Tied()
     save_model(model, str(tmp_path / "x.safetensors"))
     with torchlift.open(tmp_path / "x.safetensors") as ckpt:
-        assert ckpt.keys() == model.state_dict().keys()
-        assert torch.equal(ckpt["head.weight"], ckpt["embedding.weight"])
+        assert len(ckpt) == len(model.state_dict()) - 1
+        assert ckpt.metadata.items() >= {("head.weight", "embedding.weight")} or (
+            ckpt.metadata.items() >= {("embedding.weight", "head.weight")}
+        )
+    torchlift.load(other, tmp_path / "x.safetensors")
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+def test_text_that_is_the_name_of_a_tensor_stays_text(tmp_path: Path) -> None:
+    """Of metadata, whoever wrote it; a converted file has it too."""
+    from safetensors.torch import save_file
+
+    state, notes = nn.Linear(2, 1).state_dict(), {"title": "weight", "by": "bias"}
+    save_file(state, tmp_path / "x.safetensors", notes)
+    torchlift.convert(tmp_path / "x.safetensors", tmp_path / "y.safetensors")
+    for name in ("x", "y"):
+        with torchlift.open(tmp_path / f"{name}.safetensors") as ckpt:
+            assert ckpt.keys() == state.keys()
+            assert ckpt.metadata.items() >= notes.items()
+        torchlift.load(nn.Linear(2, 1), tmp_path / f"{name}.safetensors")
 
 
 def test_views_that_overlap_share_a_storage_in_a_torch_file(tmp_path: Path) -> None:

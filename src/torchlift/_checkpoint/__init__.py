@@ -8,6 +8,10 @@ from torchlift._checkpoint.checkpoint import (
     dtype_of,
     not_dense,
     open,
+    shared_records,
 )
 
-__all__ = ["Allow", "Checkpoint", "MappedViews", "classes", "dtype_of", "not_dense", "open"]
+__all__ = [
+    "Allow", "Checkpoint", "MappedViews", "classes", "dtype_of", "not_dense", "open",
+    "shared_records",
+]  # fmt: skip

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, overload
+from typing import Any, BinaryIO, TypeVar, overload
 
 import torch
 
@@ -33,15 +33,13 @@ from torchlift.formats import (
     Storage,
     TensorEntry,
     allowing,
+    ambiguity,
     read_index,
     select,
     steps_in_file,
 )
 from torchlift.formats.gguf import BLOCKS
 from torchlift.formats.summary import to_html, to_text
-
-if TYPE_CHECKING:
-    from torchlift._checkpoint.subclasses import Allowed
 
 #: Values that are computed of quantised blocks at a time; the temporaries take some 16 MiB.
 _DEQUANTIZED = 1 << 20
@@ -92,12 +90,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def __init__(self, index: Index, *, root: str | None = None, allow: Allow = ()) -> None:
         index = index if root is None else select(index, root)
         self.allow = classes(allow)
-        self._allowed = None
         if self.allow:
-            from torchlift._checkpoint.subclasses import Allowed
+            from torchlift._checkpoint.subclasses import by_name
 
-            self._allowed = Allowed(self.allow)
-            index = allowing(index, self._allowed.names)
+            index = allowing(index, by_name(self.allow))
         self._index = index
         self.root = root
         self.path = index.path
@@ -121,7 +117,12 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     @overload
     def get(self, key: str, /, default: torch.Tensor | _T) -> torch.Tensor | _T: ...
     def get(self, key: str, /, default: object = None) -> object:
-        """Return the tensor of `key`, or `default`, without looking for names that are alike."""
+        """Return the tensor of `key`, or `default` where the file has no such key.
+
+        Raises:
+            UnsafeError, FormatError: there is a value, and it cannot be had: never `default`.
+        """
+        # Names that are alike are not looked for: that takes long, and the caller has a default.
         return self[key] if key in self.entries or key in self._index.blocked_keys else default
 
     def __iter__(self) -> Iterator[str]:
@@ -169,11 +170,11 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     @cached_property
     def objects(self) -> Mapping[str, object]:
         """Return key -> leaf that is not a tensor."""
-        return MappingProxyType({k: with_arrays(v) for k, v in self._index.objects.items()})
+        return _Leaves(self._index.objects)
 
     def views(self) -> MappedViews:
         """Return tensors over memory maps of its own."""
-        return MappedViews(self._index, self._allowed)
+        return MappedViews(self._index)
 
     @property
     def index(self) -> Index:
@@ -249,13 +250,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def refusal(self, key: str) -> CheckpointError:
         """Return the error that says why `key` cannot be had."""
         if self._index.blocked_keys.get(key) == AMBIGUOUS:
-            return FormatError(
-                "two tensors or objects have this key once containers are joined by dots",
-                file=self.path,
-                entry=key,
-                hint="Load without it: allow_unexpected=[...] with its name. Or rename one of them "
-                "in the program that saved the file.",
-            )
+            return ambiguity(self.path, key)
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         module, _, kind = name.rpartition(".")
         if key in self._index.subclasses:
@@ -276,7 +271,11 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     @property
     def blocked_keys(self) -> Mapping[str, str]:
-        """Return key -> name of the global that its value would have needed."""
+        """Return key -> name of the global that its value would have needed.
+
+        Of a key that two values have once containers are joined by dots, it is
+        ``"a name of its own"``.
+        """
         return self._index.blocked_keys
 
     @property
@@ -295,6 +294,36 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             self._kept.close()
 
 
+class _Leaves(Mapping[str, object]):
+    """Leaves that are no tensors, by key; what takes memory is made when it is asked for.
+
+    Args:
+        stored: as an index has them.
+    """
+
+    def __init__(self, stored: Mapping[str, object]) -> None:
+        self._stored = stored
+        self._made: dict[str, object] = {}
+        self._arrays: dict[int, object] = {}
+
+    def __getitem__(self, key: str) -> object:
+        if key not in self._made:
+            self._made[key] = with_arrays(self._stored[key], self._arrays)
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._stored  # Mapping's would make the array to find out
+
+    def __repr__(self) -> str:
+        return repr(self._stored)
+
+
 class _NoSuchKey(KeyError):
     """A name that the checkpoint lacks; shown as text, where `KeyError` shows a text's repr."""
 
@@ -310,29 +339,30 @@ class MappedViews:
     Two of these over one index share nothing: writing to a tensor of one never shows in the other.
     """
 
-    def __init__(self, index: Index, allowed: Allowed | None = None) -> None:
+    def __init__(self, index: Index) -> None:
         self.index = index
-        self.allowed = allowed
         self.files = Files(index.files)
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._inflated: dict[Record, bytearray] = {}
+        self._last: tuple[Record, bytearray] | None = None
         self._lock = threading.Lock()
 
     def view(self, entry: TensorEntry) -> torch.Tensor:
         """Return the tensor of `entry`; see `Checkpoint.view`."""
         dtype = dtype_of(entry, self.index.path)
         if isinstance(entry, RebuiltEntry):
-            return self._rebuilt(entry, dtype)
+            return self._rebuilt(entry, dtype, entry.classes)
         if not entry.chunks:
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
         if len(entry.chunks) > 1 or entry.is_quantized:
             made = torch.empty(entry.shape, dtype=dtype, device="cpu")
             return self.fill(made, entry)
         (chunk,) = entry.chunks
-        if entry.storage not in self.index.storages:
+        storage = self.index.storage_of(entry)
+        if storage is None:
             return self._box(entry, chunk, dtype)
-        base = self._base(entry, dtype)
-        first = (chunk.offset - self.index.storages[entry.storage].offset) // dtype.itemsize
+        base = self._base(entry, storage, dtype)
+        first = (chunk.offset - storage.offset) // dtype.itemsize
         # set_ on a new tensor instead of view().as_strided(): storage sizes need not be a
         # multiple of the item size when entries of several dtypes share one. The device is named,
         # because a caller may have set another default.
@@ -347,7 +377,6 @@ class MappedViews:
         if entry.is_quantized:
             return self._dequantized(target, entry)
         dtype = dtype_of(entry, self.index.path)
-        made: dict[Record, bytearray] = {}
         for chunk in entry.chunks:
             box = target
             for dim, (start, size) in enumerate(zip(chunk.start, chunk.shape, strict=True)):
@@ -365,7 +394,7 @@ class MappedViews:
                 spread = raw_box.view((*raw_box.shape[:-1], *shape[-2:]))
                 spread.copy_(raw.as_strided(shape, strides))
             else:
-                box.copy_(self._box(entry, chunk, dtype, made))
+                box.copy_(self._box(entry, chunk, dtype))
         return target
 
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
@@ -381,7 +410,7 @@ class MappedViews:
             return
         dtype = dtype_of(entry, self.index.path)
         for chunk in entry.chunks:
-            box = self._box(entry, chunk, dtype)
+            box = self._box(entry, chunk, dtype, anew=True)
             # As the bytes lie: read across its columns, a transposed one took 20 times as long.
             dims = sorted(range(box.dim()), key=box.stride, reverse=True)
             yield from blocks_of(box.permute(dims))
@@ -422,16 +451,25 @@ class MappedViews:
                 ) from error
             yield torch.from_numpy(made).view(-1)
 
-    def _rebuilt(self, entry: RebuiltEntry, dtype: torch.dtype) -> torch.Tensor:
+    def _rebuilt(
+        self, entry: RebuiltEntry, dtype: torch.dtype, classes: Mapping[str, type]
+    ) -> torch.Tensor:
         """Return a tensor that torch makes of others, which are mapped.
 
         Raises:
             FormatError: it is not one, as torch has them.
         """
-        kind, inner = entry.encoding[0], [self.view(tensor) for tensor in entry.tensors]
+        kind = entry.encoding[0]
+        inner = [
+            self._rebuilt(item, dtype_of(item, self.index.path), classes)
+            if isinstance(item, RebuiltEntry)
+            else self.view(item)
+            for item in entry.tensors
+        ]
         if kind == SUBCLASS:
-            assert self.allowed is not None
-            return self.allowed.tensor(entry, inner, self.index.path)
+            from torchlift._checkpoint.subclasses import rebuilt
+
+            return rebuilt(entry, classes, inner, self.index.path)
         # That sparse CSR is in beta, and quantised tensors deprecated, is news to who wrote the
         # file. One at a time: the filters are the process's.
         with _without_warnings, warnings.catch_warnings():
@@ -473,63 +511,70 @@ class MappedViews:
             ) from error
 
     def _box(
-        self,
-        entry: TensorEntry,
-        chunk: Chunk,
-        dtype: torch.dtype,
-        made: dict[Record, bytearray] | None = None,
+        self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype, *, anew: bool = False
     ) -> torch.Tensor:
         """Return the box of a chunk as a view of the map, in a storage that is its run of bytes."""
-        raw = self._stored(chunk, {} if made is None else made)
+        raw = self._stored(chunk, anew=anew)
         empty = torch.empty(0, dtype=dtype, device="cpu")
         steps = steps_in_file(entry, chunk)
         return _shown(entry, empty.set_(_usable(raw, entry, dtype), 0, chunk.shape, steps))
 
-    def _base(self, entry: TensorEntry, dtype: torch.dtype) -> torch.UntypedStorage:
+    def _base(self, entry: TensorEntry, where: Storage, dtype: torch.dtype) -> torch.UntypedStorage:
         # Of bytes in another order, each dtype has a copy of its own.
         key = (entry.storage, dtype if "big-endian" in entry.encoding else None)
         with self._lock:
             base = self._bases.get(key)
             if base is None:
-                where = self.index.storages[entry.storage]
-                base = _usable(self._stored(where, {}), entry, dtype)
+                base = _usable(self._stored(where, anew=True), entry, dtype)
                 if where.packed is None or where.packed in self._shared:
                     self._bases[key] = base
             elif base.data_ptr() % dtype.itemsize:  # a smaller dtype was the first to ask
                 base = self._bases[key] = _usable(base, entry, dtype)
             return base
 
-    def _stored(
-        self, place: Chunk | Storage, made: dict[Record, bytearray]
-    ) -> torch.UntypedStorage:
+    def _stored(self, place: Chunk | Storage, *, anew: bool) -> torch.UntypedStorage:
         """Return stored bytes as a storage: of the map, or of memory into which they are inflated.
 
         Args:
             place: where they are.
-            made: what has been inflated for the same tensor.
+            anew: whether what only one tensor of the file looks into has memory of its own, and not
+                that of the slice of it that was asked for before.
         """
-        if place.packed is None:
+        record = place.packed
+        if record is None:
             mapped = self.files.mapped(place.file, place.offset, place.nbytes)
             return mapped.untyped_storage()
-        known = self._inflated if place.packed in self._shared else made
-        whole = known.get(place.packed)
+        last = self._last
+        whole = self._inflated.get(record)
+        if whole is None and last is not None and last[0] == record and not anew:
+            whole = last[1]
         if whole is None:
-            whole = known[place.packed] = self.files.inflated(place.file, place.packed)
+            self._last = last = None  # before there is another one
+            whole = self.files.inflated(place.file, record)
+            if record in self._shared:
+                self._inflated[record] = whole
+            elif not anew:
+                self._last = record, whole
         count, at = place.nbytes, place.offset
         return torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=at).untyped_storage()
 
     @cached_property
     def _shared(self) -> frozenset[Record]:
-        """Return the deflated records into which several tensors look: inflated once for all."""
-        chunks = (chunk for entry in self.index.entries.values() for chunk in entry.chunks)
-        counts = Counter(chunk.packed for chunk in chunks if chunk.packed is not None)
-        return frozenset(packed for packed, count in counts.items() if count > 1)
+        return shared_records(self.index.entries.values())
 
     def close(self) -> None:
         """Close the files; tensors already made stay valid."""
         self.files.close()
         self._bases.clear()
         self._inflated.clear()
+        self._last = None
+
+
+def shared_records(entries: Iterable[TensorEntry]) -> frozenset[Record]:
+    """Return the deflated records into which several tensors look: inflated once for all."""
+    chunks = (chunk for entry in entries for chunk in entry.chunks)
+    counts = Counter(chunk.packed for chunk in chunks if chunk.packed is not None)
+    return frozenset(packed for packed, count in counts.items() if count > 1)
 
 
 def _usable(
@@ -647,7 +692,9 @@ def open(
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``. None keeps everything.
         allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
-            ``[Int8Tensor]``: made as ``torch.serialization.safe_globals`` would let them be.
+            ``[Int8Tensor]``, and classes of what they have in their attributes: these are called
+            with what the file has for them, when a tensor is asked for, and nothing else is. Only
+            members of enums that ``torch.serialization.add_safe_globals`` knows are looked up, too.
 
     Returns:
         The checkpoint, a lazy mapping and a context manager.

@@ -38,6 +38,9 @@ class Values:
     path: str = ""
     dropped: Collection[str] = ()
 
+    def __init__(self) -> None:
+        self._arrays: dict[int, object] = {}
+
     def tensor(self, record: object, key: str | None) -> object:
         """Return a tensor."""
         raise NotImplementedError
@@ -90,7 +93,7 @@ class Values:
         if isinstance(value, NumpyDtype):
             return f"numpy.dtype({value.code})"
         if isinstance(value, ArrayRef) and value.array is not None:
-            return array_of(value.array)
+            return with_arrays(value.array, self._arrays)
         is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
         if is_plain or isinstance(value, bytearray):
             return value
@@ -114,6 +117,7 @@ class Tree(Values):
         refusal: Callable[[str], CheckpointError],
         dropped: Collection[str] = (),
     ) -> None:
+        super().__init__()
         self.index, self.view, self.refusal, self.dropped = index, view, refusal, dropped
         self.path = index.path
 
@@ -158,23 +162,36 @@ def array_of(array: Array) -> Any:
     """Return a numpy array of its own.
 
     Raises:
-        FormatError: numpy is not installed.
+        FormatError: numpy is not installed, or knows no such array.
     """
     try:
         import numpy
     except ImportError as error:
         raise FormatError("a numpy array, and numpy is not installed") from error
-    made = numpy.frombuffer(array.data, array.code) if array.data else numpy.empty(0, array.code)
-    return made.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
+    try:
+        empty = numpy.empty(0, array.code)
+        made = numpy.frombuffer(array.data, empty.dtype) if array.data else empty
+        return made.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
+    except (TypeError, ValueError) as error:  # long double; more dimensions than numpy 1 has
+        what = "the installed numpy knows no such array"
+        raise FormatError(what, found=f"{array!r}: {error}") from error
 
 
-def with_arrays(value: Any) -> Any:
-    """Return a leaf, or a container of leaves, with numpy arrays for what stands for them."""
+def with_arrays(value: Any, made: dict[int, object]) -> Any:
+    """Return a leaf, or a container of leaves, with numpy arrays for what stands for them.
+
+    Args:
+        value: the leaf.
+        made: identity of what stands for an array -> that array: a file may name one many times.
+    """
     if isinstance(value, Array):
-        return array_of(value)
+        if id(value) not in made:
+            made[id(value)] = array_of(value)
+        return made[id(value)]
     if isinstance(value, dict):
-        return {key: with_arrays(item) for key, item in value.items()}
-    return type(value)(map(with_arrays, value)) if isinstance(value, (list, tuple)) else value
+        return {key: with_arrays(item, made) for key, item in value.items()}
+    is_list = isinstance(value, (list, tuple))
+    return type(value)([with_arrays(item, made) for item in value]) if is_list else value
 
 
 def _items(value: object) -> Iterable[tuple[object, object]]:

@@ -6,6 +6,7 @@ from torchlift._plan.fetch import fetch_all as fetch_all
 from torchlift._plan.hooks import run_post_hooks as run_post_hooks
 from torchlift._plan.names import Made as Made
 from torchlift._plan.names import Rewriting as Rewriting
+from torchlift._plan.names import others as others
 from torchlift._plan.names import rewritten as rewritten
 from torchlift._plan.plan import LoadPlan as LoadPlan
 from torchlift._plan.plan import check_order as check_order

@@ -7,7 +7,8 @@ left in several files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 
 from torchlift._model.dtensor import is_sharded
 from torchlift._model.handlers import is_wrapper, oddity
-from torchlift._plan.rules import renamed
+from torchlift._plan.rules import named, renamed
 from torchlift._plan.sources import Origin
 from torchlift._plan.steps import Candidate, Joined, Rename
 from torchlift.formats import Chunk, TensorEntry, row_major, steps_in_file
@@ -71,6 +72,29 @@ def rewritten(
     return {name: items[key] for key, name in renamed(entries, rename, path).items()}
 
 
+def others(
+    keys: Iterable[str], rename: Rename | None, path: str, made: Container[str] = ()
+) -> dict[str, str]:
+    """Return key -> name of leaves that are no tensors, and that a rule can therefore not merge.
+
+    Args:
+        keys: theirs.
+        rename: that of the tensors.
+        path: of the checkpoint, for errors.
+        made: names of tensors. A leaf for which a rule that merges has one of them, or the name of
+            another leaf, keeps its key.
+
+    Raises:
+        MismatchError: two get the same name of another rename.
+    """
+    if not isinstance(rename, Rewriting):
+        return renamed(keys, rename, path)
+    names = named(keys, rename)
+    counts = Counter(names.values())
+    taken = {name for name, count in counts.items() if count > 1 or name in made}
+    return {key: key if name in taken else name for key, name in names.items()}
+
+
 def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[str, Candidate]]:
     """Return key -> name of what stays as it is, and name -> candidate of what a rule makes.
 
@@ -84,7 +108,9 @@ def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[s
     for name, (entry, keys) in rewritten(entries, rename, origin.path).items():
         if entry is entries[keys[0]]:
             names[keys[0]] = name
-        elif any(chunk.file.startswith(_MEMORY) for chunk in entry.chunks):
+        elif candidates[keys[0]].entry is None or any(
+            chunk.file.startswith(_MEMORY) for chunk in entry.chunks
+        ):
             slices = tuple(_slices(entry, origin))
             dtype = getattr(torch, entry.dtype)
             value = Joined(slices, torch.Size(entry.shape), dtype)

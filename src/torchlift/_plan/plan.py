@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Allow
+from torchlift._checkpoint import Allow, shared_records
 from torchlift._model.commit import Commit, content_bytes
 from torchlift._model.dtensor import held, local_shape
 from torchlift._model.handlers import is_plain
@@ -22,7 +21,7 @@ from torchlift._plan.hooks import (
     run_hooks,
     run_post_hooks,
 )
-from torchlift._plan.names import Rewriting, assembled
+from torchlift._plan.names import Rewriting, assembled, others
 from torchlift._plan.report import KeyReport, LoadReport, Mismatch, summarise
 from torchlift._plan.rules import (
     AnyMode,
@@ -33,6 +32,7 @@ from torchlift._plan.rules import (
     Patterns,
     allowed,
     check_rule,
+    named,
     renamed,
 )
 from torchlift._plan.sources import Given, Origin, sources
@@ -41,7 +41,7 @@ from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._system import Facts, clipped_list, human
 from torchlift._transfer import STAGING
 from torchlift.errors import MismatchError
-from torchlift.formats import RebuiltEntry, Record
+from torchlift.formats import RebuiltEntry
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,6 +102,9 @@ def plan(
         mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``.
         source: ``"mmap"``, ``"read"`` or ``"auto"``.
         allow: tensor subclasses that may be rebuilt by name, such as ``[Int8Tensor]``; see `load`.
+            These tensors, and sparse and quantised ones, are made to see whether they fit, over a
+            map of the file: that runs code of the allowed classes (their constructors and
+            ``__setstate__``) and reads the indices of sparse ones.
 
     Returns:
         The plan; printing it gives a summary.
@@ -183,14 +186,14 @@ def make_plan(
     else:
         keys = [key for key in origin.candidates if key not in origin.blocked]
         names = renamed(keys, options.rename, origin.path)
-    blocked = renamed(origin.blocked, options.rename, origin.path)
-    ignored = list(blocked.values())
+    blocked = named(origin.blocked, options.rename)
+    ignored = list(dict.fromkeys(blocked.values()))
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
     model_names = {name for g in tree.groups for name in g.names} if ignored else ()
     for key, name in blocked.items():
         if name in model_names or name not in excused:
             raise origin.refusal(key)
-    objects = renamed(origin.objects, options.rename, origin.path)
+    objects = others(origin.objects, options.rename, origin.path, {*names.values(), *made})
     modules = hooked_modules(tree, [*names.values(), *made])
     hooked = has_post_hooks(tree)
     if modules or hooked:
@@ -245,7 +248,8 @@ def _assemble(
 ) -> LoadPlan:
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
-        path = origin.paths.get(step.candidate.key, origin.path)
+        keys = step.candidate.keys or (step.candidate.key,)
+        path = ", ".join(dict.fromkeys(origin.paths.get(key, origin.path) for key in keys))
         loaded.update(dict.fromkeys(step.group.names, _describe(step, path)))
     placed = {id(step.group.tensor) for step in work.steps}
     matched_ids = {id(group.tensor) for group, _, _ in matched.pairs}
@@ -271,7 +275,7 @@ def _assemble(
         renamed={c.key: name for name, c in candidates.items() if not c.keys and c.key != name},
         merged={name: keys for name, keys in made if len(keys) > 1},
         split=_split(made),
-        peak_bytes=_peak(work),
+        peak_bytes=_peak(work, origin),
         bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
         work=work,
     )
@@ -304,7 +308,7 @@ def _describe(step: Step, path: str) -> KeyReport:
     )
 
 
-def _peak(work: Work) -> int:
+def _peak(work: Work, origin: Origin) -> int:
     """Estimate the anonymous memory, in bytes, that the work takes at its peak."""
     staged = sum(
         step.span
@@ -325,18 +329,19 @@ def _peak(work: Work) -> int:
         if step.group.tensor.device.type == "cpu"
     )
     new = sum(map(_new_bytes, work.steps))
-    return new + made + kept + min(staged, STAGING) + _inflated_bytes(work)
+    return new + made + kept + min(staged, STAGING) + _inflated_bytes(work, origin)
 
 
-def _inflated_bytes(work: Work) -> int:
+def _inflated_bytes(work: Work, origin: Origin) -> int:
     """Return the bytes of deflated records that are in memory at a time beside the new tensors."""
-    users: Counter[Record] = Counter()
-    for step in work.steps:
-        records = {chunk.packed for chunk in step.entry.chunks} if step.entry else set()
-        users.update(record for record in records if record is not None)
-    # Those of several tensors stay until the last of them.
-    kept = sum(record.size for record, count in users.items() if count > 1)
-    return kept + max((record.size for record, count in users.items() if count == 1), default=0)
+    entries = (step.entry for step in work.steps if step.entry)
+    records = {chunk.packed for entry in entries for chunk in entry.chunks if chunk.packed}
+    if not records:
+        return 0
+    # Those of several tensors stay until the last of them; of the others one is there at a time.
+    shared = shared_records(one.entry for one in origin.candidates.values() if one.entry)
+    kept = sum(record.size for record in records & shared)
+    return kept + max((record.size for record in records - shared), default=0)
 
 
 def _new_bytes(step: Step) -> int:

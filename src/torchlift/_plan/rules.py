@@ -171,9 +171,11 @@ def kept_on_disk(
             found=f"{dtype} asked for",
             hint="Give it room on another device, or convert the file to that dtype first.",
         )
-    if "deflated" in seen.encoding:
+    is_deflated = "deflated" in seen.encoding
+    if is_deflated or len(seen.chunks) > 1 or any(chunk.stride for chunk in seen.chunks):
+        where = "deflated" if is_deflated else "in several places"
         raise PlacementError(
-            "cannot stay on disk, where it is deflated",
+            f"cannot stay on disk, where it is {where}",
             entry=group.fqn,
             hint="Give it room on another device, or convert the file first.",
         )
@@ -220,9 +222,20 @@ def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, 
     Raises:
         MismatchError: two keys get the same name.
     """
+    names = named(keys, rename)
+    keys_of: dict[str, str] = {}
+    for key, name in names.items():
+        if name in keys_of:
+            raise same_name(name, keys_of[name], key, path)
+        keys_of[name] = key
+    return names
+
+
+def named(keys: Iterable[str], rename: Rename | None) -> dict[str, str]:
+    """Return the same of names in the model that several keys may have."""
     if rename is None:
         return {key: key for key in keys}
-    keys_of: dict[str, str] = {}
+    names: dict[str, str] = {}
     for key in keys:
         try:
             name = rename(key)
@@ -233,10 +246,8 @@ def renamed(keys: Iterable[str], rename: Rename | None, path: str) -> dict[str, 
             continue
         if not isinstance(name, str):
             raise TypeError(f"rename({key!r}) returned {name!r}, which is neither str nor None")
-        if name in keys_of:
-            raise same_name(name, keys_of[name], key, path)
-        keys_of[name] = key
-    return {key: name for name, key in keys_of.items()}
+        names[key] = name
+    return names
 
 
 def same_name(name: str, first: str, second: str, path: str) -> MismatchError:

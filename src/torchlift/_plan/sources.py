@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO
@@ -161,8 +162,8 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
     paths = {key: layers[int(name)].path for key, name in owner.items()}
     indexes = {str(n): item.index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
     path = ", ".join(dict.fromkeys(layer.path for layer in layers))
-    allow = [kind for layer in layers if isinstance(layer, Checkpoint) for kind in layer.allow]
-    merged = Checkpoint(put_together(path, indexes, owner, {}), allow=allow)
+    # Each entry has the classes that were allowed for its own checkpoint.
+    merged = Checkpoint(put_together(path, indexes, owner, {}))
     return _Layers(merged, layers, owner, paths)
 
 
@@ -288,7 +289,7 @@ class _Layers(FileSource):
         super().__init__(merged)
         self.paths = paths
         self.checkpoints = [layer for layer in layers if isinstance(layer, Checkpoint)]
-        candidates, objects = dict(self.candidates), dict(self.objects)
+        candidates, objects = dict(self.candidates), dict[str, object]()
         for number, layer in enumerate(layers):
             if isinstance(layer, StateSource):
                 me = str(number)
@@ -302,7 +303,7 @@ class _Layers(FileSource):
             ).items()
         }
         self.candidates = {key: candidates[key] for key in owner if key in candidates}
-        self.objects = {key: objects[key] for key in owner if key in objects}
+        self.objects = ChainMap(objects, self.objects)  # type: ignore[arg-type]
 
 
 class StateSource(Origin):

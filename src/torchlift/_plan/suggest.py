@@ -26,8 +26,8 @@ def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
     Example:
         >>> suggestion(["fc.weight"], ["module.fc.weight"])
         "The checkpoint's names start with 'module.': pass rename=remap.strip('module.')."
-        >>> print(suggestion(["norm.weight"], ["norm.gamma"]))
-        'gamma' looks like 'weight': pass rename=remap.rules([(r'\bgamma\b', 'weight')]).
+        >>> print(suggestion(["norm.weight"], ["norm.gamma"]).partition(": ")[2])
+        pass rename=remap.rules([('(?<![^.])gamma(?![^.])', 'weight')]).
     """
     lacking, extra = list(missing), list(unexpected)
     drop, dropped = _prefix(lacking, extra)
@@ -135,8 +135,9 @@ def _edited(name: str, edits: Edits) -> str:
 
 
 def _rules(edits: Edits) -> str:
+    # Whole components, which may have any character but a dot; \b ends at a hyphen.
     pairs = [
-        f"(r'\\b{re.escape(old)}\\b', {new!r})" if new else f"(r'\\b{re.escape(old)}\\.', '')"
+        (f"(?<![^.]){re.escape(old)}" + ("(?![^.])" if new else "[.]"), new.replace("\\", r"\\"))
         for old, new in edits.items()
     ]
-    return f"remap.rules([{', '.join(pairs)}])"
+    return f"remap.rules({pairs!r})"

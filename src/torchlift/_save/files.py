@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -30,7 +31,7 @@ from torchlift.errors import CheckpointError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.dcp import METADATA, SUFFIX, items_of
 from torchlift.formats.layout import INDEX, Layout
-from torchlift.formats.safetensors import safetensors_layout
+from torchlift.formats.safetensors import TIES, safetensors_layout
 from torchlift.formats.sharded import index_content, is_index, shards_of
 from torchlift.formats.torch_zip import torch_zip_layout
 
@@ -156,7 +157,7 @@ def _safetensors(
     own = {value.key: value for value in values if value.key not in tied}
     noted = {key: kept for key, kept in tied.items() if kept in own}
     # transformers refuses a file that does not say so.
-    noted = {"format": "pt", **metadata, **noted}
+    noted = {"format": "pt", **metadata, **({TIES: json.dumps(noted)} if noted else {})}
     stored = [value.stored for value in own.values()]
     layout = safetensors_layout(stored, noted, checked=checksum)
     return Section(0, layout, [own[place.tensor.key] for place in layout.payloads])

@@ -16,7 +16,7 @@ import torch
 
 from torchlift._model.torch_private import REBUILD_V2, REBUILD_V3
 from torchlift.errors import FormatError, PlacementError
-from torchlift.formats import AMBIGUOUS, ITEMSIZE
+from torchlift.formats import AMBIGUOUS, ITEMSIZE, ambiguity
 from torchlift.formats.boxes import row_major
 from torchlift.formats.flatten import flatten
 from torchlift.formats.layout import Stored, is_unicode
@@ -182,8 +182,7 @@ def _require_readable(pickled: bytes) -> None:
         world = TorchWorld(Budget(len(pickled)))
         flat = flatten(read_torch_pickle(pickled, world), world.budget)
         for key in (key for key, name in flat.blocked.items() if name == AMBIGUOUS):
-            what = "two tensors or objects have this key once containers are joined by dots"
-            raise FormatError(what, entry=key)
+            raise ambiguity("", key)
     except FormatError as error:
         raise PlacementError(
             f"cannot be stored in a torch file so that it can be read back: {error.reason}",

@@ -104,7 +104,7 @@ class Value:
         first, whole, plain = 0, 0, False
         if entry.chunks:
             found = entry.storage, entry.chunks, entry.dtype, entry.encoding
-        storage = index.storages.get(entry.storage)
+        storage = index.storage_of(entry)
         if storage is not None and len(entry.chunks) == 1:
             first, rest = divmod(entry.chunks[0].offset - storage.offset, entry.itemsize)
             whole = storage.nbytes

@@ -77,7 +77,7 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError("--parallelize: needs --mesh, such as --mesh fsdp=8,tp=2")
         return
     for name in ("device", "device_map", "budget", "no_split"):
-        if getattr(args, name):
+        if getattr(args, name) not in (None, False, []):
             option = "--" + name.replace("_", "-")
             raise UsageError(
                 f"{option}: not with --mesh: the ranks of a mesh have the devices that they have"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from torchlift._lazy import lazy
 
 if TYPE_CHECKING:
-    from torchlift.distributed.keeper import Keeper as Keeper
     from torchlift.distributed.optimizer_load import OptimizerReport as OptimizerReport
     from torchlift.distributed.options import StateDictMismatch as StateDictMismatch
     from torchlift.distributed.options import StateDictOptions as StateDictOptions
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "keeper": "Keeper",
         "optimizer_load": "OptimizerReport",
         "options": "StateDictMismatch StateDictOptions",
         "ranks": "on_ranks",

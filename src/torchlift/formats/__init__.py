@@ -18,6 +18,7 @@ from torchlift.formats.index import (
     Storage,
     TensorEntry,
     allowing,
+    ambiguity,
     matching,
     of_model,
     select,
@@ -27,6 +28,7 @@ from torchlift.formats.sharded import put_together
 
 __all__ = [
     "AMBIGUOUS", "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "FileStamp", "Index", "Leaf",
-    "RebuiltEntry", "Record", "Storage", "TensorEntry", "allowing", "cut", "matching", "of_model",
-    "put_together", "read_index", "row_major", "select", "steps_in_file", "under",
+    "RebuiltEntry", "Record", "Storage", "TensorEntry", "allowing", "ambiguity", "cut",
+    "matching", "of_model", "put_together", "read_index", "row_major", "select", "steps_in_file",
+    "under",
 ]  # fmt: skip

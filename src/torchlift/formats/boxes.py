@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torchlift.errors import FormatError
@@ -204,7 +205,9 @@ def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
             following = (*start[:dim], start[dim] + length, *start[dim + 1 :])
             behind[following, offset + length * steps[dim] * size, others] = before
         at += entry.shape[dim]
-    first = entries[0]
+    # Of what has bytes; that one of them is deflated is then true of the whole.
+    stored = (name for entry in entries if entry.chunks for name in entry.encoding)
+    first = replace(entries[0], encoding=tuple(dict.fromkeys(stored)))
     return _boxed(first, (*first.shape[:dim], at, *first.shape[dim + 1 :]), tuple(found))
 
 

@@ -11,7 +11,7 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -183,10 +183,12 @@ class RebuiltEntry(TensorEntry):
     Attributes:
         tensors: what it is made of, in the order in which torch's rebuilder takes it.
         facts: what else that takes.
+        classes: name in files -> class, of those that a caller allowed for it.
     """
 
     tensors: tuple[TensorEntry, ...] = ()
     facts: tuple[Any, ...] = ()
+    classes: Mapping[str, type] = field(default_factory=dict, repr=False, compare=False)
 
 
 class Storage(NamedTuple):
@@ -383,6 +385,10 @@ class Index:
         """Return the bytes of unique storage."""
         return sum(storage.nbytes for storage in self.storages.values())
 
+    def storage_of(self, entry: TensorEntry) -> Storage | None:
+        """Return the storage that an entry names; a box of one, with the name "", names none."""
+        return self.storages.get(entry.storage) if entry.storage else None
+
     @property
     def aliases(self) -> tuple[tuple[str, ...], ...]:
         """Return the groups of keys that share a storage, in file order."""
@@ -468,7 +474,11 @@ def used_by(
         if isinstance(entry, RebuiltEntry):
             used.update(inner.storage for inner in entry.tensors)
     # An entry in several chunks names the storage of the first one only, or none of a file's.
-    pieced = (e for e in entries.values() if len(e.chunks) > 1 or e.storage not in storages)
+    pieced = (
+        e
+        for e in entries.values()
+        if len(e.chunks) > 1 or not e.storage or e.storage not in storages
+    )
     spots = sorted((chunk.file, chunk.offset) for entry in pieced for chunk in entry.chunks)
 
     def is_used(name: str, storage: Storage) -> bool:
@@ -492,12 +502,16 @@ def of_model(index: Index) -> Index:
     return replace(index, entries=entries, objects=objects, blocked_keys=blocked, aside=())
 
 
-def allowing(index: Index, names: Collection[str]) -> Index:
-    """Return an index in which tensors of these classes, by their dotted names, are entries."""
+def allowing(index: Index, classes: Mapping[str, type]) -> Index:
+    """Return an index in which tensors of these classes, by their dotted names, are entries.
+
+    Those of classes that were allowed before may be made of these, too.
+    """
     found = {
-        key: entry
-        for key, entry in index.subclasses.items()
-        if isinstance(entry, RebuiltEntry) and entry.facts[0] in names
+        key: replace(entry, classes={**entry.classes, **classes})
+        for key, entry in (*index.entries.items(), *index.subclasses.items())
+        if isinstance(entry, RebuiltEntry)
+        if entry.classes or (key in index.subclasses and entry.facts[0] in classes)
     }
     if not found:
         return index
@@ -512,6 +526,17 @@ def allowing(index: Index, names: Collection[str]) -> Index:
     )
 
 
+def ambiguity(path: str, key: str) -> FormatError:
+    """Return the error that says why the value of an ``AMBIGUOUS`` key cannot be had."""
+    return FormatError(
+        "two tensors or objects have this key once containers are joined by dots",
+        file=path,
+        entry=key,
+        hint="Load without it: allow_unexpected=[...] with its name. Or rename one of them in the "
+        "program that saved the file.",
+    )
+
+
 def _globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in blocked_keys.values() if name != AMBIGUOUS))
 
@@ -520,7 +545,8 @@ def select(index: Index, root: str) -> Index:
     """Return what is under the container `root`, with that prefix stripped.
 
     Raises:
-        FormatError: there is no such container.
+        FormatError: there is no such container, or two values have this key.
+        UnsafeError: only unpickling could rebuild it.
     """
     selected = under(index, root)
     if selected is not None:
@@ -532,6 +558,8 @@ def select(index: Index, root: str) -> Index:
             entry=root,
             hint="Leave root= out, or pass rename= to choose among the keys.",
         )
+    if index.blocked_keys.get(root) == AMBIGUOUS:
+        raise ambiguity(index.path, root)
     if root in index.blocked_keys:
         count = index.blocked_tensors.get(root)
         raise UnsafeError(

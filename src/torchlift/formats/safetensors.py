@@ -12,7 +12,6 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
 from reprlib import repr as short_repr
@@ -50,6 +49,9 @@ _strides = lru_cache(maxsize=1024)(row_major)  # a model has few shapes: a tenth
 #: In the metadata: the CRC-32 of the header, its digits here taken as zeros, and that of every
 #: tensor which has bytes, in their order; eight hexadecimal digits each.
 _SUMS = "torchlift.crc32"
+#: In the metadata: other names of tensors, as JSON, each with the one under which a tensor is. What
+#: other libraries note (``{name: name}`` of safetensors.torch.save_model) may be any text.
+TIES = "torchlift.ties"
 
 
 def read_safetensors(source: Source) -> Index:
@@ -76,21 +78,21 @@ def read_safetensors(source: Source) -> Index:
     def entry(key: str, row: _Row) -> TensorEntry:
         begin, nbytes, dtype, shape = row
         chunk = Chunk(source.path, start + begin, nbytes, (0,) * len(shape), shape)
-        chunks = (chunk,) if nbytes else ()
-        return TensorEntry(key, dtype, shape, _strides(shape), nbytes, "cpu", key, chunks)
+        chunks, name = (chunk,) if nbytes else (), ties.get(key, key)
+        return TensorEntry(key, dtype, shape, _strides(shape), nbytes, "cpu", name, chunks)
 
     sums = _sums(source, start, metadata, list(stored)) if is_last else {}
 
     def storage(key: str, row: _Row) -> Storage:
         return Storage(source.path, start + row[0], row[1], "cpu", sums.get(key))
 
-    ties = {key: name for key, name in metadata.items() if name in rows and key not in rows}
-    entries: Mapping[str, TensorEntry] = Records(rows, entry)
-    if ties:
-        tied = {key: replace(entries[name], key=key) for key, name in ties.items()}
-        entries = {**entries, **tied}
+    noted = parse_json(metadata.get(TIES, "{}").encode(), "the list of ties")
+    texts = {key: name for key, name in noted.items() if type(name) is str and key not in rows}
+    ties = {key: name for key, name in texts.items() if name in rows}
+    rows |= {key: rows[name] for key, name in ties.items()}
+    entries = Records(rows, entry)
     storages, files = Records(stored, storage), {source.path: source.stamp}
-    metadata = {key: text for key, text in metadata.items() if key not in {_SUMS, *ties}}
+    metadata = {key: text for key, text in metadata.items() if key not in (_SUMS, TIES)}
     return Index(source.path, "safetensors", entries, storages, files, metadata=metadata)
 
 

@@ -266,7 +266,7 @@ class _Rest:
         shape = "scalar" if not entry.shape else " x ".join(map(str, entry.shape))
         location = "" if self.on_host else _shown(entry.location)
         notes = []
-        storage = self.index.storages.get(entry.storage)
+        storage = self.index.storage_of(entry)
         if entry.key in self.ties:
             notes.append(f"= {_shown(self.ties[entry.key])}")
         # Each of numpy's arrays is a file with a header, and nothing is a view.

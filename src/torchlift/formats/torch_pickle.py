@@ -317,6 +317,8 @@ class TorchWorld:
                 target.state = state
         elif isinstance(target, ArrayRef):
             target.array = _array(state)
+            if target.array is not None:  # the same bytes may be those of many arrays
+                self.budget.spend(len(target.array.data))
         elif isinstance(target, NumpyDtype):
             if isinstance(state, tuple) and len(state) > 1 and isinstance(state[1], str):
                 target.order = state[1][:1]
@@ -656,21 +658,26 @@ def _array(state: object) -> Array | None:
     )
     if not isinstance(dtype, NumpyDtype) or not isinstance(data, bytes):
         return None
-    kind, size = dtype.code.lstrip("<>|=")[:1], dtype.code.lstrip("<>|=")[1:]
-    if kind not in "?biufcSU" or not size.isdecimal() or len(size) > 9:
+    code = dtype.code.lstrip("<>|=")
+    if code not in _NUMPY_NUMBERS and not re.fullmatch("[SU][1-9][0-9]{0,8}", code):
         return None
-    itemsize = int(size) * (4 if kind == "U" else 1)
+    sizes = (int(code[1:]), 4 if code[0] == "U" else 1)
     fits = isinstance(shape, tuple) and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
-    if not fits or len(shape) > 64 or math.prod((*shape, itemsize)) != len(data):
+    # Also where there are none: numpy multiplies the other sizes.
+    span = math.prod(max(size, 1) for size in (*shape, *sizes)) if fits and len(shape) <= 64 else -1
+    if not 0 < span < 1 << 63 or math.prod((*shape, *sizes)) != len(data):
         raise FormatError("an array's bytes are not those of its shape", found=f"{len(data)} bytes")
     order = ">" if ">" in (dtype.order, dtype.code[:1]) else "<"
-    return Array(f"{order}{kind}{size}", shape, columns is True, data)
+    return Array(f"{order}{code}", shape, columns is True, data)
 
 
 _NUMPY_LETTERS = {
     "b1": "?", "?": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H",
     "u4": "I", "u8": "Q", "f2": "e", "f4": "f", "f8": "d",
 }  # fmt: skip
+
+#: numpy's names of dtypes whose elements are numbers.
+_NUMPY_NUMBERS = _NUMPY_LETTERS.keys() - {"?"} | {"f16", "c8", "c16", "c32"}
 
 _CALLS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_tensor": _tensor,

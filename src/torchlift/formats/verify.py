@@ -26,9 +26,13 @@ _BATCH = 32 << 20  # bytes that a thread takes on at a time
 
 
 class _Range(NamedTuple):
-    """Bytes of a storage, `stop` excluded."""
+    """Bytes of a storage, `stop` excluded.
 
-    name: str
+    Attributes:
+        number: of the storage among all that have a checksum.
+    """
+
+    number: int
     storage: Storage
     start: int
     stop: int
@@ -130,13 +134,15 @@ def checksums(index: Index) -> tuple[dict[str, Storage], dict[str, Storage]]:
     places = {(s.file, _place(s)) for s in storages.values()}
     bare = sorted((s.file, _place(s), n) for n, s in index.storages.items() if s.crc32 is None)
     records: dict[str, Storage] = {}
+    root = os.path.commonpath(index.files) if index.files else ""
     for path in index.files if index.format != "dcp" else ():  # whose files hold many archives
         with _opened(index, path) as file:
             if file.read(len(LOCAL_MAGIC)) != LOCAL_MAGIC:
                 continue
             with errors_name(path), Source(path) as source:
                 found = read_directory(source)
-            folder = "" if len(index.files) == 1 else os.path.basename(path) + "/"
+            # Not by the last name alone: shards in two folders may share it.
+            folder = "" if len(index.files) == 1 else os.path.relpath(path, root) + "/"
             for name, record in found.items():
                 if (path, record.offset) in places or record.method not in (STORED, DEFLATED):
                     continue
@@ -176,18 +182,19 @@ def verify_index(
         IntegrityError: a file cannot be read, or changes meanwhile.
     """
     storages, records = known or checksums(index)
-    with_sum = {**storages, **records}
-    sums: dict[str, list[int | None]] = {name: [] for name in with_sum}
+    # Not by name: an array of numpy's may be called as another one's record is.
+    names, with_sum = [*storages, *records], [*storages.values(), *records.values()]
+    sums: list[list[int | None]] = [[] for _ in with_sum]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for done in pool.map(partial(_crc32, index), _batches(with_sum)):
-            for name, _, value in done:
-                sums[name].append(value)
+            for number, _, value in done:
+                sums[number].append(value)
             if advance is not None:
                 advance(sum(nbytes for _, nbytes, _ in done))
     failed = [
         Failure(name, storage.crc32 or 0, found)
-        for name, storage in with_sum.items()
-        if storage.crc32 != (found := _whole(storage.nbytes, sums[name]))
+        for name, storage, values in zip(names, with_sum, sums, strict=True)
+        if storage.crc32 != (found := _whole(storage.nbytes, values))
     ]
     unchecked = {name: s.nbytes for name, s in index.storages.items() if name not in storages}
     return VerifyReport(
@@ -195,22 +202,22 @@ def verify_index(
         tuple(storages),
         tuple(unchecked),
         tuple(failed),
-        sum(storage.nbytes for storage in with_sum.values()),
+        sum(storage.nbytes for storage in with_sum),
         sum(unchecked.values()),
         tuple(records),
     )
 
 
-def _batches(storages: Mapping[str, Storage]) -> Iterator[list[_Range]]:
+def _batches(storages: Sequence[Storage]) -> Iterator[list[_Range]]:
     """Yield work of about the same size: ranges of a large storage, or many small ones."""
     batch: list[_Range] = []
     room = _BATCH
-    for name, storage in storages.items():
+    for number, storage in enumerate(storages):
         start = 0
         while start < storage.nbytes or not start:
             # What is inflated is so from its start on.
             stop = storage.nbytes if storage.packed else min(storage.nbytes, start + room)
-            batch.append(_Range(name, storage, start, stop))
+            batch.append(_Range(number, storage, start, stop))
             room -= max(stop - start, 1)
             if room <= 0:
                 yield batch
@@ -220,16 +227,16 @@ def _batches(storages: Mapping[str, Storage]) -> Iterator[list[_Range]]:
         yield batch
 
 
-def _crc32(index: Index, batch: Sequence[_Range]) -> list[tuple[str, int, int | None]]:
-    """Return the name, the bytes and the sum of each range; see `PartialCrc`."""
-    found: list[tuple[str, int, int | None]] = []
+def _crc32(index: Index, batch: Sequence[_Range]) -> list[tuple[int, int, int | None]]:
+    """Return the number, the bytes and the sum of each range; see `PartialCrc`."""
+    found: list[tuple[int, int, int | None]] = []
     buffer = memoryview(bytearray(_BLOCK))
     for path, ranges in groupby(batch, key=lambda item: item.storage.file):
         with _opened(index, path) as file:
-            for name, storage, start, stop in ranges:
+            for number, storage, start, stop in ranges:
                 crc, at = PartialCrc(storage.nbytes), start
                 if storage.packed is not None:
-                    found.append((name, stop, _inflated_crc(file, storage.packed)))
+                    found.append((number, stop, _inflated_crc(file, storage.packed)))
                     continue
                 file.seek(storage.offset + at)
                 while at < stop:
@@ -238,7 +245,7 @@ def _crc32(index: Index, batch: Sequence[_Range]) -> list[tuple[str, int, int | 
                         raise IntegrityError("the file ends early", file=path)
                     crc.add(at, buffer[:got])
                     at += got
-                found.append((name, stop - start, crc.value()))
+                found.append((number, stop - start, crc.value()))
     return found
 
 

@@ -8,11 +8,12 @@ nothing has been read. For a loop over keys that is easy to follow there, see
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from torchlift._plan import Made, Rewriting
 from torchlift.errors import CheckpointError, MismatchError, PlacementError
 from torchlift.remap.merging import (
+    MOST_NAMED,
     Unfit,
     add,
     chunked,
@@ -35,6 +37,10 @@ from torchlift.remap.names import Renaming
 
 #: What is in conversion: pattern of the table, or a name made of it -> tensors.
 _Tensors = dict[str, list[Made]]
+
+
+#: What Python takes for no number from 4300 digits on, and nobody for that of a list's member.
+_LONG = re.compile("[0-9]{10,}")
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ class _Table(Rewriting, Renaming):
         owner = {source: rule for rule in converters for source in rule.source_patterns}
         found: dict[str, _Group | Made] = {}
         # In this order the table counts the members of a list, and decides groups of names.
-        for key in sorted(items, key=dot_natural_key):
+        for key in sorted(items, key=lambda key: dot_natural_key(_LONG.sub("9" * 9, key))):
             name, pattern = self._name(key, renamings, converters)
             if pattern is None:
                 add(found, name, items[key], path)
@@ -206,18 +212,19 @@ def _require_members(group: _Group) -> None:
             continue
         head, tail = (".".join(rows[0][edge]) for edge in _around(differing[0]))
         head, tail = f"{head}.{stems[0]}".removeprefix("."), f".{tail}" if tail else ""
-        found = {int(text.removeprefix(stems[0])): f"{head}\0{tail}" for text in texts}
-        numbers[pattern] = found
+        # Of a longer number, the first digits: all members before it are missing in any case.
+        digits = [text.removeprefix(stems[0])[:10] for text in texts]
+        numbers[pattern] = {int(text): f"{head}\0{tail}" for text in digits}
     count = max((1 + max(found) for found in numbers.values()), default=0)
-    lacking = [
+    lacking = (
         form.replace("\0", str(number))
         for found in numbers.values()
         for form in [next(iter(found.values()))]
-        for number in range(min(count, 1 << 20))
+        for number in range(count)
         if number not in found
-    ]
-    if lacking:
-        raise missing_members(group.name, lacking)
+    )
+    if some := list(islice(lacking, MOST_NAMED)):
+        raise missing_members(group.name, some)
 
 
 def _around(at: int) -> tuple[slice, slice]:

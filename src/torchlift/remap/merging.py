@@ -28,7 +28,7 @@ from torchlift.remap.names import Renaming
 _FIELD = re.compile(r"\*|\{\w*\}")
 #: Numbers as a list of modules has them: of others, the way back would be another name.
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
-_MOST_NAMED = 100  # missing members in an error
+MOST_NAMED = 100  # missing members in an error
 
 
 # ---- what can be done to tensors that nobody has read
@@ -105,17 +105,24 @@ def _require_alike(items: Sequence[Made], dim: int | None) -> None:
     first = _checked(items[0])
     for item in items[1:]:
         a, b = first.entry, _checked(item).entry
-        if (a.dtype, a.encoding) != (b.dtype, b.encoding):
+        if a.dtype != b.dtype:
             raise Unfit(
-                f"{first.keys[0]!r} is {' '.join((*a.encoding, a.dtype))} and {item.keys[0]!r} is "
-                f"{' '.join((*b.encoding, b.dtype))}: bring them to one dtype with "
-                "torchlift.convert first"
+                f"{first.keys[0]!r} is {a.dtype} and {item.keys[0]!r} is {b.dtype}: bring them to "
+                "one dtype with torchlift.convert first"
             )
         sizes = zip(a.shape, b.shape, strict=False)
         same = len(a.shape) == len(b.shape)
         if not same or any(x != y for at, (x, y) in enumerate(sizes) if at != dim):
             raise Unfit(
                 f"{first.keys[0]!r} has shape {list(a.shape)} and {item.keys[0]!r} {list(b.shape)}"
+            )
+    ways = [(set(e.encoding) - {"deflated"}, keys[0]) for e, keys in items if e.chunks]
+    for way, key in ways:
+        if way != ways[0][0]:
+            shown = (f"{k!r} ({', '.join(sorted(w)) or 'plain'})" for w, k in (ways[0], (way, key)))
+            raise Unfit(
+                f"{' and '.join(shown)} are stored differently: write the file anew with "
+                "torchlift.convert first"
             )
 
 
@@ -261,7 +268,7 @@ class _Division(Rewriting, Renaming):
                 for at, part in enumerate(self.members)
                 if (at, number) not in members
             )
-            raise missing_members(name, list(islice(lacking, _MOST_NAMED)))
+            raise missing_members(name, list(islice(lacking, MOST_NAMED)))
         try:
             if self.transpose is not None:
                 members = {at: transposed(m, self.transpose) for at, m in members.items()}
@@ -381,7 +388,9 @@ def merge(
     transposed first, where that is asked for; the members of a list are then stacked, and what
     the patterns gave is concatenated in their order. Values are read from the file straight into
     their slices of the one tensor, each once, and on a mesh only those of a rank's shard. Keys
-    that fit no pattern stay as they are, and so do all of them where none fits.
+    that fit no pattern stay as they are, and so do all of them where none fits. Where some members
+    are there and others are missing, that is an error, whatever ``allow_missing=`` and
+    ``strict=False`` say.
 
     Args:
         sources: pattern of a list's members, or patterns in their order, or both.
@@ -465,8 +474,18 @@ def _division(
     transpose: tuple[int, int] | None,
 ) -> _Division:
     names = [members] if isinstance(members, str) else list(members)
-    patterns, one = [_Pattern(name) for name in names], _Pattern(whole)
     stacks, cats = ("stack=", "cat=") if what == "merge" else ("unstack=", "chunk=")
+    if not all(isinstance(name, str) for name in (*names, whole)):
+        raise TypeError(f"{what}({members!r}, {whole!r}): expected patterns, which are text")
+    for word, number in ((stacks, stack), (cats, cat)):
+        if number is not None and type(number) is not int:
+            raise TypeError(f"{what}({word}{number!r}): expected the number of a dimension")
+    for word, numbers in (("sizes=", sizes), ("transpose=", transpose)):
+        if numbers is not None and not all(type(number) is int for number in numbers):
+            raise TypeError(f"{what}({word}{numbers!r}): expected whole numbers")
+    if transpose is not None and len(transpose) != 2:
+        raise ValueError(f"{what}(transpose={transpose!r}): expected two dimensions")
+    patterns, one = [_Pattern(name) for name in names], _Pattern(whole)
     lists, several = any(p.numbers for p in patterns), len(patterns) > 1
     wrong = None
     if not patterns or len(set(names)) < len(names):
