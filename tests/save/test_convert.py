@@ -202,7 +202,10 @@ def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path:
     """Before anything is written."""
     torchlift.save({"a.w": torch.ones(1), "b.w": torch.ones(1)}, tmp_path / "x.pt")
     for arguments, message in [
-        ({"rename": lambda key: key[2:]}, "'a.w': rename gives two keys one name, 'w'; found b.w"),
+        (
+            {"rename": lambda key: key[2:]},
+            r"'a\.w': rename gives two keys one name, 'w'; found b\.w",
+        ),
         ({"rename": lambda key: None}, "rename drops everything"),
         ({"include": ["c.*"]}, r"no key fits the pattern 'c\.\*'"),
         ({"exclude": ["*"]}, "the patterns leave out everything"),
@@ -211,7 +214,7 @@ def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path:
             torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", **arguments)
     with pytest.raises(TypeError, match=r"include='a\*': expected patterns such as"):
         torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", include="a*")
-    with pytest.raises(TypeError, match=r"rename\('a.w'\) returned 3, which is neither str nor None"):
+    with pytest.raises(TypeError, match=r"rename\('a.w'\) returned 3, which is neither str"):
         torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", rename=lambda key: 3)
     assert os.listdir(tmp_path) == ["x.pt"]
 
