@@ -32,7 +32,7 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether dtype, shape and every bit are equal."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    if not one.numel():  # whose strides may be any
-        return True
-    views = [value.contiguous().view(-1).view(torch.uint8) for value in (one, two)]
+    # Not contiguous(): of one element, or of none, any strides are.
+    dense = [value.clone(memory_format=torch.contiguous_format) for value in (one, two)]
+    views = [value.view(-1).view(torch.uint8) for value in dense]
     return torch.equal(*views)
