@@ -493,7 +493,7 @@ class Keeper:
         }
         with ExitStack() as stack:
 
-            def read() -> tuple[tuple[dict[str, Any], int, Any], None]:
+            def read() -> tuple[tuple[list[_Model], dict[str, Any], Any], None]:
                 models = list(_models(named))
                 if verify and self._rank == 0:
                     _verify(path, before)
@@ -502,10 +502,10 @@ class Keeper:
                 _require(saved, named if whole else rest, path)
                 _require(saved, ["step"], path)
                 rng = saved.get("rng") if whole else _own_generators(path, self._rank)
-                return (saved, len(models), _checked(rng, path)), None
+                return (models, saved, _checked(rng, path)), None
 
-            (saved, _, rng), _ = self._ranks.run(read)
-            for module, name, optimizers in _models(named):
+            (models, saved, rng), _ = self._ranks.run(read)
+            for module, name, optimizers in models:
                 if not whole:
                     saved |= _read_shards(path, module, name, optimizers)
                 set_state_dict(
@@ -586,9 +586,11 @@ def _is_stateful(obj: object) -> bool:
     return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _models(
-    objects: Mapping[str, object],
-) -> Iterator[tuple[nn.Module, str, dict[str, torch.optim.Optimizer]]]:
+#: A module, its name, and the optimizers of its parameters by theirs.
+_Model = tuple[nn.Module, str, dict[str, torch.optim.Optimizer]]
+
+
+def _models(objects: Mapping[str, object]) -> Iterator[_Model]:
     """Yield each module with its name and the optimizers of its parameters.
 
     Raises:
