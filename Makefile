@@ -99,7 +99,7 @@ html: $(WHEEL) docs/_build/fresh.stamp  ## the site with warnings as errors, on 
 	$(ON_WHEEL) $(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
 
 nbval: $(WHEEL)  ## the committed notebooks, run again and compared
-	$(ON_WHEEL) $(PY) -m pytest -q --nbval --nbval-current-env \
+	$(ON_WHEEL) $(PY) -m pytest -q -n 2 --dist loadfile --nbval --nbval-current-env \
 	  --nbval-sanitize-with recipes/nbval_sanitize.cfg recipes/notebooks
 
 notebooks: $(VENV)  ## recipes/notebooks, written anew from the scripts and executed

@@ -149,7 +149,7 @@ with torchlift.open(path) as ckpt:
 
 
 def show(error):
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}".replace(f"{scratch.name}/", "")
     print(textwrap.fill(text, 76, subsequent_indent="    "))
 
 

@@ -183,9 +183,11 @@ def make_plan(
     made: dict[str, Candidate] = {}
     if isinstance(options.rename, Rewriting):
         names, made = assembled(origin, options.rename)
+        objects = others(origin.objects, options.rename, origin.path, {*names.values(), *made})
     else:
         keys = [key for key in origin.candidates if key not in origin.blocked]
         names = renamed(keys, options.rename, origin.path)
+        objects = renamed(origin.objects, options.rename, origin.path)
     blocked = named(origin.blocked, options.rename)
     ignored = list(dict.fromkeys(blocked.values()))
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
@@ -193,7 +195,6 @@ def make_plan(
     for key, name in blocked.items():
         if name in model_names or name not in excused:
             raise origin.refusal(key)
-    objects = others(origin.objects, options.rename, origin.path, {*names.values(), *made})
     modules = hooked_modules(tree, [*names.values(), *made])
     hooked = has_post_hooks(tree)
     if modules or hooked:
