@@ -32,7 +32,7 @@ from torchlift._model.dtensor import is_dtensor
 from torchlift._model.ranks import RankGroup, has_group, world_of
 from torchlift._save import save
 from torchlift._system import leaves
-from torchlift._transfer.write import remove_debris
+from torchlift._transfer.write import make_durable, remove_debris
 from torchlift.distributed.options import StateDictOptions
 from torchlift.distributed.reader import CheckpointReader
 from torchlift.distributed.state_dict import (
@@ -41,6 +41,7 @@ from torchlift.distributed.state_dict import (
     set_state_dict,
 )
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
+from torchlift.formats.dcp import METADATA
 from torchlift.formats.verify import verify as verify_file
 
 #: What a checkpoint is called: its step, and its generation from the second one on.
@@ -49,8 +50,6 @@ _NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?(\.pt)?")
 _BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
 #: Beside the shards of a mesh: what is no tensor of a model, and what each rank has of its own.
 _REST, _RNG = "rest.pt", "rng-{}.pt"
-#: What DCP renames to its name when all ranks have written their files.
-_MARKER = ".metadata"
 #: Names that a checkpoint needs for itself.
 _OWN = ("step", "metrics", "rng")
 
@@ -334,18 +333,14 @@ class Keeper:
         except (CheckpointException, CheckpointError, OSError) as error:
             # All ranks are out of it by now. On a full disk, what is left of it would be in the way
             # of every later one.
-            if self._rank == 0 and not os.path.exists(os.path.join(path, _MARKER)):
+            if self._rank == 0 and not os.path.exists(os.path.join(path, METADATA)):
                 shutil.rmtree(path, ignore_errors=True)
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError("could not be saved", file=path, found=str(error)) from error
         if self._rank == 0:  # before an older one is removed
             for folder in (path, self.directory):
-                descriptor = os.open(folder, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                make_durable(folder)
 
     # ---- find
 
@@ -367,7 +362,8 @@ class Keeper:
         found: dict[int, _Kept] = {}
         for name in os.listdir(self.directory):
             match, path = _NAME.fullmatch(name), os.path.join(self.directory, name)
-            complete = match and (match[3] or os.path.exists(os.path.join(path, _MARKER)))
+            # Which DCP renames to its name when all ranks have written their files.
+            complete = match and (match[3] or os.path.exists(os.path.join(path, METADATA)))
             if match and complete:
                 kept = _Kept(int(match[2] or 0), int(match[1]), path)
                 found[kept.step] = max(kept, found.get(kept.step, kept))
@@ -418,7 +414,7 @@ class Keeper:
             if os.path.isdir(path):
                 # First the marker: what a crash leaves of it here is no complete checkpoint.
                 with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(path, _MARKER))
+                    os.unlink(os.path.join(path, METADATA))
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
