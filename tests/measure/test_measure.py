@@ -327,3 +327,28 @@ def test_what_is_not_json_is_refused_on_both_sides() -> None:
         measure.in_child("pass", object())
     with pytest.raises(measure.ChildError, match="not JSON serializable"):
         measure.in_child("result = object()")
+
+
+def test_a_function_in_a_child_can_mark_its_timeline() -> None:
+    """It has no `MemoryUse` in its hands."""
+
+    def work():
+        measure.mark("start")
+        block = bytearray(32 * MIB)
+        measure.mark("block")
+        return len(block)
+
+    child = measure.in_child(work)
+    start, block = child.memory.marks
+    assert (start.label, block.label) == ("start", "block")
+    assert 30 * MIB < block.anonymous - start.anonymous < 40 * MIB
+    with pytest.raises(RuntimeError, match="inside of a memory"):
+        measure.mark("nothing is measured")
+
+
+def test_the_style_of_the_figures_is_part_of_the_package() -> None:
+    """A downloaded notebook draws what the page shows."""
+    import matplotlib.pyplot as plt
+
+    with plt.style.context("torchlift.measure.figures"):
+        assert len(set(plt.rcParams["axes.prop_cycle"].by_key()["color"])) == 4

@@ -93,6 +93,9 @@ class _ProcessSampler:
             self._helper.communicate()
 
 
+_running: list[MemoryUse] = []
+
+
 class MemoryUse:
     """The memory of a process during a block; `memory` makes it. All sizes are in bytes.
 
@@ -120,10 +123,12 @@ class MemoryUse:
         first = snapshot()
         self._start = first.seconds
         self.baseline = self._take(first)
+        _running.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._sampler is not None
+        _running.remove(self)
         try:
             self._final = self._sampler.stop()
         except (EOFError, OSError):  # somebody killed the helper
@@ -238,6 +243,35 @@ class MemoryUse:
             f"MemoryUse(anonymous +{self.added_anonymous / 2**20:.1f} MiB, "
             f"file-backed +{self.added_file_backed / 2**20:.1f} MiB, {self.seconds:.3f} s)"
         )
+
+
+def mark(label: str) -> Mark:
+    """Record this moment in the measurement that runs, from inside of what is measured.
+
+    A function that `in_child` calls has no `MemoryUse` in its hands: the marks come back in
+    ``child.memory.marks``.
+
+    Args:
+        label: text for a figure's annotation.
+
+    Returns:
+        the mark.
+
+    Raises:
+        RuntimeError: nothing is measured now.
+
+    Example:
+        >>> from torchlift import measure
+        >>> def work():
+        ...     block = bytearray(2**24)
+        ...     measure.mark("block")
+        >>> child = measure.in_child(work)
+        >>> [mark.label for mark in child.memory.marks]
+        ['block']
+    """
+    if not _running:
+        raise RuntimeError("mark() belongs inside of a memory() block or a function of in_child()")
+    return _running[-1].mark(label)
 
 
 def memory(
