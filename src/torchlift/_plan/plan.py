@@ -406,11 +406,12 @@ def _check(matched: Match, path: str, options: Options) -> None:
     if hint is None:
         hint = f"{alike}: if it is the same, pass" if alike else "Pass"
         hint += f" {' and '.join(ways)}."
-    what = "nothing in the checkpoint fits the model" if nothing else "the checkpoint does not fit"
+    fits = "nothing in the checkpoint fits" if nothing else "the checkpoint does not fit"
     raise MismatchError(
-        f"{what}{'' if nothing else ' the model'}: " + "; ".join(lists),
+        f"{fits} the model",
         file=path,
         hint=hint,
+        lists=lists,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
         mismatched={key: (item.expected, item.found) for key, item in wrong.items()},
