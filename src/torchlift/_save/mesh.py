@@ -234,24 +234,27 @@ class Mesh:
         """
         local = taken.tensors
 
-        def describe() -> _Described:
+        described: list[_Described] = []
+
+        def describe() -> _Summary:
             kind = "torch-zip" if taken.plain else "safetensors"
             tensors = {
                 key: (stored_as(key, tensor, kind), first_rank(tensor))
                 for key, tensor in local.items()
             }
             facts = taken.objects, taken.template, taken.paths, taken.containers, taken.kinds
-            return _Described(tensors, *facts, dict(metadata))
+            described.append(_Described(tensors, *facts, dict(metadata)))
+            return _Summary(asked, _digest(described[0]))
 
-        own = self.on_all(describe)
-        told = self.together(lambda: _Summary(asked, _digest(own)))
+        told = self.together(describe)
+        (own,) = described
         # All ranks know the same, so they raise together without another exchange.
         _require_alike(self.ranks, [each.asked for each in told])
         holders: dict[str, list[int]] = {}
         if any(each.digest != told[0].digest for each in told):
-            everything = self.together(lambda: own)
-            holders = self._holders(everything)
-            taken, own = _merged(everything, taken.plain)
+            each_own = self.together(lambda: own)
+            holders = self._holders(each_own)
+            taken, own = _merged(each_own, taken.plain)
         same = _ties(own, self.together(lambda: _same_as(own, local)))
 
         def share(turn: int, key: str, stored: Stored, first: int | None) -> Value:

@@ -230,7 +230,7 @@ def save_together(
     """
     mesh, given = Mesh(process_group), metadata if metadata is not None else {}
 
-    def prepare() -> tuple[Target, Taken, dict[str, object]]:
+    def prepare() -> tuple[Target, Taken, dict[str, object], dict[str, str]]:
         mesh.path = os.path.abspath(os.fsdecode(path))
         _check_word(replicated)
         target = Target.of(path, format, max_shard_size)
@@ -242,19 +242,18 @@ def save_together(
         taken = take_apart(obj, plain=not target.only_tensors)
         target.check_objects(taken)
         asked = {"format": target.format, "max_shard_size": target.limit, "checksum": checksum}
-        return target, taken, {**asked, "replicated": replicated}
+        here = [target.value_of(key, held(tensor)) for key, tensor in taken.tensors.items()]
+        return target, taken, {**asked, "replicated": replicated}, _untied(apart(here, None))
 
-    target, taken, asked = mesh.on_all(prepare)
-    local = taken.tensors
+    target, taken, asked, lost = mesh.on_all(prepare)
     taken, values, texts = mesh.merged(taken, given, asked, replicated)
-    here = [target.value_of(key, held(tensor)) for key, tensor in local.items()]
     report = finish(
         target,
         taken,
         values,
         metadata=texts,
         checksum=checksum,
-        lost=_untied(apart(here, None)),
+        lost=lost,
         progress=progress,
         mesh=mesh,
     )

@@ -38,7 +38,7 @@ from torchlift._save import (
     write_sections,
 )
 from torchlift._transfer.write import AtomicFile
-from torchlift.errors import PlacementError
+from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import ITEMSIZE, Leaf
 from torchlift.formats.dcp import SUFFIX
 from torchlift.formats.layout import FORMATS, SETS, Layout, Payload, Stored, format_for
@@ -61,6 +61,13 @@ class _Part(NamedTuple):
     name: str
     places: Mapping[str, tuple[str, Payload]]
     checked: bool
+
+
+class _Failed(NamedTuple):
+    """What a rank tells of its error; `CheckpointWriter.finish` raises it on all."""
+
+    rank: int
+    error: CheckpointError
 
 
 class CheckpointWriter(StorageWriter):
@@ -245,7 +252,7 @@ class CheckpointWriter(StorageWriter):
             results = (self._write_own if part.name else self._write_shares)(plan, planner)
         except Exception as error:
             known = write_error(part.folder, error) if isinstance(error, OSError) else error
-            results = [WriteResult(MetadataIndex(""), 0, (rank(), portable(known)))]
+            results = [WriteResult(MetadataIndex(""), 0, _Failed(rank(), portable(known)))]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -308,9 +315,8 @@ class CheckpointWriter(StorageWriter):
         files, taken, values = self._begun
         told = [result for each in results for result in each]
         try:
-            failed = dict(r.storage_data for r in told if not r.index.fqn and _is_error(r))
-            if failed:
-                raise_first(failed, None)
+            ends = [result.storage_data for result in told]
+            raise_first(dict(end for end in ends if isinstance(end, _Failed)), None)
             if self._target.format == "dcp":
                 metadata.storage_data = {result.index: result.storage_data for result in told}
                 metadata.storage_meta, metadata.version = self.storage_meta(), _VERSION
@@ -357,10 +363,6 @@ class CheckpointWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it is a path."""
         return "://" not in os.fspath(checkpoint_id)
-
-
-def _is_error(result: WriteResult) -> bool:
-    return isinstance(result.storage_data, tuple) and len(result.storage_data) == 2
 
 
 def _stored(item: WriteItem) -> Stored:
