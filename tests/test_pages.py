@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -171,6 +172,22 @@ def test_the_page_of_formats_has_a_row_for_each() -> None:
     rows = re.findall(r"^   \* - ``([a-z0-9-]+)``$", page, re.MULTILINE)
     (listed,) = re.findall(r"^ *format: (.*?)\.$", torchlift.Checkpoint.__doc__ or "", re.M | re.S)
     assert rows == re.findall(r'``"([a-z0-9-]+)"``', listed)
+
+
+def test_cheat_sheet_has_every_function_and_its_pdf_is_of_this_text() -> None:
+    """What is on the sheet runs, as on any page; here: nothing is left out, nothing is older."""
+    import torchlift
+
+    sheet = ROOT / "docs/guide/cheatsheet.rst"
+    words = set(re.findall(r"\w+", sheet.read_text(encoding="utf-8")))
+    rooms = (torchlift, torchlift.remap, torchlift.swap)
+    functions = {name for room in rooms for name in room.__all__ if name.islower()}
+    assert functions - words == set()
+
+    pdf = ROOT.joinpath("docs/_static/cheatsheet.pdf").read_bytes()
+    assert re.findall(rb"/Count (\d+)", pdf) == [b"1"], "pages"
+    digest = hashlib.sha256(sheet.read_bytes()).hexdigest().encode()
+    assert pdf.splitlines()[-1].startswith(b"% " + digest), "make cheatsheet"
 
 
 def test_measured_table_is_the_same_on_both_pages() -> None:
