@@ -284,13 +284,12 @@ class Files:
         self._made: list[str] = []
         self._open: dict[str, AtomicFile] = {}
         self._set: AtomicSet | None = None
-        self._names = dict(zip(output.files, output.files, strict=True))
+        self._numbers = {name: number for number, name in enumerate(output.files)}
         if output.kind is not None:
             try:
                 _make_folders(os.path.dirname(output.head), self._made)
                 names = list(output.files)
                 self._set = AtomicSet(output.head, names, output.kind, output.replaces)
-                self._names = dict(zip(names, self._set.names, strict=True))
             except BaseException:
                 self.close()
                 raise
@@ -301,9 +300,10 @@ class Files:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def name(self, name: str) -> str:
-        """Return the name that a file gets in this folder."""
-        return self._names[name]
+    @property
+    def names(self) -> list[str]:
+        """Return the names that the files get in their folder."""
+        return list(self.output.files) if self._set is None else self._set.names
 
     def create(self, name: str) -> AtomicFile:
         """Create a file, under a temporary name.
@@ -311,10 +311,9 @@ class Files:
         Raises:
             OSError: it cannot be created.
         """
-        path = self.output.head
-        if self._set is not None:
-            path = os.path.join(os.path.dirname(self.place), self._names[name])
-        file = self._open[name] = AtomicFile(path)
+        number = self._numbers[name]
+        file = AtomicFile(self.output.head) if self._set is None else self._set.file(number)
+        self._open[name] = file
         os.truncate(file.descriptor, end_of(self.output.files[name]))
         return file
 
@@ -388,7 +387,8 @@ def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[s
                 sums = write_sections(files.create(name).descriptor, sections, advance)
                 check()
                 files.complete(name, [sums])
-            check()
+            if output.kind is not None:  # one file alone is in its place by now
+                check()
             return files.commit()
     except OSError as error:
         raise write_error(output.head, error) from error

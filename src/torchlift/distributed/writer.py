@@ -183,8 +183,8 @@ class CheckpointWriter(StorageWriter):
         made = self._hold(Output(self._target.head, files, None, DCP_FILES), Taken(True), [])
         folder = os.path.dirname(made.place)
         return [
-            replace(plan, storage_data=_Part(folder, made.name(name), {}, self.checksum))
-            for plan, name in zip(plans, files, strict=True)
+            replace(plan, storage_data=_Part(folder, name, {}, self.checksum))
+            for plan, name in zip(plans, made.names, strict=True)
         ]
 
     def _begin_files(self, plans: list[SavePlan]) -> list[SavePlan]:
