@@ -246,7 +246,7 @@ class CheckpointWriter(StorageWriter):
         self._begun = self._end = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what is this rank's; what goes wrong is raised on all by `finish`."""
+        """Write what is this rank's; what goes wrong is raised on all in the end."""
         try:
             part = plan.storage_data
             results = (self._write_own if part.name else self._write_shares)(plan, planner)
