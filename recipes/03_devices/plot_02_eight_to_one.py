@@ -49,8 +49,8 @@ print([(type(storage).__name__, tag) for storage, tag in seen[:2]])
 # A file from eight GPUs
 # ----------------------
 #
-# Here is a model with sixteen layers, two on each GPU. A function in front of torch's own writes the
-# tags, as in the recipe before, in a process that ends afterwards.
+# Here is a model with sixteen layers, two on each GPU. A process that ends afterwards writes the
+# tags, as in the recipe before.
 
 import re
 from itertools import groupby
