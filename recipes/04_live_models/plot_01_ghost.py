@@ -61,7 +61,7 @@ def adam(model):
 
 
 def train(model, steps, optimizer):
-    """Learn a wavy surface; return the loss and the norm of the gradient of each step."""
+    """Return the loss and the norm of the gradient of each step."""
     history = []
     for _ in range(steps):
         loss = nn.functional.mse_loss(model(points), height)
@@ -101,7 +101,7 @@ for how in "copied", "assigned", "one replaced":
 # No gradient reaches a ghost, and an optimizer skips a parameter that has none; that is how frozen
 # layers work. ``zero_grad`` clears the ghosts, not the model, so the model's own gradients pile up,
 # step after step. That is the symptom that a dashboard may show, and this is the check that finds
-# it. Put it before your training loop:
+# it:
 
 
 def ghosts(optimizer, model):
@@ -133,9 +133,9 @@ def count(line, device="cpu"):
 
 
 to_empty = partial(nn.Module.to_empty, device="cpu")
-print("to_empty, from meta:", count(to_empty, "meta"), end=" ")
+print("to_empty, from meta:", count(to_empty, "meta"))
 with torchlift.swap.preserving_references():
-    print("- preserving references:", count(to_empty, "meta"))
+    print("to_empty, references preserved:", count(to_empty, "meta"))
 for mode in "auto", "copy", "swap", "assign":
     line = partial(torchlift.load, ckpt=path, mode=mode)
     print(f"{mode:<6} live: {count(line)}, on meta: {count(line, 'meta')}")
@@ -144,15 +144,14 @@ for mode in "auto", "copy", "swap", "assign":
 # Proof
 # -----
 #
-# The run that copied did nothing wrong, and cannot change a dtype or fill a model on meta. Here is
-# `torchlift.load` in its place: every loss and every gradient is equal to the last bit.
+# The run that copied did nothing wrong. Here is `torchlift.load` in its place: every loss and every
+# gradient is equal to the last bit.
 
 model = build()
 optimizer = adam(model)
 torchlift.load(model, path, mode="swap")
 expected = history["copied"]
 assert train(model, 300, optimizer) == expected
-assert history["assigned"][-1][0] > 0.99 * history["assigned"][0][0]
 assert history["one replaced"][-1][0] > 1.2 * expected[-1][0]
 print("300 losses, equal to the last bit: True")
 
