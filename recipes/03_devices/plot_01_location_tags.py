@@ -193,7 +193,7 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **Plain torch, a file from anywhere:** ``torch.load(path, map_location="cpu", mmap=True)``.
+# - **Plain torch, any file:** `torch.load` with ``map_location="cpu"`` and ``mmap=True``.
 # - **You have a model to load into:** `torchlift.load`, without an argument about devices.
 # - **You ask where a file comes from:** `torchlift.open`; its entries have a ``location``.
-# - **The tensors go to several devices:** the recipe *From eight GPUs to one*.
+# - **The tensors go to several devices:** *From eight GPUs to one*.

@@ -44,7 +44,7 @@ torch.load(path, map_location=lambda *what: seen.append(what) or what[0])
 print([(type(storage).__name__, tag) for storage, tag in seen[:2]])
 
 # %%
-# A storage and a tag. "The embedding on the host, ten layers on the GPU" cannot be said with these.
+# A storage and a tag. "The embedding on the host, ten layers on the GPU" takes more than these.
 #
 # A file from eight GPUs
 # ----------------------
@@ -61,9 +61,9 @@ from torchlift import remap
 
 
 def build():
-    parts = {"embed": nn.Embedding(2048, 768)}
-    parts["layers"] = nn.Sequential(*[nn.Linear(768, 768) for _ in range(16)])
-    return nn.ModuleDict(parts | {"head": nn.Linear(768, 2048)})
+    modules = {"embed": nn.Embedding(2048, 768)}
+    modules["layers"] = nn.Sequential(*[nn.Linear(768, 768) for _ in range(16)])
+    return nn.ModuleDict(modules | {"head": nn.Linear(768, 2048)})
 
 
 def gpu_of(name):
@@ -121,7 +121,7 @@ on_one = ask(remap.by_key({"": "cpu", "layers": "cuda:0"} | last))
 # To a laptop: no argument
 # ------------------------
 #
-# Nothing has to be said. A slip is found before a byte is read, and the model stays as it was:
+# No rule is needed. A slip is found before a byte is read, and the model stays as it was:
 
 model = torchlift.skeleton(build)
 for slip in {"layer": "cpu"}, {"layers": "cuda:99"}:
@@ -192,8 +192,9 @@ plt.show()
 # -------------
 #
 # - **To one device:** no rule at all, or ``device="cuda:0"`` of `torchlift.load`.
-# - **The same layout on fewer devices:** `torchlift.remap.by_location`.
+# - **The same layout, fewer devices:** `torchlift.remap.by_location`.
 # - **A layout of your own:** `torchlift.remap.by_key`; for exceptions put
 #   `torchlift.remap.first_of` in front.
-# - **The names differ, too:** ``rename=``; rules see the names of the model.
-# - **You know the sizes of the GPUs, but no map:** `torchlift.remap.fit`, the next recipe.
+# - **The names differ, too:** `torchlift.remap.strip`, `torchlift.remap.rules`; a rule for devices
+#   sees the model's names.
+# - **You know the sizes of the GPUs, but no map:** *Will this model fit on my GPUs?*

@@ -32,9 +32,9 @@ print(two_gpus)
 # Why
 # ---
 #
-# Parameters times bytes is what most people compute, and 70.6 billion times four is 263 GiB: too
-# much, and by how much too much it does not say. Nor does a GPU: it fills up for minutes, and then
-# the error is *CUDA out of memory*. Leave out the dtype, and you get float32, as configured:
+# You can multiply: 70.6 billion parameters of four bytes are 263 GiB. That does not tell what goes
+# where, nor whether whole layers fit. A GPU tells it last: it fills up for minutes, and then the
+# error is *CUDA out of memory*. Leave out the dtype, and you count float32, as configured:
 
 import textwrap
 
@@ -182,4 +182,4 @@ plt.show()
 # - **You have a file and no code:** ``torchlift plan FILE --budget cuda:0=24GiB --budget disk``.
 # - **You have the machine:** the map is ``device=`` of `torchlift.load`; then go on with *Run a
 #   model that is larger than memory*.
-# - **A block must not be cut:** ``no_split=["LlamaDecoderLayer"]``.
+# - **A block must not be cut:** ``no_split=["LlamaDecoderLayer"]`` of `torchlift.remap.fit`.

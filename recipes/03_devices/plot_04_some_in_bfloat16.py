@@ -186,5 +186,5 @@ plt.show()
 #
 # - **One dtype for all:** ``dtype=torch.bfloat16`` of `torchlift.load`.
 # - **Some layers in another one:** `torchlift.remap.by_pattern`, or `torchlift.remap.by_key`.
-# - **As the model is:** ``dtype="model"``, after ``model.half()`` of a skeleton, for example.
-# - **Smaller than that:** the recipe *Quantise to int8 while loading*.
+# - **As the model is:** ``dtype="model"`` of `torchlift.load`.
+# - **Smaller than that:** *Quantise to int8 while loading*.

@@ -127,8 +127,8 @@ for way, function in {
     print(f"{way:<11} anonymous peak: {child.memory.added_anonymous / MIB:.1f} MiB")
 
 in_plain, mapped, ours = runs.values()
-assert torch.equal(ours.value, in_plain.value)
-assert torch.equal(mapped.value, in_plain.value)
+assert torch.allclose(ours.value, in_plain.value, atol=1e-5)
+assert torch.allclose(mapped.value, in_plain.value, atol=1e-5)
 assert in_plain.memory.added_anonymous > 1.9 * 128 * MIB
 assert ours.memory.added_anonymous < device_map.used["cpu"] + 10 * MIB
 

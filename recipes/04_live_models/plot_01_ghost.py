@@ -6,8 +6,8 @@ You load a checkpoint into a model that has an optimizer, and train through the 
 morning the loss is where it was, or it fell a little and stopped. No error, no warning. What did
 the optimizer train?
 
-It trained ghosts: parameters that are in the model no more. `torchlift.load` gives the parameters
-that are there new values, in every mode but one.
+It trained ghosts: parameters that are no longer in the model. `torchlift.load` gives new values to
+the parameters that are there, in every mode but one.
 """
 
 # %%
@@ -196,5 +196,5 @@ plt.show()
 #
 # - **Any load into a model that something refers to:** `torchlift.load`.
 # - **torch's own conversions:** `torchlift.swap.preserving_references` around them.
-# - **Assign, because you must:** before the optimizer is built, never after.
+# - **Assign, because you must:** before the optimizer is built, never after it.
 # - **Which mode for which case:** *assign=True, copy or swap*.

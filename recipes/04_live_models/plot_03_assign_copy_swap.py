@@ -188,7 +188,7 @@ plt.show()
 # --------
 #
 # - Copy keeps everything, and cannot change a dtype or fill meta by itself.
-# - Assign keeps nothing that hangs on an object. Swap keeps the object, and all that does.
+# - Assign keeps nothing that hangs on an object. Swap keeps it all, in other memory.
 # - A load that fails must not change the model. Torch's does, in every variant.
 #
 # Use this when

@@ -196,5 +196,5 @@ plt.show()
 # -------------
 #
 # - **A subclass of your own, from plain files:** `torchlift.swap.module_load`.
-# - **Only another dtype:** ``dtype=`` of `torchlift.load`, *Load in bfloat16*.
-# - **Quantised tensors of a library:** load without; its class may bring a ``module_load``.
+# - **Only another dtype:** ``dtype=`` of `torchlift.load`, *Load in bfloat16, and keep the norms*.
+# - **Quantised tensors of a library:** try `torchlift.load` alone; a class may bring its handler.
