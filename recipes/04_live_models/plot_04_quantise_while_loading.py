@@ -138,7 +138,7 @@ def while_loading(path):
 
 
 def measured(way, path):
-    nn.Parameter(quantise(torch.ones(2, 2)), requires_grad=False)  # torch's imports
+    int8_skeleton()  # torch and torchlift import what they use
     torchlift.measure.mark("start")
     model = way(path)
     for layer in model:
@@ -182,8 +182,8 @@ plt.show()
 
 # %%
 # *Memory that the process owns until the model is ready; dotted, the model in float32 and in int8.
-# Afterwards, gray climbs to two copies of what is thrown away. While loading, orange climbs to the
-# result, with a tooth for each tensor; the loop by hand over a mapped file, navy, comes as far.*
+# Gray climbs to two copies of what is thrown away, orange to the result, with a tooth for each
+# tensor. Navy, by hand over a mapped file, is between: the C library may keep what is freed.*
 #
 # Remember
 # --------
