@@ -85,6 +85,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         yield process
+        process.kill()
 
 
 @each_recipe
