@@ -157,13 +157,13 @@ pair = off[-1].argmax()
 for axes, start in zip(panels, (0, 2560), strict=True):
     positions = torch.arange(start, start + 20.1, 0.1, dtype=torch.float64)
     for model, look, label in (
+        (cast, "C0-", "model.to(bfloat16)"),
         (half, "C1-", "skeleton"),
         (saved, "C3-.", "constructor"),
-        (cast, "C0-", "model.to(bfloat16)"),
     ):
         cosine = (positions * model.inv_freq[pair].double()).cos()
         axes.plot(positions, cosine, look, label=label)
-    axes.set(xlim=(start, start + 20), xticks=[start, start + 10, start + 20])
+    axes.set(xlim=(start, start + 20), xticks=[start, start + 10])
 panels[0].set_ylabel("cosine of the angle")
 figure.supxlabel("position (tokens)", fontsize=12)
 figure.legend(
