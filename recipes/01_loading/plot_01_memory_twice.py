@@ -108,8 +108,8 @@ for way in usual, torchlift_mapped:
 # Proof
 # -----
 #
-# Four ways, each in a new process without a limit. Beside the two from above: ``read``, for weights
-# that you own instead of map, and the best that torch does by itself, which is the next recipe.
+# Four ways, each in a new process without a limit: the two from above, ``read`` for weights that
+# you own instead of map, and the best that torch does by itself, which is the next recipe.
 #
 # Look at *anonymous* memory: RAM that the process owns, and that nobody can take back. Pages of a
 # file that it only maps are *file-backed*; the kernel drops them when it needs room.
