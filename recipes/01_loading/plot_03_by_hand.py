@@ -125,6 +125,9 @@ def what_is_wrong(model, saved):
         return f"its parameters are {', '.join(here)}"
     if any(here[name].requires_grad != there[name].requires_grad for name in here):
         return "its frozen weights are trained"
+    made = {**there, **dict(saved.named_buffers())}
+    if not all(torch.equal(tensor, made[name]) for name, tensor in tensors):
+        return "it has other values"
     return ""
 
 
@@ -178,8 +181,7 @@ plt.show()
 # saved, or a file that does not fit is refused. A cross: it is not. The loop is right in one case
 # of eight, the three switches of torch in six, torchlift in all.*
 #
-# None of this is exotic: a language model has three of these properties before you fine-tune it.
-# And half of the failures raise no error; the model runs, and trains wrong.
+# Half of the failures raise no error: the model runs, and trains wrong.
 #
 # Remember
 # --------
