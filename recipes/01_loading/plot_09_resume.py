@@ -47,9 +47,8 @@ folder = Path(tempfile.mkdtemp())
 
 
 def build():
-    net = nn.Sequential(
-        nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
-    )
+    first, second = (nn.Linear(2, 64), nn.Tanh()), (nn.Linear(64, 64), nn.ReLU())
+    net = nn.Sequential(*first, *second, nn.Linear(64, 1))
     return net, torch.optim.AdamW(net.parameters(), lr=0.005)
 
 
@@ -69,12 +68,8 @@ def train(net, optimizer, steps):
 torch.manual_seed(0)
 net, optimizer = build()
 straight = train(net, optimizer, 300)
-job = {
-    "model": net.state_dict(),
-    "optimizer": optimizer.state_dict(),
-    "random": torch.get_rng_state(),
-    "step": 300,
-}
+job = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+job |= {"random": torch.get_rng_state(), "step": 300}
 torch.save(job, folder / "job.pt")
 straight += train(net, optimizer, 100)  # the run that never stops, to compare with
 
@@ -131,7 +126,7 @@ with torchlift.open(folder / "last.ckpt") as ckpt:
 
 # %%
 # Of several optimizers you choose with ``root="optimizer_states.1"``. Counters are in ``objects``;
-# containers come back from ``tree`` as they were saved, ready for a scheduler's ``load_state_dict``.
+# containers come back from ``tree`` as they were saved, ready for a ``load_state_dict``.
 #
 # Proof
 # -----
@@ -141,6 +136,7 @@ with torchlift.open(folder / "last.ckpt") as ckpt:
 
 
 def go_on(path, weights, moments, counter):
+    torch.set_num_threads(1)
     net, optimizer = build()
     with torchlift.open(path) as ckpt:
         torchlift.load(net, ckpt, root=weights)
@@ -169,14 +165,13 @@ import matplotlib.pyplot as plt
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots()
 after = range(300, 400)
-axes.plot(straight[:301], "C0", label="before")
-axes.plot(after, straight[300:], "C3-.", linewidth=5, label="never stopped")
-axes.plot(after, jumping, "C0:", label="resumed, weights alone")
-axes.plot(after, resumed_losses, "C1-", label="resumed in three lines")
+axes.plot(straight, "C3-", linewidth=5, label="never stopped")
+axes.plot(after, jumping, "C0-", label="weights alone")
+axes.plot(after, resumed_losses, "C1-", linewidth=2, label="three lines")
 axes.axvline(300, color="C0", linewidth=1, linestyle=":")
-axes.set(xlim=(200, 400), yscale="log", xlabel="step", ylabel="loss (mean square)")
-axes.set_ylim(min(straight) / 2, 9 * max(jumping))
-axes.legend(loc="upper left")
+axes.set(xlim=(250, 400), yscale="log", xlabel="step", ylabel="loss (mean square)")
+axes.set_ylim(min(straight) / 2, 2 * max(jumping))
+figure.legend(loc="outside upper center", ncols=3)
 plt.show()
 
 # %%

@@ -149,11 +149,11 @@ figure, axes = plt.subplots(figsize=(5.6, 3))
 for y, (name, marks) in enumerate(rows.items()):
     color = "C1" if name.startswith("torchlift") else "C0"
     for x, good in enumerate(marks):
-        look = dict(
-            color="white", bbox=dict(boxstyle="round", facecolor=color, lw=0)
+        text, ink, paper = (
+            ("yes", "white", color) if good else ("no", color, "white")
         )
-        text, look = ("yes", look) if good else ("no", dict(color=color))
-        axes.text(x, y, text, ha="center", va="center", weight="bold", **look)
+        box = {"boxstyle": "round", "facecolor": paper, "linewidth": 0}
+        axes.text(x, y, text, color=ink, bbox=box, ha="center", va="center")
 columns = "runs\nnothing", "says what\nis inside", "gives the\nweights"
 names = [name.replace("(", "(\n") for name in rows]
 axes.set(xlim=(-0.5, 2.5), ylim=(3.5, -0.5))

@@ -91,11 +91,8 @@ left, starts = 0.0, {}
 MIB = 2**20
 for name, storage in stored.items():
     size, starts[name] = storage.nbytes / MIB, left
-    axes.barh(len(used), size, left=left, color="C0", edgecolor="white", height=0.6)
-    label = f"storage {name}"
-    axes.text(
-        left + size / 2, len(used), label, color="white", ha="center", va="center"
-    )
+    axes.barh(1.4, size, left=left, color="C0", edgecolor="white", height=0.6)
+    axes.text(left + size / 2, 1.4, name, color="white", ha="center", va="center")
     left += size
 labels = []
 with torchlift.open(path, root="model") as ckpt:
@@ -107,7 +104,7 @@ with torchlift.open(path, root="model") as ckpt:
         begin = max(begin + size - wide, starts[entry.storage])
         axes.barh(-y, wide, left=begin, color="C1", height=0.6)
         labels.append(key)
-axes.set_yticks([len(used), *[-y for y in range(len(labels))]], ["file", *labels])
+axes.set_yticks([1.4, 0, -1, -2, -3], ["file", *labels])
 axes.set(xlabel="position among the stored bytes (MiB)", xlim=(-0.5, left + 0.5))
 plt.show()
 
