@@ -72,7 +72,7 @@ print(torchlift.open(folder + "/again.pt").aliases)
 try:
     torchlift.convert(folder + "/tied.pt", folder + "/again.pt")
 except torchlift.CheckpointError as error:
-    print(str(error).replace(folder, "FOLDER"))
+    print(str(error).replace(folder + "/", ""))
 
 # %%
 # Proof

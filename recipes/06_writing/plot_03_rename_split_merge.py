@@ -140,7 +140,7 @@ for (left, right), color in zip(
     zip(*edges, strict=True), ("C1", "C3"), strict=False
 ):
     axes.plot((0.35, 0.99), (left, right), color=color, linestyle="--")
-for kind, y, color in (("experts", 0.5, "C1"), ("q, k, v", 0.97, "C3")):
+for kind, y, color in (("experts", 0.5, "C1"), ("q, k, v", 0.92, "C3")):
     axes.text(0.67, y * top, kind, color=color, ha="center", va="center")
 axes.set_xticks([0.17, 1.17], ["one project:\n38 tensors", "another:\n6 tensors"])
 axes.set(xlim=(0, 1.34), ylim=(top, 0), yticks=[])

@@ -53,11 +53,11 @@ except RuntimeError as error:
 # A keeper's files get their names when they are complete, so that ``latest()`` never names another.
 # Beside the last ones it keeps what you name: every so many steps, and the best by a metric.
 
-
 with torchlift.Keeper(folder, keep=1, every=4, best="loss") as keeper:
     for step, loss in enumerate([0.9, 0.2, 0.5, 0.4, 0.3, 0.6, 0.7], 6):
         keeper.save(step, state, metrics={"loss": loss})
-print(keeper.steps(), Path(keeper.latest()).name, Path(keeper.best()).name)
+names = Path(keeper.latest()).name, Path(keeper.best()).name
+print("kept:", keeper.steps(), "latest and best:", *names)
 assert keeper.steps() == [4, 7, 8, 12]
 
 # %%
@@ -103,8 +103,8 @@ print("resumed after 50 steps, equal after 100, bit by bit")
 # -----
 #
 # A save has two halves. The snapshot must be taken between two steps and takes as long as memory
-# takes; writing takes as long as the disk takes. In a new process each, train 16 MB, with moments of
-# twice as much, and save at every fifth step: never, flushed, by torch's DCP, and by a keeper.
+# takes; writing takes as long as the disk takes. In a new process each, train 16 MB, its moments of
+# twice as much, and save at every fifth step: never, flushed to the disk, by DCP, and by a keeper.
 
 import time
 from statistics import median
@@ -116,14 +116,9 @@ def step_times(way, folder):
     torch.manual_seed(0)
     model = torch.nn.Linear(2000, 2000, bias=False)
     optimizer = torch.optim.Adam(model.parameters())
-    state, keeper = (
-        {"model": model, "optimizer": optimizer},
-        torchlift.Keeper(folder),
-    )
-    steps, saves, last = [], [], None
-    for step in range(
-        -4, 21
-    ):  # the first save of a process makes room: it does not count
+    state = {"model": model, "optimizer": optimizer}
+    keeper, writing, steps, saves = torchlift.Keeper(folder), None, [], []
+    for step in range(-4, 21):  # the first save makes room: it does not count
         start = time.perf_counter()
         model(torch.randn(64, 2000)).square().mean().backward()
         optimizer.step()
@@ -134,8 +129,8 @@ def step_times(way, folder):
         elif step % 5 == 0 and way != "no saves":
             whole = {name: part.state_dict() for name, part in state.items()}
             if way == "async_save":
-                last and last.result()  # one at a time
-                last = async_save(whole, checkpoint_id=f"{folder}/{step}")
+                _ = writing and writing.result()  # one at a time
+                writing = async_save(whole, checkpoint_id=f"{folder}/{step}")
             else:
                 with open(f"{folder}/{step}.pt", "wb") as file:
                     torch.save(whole, file)
@@ -161,13 +156,7 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots()
-looks = {
-    "no saves": "C0:",
-    "torch.save": "C0-",
-    "async_save": "C3-.",
-    "Keeper": "C1-",
-}
-for way, look in looks.items():
+for way, look in zip(times, ("C0:", "C0-", "C3-.", "C1-"), strict=True):
     axes.plot(range(1, 21), times[way], look, label=way)
 axes.set(xlabel="step", ylabel="seconds of a step", xticks=(1, 5, 10, 15, 20))
 axes.set_ylim(0, None)
