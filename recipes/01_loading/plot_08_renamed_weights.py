@@ -21,19 +21,14 @@ import transformers
 import torchlift
 
 transformers.logging.disable_progress_bar()
-sizes = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_experts": 8,
-    "vocab_size": 256,
-}
-config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=64, head_dim=16)
+sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+moe = {"head_dim": 16, "moe_intermediate_size": 64, "num_experts": 8}
+config = transformers.Qwen3MoeConfig(**sizes, **moe)
 folder = tempfile.mkdtemp()
 transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
 model = torchlift.skeleton(transformers.Qwen3MoeForCausalLM, config)
 report = torchlift.load(model, folder, rename=torchlift.remap.transformers(model))
-for key, sources in report.merged.items():
-    print(key, "of", len(sources), "tensors")
+print(len(report.merged), "tensors of", sum(map(len, report.merged.values())))
 
 # %%
 # Four tensors of the model are put together of 48 in the file.
@@ -129,7 +124,7 @@ print("and back:", divide.reversed())
 # a rename. Both own the merged experts afterwards.
 
 kind = transformers.Qwen3MoeForCausalLM
-wide = {**sizes, "hidden_size": 512, "moe_intermediate_size": 1024, "head_dim": 16}
+wide = {**sizes, **moe, "hidden_size": 512, "moe_intermediate_size": 1024}
 kind(transformers.Qwen3MoeConfig(**wide)).save_pretrained(folder + "/large")
 
 
