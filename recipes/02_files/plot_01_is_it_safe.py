@@ -33,9 +33,9 @@ print(str(torchlift.open(sent)).replace(sent, "sent.pt"))
 print(torchlift.open(sent)["weight"])
 
 # %%
-# The summary names the trap, ``builtins.print``, as *blocked*: only unpickling could rebuild it.
-# The tensor beside it is there. ``torchlift inspect sent.pt`` prints the same in a terminal,
-# without importing torch, and ends with status 3: something in the file would have run code.
+# The summary names the trap, ``builtins.print``, as *blocked*, and the tensor beside it is there.
+# In a terminal, ``torchlift inspect sent.pt`` prints the same without importing torch, and ends
+# with status 3: something in the file would have run code.
 #
 # Weights only load failed
 # ------------------------

@@ -29,9 +29,9 @@ except torchlift.CheckpointError as error:
 print("in the file: step", torchlift.open(path).objects["step"])
 
 # %%
-# The second save failed, and the first one is still there. A module stands for its state dict. The
-# file is what ``torch.load`` reads, with ``weights_only=True`` and ``mmap=True``; `torchlift.save`
-# asks first whether everything can be read back without running code.
+# The second save failed, and the first one is still there: `torchlift.save` asks first whether
+# everything can be read back without running code. The file is what ``torch.load`` reads, with
+# ``weights_only=True`` and ``mmap=True``.
 #
 # PytorchStreamReader failed
 # --------------------------

@@ -34,17 +34,11 @@ print(str(torchlift.open(new)).replace(folder + "/", ""))
 # Some tensors share memory
 # -------------------------
 #
-# By hand it is three lines, and each makes a copy of everything:
-#
-# .. code-block:: python
-#
-#    state = torch.load("old.pth")                              # one copy
-#    state = {k: v.bfloat16() for k, v in state.items()}        # a second one, half as large
-#    save_file(state, "new.safetensors")                        # all of it at once
-#
-# It also runs into what the two formats do not share. safetensors have no containers, no numbers
-# beside the tensors and no ties; ``save_file`` refuses tied weights, and what else the file had
-# is gone without a word. `torchlift.convert` says what the new file does not keep:
+# By hand you load the file, cast into a second copy, half as large, and give all of it to
+# ``save_file``. Then you run into what the two formats do not share. safetensors have no
+# containers, no numbers beside the tensors and no ties: ``save_file`` refuses tied weights, and
+# what else the file had is gone without a word. `torchlift.convert` says what the new file does not
+# keep:
 
 from safetensors.torch import save_file
 
@@ -78,9 +72,9 @@ except torchlift.CheckpointError as error:
 # Proof
 # -----
 #
-# A checkpoint of 512 MiB in float32 becomes bfloat16 in safetensors, in new processes: by the three
-# lines, by the same three with the file mapped, and by `torchlift.convert`. Their anonymous memory
-# (what the process owns, and the system cannot drop) is watched from outside.
+# A checkpoint of 512 MiB in float32 becomes bfloat16 in safetensors, in new processes: by hand, by
+# hand with the file mapped, and by `torchlift.convert`. Their anonymous memory (what the process
+# owns, and the system cannot drop) is watched from outside.
 
 from pathlib import Path
 
@@ -90,12 +84,12 @@ large = folder + "/large.pt"
 torch.save({f"layers.{i}.weight": torch.randn(2**22) for i in range(32)}, large)
 
 
-def three_lines(src, dst):
+def by_hand(src, dst):
     state = {k: v.bfloat16() for k, v in torch.load(src).items()}
     save_file(state, dst)
 
 
-def mapped(src, dst):
+def by_hand_mapped(src, dst):
     state = {k: v.bfloat16() for k, v in torch.load(src, mmap=True).items()}
     save_file(state, dst)
 
@@ -105,8 +99,8 @@ def by_torchlift(src, dst):
 
 
 WAYS = {
-    "load, cast, save_file": three_lines,
-    "with mmap=True": mapped,
+    "load, cast, save_file": by_hand,
+    "with mmap=True": by_hand_mapped,
     "torchlift.convert": by_torchlift,
 }
 uses, written = {}, {}
@@ -118,8 +112,7 @@ for name, way in WAYS.items():
     peak = child.memory.added_anonymous / 2**20
     print(f"{name:<22} anonymous peak: {peak:6.0f} MiB, {child.seconds:5.1f} s")
 
-mmapped, converted = written["with mmap=True"], written["torchlift.convert"]
-assert torchlift.diff(mmapped, converted).equal
+assert torchlift.diff(written["with mmap=True"], dst).equal
 assert uses["torchlift.convert"].added_anonymous < 512 * 2**20 / 4
 for path in Path(folder).iterdir():
     path.unlink()
@@ -139,7 +132,7 @@ figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *Anonymous memory while 512 MiB of float32 becomes bfloat16: three lines take the file and its
+# *Anonymous memory while 512 MiB of float32 becomes bfloat16: by hand it takes the file and its
 # cast copy, or the cast copy alone where the file is mapped; torchlift.convert takes the same few
 # blocks from beginning to end.*
 #
