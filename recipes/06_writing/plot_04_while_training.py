@@ -129,7 +129,8 @@ def step_times(way, folder):
         elif step % 5 == 0 and way != "no saves":
             whole = {name: part.state_dict() for name, part in state.items()}
             if way == "async_save":
-                _ = writing and writing.result()  # one at a time
+                if writing is not None:
+                    writing.result()  # one at a time
                 writing = async_save(whole, checkpoint_id=f"{folder}/{step}")
             else:
                 with open(f"{folder}/{step}.pt", "wb") as file:
@@ -147,8 +148,8 @@ for way in ("no saves", "torch.save", "async_save", "Keeper"):
     with tempfile.TemporaryDirectory() as place:
         child = torchlift.measure.in_child(step_times, way, place)
     times[way], saves = child.value
-    print(f"{way:<11} median step {median(times[way]):.3f} s, ", end="")
-    print(f"the loop waits for a save {median(saves):.3f} s")
+    step, wait = median(times[way]), median(saves)
+    print(f"{way:<11} median step {step:.3f} s, it waits for a save {wait:.3f} s")
 
 # %%
 
