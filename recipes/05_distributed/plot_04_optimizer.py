@@ -19,10 +19,9 @@ import torch.distributed.fsdp
 
 import torchlift
 
-path, model = tempfile.mkdtemp() + "/job.pt", torch.nn.Linear(64, 2)
-optimizer = torch.optim.Adam(model.parameters())
-weights, moments = torchlift.distributed.get_state_dict(model, optimizer)
-torch.save({"model": weights, "optimizer": moments}, path)
+path, net = tempfile.mkdtemp() + "/job.pt", torch.nn.Linear(64, 2)
+both = torchlift.distributed.get_state_dict(net, torch.optim.Adam(net.parameters()))
+torch.save({"model": both[0], "optimizer": both[1]}, path)
 
 
 def resume(path):
