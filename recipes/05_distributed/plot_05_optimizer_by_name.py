@@ -42,7 +42,7 @@ except ValueError as error:
     print(f"{type(error).__name__}: {error}")
 print(numbered["param_groups"][0]["params"], named["param_groups"][0]["params"])
 try:
-    torchlift.load_optimizer(model, optimizer, named)
+    torchlift.distributed.set_optimizer_state_dict(model, optimizer, named)
 except torchlift.distributed.StateDictMismatch as error:
     print(f"{type(error).__name__}: {error}")
 
@@ -99,7 +99,8 @@ optimizer = adam(net)
 straight = train(net, optimizer, 100)
 named = torchlift.distributed.get_optimizer_state_dict(net, optimizer)
 states = net.state_dict(), optimizer.state_dict(), named
-weights, numbered, named = copy.deepcopy(states)  # the run goes on in their memory
+# Of each a copy of its own: the run goes on in their memory.
+weights, numbered, named = (copy.deepcopy(state) for state in states)
 straight += train(net, optimizer, 100)
 
 # %%
