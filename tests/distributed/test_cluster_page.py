@@ -138,7 +138,8 @@ def test_a_run_that_is_killed_and_preempted_ends_as_one_that_never_stopped(
     import cluster_train
 
     page = DOCS.joinpath("cluster.rst").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^   (torchrun --standalone .*)$", page, re.MULTILINE)
+    (lines,) = re.findall(r"^   (torchrun --standalone (?:.*\\\n)*.*)$", page, re.MULTILINE)
+    line = " ".join(lines.replace("\\\n", " ").split())
     sizes = f"--steps {STEPS} --every {EVERY} --show 1"
     sizes += f" --batch {BATCH} --width {WIDTH} --layers {LAYERS}"
     assert line.endswith(f"cluster_train.py --out run {sizes}")
