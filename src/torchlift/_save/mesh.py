@@ -261,7 +261,7 @@ class Mesh:
             made = Share.of(stored, same.get(key, key), turn)
             if key not in local:
                 return made
-            return self._held(made, local[key], holders.get(key, self.ranks), first, replicated)
+            return self._share_of(made, local[key], holders.get(key, self.ranks), first, replicated)
 
         values = self.on_all(
             lambda: [
@@ -299,7 +299,7 @@ class Mesh:
                     )
         return holders
 
-    def _held(
+    def _share_of(
         self,
         whole: Share,
         tensor: torch.Tensor,
