@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from hashlib import sha256
+from threading import Thread
 from typing import NamedTuple
 
 from torchlift.errors import CheckpointError
@@ -25,6 +26,8 @@ from torchlift.formats.crc import PartialCrc
 _MARK = ".torchlift-"  # without it, somebody's own unfinished download could be taken for ours
 _LONGEST = 200  # bytes of NAME in the name of a temporary file, which may have 255 in all
 _CLIPPED = 180  # of a longer one, of which a hash follows
+#: Bytes that take longer to sum up (0.6 ms) than a thread takes to start (0.1 ms).
+_WORTH_A_THREAD = 2 << 20
 
 
 class NotDurable(OSError):
@@ -380,11 +383,27 @@ def write_runs(
     """
     nbytes = 0
     for offset, run in runs:
-        write_at(descriptor, run, start + offset)
+        thread = None if crc is None else _started(crc, offset, run)
+        try:
+            write_at(descriptor, run, start + offset)
+        finally:
+            if thread is not None:
+                thread.join()
         nbytes += len(run)
-        if crc is not None:
-            crc.add(offset, run)
     return nbytes
+
+
+def _started(crc: PartialCrc, offset: int, run: memoryview) -> Thread | None:
+    """Sum a run up, on another thread where that is worth it; return the thread."""
+    thread = Thread(target=crc.add, args=(offset, run), daemon=True)
+    try:
+        if len(run) >= _WORTH_A_THREAD:
+            thread.start()
+            return thread
+    except RuntimeError:  # no thread is to be had, as while Python shuts down
+        pass
+    crc.add(offset, run)
+    return None
 
 
 def _mode_of(path: str) -> int | None:
