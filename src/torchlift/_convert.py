@@ -59,10 +59,10 @@ def convert(
     crash nothing but the old is there, and what was begun is removed by the next conversion to the
     same path, which starts again.
 
-    Aliases and ties stay where the format can have them. Files of PyTorch keep their containers
-    (integer keys, lists, plain data) in a torch file, unless `rename` is given: then the names are
-    flat. Of DCP, names stay joined by dots, as `torchlift.open` lists them. safetensors hold what
-    belongs to the model only, by its dotted names; the report lists what they do not keep.
+    Aliases and ties stay where the format can have them. Files of PyTorch and DCP keep their
+    containers (lists, plain data and, of files, integer keys) in a torch file, unless `rename` is
+    given: then the names are flat. safetensors hold what belongs to the model only, by its dotted
+    names; the report lists what they do not keep.
 
     Args:
         src: what `torchlift.open` reads, or a checkpoint that is open.

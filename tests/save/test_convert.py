@@ -278,7 +278,7 @@ def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
     ]:
         arguments = str(tmp_path / src), str(tmp_path / dst), options
         child = measure.in_child(_CONVERT, *arguments, setup=_SETUP)
-        assert child.memory.added_anonymous < 80 << 20, (src, dst, options)
+        assert child.memory.added_anonymous < 64 << 20, (src, dst, options)
 
 
 def test_the_command_says_what_it_would_write_and_writes_it(

@@ -328,6 +328,17 @@ def test_dcp_keeps_a_training_s_state_by_name(tmp_path: Path) -> None:
     assert found["optimizer"]["param_groups"] == state["optimizer"].state_dict()["param_groups"]
     assert torch.equal(found["optimizer"]["state"]["0"]["exp_avg"],
                        state["optimizer"].state_dict()["state"][0]["exp_avg"])  # fmt: skip
+    by_us = torchlift.convert(tmp_path / "x", tmp_path / "ours.pt")
+    ours = torch.load(tmp_path / "ours.pt", weights_only=True)
+    assert not by_us.lost
+    assert ours.keys() == found.keys()
+    assert ours["optimizer"].keys() == found["optimizer"].keys()
+    assert ours["optimizer"]["state"].keys() == {"0", "1", "2"}
+    assert ours["model"].keys() == state["model"].state_dict().keys()
+    assert torch.equal(ours["lists"][1]["inner"][0], torch.zeros(3))
+    for key in ("history", "dtype", "device", "size", "seen", "empty"):
+        assert ours[key] == state[key]
+    assert torchlift.diff(tmp_path / "x", tmp_path / "ours.pt").equal
     model = {"model": {k: torch.zeros_like(v) for k, v in state["model"].state_dict().items()}}
     with warnings.catch_warnings(action="ignore"):
         dcp.load(model, checkpoint_id=tmp_path / "x")
