@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -110,7 +112,6 @@ def test_tensors_that_only_code_could_rebuild_are_refused_by_name(tmp_path: Path
             self.tensor = torch.ones(2)
 
     Holder.__qualname__, Holder.__module__ = "Trap", "no_such_module"
-    import sys
     import types
 
     module = types.ModuleType("no_such_module")
@@ -307,3 +308,84 @@ def test_the_command_says_what_it_would_write_and_writes_it(
     assert "argparse.Namespace" in capsys.readouterr().err
     assert main(["convert", src, str(tmp_path / "d"), "--format", "dcp", "--exclude", "args"]) == 0
     assert torchlift.open(tmp_path / "d").format == "dcp"
+
+
+_KILLED = """
+import os, sys, torchlift
+from torchlift._transfer import write
+commit, left = write.AtomicFile.commit, int(sys.argv[3])
+
+def killed(self):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), 9)
+    commit(self)
+
+write.AtomicFile.commit = killed
+torchlift.convert(sys.argv[1], sys.argv[2], max_shard_size=4000, dtype=sys.argv[4])
+"""
+
+
+def kill_after(shards: int, src: Path, dst: Path, dtype: str = "float32") -> set[str]:
+    """Kill a conversion when so many of its shards are there; return the names of these."""
+    command = [sys.executable, "-c", _KILLED, str(src), str(dst), str(shards), dtype]
+    assert subprocess.run(command, check=False).returncode == -9
+    return {name for name in os.listdir(dst.parent) if not name.startswith(".")}
+
+
+def test_a_conversion_to_shards_that_was_killed_goes_on(tmp_path: Path) -> None:
+    """Finished shards are taken up as they are, also of one that had gone on before."""
+    src, dst = tmp_path / "x.pt", tmp_path / "to" / "m.safetensors.index.json"
+    state = {f"t{at}": torch.randn(1000) for at in range(6)} | {"none": torch.empty(0)}
+    torchlift.save(state, src)
+    dst.parent.mkdir()
+    assert len(kill_after(2, src, dst)) == 2
+    left = kill_after(1, src, dst)
+    assert len(left) == 3
+    times = {name: os.stat(dst.parent / name).st_mtime_ns for name in left}
+    damaged = dst.parent / min(left)
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    report = torchlift.convert(src, dst, max_shard_size=4000)
+    assert {os.path.basename(path) for path in report.taken_up} == left - {damaged.name}
+    assert "taken up: 2 files of a conversion that was killed" in " ".join(str(report).split())
+    for name in left - {damaged.name}:
+        assert os.stat(dst.parent / name).st_mtime_ns == times[name]
+    assert len(os.listdir(dst.parent)) == 7
+    assert torchlift.diff(src, dst).equal
+    assert torchlift.verify(dst).ok
+    assert not torchlift.convert(src, dst, max_shard_size=4000, overwrite=True).taken_up
+
+
+@pytest.mark.parametrize("change", ["source", "dtype", "size", "journal"])
+def test_a_conversion_that_is_another_begins_anew(tmp_path: Path, change: str) -> None:
+    """Of a source that changed, to another dtype or size; what was left is gone."""
+    src, dst = tmp_path / "x.pt", tmp_path / "to" / "m.safetensors.index.json"
+    state = {f"t{at}": torch.randn(1000) for at in range(6)}
+    torchlift.save(state, src)
+    dst.parent.mkdir()
+    left = kill_after(2, src, dst)
+    (dst.parent / "thesis.txt").write_text("mine", encoding="utf-8")
+    options: dict[str, Any] = {"max_shard_size": 4000}
+    if change == "source":
+        state = {key: value + 1 for key, value in state.items()}
+        torchlift.save(state, src)
+    elif change == "dtype":
+        options["dtype"] = "float64"
+    elif change == "size":
+        options["max_shard_size"] = 8000
+    else:
+        (journal,) = dst.parent.glob(".*.files.*")
+        lines = journal.read_text(encoding="utf-8").splitlines()
+        lines[1] = json.dumps("thesis.txt")
+        journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    report = torchlift.convert(src, dst, **options)
+    assert not report.taken_up
+    names = {os.path.basename(path) for path in report.files} | {"thesis.txt"}
+    extra = set(os.listdir(dst.parent)) - names
+    assert extra == ({min(left)} if change == "journal" else set())
+    assert all(name in names for name in os.listdir(dst.parent) if name not in extra)
+    same = {key: value.double() for key, value in state.items()} if change == "dtype" else state
+    assert torchlift.diff(same, dst).equal

@@ -16,6 +16,7 @@ import torch
 from torchlift._model.torch_private import dcp_item
 from torchlift._save.blocks import Workspace
 from torchlift._save.pickling import Shared, pickled
+from torchlift._save.resume import is_whole, plan_of
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
 from torchlift._transfer.write import (
     AtomicFile,
@@ -59,6 +60,7 @@ class Output:
         tied: key -> the key that holds its values.
         untied: key -> the key that is the same tensor, and in the files has values of its own.
         shared: what each key is of a torch file's storages.
+        plan: what is equal where a later call would write the same files; None: nobody can tell.
     """
 
     head: str
@@ -69,6 +71,7 @@ class Output:
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Shared] | None = None
+    plan: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +140,8 @@ def sharded_output(
         return index_content(dict(zip(found, keys, strict=True)), nbytes)
 
     files = {name: [section] for name, section in zip(names, sections, strict=True)}
-    return Output(head, files, content, shards_of_kind(head), tied=tied)
+    plan = plan_of(values) if checksum else None
+    return Output(head, files, content, shards_of_kind(head), tied=tied, plan=plan)
 
 
 def _stem(head: str) -> str:
@@ -218,13 +222,16 @@ def dcp_output(
     return Output(head, names, content, kind, untied=ties_of(values))
 
 
-def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[str]:
+def write(
+    output: Output, advance: Advance, check: Callable[[], None], whole: list[str]
+) -> list[str]:
     """Write all files; return their paths.
 
     Args:
         output: what to write.
         advance: called with a number of bytes as they are written.
         check: called before a file appears; raises where it must not.
+        whole: gets the paths of those that a writer who was killed has left whole.
 
     Raises:
         CheckpointError: they cannot be written; the old ones are untouched, unless it says that the
@@ -240,9 +247,16 @@ def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[s
                 _remove_set(index)
             return [output.head]
         _make_folders(folder, made)
-        group = AtomicSet(output.head, list(output.files), output.kind, output.replaces)
+        group = AtomicSet(
+            output.head, list(output.files), output.kind, output.replaces, output.plan
+        )
         try:
             for number, sections in enumerate(output.files.values()):
+                path = os.path.join(folder, group.names[number])
+                if group.goes_on and is_whole(path, sections[0].layout):
+                    whole.append(path)
+                    advance(sum(stored.nbytes for stored, _ in sections[0].layout.payloads))
+                    continue
                 try:
                     _write_file(group.file(number), sections, advance, check)
                 except NotDurable as error:
