@@ -165,9 +165,13 @@ def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
     if overwrite:
         return
     source = {os.path.realpath(path) for path in (index.path, *index.files)}
+    inodes = {(stamp.device, stamp.inode) for stamp in index.files.values()}
     for path in target.heads:
         if os.path.lexists(path):
             is_source = os.path.realpath(path) in source
+            if os.path.exists(path):
+                found = os.stat(path)
+                is_source |= (found.st_dev, found.st_ino) in inodes
             raise CheckpointError(
                 "it is the source itself" if is_source else "there is something of this name",
                 file=path,

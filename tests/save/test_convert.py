@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -22,7 +23,13 @@ from zero_files import Zero
 import torchlift
 from torchlift import measure, remap
 from torchlift.cli import main
-from torchlift.errors import CheckpointError, MismatchError, PlacementError, UnsafeError
+from torchlift.errors import (
+    CheckpointError,
+    IntegrityError,
+    MismatchError,
+    PlacementError,
+    UnsafeError,
+)
 
 
 def legacy(path: Path) -> dict[str, Any]:
@@ -146,6 +153,84 @@ def test_it_never_replaces_what_is_there_without_being_told(tmp_path: Path) -> N
     assert src.read_bytes() == before
     torchlift.convert(src, src, dtype="float16", overwrite=True)
     assert load_file(src)["w"].dtype == torch.float16
+
+
+def test_a_source_stays_under_its_other_names_and_in_its_folder(tmp_path: Path) -> None:
+    """A second hard link is replaced alone; a result inside of the source's folder is beside it."""
+    src, link = tmp_path / "x.safetensors", tmp_path / "link.safetensors"
+    torchlift.save({"w": torch.ones(3)}, src)
+    os.link(src, link)
+    with pytest.raises(CheckpointError, match="it is the source itself"):
+        torchlift.convert(src, link, dtype="float16")
+    torchlift.convert(src, link, dtype="float16", overwrite=True)
+    assert torchlift.open(src)["w"].dtype == torch.float32
+    assert torchlift.open(link)["w"].dtype == torch.float16
+    folder = tmp_path / "dcp"
+    torchlift.convert(src, folder, format="dcp")
+    torchlift.convert(folder, folder / "inside" / "y.index.json", max_shard_size=1)
+    torchlift.convert(folder, folder / "y.pt")
+    assert torchlift.diff(folder, folder / "y.pt").equal
+    assert torchlift.diff(folder, folder / "inside").equal
+
+
+@pytest.mark.parametrize("format", ["sharded", "dcp"])
+def test_nothing_of_somebody_else_s_is_removed(tmp_path: Path, format: str) -> None:
+    """A folder that is written over keeps all that its checkpoint did not name."""
+    src, dst = tmp_path / "x.pt", tmp_path / "to"
+    torchlift.save({"w": torch.ones(3), "W": torch.zeros(3)}, src)
+    dst.mkdir()
+    theirs = {"__7_0.distcp", "model-00009-of-00009.safetensors", "notes.txt", "config.json",
+              "w.safetensors", "deep"}  # fmt: skip
+    for name in theirs - {"deep"}:
+        (dst / name).write_text("mine", encoding="utf-8")
+    (dst / "deep").mkdir()
+    for _ in range(2):
+        report = torchlift.convert(src, dst, format=format, max_shard_size=1, overwrite=True)
+        ours = {os.path.basename(path) for path in report.files}
+        assert set(os.listdir(dst)) == theirs | ours
+    assert len(ours) == 3, "a tensor that is larger than a shard has one of its own"
+    assert torchlift.diff(src, report.path).equal
+
+
+@pytest.mark.parametrize("dst", ["y.safetensors", "y/y.index.json", "y.pt", "y"])
+def test_a_dry_run_tells_the_files_and_makes_none(tmp_path: Path, dst: str) -> None:
+    """Not even a folder; what cannot be converted is an error then, too."""
+    src, path = tmp_path / "x.pt", tmp_path / dst
+    options: dict[str, Any] = {"format": "dcp"} if dst == "y" else {}
+    torchlift.save({"w": torch.ones(3)}, src)
+    told = torchlift.convert(src, path, dry_run=True, **options)
+    assert os.listdir(tmp_path) == ["x.pt"]
+    made = torchlift.convert(src, path, **options)
+    assert (told.files, told.nbytes, told.tensors) == (made.files, made.nbytes, made.tensors)
+    with pytest.raises(CheckpointError, match="there is something of this name"):
+        torchlift.convert(src, path, dry_run=True, **options)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "sharded", "torch-zip", "dcp"])
+def test_an_interrupt_or_a_source_that_changes_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """In the middle of values that are written and summed up; the next conversion is right."""
+    src, dst = tmp_path / "x.pt", tmp_path / "to" / ("m.index.json" if format == "sharded" else "m")
+    torchlift.save({f"t{at}": torch.ones(1 << 20) for at in range(2)}, src)
+    dst.parent.mkdir()
+    pwrite = os.pwrite
+
+    def disturbed(descriptor: int, data: memoryview, offset: int) -> int:
+        if len(data) > 1 << 20 and happens is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        if len(data) > 1 << 20:
+            os.utime(src, (1, 1))
+        return pwrite(descriptor, data, offset)
+
+    for happens in (KeyboardInterrupt, IntegrityError):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", disturbed)
+            with pytest.raises(happens):
+                torchlift.convert(src, dst, format=format)
+        assert os.listdir(dst.parent) == []
+    torchlift.convert(src, dst, format=format)
+    assert torchlift.diff(src, dst).equal
 
 
 @pytest.mark.parametrize("format", ["safetensors", "sharded", "torch-zip", "dcp"])
