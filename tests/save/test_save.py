@@ -162,6 +162,7 @@ def alike(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or a != a)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @settings(max_examples=60, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(way=ways())
