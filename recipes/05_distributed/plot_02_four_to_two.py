@@ -346,9 +346,12 @@ scratch.cleanup()
 # What to use when
 # ----------------
 #
-# - **A job saves for itself, to go on later:** ``dcp.save``, with all ranks writing at once.
-# - **Others will read it:** `torchlift.distributed.save_consolidated`, one ordinary safetensors or
-#   torch file.
+# - **A job saves for itself, to go on later:** ``dcp.save``, with all ranks writing at once; with a
+#   `torchlift.distributed.CheckpointWriter` as storage writer the directory appears whole or not at
+#   all.
+# - **Others will read it:** `torchlift.save`, which on a mesh all ranks call: one ordinary
+#   safetensors or torch file, or shards with an index. `torchlift.distributed.save_consolidated` is
+#   its name for programs that save plain tensors from all ranks, too.
 # - **You load on any number of ranks, or on one:** cut a `torchlift.skeleton`, then
 #   `torchlift.load`. It takes the directory and the file alike.
 # - **Your code calls** ``dcp.load``: give it a `torchlift.distributed.CheckpointReader` as storage

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchlift._model.names import Names
-from torchlift.distributed.model_state import own
+from torchlift._model.state import own
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
 T = TypeVar("T")
