@@ -18,6 +18,7 @@ import torch
 from torchlift._model.torch_private import dcp_item
 from torchlift._save.blocks import BLOCK, Workspace
 from torchlift._save.pickling import Shared, pickled
+from torchlift._save.resume import is_whole, plan_of
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
 from torchlift._transfer.write import (
     AtomicFile,
@@ -62,6 +63,7 @@ class Output:
         tied: key -> the key that holds its values.
         untied: key -> the key that is the same tensor, and in the files has values of its own.
         shared: what each key is of a torch file's storages.
+        plan: what is equal where a later call would write the same files; None: nobody can tell.
     """
 
     head: str
@@ -72,6 +74,7 @@ class Output:
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Shared] | None = None
+    plan: str | None = None
 
     @property
     def values(self) -> list[Value]:
@@ -156,7 +159,8 @@ def sharded_output(
         return index_content(dict(zip(found, keys, strict=True)), nbytes)
 
     files = {name: [section] for name, section in zip(names, sections, strict=True)}
-    return Output(head, files, content, shards_of_kind(head), tied=tied)
+    plan = plan_of(values) if checksum else None
+    return Output(head, files, content, shards_of_kind(head), tied=tied, plan=plan)
 
 
 def _stem(head: str) -> str:
@@ -289,7 +293,7 @@ class Files:
             try:
                 _make_folders(os.path.dirname(output.head), self._made)
                 names = list(output.files)
-                self._set = AtomicSet(output.head, names, output.kind, output.replaces)
+                self._set = AtomicSet(output.head, names, output.kind, output.replaces, output.plan)
             except BaseException:
                 self.close()
                 raise
@@ -304,6 +308,13 @@ class Files:
     def names(self) -> list[str]:
         """Return the names that the files get in their folder."""
         return list(self.output.files) if self._set is None else self._set.names
+
+    def finished(self, name: str) -> str | None:
+        """Return the path of a file that a writer who was killed has left whole."""
+        if self._set is None or not self._set.goes_on:
+            return None
+        path = os.path.join(os.path.dirname(self.output.head), self.names[self._numbers[name]])
+        return path if is_whole(path, self.output.files[name][0].layout) else None
 
     def create(self, name: str) -> AtomicFile:
         """Create a file, under a temporary name.
@@ -369,13 +380,16 @@ def place_of(output: Output) -> str:
     return os.path.join(os.path.realpath(folder), name)
 
 
-def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[str]:
+def write(
+    output: Output, advance: Advance, check: Callable[[], None], whole: list[str]
+) -> list[str]:
     """Write all files; return their paths.
 
     Args:
         output: what to write.
         advance: called with a number of bytes as they are written.
         check: called before a file appears; raises where it must not.
+        whole: gets the paths of those that a writer who was killed has left whole.
 
     Raises:
         CheckpointError: they cannot be written; the old ones are untouched, unless it says that the
@@ -384,6 +398,11 @@ def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[s
     try:
         with Files(output) as files:
             for name, sections in output.files.items():
+                path = files.finished(name)
+                if path is not None:
+                    whole.append(path)
+                    advance(sum(stored.nbytes for stored, _ in sections[0].layout.payloads))
+                    continue
                 sums = write_sections(files.create(name).descriptor, sections, advance)
                 check()
                 files.complete(name, [sums])
