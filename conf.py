@@ -119,7 +119,9 @@ html_favicon = "docs/_static/mark.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
-html_sidebars = {page: [] for page in ("index", "installation", "formats", "security", "commands")}
+html_sidebars = {
+    page: [] for page in ("index", "installation", "cluster", "formats", "security", "commands")
+}
 html_theme_options = {
     "logo": {
         "text": "torchlift",
