@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "tools")]
+sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
 import inventories  # noqa: E402
-import notebooks  # noqa: E402
 
 project = "torchlift"
 author = "the torchlift maintainers"
@@ -27,6 +26,8 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "command_help",
     "public_names",
+    "recipe_cards",
+    "recipe_pages",
 ]
 
 # ---- names and links: every single-backtick name is a link, and one that leads nowhere is an error
@@ -96,13 +97,11 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "backreferences_dir": "api/generated/backreferences",
     "doc_module": ("torchlift",),
-    "first_notebook_cell": notebooks.FIRST_CELL,
     "remove_config_comments": True,
     "reset_modules": ("matplotlib", "gallery_reset.reset"),
     "reset_modules_order": "both",
     "capture_repr": ("_repr_html_", "__repr__"),
-    "image_srcset": ["2x"],
-    "thumbnail_size": (640, 400),
+    "image_scrapers": ("figures_twice.scrape",),
     "download_all_examples": False,
     "show_signature": False,
     "write_computation_times": False,
@@ -136,5 +135,7 @@ html_theme_options = {
     "show_toc_level": 2,
     "back_to_top_button": False,
 }
+# What a program printed is not for copying.
+copybutton_selector = 'div[class*="highlight-"]:not(.highlight-none, .highlight-text) pre'
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
