@@ -171,7 +171,8 @@ def made_with(folder: Path) -> str:
     day = (datetime.datetime.fromtimestamp(int(stamp), datetime.UTC) if stamp else now).date()
     return (
         f"Made with torchlift {torchlift.__version__}, torch {torch.__version__} and "
-        f"Python {python} on {cores} cores with {memory:.0f} GiB of memory, files on {file_system()}, {day}."
+        f"Python {python} on {cores} cores with {memory:.0f} GiB of memory, files on "
+        f"{file_system()}, {day}."
     )
 
 
