@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "docs" / "_ext"))
+sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "tools")]
 
 import inventories  # noqa: E402
 
@@ -25,6 +25,7 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
     "command_help",
+    "landing",
     "public_names",
     "recipe_cards",
     "recipe_pages",

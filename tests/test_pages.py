@@ -161,16 +161,3 @@ def test_what_pages_show_of_a_run_is_what_it_prints(tmp_path: Path) -> None:
                 assert run.stdout.endswith(code.strip() + "\n"), f"{run.stdout}\n{run.stderr}"
                 shown += 1
     assert shown == 7
-
-
-def test_measured_table_is_the_same_on_both_pages() -> None:
-    """One measurement, told twice: in the README and on the first page of the site."""
-    readme = ROOT.joinpath("README.md").read_text(encoding="utf-8")
-    site = ROOT.joinpath("docs/_includes/measured.rst").read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| \*{0,2}(.+?)\*{0,2} \| \*{0,2}([\d.]+)\*{0,2} \| (.+) \|$", readme, re.M
-    )
-    cells = re.findall(r"\* - (.+)\n +- ([\d.]+)\n +- (.+)\n", site)
-    plain = [tuple(cell.replace("*", "").replace("`", "") for cell in row) for row in rows]
-    assert len(plain) == 6
-    assert plain == [tuple(cell.replace("`", "") for cell in row) for row in cells]
