@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "tools")]
 
 import inventories  # noqa: E402
+import site_address  # noqa: E402
 
 project = "torchlift"
 author = "the torchlift maintainers"
@@ -29,6 +30,7 @@ extensions = [
     "public_names",
     "recipe_cards",
     "recipe_pages",
+    "site_address",
 ]
 
 # ---- names and links: every single-backtick name is a link, and one that leads nowhere is an error
@@ -110,6 +112,8 @@ sphinx_gallery_conf = {
 }
 
 # ---- the site
+ADDRESSES = site_address.addresses()
+html_baseurl = ADDRESSES["documentation"] + "/" if "documentation" in ADDRESSES else ""
 html_theme = "pydata_sphinx_theme"
 html_title = "torchlift"
 html_static_path = ["docs/_static"]
@@ -118,7 +122,9 @@ html_favicon = "docs/_static/mark.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
-html_sidebars = {page: [] for page in ("index", "installation", "formats", "security", "commands")}
+html_sidebars = {
+    page: [] for page in ("index", "404", "installation", "formats", "security", "commands")
+}
 html_theme_options = {
     "logo": {
         "text": "torchlift",
@@ -128,9 +134,10 @@ html_theme_options = {
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
     "navbar_persistent": ["search-button"],
+    "github_url": ADDRESSES.get("repository", ""),
     "footer_start": ["copyright"],
     "footer_end": [],
-    "secondary_sidebar_items": ["page-toc"],
+    "secondary_sidebar_items": ["page-toc", "edit-page"],
     "pygments_light_style": "a11y-light",
     "pygments_dark_style": "a11y-dark",
     "show_toc_level": 2,

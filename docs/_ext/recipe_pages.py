@@ -13,6 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import site_address
 import torch
 from docutils import nodes
 from sphinx import addnodes
@@ -65,6 +66,9 @@ class RecipePage(SphinxTransform):
             row += addnodes.download_reference(
                 "", "", nodes.Text(label), reftarget=name + suffix, refdoc=self.env.docname
             )
+        runners = site_address.runner_links(self.env.docname, site_address.addresses())
+        for label, address in runners.items():
+            row += nodes.reference("", label, refuri=address, internal=False)
         for title in self.document.findall(nodes.title):
             title.parent.insert(title.parent.index(title) + 1, row)
             break
