@@ -31,6 +31,7 @@ extensions = [
     "recipe_cards",
     "recipe_pages",
     "site_address",
+    "valid_html",
 ]
 
 # ---- names and links: every single-backtick name is a link, and one that leads nowhere is an error

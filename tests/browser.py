@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --hide-scrollbars "
-    "--disable-background-networking --disable-component-update --disable-sync "
-    "--remote-debugging-pipe"
-).split()
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+    "--hide-scrollbars", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--remote-debugging-pipe",
+]  # fmt: skip
 
 
 class Browser:
@@ -28,9 +28,8 @@ class Browser:
         here, there = os.pipe(), os.pipe()
         shell = ["bash", "-c", f'exec "$@" 3<&{here[0]} 4>&{there[1]}', "bash"]
         command = [*shell, PROGRAM, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        self.process = subprocess.Popen(
-            command, pass_fds=(here[0], there[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, pass_fds=(here[0], there[1]), **quiet)
         os.close(here[0])
         os.close(there[1])
         self.to, self.answers = os.fdopen(here[1], "wb"), os.fdopen(there[0], "rb")
@@ -90,9 +89,21 @@ class Browser:
         """Give the window another width, and the system another colour scheme."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        feature = {"name": "prefers-color-scheme", "value": theme}
-        self.call("Emulation.setEmulatedMedia", features=[feature])
-        self.run("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
+        features = {"prefers-color-scheme": theme, "prefers-reduced-motion": "reduce"}
+        pairs = [{"name": name, "value": value} for name, value in features.items()]
+        self.call("Emulation.setEmulatedMedia", features=pairs)
+        # The theme looks a third of a second later what has to scroll, and can be given the focus.
+        self.run("new Promise(done => setTimeout(done, 400))")
+
+    def wait_for(self, condition: str) -> None:
+        """Wait until an expression is true, ten seconds at most."""
+        loop = f"""new Promise((done, failed) => {{
+          const end = Date.now() + 10000;
+          const look = () => ({condition}) ? done(true)
+            : Date.now() > end ? failed("never true") : setTimeout(look, 20);
+          look();
+        }})"""
+        self.run(loop)
 
     def run(self, script: str) -> Any:
         """Evaluate JavaScript in the page; a promise is awaited."""

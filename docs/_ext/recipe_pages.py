@@ -35,6 +35,9 @@ class RecipePage(SphinxTransform):
     default_priority = 450
 
     def apply(self, **kwargs: object) -> None:
+        for raw in list(self.document.findall(nodes.raw)):
+            if "sg-tag-list" in raw.astext():  # once a chapter, with the same id
+                raw.parent.remove(raw)
         if not is_recipe(self.env.docname):
             return
         for comment in list(self.document.findall(nodes.comment)):
