@@ -106,12 +106,12 @@ def following(node: nodes.Element) -> list[nodes.Node]:
 
 def fold(code: nodes.literal_block) -> None:
     """Put the part of a cell that draws into a ``<details>``."""
-    before, _, _ = code.astext().partition(DRAWS)
+    before, begins, after = code.astext().partition(DRAWS)
     parent, at = code.parent, code.parent.index(code)
     drawing = code
-    if before.strip():
+    if begins and before.strip():
         code.parent.remove(code)
-        drawing = nodes.literal_block("", DRAWS + code.astext().partition(DRAWS)[2])
+        drawing = nodes.literal_block("", begins + after)
         first = nodes.literal_block("", before.rstrip() + "\n")
         for block in first, drawing:
             block.attributes.update({**code.attributes, "ids": [], "names": []})

@@ -36,11 +36,12 @@ def mend(
         context["body"] = SIGNATURE.sub(without_lists, context["body"])
     make = context.get("generate_toctree_html")
     if make is not None:
-        context["generate_toctree_html"] = lambda *args, **named: _mended(make(*args, **named))
 
+        def mended(kind: str, *args: Any, **named: Any) -> Any:
+            made = make(kind, *args, **named)
+            return made if kind == "raw" else with_names(str(made))  # raw: a tree, for the theme
 
-def _mended(navigation: Any) -> Any:
-    return with_names(navigation) if isinstance(navigation, str) else navigation
+        context["generate_toctree_html"] = mended
 
 
 def setup(app: Sphinx) -> ExtensionMetadata:
