@@ -11,6 +11,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST_ARGS ?=
 PORT ?= 8000
+BROWSER ?= chromium
 
 # Nothing below may reach for a network once the environment stands, nor see a package outside of it.
 export HF_HUB_OFFLINE := 1
@@ -34,7 +35,7 @@ ON_WHEEL := PYTHONPATH="$(CURDIR)/build/wheel-site"
 SPHINX := -m sphinx -c . -n -T -W --keep-going
 
 .PHONY: help venv gallery test lint types unit doctest html site nbval notebooks html-noplot linkcheck \
-	serve pins clean
+	cheatsheet serve pins clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -114,6 +115,13 @@ notebooks: $(VENV)  ## recipes/notebooks, written anew from the scripts and exec
 html-noplot: $(VENV)  ## the site without running the recipes, for work on the text
 	$(PY) $(SPHINX) -q -D plot_gallery=0 docs docs/_build/noplot
 	@echo "$(CURDIR)/docs/_build/noplot/index.html"
+
+cheatsheet: html-noplot  ## docs/_static/cheatsheet.pdf, printed anew from its page by a browser
+	@profile=$$(mktemp -d) && $(BROWSER) --headless --no-sandbox --disable-gpu --no-pdf-header-footer \
+	  --user-data-dir=$$profile --print-to-pdf=docs/_static/cheatsheet.pdf \
+	  "file://$(CURDIR)/docs/_build/noplot/guide/cheatsheet.html" && rm -rf $$profile
+	@# A comment at its end says which text was printed: a test compares it.
+	@sha256sum docs/guide/cheatsheet.rst | sed 's/^/% /' >> docs/_static/cheatsheet.pdf
 
 linkcheck: $(VENV)  ## every outgoing link (needs a network)
 	$(PY) $(SPHINX) -D plot_gallery=0 -b linkcheck docs docs/_build/linkcheck

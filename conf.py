@@ -27,6 +27,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "command_help",
     "landing",
+    "markdown_text",
     "public_names",
     "recipe_cards",
     "recipe_pages",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(path for path in ROOT.glob("docs/*.rst") if path.name != "sg_execution_times.rst"),
+    *sorted(ROOT.glob("docs/guide/*.rst")),
     *sorted(ROOT.glob("docs/_includes/*.rst")),
     ROOT / "docs" / "api" / "index.rst",
     *sorted(ROOT.glob("recipes/**/README.md")),
@@ -27,19 +29,30 @@ RST = re.compile(
     r"(?P<code>(?:(?P=indent)   .*\n|\n)+)",
     re.MULTILINE,
 )
-#: Blocks that show what is no code.
+#: Blocks that show what is no code: on the site, the end of what the blocks before print.
 TEXT = {"text"}
+#: Pages of which a reader copies one block.
+ALONE = {"troubleshooting.rst", "migration.rst"}
 
-# One interpreter for all the blocks of a page: a later one uses what an earlier one made.
+# One interpreter for all the blocks of a page. A later one uses what an earlier one made, unless
+# each is to run alone: in an empty folder, with no names.
 RUNNER = """
-import json, subprocess, sys
+import json, os, pathlib, subprocess, sys
 
+alone, *blocks = json.loads(sys.stdin.read())
 names = {"__name__": "__main__"}
-for language, code in json.loads(sys.stdin.read()):
+top = pathlib.Path.cwd()
+for number, (language, code) in enumerate(blocks):
+    if alone:
+        names = {"__name__": "__main__"}
+        os.chdir(top)
+        os.mkdir(str(number))
+        os.chdir(str(number))
     if language == "python":
-        exec(compile(code, "page", "exec"), names)
+        exec(compile(code, f"block {number}", "exec"), names)
     else:
         subprocess.run(["bash", "-euc", code], stdin=subprocess.DEVNULL, check=True)
+    print(end=chr(30), flush=True)
 """
 
 each_page = pytest.mark.parametrize(
@@ -70,21 +83,32 @@ def is_for_a_clone(command: str) -> bool:
 
 
 @each_page
-def test_every_block_of_a_page_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
-    """In order, in one new interpreter and an empty folder."""
-    found = []
+def test_every_block_of_a_page_runs_and_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
+    """In order, as it stands, in one new interpreter and an empty folder."""
+    blocks: list[tuple[str, str]] = []
+    shown: list[tuple[int, str]] = []
     for language, code in blocks_of(page):
         assert language in {"python", "bash"} | TEXT, f"{page.name}: {language}"
         lines = code.splitlines()
         kept = lines if language == "python" else [x for x in lines if not is_for_a_clone(x)]
-        if kept and language not in TEXT:
-            found.append((language, "\n".join(kept)))
-    if found:
-        run = run_blocks(found, tmp_path)
+        if language in TEXT:
+            shown.append((len(blocks), code.strip()))
+        elif kept:
+            blocks.append((language, "\n".join(kept)))
+    if blocks:
+        run = run_blocks(blocks, tmp_path, alone=page.name in ALONE)
         assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+        folder = rf"{re.escape(str(tmp_path))}/(\d+/)?"  # a page shows no path of this machine
+        printed = re.sub(folder, "", run.stdout).split(chr(30))
+        for ran, text in shown if page.suffix == ".rst" else []:
+            lines = "".join(printed[:ran]).splitlines()
+            before = "\n".join(line.expandtabs(4).rstrip() for line in lines)
+            assert before.endswith(text), f"{page.name} shows\n{text}\nafter\n{before[-4000:]}"
 
 
-def run_blocks(blocks: list[tuple[str, str]], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_blocks(
+    blocks: list[tuple[str, str]], folder: Path, alone: bool
+) -> subprocess.CompletedProcess[str]:
     """Run blocks in order, as a reader in this folder would."""
     path = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     env = {**os.environ, "PATH": os.pathsep.join(path), "PYTHONWARNINGS": "error"}
@@ -95,7 +119,7 @@ def run_blocks(blocks: list[tuple[str, str]], folder: Path) -> subprocess.Comple
         [sys.executable, "-u", "-c", RUNNER],
         cwd=folder,
         env=env,
-        input=json.dumps(blocks),
+        input=json.dumps([alone, *blocks]),
         capture_output=True,
         text=True,
         timeout=240,
@@ -150,14 +174,17 @@ def test_the_page_of_formats_has_a_row_for_each() -> None:
     assert rows == re.findall(r'``"([a-z0-9-]+)"``', listed)
 
 
-def test_what_pages_show_of_a_run_is_what_it_prints(tmp_path: Path) -> None:
-    """A block of text on the site is the end of what the blocks before it print."""
-    shown = 0
-    for name in "commands", "formats", "security":
-        blocks = blocks_of(ROOT / "docs" / f"{name}.rst")
-        for at, (language, code) in enumerate(blocks):
-            if language in TEXT:
-                run = run_blocks([block for block in blocks[:at] if block[0] not in TEXT], tmp_path)
-                assert run.stdout.endswith(code.strip() + "\n"), f"{run.stdout}\n{run.stderr}"
-                shown += 1
-    assert shown == 7
+def test_cheat_sheet_has_every_function_and_its_pdf_is_of_this_text() -> None:
+    """What is on the sheet runs, as on any page; here: nothing is left out, nothing is older."""
+    import torchlift
+
+    sheet = ROOT / "docs/guide/cheatsheet.rst"
+    words = set(re.findall(r"\w+", sheet.read_text(encoding="utf-8")))
+    rooms = (torchlift, torchlift.remap, torchlift.swap)
+    functions = {name for room in rooms for name in room.__all__ if name.islower()}
+    assert functions - words == set()
+
+    pdf = ROOT.joinpath("docs/_static/cheatsheet.pdf").read_bytes()
+    assert re.findall(rb"/Count (\d+)", pdf) == [b"1"], "pages"
+    digest = hashlib.sha256(sheet.read_bytes()).hexdigest().encode()
+    assert pdf.splitlines()[-1].startswith(b"% " + digest), "make cheatsheet"

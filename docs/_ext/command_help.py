@@ -27,7 +27,8 @@ class CommandHelp(Directive):
             status = main([*self.arguments, "--help"])
         if status:
             raise self.error(f"torchlift {self.arguments[0]} --help: status {status}")
-        return [nodes.literal_block(text=printed.getvalue(), language="text")]
+        typed = " ".join(["$ torchlift", *self.arguments, "--help"])
+        return [nodes.literal_block(text=f"{typed}\n{printed.getvalue()}", language="text")]
 
 
 def setup(app: Sphinx) -> ExtensionMetadata:

@@ -1,8 +1,9 @@
 """The exceptions torchlift raises for a bad file, a bad match or a bad placement.
 
 Every message answers five questions in one sentence each, in this order: which file, which entry,
-what was expected, what was found, and what to do. The pieces are also attributes, so a program can
-react to them without parsing text.
+what was expected, what was found, and what to do; lists of names come last, so that nobody has to
+look for the way out behind them. All of it is in attributes too, so a program can react to them
+without parsing text.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class MismatchError(CheckpointError):
         missing_keys: names the model has and the checkpoint lacks.
         unexpected_keys: names the checkpoint has and the model lacks.
         mismatched: name -> (shape in the model, shape in the checkpoint).
+        lists: the names of these kinds, a line for each kind.
     """
 
     def __init__(
@@ -89,12 +91,17 @@ class MismatchError(CheckpointError):
         missing_keys: Iterable[str] = (),
         unexpected_keys: Iterable[str] = (),
         mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+        lists: Iterable[str] = (),
         **context: Any,
     ) -> None:
         super().__init__(reason, **context)
         self.missing_keys = list(missing_keys)
         self.unexpected_keys = list(unexpected_keys)
         self.mismatched = dict(mismatched or {})
+        self.lists = list(lists)
+
+    def __str__(self) -> str:
+        return "\n  ".join([super().__str__(), *map(printable, self.lists)])
 
 
 class PlacementError(CheckpointError):

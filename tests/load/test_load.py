@@ -306,10 +306,12 @@ def test_a_strict_error_lists_everything_and_changes_nothing(tmp_path, kind):
     assert error.unexpected_keys == ["extra", "epoch"]
     assert error.mismatched == {"scale": ((3,), (4,)), "inner.0.weight": ((4, 3), (3, 4))}
     assert str(error) == (
-        f"{path}: the checkpoint does not fit the model: missing (1): steps; "
-        "unexpected (2): extra, epoch; mismatched (2): scale: model [3], checkpoint [4]; "
-        "inner.0.weight: model [4, 3], checkpoint [3, 4]. Pass rename= with the rule that brings "
-        "the names together and ignore_mismatched=True to skip what has another shape."
+        f"{path}: the checkpoint does not fit the model. Pass rename= with the rule that brings "
+        "the names together and ignore_mismatched=True to skip what has another shape.\n"
+        "  missing (1): steps\n"
+        "  unexpected (2): extra, epoch\n"
+        "  mismatched (2): scale: model [3], checkpoint [4]; "
+        "inner.0.weight: model [4, 3], checkpoint [3, 4]"
     )
     assert state_of(model) == before
 
@@ -326,7 +328,7 @@ def test_a_hint_for_names_on_both_sides_says_what_is_alike_and_never_to_be_less_
     state = {key.replace(".", "_"): value for key, value in randomised(Mixed()).items()}
     with pytest.raises(MismatchError) as error:
         torchlift.load(Mixed(), saved(state, tmp_path))
-    assert str(error.value).endswith(
+    assert error.value.hint == (
         "'inner_0_weight' looks like 'inner.0.weight', 'inner_0_bias' looks like "
         "'inner.0.bias', 'inner_1_weight' looks like 'inner.1.weight': if it is the same, pass "
         "rename= with the rule that brings the names together."

@@ -143,7 +143,8 @@ def _decide(
         dtype = rules.target_dtype(options.dtype, seen, tensor, file_dtype, is_cast=is_cast)
     device = rules.target_device(asked, seen.key, tensor, present=options.present)
     spans: Spans | None = None
-    if is_sharded(tensor):
+    sharded = is_sharded(tensor)
+    if sharded:
         # Rules have seen the whole tensor; from here on there is only this rank's slice of it.
         candidates, spans = _shard(group, candidates)
         candidate, entry = candidates[0], candidates[0].entry
@@ -159,7 +160,7 @@ def _decide(
     changes = device.type != "cpu" or dtype != file_dtype or spans is not None
     rebuilt = isinstance(entry, RebuiltEntry)  # of tensors that are views of the map
     changes = changes or (entry is not None and entry.is_pieced and not rebuilt)
-    stride = None if is_sharded(tensor) else stride
+    stride = None if sharded else stride
     changes = changes or stride is not None
     source: Source = "memory"
     if entry is not None:

@@ -178,7 +178,7 @@ def make_plan(
         check_shapes: False where a transform may still change shapes, or make a tensor dense.
         check: raises for what does not fit, in place of `_check`.
     """
-    for rule in (options.device, options.dtype):
+    for rule in filter(callable, (options.device, options.dtype)):
         check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
     made: dict[str, Candidate] = {}
     if isinstance(options.rename, Rewriting):
@@ -226,9 +226,9 @@ def make_plan(
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
     for group, _, found in matched.pairs:
-        rebuilt = [isinstance(one.entry, RebuiltEntry) and one.value is None for one in found]
-        for at in (at for at, is_rebuilt in enumerate(rebuilt) if is_rebuilt):
-            found[at] = replace(found[at], value=origin.tensor(found[at], group.tensor))
+        for at, one in enumerate(found):
+            if isinstance(one.entry, RebuiltEntry) and one.value is None:
+                found[at] = replace(one, value=origin.tensor(one, group.tensor))
     steps = steps_for(matched, origin.path, options, check_values=check_shapes)
     work = Work(
         steps=tuple(steps),
@@ -249,9 +249,13 @@ def _assemble(
 ) -> LoadPlan:
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
-        keys = step.candidate.keys or (step.candidate.key,)
-        path = ", ".join(dict.fromkeys(origin.paths.get(key, origin.path) for key in keys))
-        loaded.update(dict.fromkeys(step.group.names, _describe(step, path)))
+        path = origin.path
+        if origin.paths:
+            keys = step.candidate.keys or (step.candidate.key,)
+            path = ", ".join(dict.fromkeys(origin.paths.get(key, path) for key in keys))
+        described = _describe(step, path)
+        for slot in step.group.slots:
+            loaded[slot.fqn] = described
     placed = {id(step.group.tensor) for step in work.steps}
     matched_ids = {id(group.tensor) for group, _, _ in matched.pairs}
     placed |= {id(item.group.tensor) for item in work.makings}
@@ -402,11 +406,12 @@ def _check(matched: Match, path: str, options: Options) -> None:
     if hint is None:
         hint = f"{alike}: if it is the same, pass" if alike else "Pass"
         hint += f" {' and '.join(ways)}."
-    what = "nothing in the checkpoint fits the model" if nothing else "the checkpoint does not fit"
+    fits = "nothing in the checkpoint fits" if nothing else "the checkpoint does not fit"
     raise MismatchError(
-        f"{what}{'' if nothing else ' the model'}: " + "; ".join(lists),
+        f"{fits} the model",
         file=path,
         hint=hint,
+        lists=lists,
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
         mismatched={key: (item.expected, item.found) for key, item in wrong.items()},

@@ -201,9 +201,10 @@ def _is_under(full: str, name: str) -> bool:
 def forget(tree: ModuleTree) -> None:
     """Let go of how parameters are made once they are, and so of the recordings behind them."""
     for module in tree.modules:
-        tensors = [*module._parameters.values(), *module._buffers.values()]
-        if CONSTRUCTION in vars(module) and not any(t is not None and t.is_meta for t in tensors):
-            del vars(module)[CONSTRUCTION]
+        if CONSTRUCTION in module.__dict__:
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            if not any(t is not None and t.is_meta for t in tensors):
+                del module.__dict__[CONSTRUCTION]
 
 
 def construction_of(group: Group) -> Construction | None:

@@ -299,7 +299,7 @@ class Resolver:
                 expected=f"at most {room} bytes in {name}",
                 found=f"shape {shape}, stride {stride}, offset {offset} of {ref.dtype}",
             )
-        if repeats_too_often(nbytes, storage.nbytes):
+        if nbytes > storage.nbytes and repeats_too_often(nbytes, storage.nbytes):
             raise FormatError(
                 "a broadcast view is absurdly larger than its storage",
                 entry=key,
@@ -403,7 +403,9 @@ class ZipStorages:
             check_method(record)
             packed = record._replace(offset=start)
             return name, Storage(self.source.path, 0, nbytes, ref.location, crc, packed)
-        return name, Storage(self.source.path, start, nbytes, ref.location, crc)
+        # NamedTuple's own __new__ is a function of Python: 0.07 us against 0.17.
+        made = self.source.path, start, nbytes, ref.location, crc, None
+        return name, tuple.__new__(Storage, made)
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
