@@ -30,7 +30,7 @@ KINDS = {
     "gallery": "auto_recipes/index.html",
     "recipe": "auto_recipes/06_writing/plot_01_power_cut.html",
     "api": "api/generated/torchlift.load.html",
-    "guide": "formats.html",
+    "guide": "guide/quickstart.html",
 }
 WIDTHS = 390, 1280, 1440
 #: Where axe looks: every width and both themes, without looking twice at what it has seen.
