@@ -138,7 +138,7 @@ html_theme_options = {
     "navbar_persistent": ["search-button"],
     "github_url": ADDRESSES.get("repository", ""),
     "footer_start": ["copyright"],
-    "footer_end": [],
+    "footer_end": ["release"],
     "secondary_sidebar_items": ["page-toc", "edit-page"],
     "pygments_light_style": "a11y-light",
     "pygments_dark_style": "a11y-dark",
