@@ -1,12 +1,13 @@
 """
-My model renamed its weights
-============================
+Fused experts, split q, k, v: load weights that were renamed
+============================================================
 
-The file holds every expert by itself, and the model has them all in one tensor. Or the file has q,
-k and v in one matrix, and the model has three. How do you load what is only divided otherwise?
+``gate_up_proj`` is missing, and hundreds of ``experts.0.gate_proj`` are unexpected: the file has
+every expert by itself, the model all of them in one tensor. How do you load what is only divided
+otherwise?
 
-With a rename that merges or splits: ``rename=remap.transformers(model)`` where the library has such
-a table, and ``remap.merge`` and ``remap.split`` for your own.
+With a rename that merges or splits: `torchlift.remap.transformers` where the library has the table,
+`torchlift.remap.merge` and `torchlift.remap.split` for your own.
 """
 
 # %%
@@ -19,275 +20,165 @@ import transformers
 
 import torchlift
 
-scratch = tempfile.TemporaryDirectory(prefix="torchlift-")
+transformers.logging.disable_progress_bar()
 sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
 moe = {"head_dim": 16, "moe_intermediate_size": 64, "num_experts": 8}
 config = transformers.Qwen3MoeConfig(**sizes, **moe)
-transformers.logging.disable_progress_bar()
-transformers.Qwen3MoeForCausalLM(config).save_pretrained(scratch.name)
+folder = tempfile.mkdtemp()
+transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
 model = torchlift.skeleton(transformers.Qwen3MoeForCausalLM, config)
-rename = torchlift.remap.transformers(model)
-report = torchlift.load(model, scratch.name, rename=rename)
-print(f"{len(report.merged)} tensors of", sum(map(len, report.merged.values())))
+report = torchlift.load(model, folder, rename=torchlift.remap.transformers(model))
+print(len(report.merged), "tensors of", sum(map(len, report.merged.values())))
 
 # %%
-# Four tensors of the model were put together of 48 in the file.
+# Four tensors of the model are put together of 48 in the file.
 #
-# Why the names do not fit
-# ------------------------
+# Missing gate_up_proj, unexpected experts
+# ----------------------------------------
 #
-# Since version 5, ``transformers`` computes all experts of a layer in one product, from one tensor.
-# Files stay as they always were: one matrix per expert, under its own name. So the file that the
-# library has just written does not fit the model that it was written from.
-
-import textwrap
-from pathlib import Path
+# Since version 5 ``transformers`` computes all experts of a layer in one product, from one tensor.
+# Files stay as they were: one matrix per expert. So the file that the library has just written does
+# not fit the model that it was written from:
 
 import torch
 
 from torchlift import remap
 
-folder = Path(scratch.name)
-file = folder / "model.safetensors"
-
-
-def show(error):
-    """Print the type and the message of an error, in short lines."""
-    text = " ".join(
-        f"{type(error).__name__}: {error}".replace(f"{folder}/", "").split()
-    )
-    print(textwrap.fill(textwrap.shorten(text, 420), 76, subsequent_indent="  "))
-
-
+file = folder + "/model.safetensors"
 with torchlift.open(file) as ckpt:
-    in_file = [key for key in ckpt if "layers.0.mlp.experts" in key]
-    print(
-        "in the file: ",
-        len(in_file),
-        "such as",
-        in_file[0],
-        ckpt.entries[in_file[0]].shape,
-    )
-in_model = {
-    name: p
-    for name, p in model.named_parameters()
-    if "layers.0.mlp.experts" in name
-}
-for name, parameter in in_model.items():
-    print("in the model:", name, tuple(parameter.shape))
+    in_file = [key for key in ckpt.entries if "layers.0.mlp.experts" in key]
+    print(len(in_file), "in the file, such as", in_file[0], ckpt[in_file[0]].shape)
+for name, parameter in model.named_parameters():
+    if "layers.0.mlp.experts" in name:
+        print("in the model:", name, parameter.shape)
+bare = torchlift.skeleton(transformers.Qwen3MoeForCausalLM, config)
 try:
-    torchlift.load(
-        torchlift.skeleton(transformers.Qwen3MoeForCausalLM, config), file
-    )
+    torchlift.load(bare, file)
 except torchlift.MismatchError as error:
-    show(error)
-    print(error.hint)
+    print(f"{type(error).__name__}: {error.hint}")
 
 # %%
-# ``from_pretrained`` hides this: it has a table of such conversions, and applies it while it
-# loads. `torchlift.remap.transformers` reads the same table, for the model that you give it. What
-# comes out is the same, bit for bit.
+# ``from_pretrained`` hides it: it has a table of conversions. `torchlift.remap.transformers` reads
+# the same table, and what comes out is equal, bit for bit:
 
 reference = transformers.Qwen3MoeForCausalLM.from_pretrained(folder).state_dict()
-loaded = model.state_dict()
-same = [torch.equal(loaded[name], reference[name]) for name in reference]
-print(f"equal to from_pretrained: {sum(same)} of {len(same)} tensors")
-assert all(same)
+assert torchlift.diff(model.state_dict(), reference).equal
 
 # %%
-# Your own rule: merge
-# --------------------
+# Many to one: your own merge
+# ---------------------------
 #
-# What the table says of this model, you can say yourself. In a pattern ``*`` stands for any text,
-# and ``{...}`` for the number of a list's member. So one line covers all layers and all experts.
-# The members are stacked, and what two patterns gave is concatenated behind each other.
+# What the table says, you can say yourself. In a pattern ``*`` stands for any text, ``{expert}``
+# for a number: one line covers all layers and experts. Members are stacked, patterns concatenated.
 
 experts = "*.experts.{expert}."
-fuse = remap.merge(
-    [experts + "gate_proj.weight", experts + "up_proj.weight"],
-    "*.experts.gate_up_proj",
-    stack=0,
-    cat=1,
-) | remap.merge(experts + "down_proj.weight", "*.experts.down_proj", stack=0)
+gate_up = [experts + "gate_proj.weight", experts + "up_proj.weight"]
+down = experts + "down_proj.weight"
+fuse = remap.merge(gate_up, "*.experts.gate_up_proj", stack=0, cat=1)
+fuse |= remap.merge(down, "*.experts.down_proj", stack=0)
 
-by_hand = torchlift.skeleton(transformers.Qwen3MoeForCausalLM, config)
-plan = torchlift.plan(by_hand, file, rename=fuse)
-print("to read:", plan.bytes_to_read, "bytes")
-report = torchlift.load(by_hand, file, rename=fuse)
-for name in in_model:
-    names = report.loaded[name].entries
-    print(f"{name}: {len(names)} tensors")
-    print(f"  {names[0]}\n  ... {names[-1]}")
-weights = by_hand.state_dict()
-print(
-    "equal:", all(torch.equal(weights[name], reference[name]) for name in reference)
-)
-assert plan.bytes_to_read == report.bytes_read
+report = torchlift.load(bare, file, rename=fuse)
+assert torchlift.diff(bare.state_dict(), reference).equal
+print(f"{report.bytes_read:,} bytes read")
 
 # %%
-# Every byte of an expert is read once, straight into its slice of the one tensor. What the rule
-# leaves alone stays mapped from the file, and is not in this number.
-#
-# Your own rule: split
-# --------------------
-#
-# The other direction is a file that has q, k and v in one matrix. With grouped attention they are
-# not equally large: ``sizes`` are their proportions.
-
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q = nn.Linear(64, 64, bias=False)
-        self.k = nn.Linear(64, 32, bias=False)
-        self.v = nn.Linear(64, 32, bias=False)
-
-
-fused = torch.randn(128, 64)
-torch.save({"qkv.weight": fused}, folder / "fused.pt")
-divide = remap.split("qkv.*", ["q.*", "k.*", "v.*"], chunk=0, sizes=(2, 1, 1))
-
-attention = torchlift.skeleton(Attention)
-report = torchlift.load(attention, folder / "fused.pt", rename=divide)
-print(report.split)
-print("bytes read:", report.bytes_read)
-rows = [layer.weight for layer in (attention.q, attention.k, attention.v)]
-print("equal:", torch.equal(torch.cat(rows), fused))
-
-# %%
-# Nothing was read: rows that follow each other in the file are three views of its map. Every rule
-# knows its way back, and rules compose with ``|``:
-
-print(divide.reversed())
-print(*str(fuse.reversed()).split(" | "), sep="\n| ")
-
-# %%
-# A merge that lacks a member says which one, before the model has changed:
+# Every byte of an expert is read once, straight into its slice of the one tensor; what the rule
+# leaves alone stays mapped. A merge that lacks a member says which, before the model has changed:
 
 with torchlift.open(file) as ckpt:
-    lacking = {
-        key: ckpt[key] for key in ckpt if "layers.1.mlp.experts.5.up" not in key
-    }
+    lacking = {key: ckpt[key] for key in ckpt if "1.mlp.experts.5.up" not in key}
 try:
-    torchlift.load(by_hand, lacking, rename=fuse)
+    torchlift.load(bare, lacking, rename=fuse)
 except torchlift.MismatchError as error:
-    show(error)
+    print(f"{type(error).__name__}: {error}")
 
 # %%
-# What it costs
-# -------------
+# One to many: split q, k and v
+# -----------------------------
 #
-# A model with 96 MiB in its experts, in a fresh process each: the library's own way, and with the
-# table as a rename. Both own the merged experts afterwards, so nothing can take less than that.
+# The other direction: q, k and v in one matrix. ``sizes`` are their proportions.
 
-from torchlift.distributed import on_ranks
-
-MIB = 2**20
-wide = {**sizes, **moe, "hidden_size": 512, "moe_intermediate_size": 1024}
-config = transformers.Qwen3MoeConfig(**wide)
-large = folder / "large"
-big = transformers.Qwen3MoeForCausalLM(config)
-big.save_pretrained(large)
-merged = sum(p.nbytes for name, p in big.named_parameters() if "experts" in name)
-del big
+fused = torch.randn(128, 64)
+divide = remap.split("qkv.*", ["q.*", "k.*", "v.*"], chunk=0, sizes=(2, 1, 1))
 
 
-def measured(path, way):
-    """Load the model in this process; return the bytes that it took at the peak."""
-    import torch
-    import transformers
-
-    import torchlift
-    from torchlift import measure, remap
-
-    torch.set_num_threads(2)
-    transformers.logging.disable_progress_bar()
-    kind = transformers.Qwen3MoeForCausalLM
-    config = transformers.Qwen3MoeConfig.from_pretrained(path)
-    for _ in range(2):  # the first time also loads what the library imports
-        with measure.memory() as use:
-            if way == "from_pretrained":
-                model = kind.from_pretrained(path)
-            else:
-                model = torchlift.skeleton(kind, config)
-                torchlift.load(model, path, rename=remap.transformers(model))
-        del model
-    return use.added_anonymous
+def attention():
+    q, k, v = (torch.nn.Linear(64, rows, bias=False) for rows in (64, 32, 32))
+    return torch.nn.ModuleDict({"q": q, "k": k, "v": v})
 
 
-peaks = {
-    way: on_ranks(1, measured, str(large), way)[0]
-    for way in ("from_pretrained", "torchlift")
-}
-for way, nbytes in peaks.items():
-    print(f"{way:<16} anonymous peak: {nbytes / MIB:.0f} MiB")
-print(f"merged experts: {merged / MIB:.0f} MiB")
-print("no second copy:", peaks["torchlift"] < merged + 64 * MIB)
-assert peaks["torchlift"] < merged + 64 * MIB
+torch.save({"qkv.weight": fused}, folder + "/fused.pt")
+layers = torchlift.skeleton(attention)
+report = torchlift.load(layers, folder + "/fused.pt", rename=divide)
+assert torch.equal(torch.cat([layers[name].weight for name in "qkv"]), fused)
+print(report.split, report.bytes_read, "bytes read")
+print("and back:", divide.reversed())
 
 # %%
-# The picture
-# -----------
+# Nothing was read: rows that follow each other in the file are views of its map.
+#
+# Proof
+# -----
+#
+# A model with 96 MiB in its experts, in a new process each: the library's own way, and its table as
+# a rename. Both own the merged experts afterwards.
+
+kind = transformers.Qwen3MoeForCausalLM
+wide = {**sizes, **moe, "hidden_size": 512, "moe_intermediate_size": 1024}
+kind(transformers.Qwen3MoeConfig(**wide)).save_pretrained(folder + "/large")
+
+
+def load_twice(way, *paths):
+    for path in paths:  # a small one first: what is imported is not the model's
+        torchlift.measure.mark(path)
+        if way == "from_pretrained":
+            model = kind.from_pretrained(path)
+        else:
+            config = kind.config_class.from_pretrained(path)
+            model = torchlift.skeleton(kind, config)
+            torchlift.load(model, path, rename=remap.transformers(model))
+
+
+peaks = {}
+for way in ("from_pretrained", "torchlift.load"):
+    child = torchlift.measure.in_child(load_twice, way, folder, folder + "/large")
+    start, rows = child.memory.marks[1], child.memory.timeline
+    peak = max(row.anonymous for row in rows if row.seconds >= start.seconds)
+    peaks[way] = (peak - start.anonymous) / 2**20
+    print(f"{way:<16} anonymous peak: {peaks[way]:.0f} MiB")
+assert peaks["torchlift.load"] < 96 + 64
+
+# %%
 
 import matplotlib.pyplot as plt
 
-GRAY, TEAL, RUST = "#5b6470", "#2b6f77", "#b83a16"
-plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
-with torchlift.open(file) as ckpt:
-    entries = [ckpt.entries[key] for key in in_file]
-entries.sort(key=lambda entry: entry.chunks[0].offset)
-names = list(in_model)
-figure, axes = plt.subplots(figsize=(7.2, 5.2), layout="constrained")
-STYLES = {"gate": (TEAL, ""), "up": (TEAL, "//"), "down": (RUST, "")}
-nbytes = sum(entry.nbytes for entry in entries)
-placed, at = {}, 0
-for entry in entries:
-    placed[entry.key] = (at, at + entry.nbytes)
-    at += entry.nbytes
-target, top = {}, 0
-for name in names:
-    for expert in range(8):
-        kinds = ("gate", "up") if "gate_up" in name else ("down",)
-        for kind in kinds:
-            key = f"model.layers.0.mlp.experts.{expert}.{kind}_proj.weight"
-            size = placed[key][1] - placed[key][0]
-            target[key] = (top, top + size)
-            top += size
-    top += 0.06 * nbytes
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots()
+looks = {"gate": ("C1", ""), "up": ("C1", "//"), "down": ("C0", "")}
+kinds = [key.split(".")[-2].removesuffix("_proj") for key in in_file]
+order = sorted(range(24), key=lambda i: (kinds[i] == "down", i // 3, kinds[i]))
 curve = torch.linspace(0, 1, 40)
-bend = (3 * curve**2 - 2 * curve**3).numpy()
-for key, (low, high) in placed.items():
-    color, hatch = STYLES[key.split(".")[-2].removesuffix("_proj")]
-    low_to, high_to = target[key]
-    for x, start, stop in ((0, low, high), (1, low_to, high_to)):
-        axes.bar(x, stop - start, bottom=start, width=0.2, color=color, hatch=hatch,
-                 edgecolor="white", linewidth=0.8)  # fmt: skip
-    x = 0.1 + curve.numpy() * 0.8
-    bottom, above = low + bend * (low_to - low), high + bend * (high_to - high)
-    axes.fill_between(x, bottom, above, color=color, alpha=0.2, linewidth=0.3)
-for label, place in (("gate_up_proj", 0.33), ("down_proj", 0.87)):
-    axes.text(1.13, place * nbytes, label, va="center")
+bend = 3 * curve**2 - 2 * curve**3
+for low, i in enumerate(order):
+    color, hatch = looks[kinds[i]]
+    to = low + (1.5 if kinds[i] == "down" else 0)
+    axes.bar((0, 1), 1, 0.2, (i, to), color=color, hatch=hatch, edgecolor="white")
+    y = i + bend * (to - i)
+    axes.fill_between(0.1 + 0.8 * curve, y, y + 1, color=color, alpha=0.2, lw=0.3)
+axes.text(1.13, 8, "gate_up_proj", va="center")
+axes.text(1.13, 21.5, "down_proj", va="center")
 axes.set_xticks([0, 1], ["the file\n24 tensors", "the model\n2 tensors"])
-axes.set(
-    xlim=(-0.2, 1.5),
-    yticks=[],
-    ylabel=f"bytes ({nbytes / 1024:.0f} KiB, one layer)",
-)
+axes.set(xlim=(-0.15, 1.6), yticks=[], ylabel="bytes of one layer's experts")
 axes.invert_yaxis()
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
 plt.show()
 
 # %%
-# *The experts of one layer. Left, in the order of the file: down (rust), gate (teal) and up
+# *The experts of one layer. Left, in the order of the file: down (gray), gate (orange) and up
 # (hatched) of each expert. Right, in the order of the two tensors of the model. A band leads from a
 # tensor's place in the file straight to its place in memory.*
-
-scratch.cleanup()
-
-# %%
+#
 # Remember
 # --------
 #
@@ -298,8 +189,7 @@ scratch.cleanup()
 # Use this when
 # -------------
 #
-# - **A model of transformers:** `torchlift.remap.transformers`.
-# - **Many to one:** `torchlift.remap.merge`.
-# - **One to many:** `torchlift.remap.split`.
+# - **The model is one of transformers':** `torchlift.remap.transformers`.
+# - **Many to one, one to many:** `torchlift.remap.merge`, `torchlift.remap.split`.
 # - **Other names only:** `torchlift.remap.strip` and `torchlift.remap.rules`.
-# - **A part that the file lacks:** the recipe on a new head.
+# - **The file is to be divided otherwise for good:** `torchlift.convert` with the same rule.

@@ -29,16 +29,16 @@ class Trap:
 
 sent = tempfile.mkdtemp() + "/sent.pt"
 torch.save({"weight": torch.eye(2), "config": Trap()}, sent)
-print(torchlift.open(sent))
+print(str(torchlift.open(sent)).replace(sent, "sent.pt"))
 print(torchlift.open(sent)["weight"])
 
 # %%
-# The summary names the trap, ``builtins.print``, as *blocked*: only unpickling could rebuild it.
-# The tensor beside it is there. ``torchlift inspect sent.pt`` prints the same in a terminal,
-# without importing torch, and ends with status 3: something in the file would have run code.
+# The summary names the trap, ``builtins.print``, as *blocked*, and the tensor beside it is there.
+# In a terminal, ``torchlift inspect sent.pt`` prints the same without importing torch, and ends
+# with status 3: something in the file would have run code.
 #
-# Why
-# ---
+# Weights only load failed
+# ------------------------
 #
 # A ``.pt`` file is a pickle, and a pickle is a program. Loaded the old way, it runs:
 
@@ -51,13 +51,15 @@ torch.load(sent, weights_only=False)
 try:
     torch.load(sent)
 except Exception as error:
-    print(type(error).__name__)
-    print(str(error).split(". ")[0])
+    print(f"{type(error).__name__}: {str(error).split('. ')[0]}")
 
 # %%
 # The way out that the message goes on to suggest is to run the file after all. torchlift needs
 # none: it reads the pickle with a reader of its own that knows a list of harmless names and turns
 # every other into a note. The weights are not in the pickle; they lie behind it as plain bytes.
+#
+# Load the weights beside the trap
+# --------------------------------
 #
 # What is refused is refused by name; take the names that you need, and they load:
 
@@ -73,6 +75,13 @@ report = torchlift.load(model, sent, rename={"weight": "weight"}.get)
 print(list(report.loaded), model.weight.tolist())
 
 # %%
+# .. warning::
+#
+#    This does not protect you from weights that were trained to misbehave; from code that
+#    comes beside the file, such as a model class that you are asked to trust; from a later
+#    ``torch.load(weights_only=False)`` of the same file. And nothing can be said about a file
+#    after somebody could write to it: check it again.
+#
 # Proof
 # -----
 #
@@ -129,46 +138,34 @@ for name, read in READERS.items():
 ran = [name for name, (safe, _, _) in rows.items() if not safe]
 assert ran == ["torch.load(weights_only=False)"]
 assert rows["torchlift.open"] == (True, True, True)
-print("ran the file's code:", ", ".join(ran))
+print("ran the file's code:", *ran)
+
+# %%
 
 import matplotlib.pyplot as plt
 
-TEAL, RUST = "#2b6f77", "#b83a16"
-plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
-COLUMNS = ("runs\nnothing", "says what\nis inside", "gives the\nweights")
-figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-for y, marks in enumerate(rows.values()):
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots(figsize=(5.6, 3))
+for y, (name, marks) in enumerate(rows.items()):
+    color = "C1" if name.startswith("torchlift") else "C0"
     for x, good in enumerate(marks):
-        text, color = ("yes", TEAL) if good else ("no", RUST)
-        axes.text(
-            x,
-            y,
-            text,
-            color=color,
-            ha="center",
-            va="center",
-            weight="bold",
+        text, ink, paper = (
+            ("yes", "white", color) if good else ("no", color, "white")
         )
-axes.set(
-    xlim=(-0.5, 2.5), ylim=(3.5, -0.5), xticks=range(3), yticks=range(4),
-    xticklabels=COLUMNS, yticklabels=rows,
-)  # fmt: skip
+        box = {"boxstyle": "round", "facecolor": paper, "linewidth": 0}
+        axes.text(x, y, text, color=ink, bbox=box, ha="center", va="center")
+columns = "runs\nnothing", "says what\nis inside", "gives the\nweights"
+names = [name.replace("(", "(\n") for name in rows]
+axes.set(xlim=(-0.5, 2.5), ylim=(3.5, -0.5))
+axes.set_xticks(range(3), columns)
+axes.set_yticks(range(4), names)
 axes.tick_params(length=0, top=True, labeltop=True, labelbottom=False)
 axes.spines[:].set_visible(False)
-for y in range(5):
-    axes.axhline(y - 0.5, color="#d0d4da", linewidth=0.8)
 plt.show()
 
 # %%
-# *Four readers and one booby-trapped file: only the old* ``torch.load`` *runs it, only*
-# `torchlift.open` *gives you the weights without running it.*
-#
-# .. warning::
-#
-#    This does not protect you from weights that were trained to misbehave; from code that
-#    comes beside the file, such as a model class that you are asked to trust; from a later
-#    ``torch.load(weights_only=False)`` of the same file. And nothing can be said about a file
-#    after somebody could write to it: check it again.
+# *Four readers and one booby-trapped file: only the old torch.load runs it, and only torchlift.open
+# gives you the weights without running it.*
 #
 # Remember
 # --------
@@ -180,6 +177,6 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **You were sent a file:** ``torchlift inspect FILE`` first; a script asks for its exit status.
+# - **You were sent a file:** `torchlift.open`, or ``torchlift inspect FILE`` and its exit status.
 # - **You only need its weights:** `torchlift.load` into your own model.
-# - **You want to pass it on:** save the tensors again, as safetensors.
+# - **You want to pass it on:** `torchlift.convert` it to safetensors.

@@ -22,19 +22,18 @@ table, last = torch.zeros(2_000_000, 8), torch.zeros(4_000_000)
 state = {"embed": table, "head": table, "example": table[:4], "last": last[-2:]}
 path = tempfile.mkdtemp() + "/model.pt"
 torch.save({"model": state, "optimizer": {"lr": 0.1}, "step": 7}, path)
-print(torchlift.open(path))
+print(str(torchlift.open(path)).replace(path, "model.pt"))
 
 # %%
-# Read it from the top. 76 MiB are *storage*, the bytes in the file. The *aliases* are one storage
-# under several keys, stored once. The tree below has a line for each container and each tensor:
-# ``head`` is ``model.embed`` again. And ``last`` has 8 bytes, yet it is part of sixteen million: a
-# small view drags the tensor along that it was sliced from.
+# 76 MiB are *storage*, the bytes in the file; the *aliases* are one storage under several keys,
+# stored once. And ``last`` has 8 bytes, yet it drags sixteen million along.
 #
-# Why
-# ---
+# A small tensor in a large file
+# ------------------------------
 #
 # ``torch.save`` writes storages, not tensors. That keeps ties, and it keeps everything else that a
-# view can reach. The index says for every key where its bytes are:
+# view can reach: ``last`` was sliced from four million numbers. ``torch.load`` gives you a tensor
+# of two numbers and says nothing. The index says for every key where its bytes are:
 
 with torchlift.open(path) as ckpt:
     for key, entry in ckpt.entries.items():
@@ -82,19 +81,18 @@ assert (
 )
 print(f"bytes that no key needs: {wasted:,}")
 
+# %%
+
 import matplotlib.pyplot as plt
 
-GRAY, TEAL, RUST = "#9aa3ad", "#2b6f77", "#b83a16"
-plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
-figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots()
 left, starts = 0.0, {}
 MIB = 2**20
 for name, storage in stored.items():
     size, starts[name] = storage.nbytes / MIB, left
-    axes.barh(len(used), size, left=left, color="white", edgecolor=GRAY, height=0.6)
-    axes.text(
-        left + size / 2, len(used), f"storage {name}", ha="center", va="center"
-    )
+    axes.barh(1.4, size, left=left, color="C0", edgecolor="white", height=0.6)
+    axes.text(left + size / 2, 1.4, name, color="white", ha="center", va="center")
     left += size
 labels = []
 with torchlift.open(path, root="model") as ckpt:
@@ -102,14 +100,12 @@ with torchlift.open(path, root="model") as ckpt:
         chunk, storage = entry.chunks[0], stored[entry.storage]
         size = chunk.nbytes / MIB
         begin = starts[entry.storage] + (chunk.offset - storage.offset) / MIB
-        wide = max(size, 0.35)  # to be seen
+        wide = max(size, 0.6)  # to be seen
         begin = max(begin + size - wide, starts[entry.storage])
-        tied = sum(key in group for group in ckpt.aliases)
-        axes.barh(-y, wide, left=begin, color=TEAL if tied else RUST, height=0.6)
+        axes.barh(-y, wide, left=begin, color="C1", height=0.6)
         labels.append(key)
-axes.set_yticks([len(used), *[-y for y in range(len(labels))]], ["file", *labels])
+axes.set_yticks([1.4, 0, -1, -2, -3], ["file", *labels])
 axes.set(xlabel="position among the stored bytes (MiB)", xlim=(-0.5, left + 0.5))
-axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %%
@@ -126,7 +122,7 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **In a terminal:** ``torchlift inspect FILE``, with ``--stats`` for the values, with ``--json``
-#   for a script.
-# - **In a program:** ``entries``, ``aliases``, ``objects`` and ``nbytes`` of `torchlift.open`.
+# - **You look once:** ``torchlift inspect FILE``, with ``--stats`` for the values; it is
+#   `torchlift.open` in a terminal.
+# - **In a program:** ``entries``, ``aliases`` and ``objects`` of a `torchlift.Checkpoint`.
 # - **Before a load:** `torchlift.plan` says which key goes where.

@@ -32,20 +32,28 @@ print(torchlift.diff(folder + "/before.pt", folder + "/after.pt"))
 # The second layer was trained, the first was not. In a terminal, ``torchlift diff before.pt
 # after.pt`` prints the same, and its exit status is that of ``diff``: 0 for equal.
 #
-# Why
-# ---
+# Same weights under other names
+# ------------------------------
 #
-# The usual way is to load both files whole and to compare key by key. It needs the memory of two
-# copies, and it stumbles over the first key that has another name. `torchlift.diff` compares what
-# can be compared and lists the rest: here names, a dtype and a format differ at once.
+# By hand you load both files whole and compare key by key. That takes the memory of two copies, and
+# it stumbles over the first key that has another name:
 
 from safetensors.torch import save_file
 
 state = {f"net.{key}": value for key, value in model.state_dict().items()}
 state["net.0.weight"] = state["net.0.weight"].bfloat16()
 save_file(state, folder + "/renamed.safetensors")
-found = torchlift.diff(folder + "/after.pt", folder + "/renamed.safetensors")
-print(found)
+after = torch.load(folder + "/after.pt")
+try:
+    print(all(torch.equal(after[key], state[key]) for key in after))
+except KeyError as error:
+    print("KeyError:", error)
+
+# %%
+# `torchlift.diff` compares what can be compared and lists the rest. Here names, a dtype and a
+# format differ at once:
+
+print(torchlift.diff(folder + "/after.pt", folder + "/renamed.safetensors"))
 
 # %%
 # Three of the four keys have the same bytes under another name: *renamed*. The fourth was cast, so
@@ -79,42 +87,23 @@ change = torchlift.diff(folder + "/after.pt", damaged).changed["0.weight"]
 assert change.value.differing == 1
 print([failure.name for failure in report.failed], change)
 
-import matplotlib.pyplot as plt
-import numpy as np
+# %%
 
-plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
-figure, (left, right) = plt.subplots(
-    1, 2, figsize=(7.2, 3.4), layout="constrained", sharey=True
-)
-with (
-    torchlift.open(folder + "/before.pt") as a,
-    torchlift.open(folder + "/after.pt") as b,
+import matplotlib.pyplot as plt
+
+plt.style.use("torchlift.measure.figures")
+figure, (left, right) = plt.subplots(1, 2, sharey=True)
+files = [folder + "/before.pt", folder + "/after.pt", str(damaged)]
+both = [torch.cat([torch.load(f)[f"{i}.weight"] for i in (0, 1)]) for f in files]
+for axes, title, old, new in (
+    (left, "one training step", both[0], both[1]),
+    (right, "one flipped bit", both[1], both[2]),
 ):
-    trained = (a["1.weight"] != b["1.weight"]).float()
-with torchlift.open(folder + "/after.pt") as a, torchlift.open(damaged) as b:
-    flipped = (a["0.weight"] != b["0.weight"]).float()
-for axes, title, values in (
-    (left, "one training step", torch.cat([torch.zeros(64, 64), trained])),
-    (right, "one flipped bit", torch.cat([flipped, torch.zeros(2, 64)])),
-):
-    axes.imshow(
-        values.numpy(),
-        cmap="Greys",
-        vmin=0,
-        vmax=1,
-        interpolation="nearest",
-        aspect="auto",
-    )
-    for y, x in np.argwhere(values.numpy() == 1)[:1] if values.sum() == 1 else ():
-        axes.plot(
-            x,
-            y,
-            "o",
-            markersize=14,
-            fillstyle="none",
-            color="#b83a16",
-            markeredgewidth=2,
-        )
+    values = old != new
+    axes.imshow(values, cmap="Greys", interpolation="nearest", aspect="auto")
+    y, x = values.nonzero().T
+    if len(x) == 1:
+        axes.plot(x, y, "C1o", markersize=16, fillstyle="none", markeredgewidth=3)
     axes.set(title=title, xlabel="column")
 left.set_ylabel("row, both layers")
 plt.show()
@@ -135,5 +124,5 @@ plt.show()
 # -------------
 #
 # - **After a conversion:** `torchlift.diff` with the tolerance of the dtype.
-# - **After a copy:** ``torchlift verify FILE``, which needs no second file.
-# - **In a test or a script:** ``.equal``, or the exit status of ``torchlift diff``.
+# - **After a copy:** `torchlift.verify`, which needs no second file.
+# - **In a test or a script:** ``equal`` of a `torchlift.CheckpointDiff`.

@@ -19,31 +19,29 @@ import tempfile
 import torch
 
 import torchlift
-from torchlift import remap
 
 folder = tempfile.mkdtemp()
-ours, theirs = folder + "/ours.safetensors", folder + "/theirs.safetensors"
+ours, theirs, back = (f"{folder}/{name}.safetensors" for name in ("a", "b", "back"))
 torchlift.save({"blocks.0.qkv.weight": torch.randn(96, 32)}, ours)
-rule = remap.split(
-    "*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"], chunk=0
-)
+rule = torchlift.remap.split("*.qkv.*", ["*.q.*", "*.k.*", "*.v.*"], chunk=0)
 torchlift.convert(ours, theirs, rename=rule)
 print({key: entry.shape for key, entry in torchlift.open(theirs).entries.items()})
-torchlift.convert(theirs, folder + "/back.safetensors", rename=rule.reversed())
-print("equal:", torchlift.diff(ours, folder + "/back.safetensors").equal)
+torchlift.convert(theirs, back, rename=rule.reversed())
+print(torchlift.diff(ours, back))
 
 # %%
 # ``*`` stands for any text, and is put into the new names. `torchlift.remap.merge` is the other
 # direction: ``stack`` for the members of a list, ``cat`` for what follows each other.
 #
-# Why
-# ---
+# Numbers sorted as text
+# ----------------------
 #
-# By hand this is a loop over all keys that holds both layouts in memory, with a regular expression
-# for every kind of weight. Its mistakes are quiet: an expert that is not there, numbers sorted as
-# text (``10`` before ``2``), a matrix concatenated along the wrong dimension of the right size.
-#
-# Here is a small mixture of experts, twelve of them to a layer, as one project saves it:
+# By hand this is a loop over all keys that has both layouts in memory, with a regular expression
+# for every kind of weight. Its mistakes are quiet: an expert that is not there, a matrix
+# concatenated along the wrong dimension of the right size, or numbers sorted as text. Here is a
+# small mixture of experts, twelve to a layer, as one project saves it, and that last mistake:
+
+from torchlift import remap
 
 torch.manual_seed(0)
 state = {}
@@ -56,9 +54,13 @@ for layer in range(2):
             key = f"{name}.experts.{expert}.{part}.weight"
             state[key] = torch.randn(shape)
 torchlift.save(state, ours)
-print(len(state), "tensors")
+members = sorted(key for key in state if "layers.0.experts" in key and "w2" in key)
+print("stacked by hand:", *(key.split(".")[4] for key in members))
 
 # %%
+# Many experts into one tensor
+# ----------------------------
+#
 # The other project has one tensor for all gate and up projections of a layer, one for all down
 # projections, q, k and v apart, and another name for the norm. The rule says just that, joined by
 # ``|``; ``{expert}`` stands for a number, and numbers are numbers:
@@ -84,10 +86,10 @@ holes = {key: value for key, value in state.items() if "experts.10.w2" not in ke
 torchlift.save(holes, folder + "/holes.safetensors")
 try:
     torchlift.convert(
-        folder + "/holes.safetensors", theirs, rename=rule, overwrite=True
+        folder + "/holes.safetensors", folder + "/new.pt", rename=rule
     )
 except torchlift.MismatchError as error:
-    print(str(error).replace(folder, "FOLDER"))
+    print(str(error).replace(folder + "/", ""))
 
 # %%
 # The same rule loads a file of the one layout into a model of the other, without a converted copy:
@@ -101,86 +103,49 @@ except torchlift.MismatchError as error:
 with torchlift.open(theirs) as ckpt:
     for layer in range(2):
         name = f"model.layers.{layer}"
+        each = [f"{name}.experts.{i}.{{}}.weight" for i in range(12)]
         pairs = [
-            torch.cat(
-                [
-                    state[f"{name}.experts.{i}.{part}.weight"]
-                    for part in ("w1", "w3")
-                ]
-            )
-            for i in range(12)
+            torch.cat([state[e.format(w)] for w in ("w1", "w3")]) for e in each
         ]
         assert torch.equal(ckpt[f"{name}.experts.gate_up_proj"], torch.stack(pairs))
         q, k, v = state[f"{name}.attention.qkv.weight"].chunk(3)
         assert torch.equal(ckpt[f"{name}.self_attn.k_proj.weight"], k)
 
-back = folder + "/back.pt"
-torchlift.convert(theirs, back, rename=rule.reversed())
-print(torchlift.diff(ours, back))
-assert torchlift.diff(ours, back).equal
+torchlift.convert(theirs, folder + "/back.pt", rename=rule.reversed())
+print(torchlift.diff(ours, folder + "/back.pt"))
+assert torchlift.diff(ours, folder + "/back.pt").equal
+
+# %%
 
 import matplotlib.pyplot as plt
-from matplotlib.patches import ConnectionPatch
 
-TEAL, AMBER, GREY = "#2b6f77", "#d9962b", "#8a9099"
-plt.rcParams.update({"figure.facecolor": "white", "font.size": 12})
-figure, axes = plt.subplots(figsize=(7.2, 4.4), layout="constrained")
-
-
-def color_of(key):
-    return TEAL if "experts" in key else AMBER if "norm" not in key else GREY
-
-
-places = []
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots()
+colors = {"experts": "C1", "att": "C3", "norm": "C0"}
+edges = []
 for x, path in enumerate((ours, theirs)):
-    entries = [
-        entry
-        for key, entry in torchlift.open(path).entries.items()
-        if "layers.0" in key
-    ]
-    entries.sort(
-        key=lambda entry: ("experts" in entry.key, color_of(entry.key), entry.key)
-    )
-    top, found = 0.0, {}
-    for entry in entries:
-        height = entry.nbytes / 1024
-        axes.barh(
-            top,
-            0.34,
-            height,
-            left=x,
-            align="edge",
-            color=color_of(entry.key),
-            edgecolor="white",
-            linewidth=1.2,
-        )
-        found.setdefault(color_of(entry.key), []).append((top, top + height))
-        top += height
-    places.append((found, top))
-for color in (TEAL, AMBER):
-    for find in (min, max):
-        ends = [
-            find(y for pair in found[color] for y in pair) for found, _ in places
-        ]
-        line = ConnectionPatch(
-            (0.35, ends[0]),
-            (0.99, ends[1]),
-            "data",
-            "data",
-            color=color,
-            linestyle="--",
-        )
-        axes.add_patch(line)
-axes.set(
-    xlim=(0, 1.34), ylim=(max(top for _, top in places), 0), yticks=[],
-    xticks=[0.17, 1.17], xticklabels=["one project: 38 tensors", "another: 6 tensors"],
-)  # fmt: skip
+    entries = [e for e in torchlift.open(path).entries.values() if ".0." in e.key]
+    entries = [e for e in entries if "layers.0." in e.key]
+    top, edge = 0.0, []
+    for kind, color in colors.items():
+        for entry in (entry for entry in entries if kind in entry.key):
+            height = entry.nbytes / 1024
+            axes.barh(
+                top, 0.34, height, x, align="edge", color=color, edgecolor="white"
+            )
+            top += height
+        edge.append(top)
+    edges.append(edge)
+for (left, right), color in zip(
+    zip(*edges, strict=True), ("C1", "C3"), strict=False
+):
+    axes.plot((0.35, 0.99), (left, right), color=color, linestyle="--")
+for kind, y, color in (("experts", 0.5, "C1"), ("q, k, v", 0.92, "C3")):
+    axes.text(0.67, y * top, kind, color=color, ha="center", va="center")
+axes.set_xticks([0.17, 1.17], ["one project:\n38 tensors", "another:\n6 tensors"])
+axes.set(xlim=(0, 1.34), ylim=(top, 0), yticks=[])
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
-middle = {"experts": (0.5, TEAL), "q, k, v": (0.019, "#8a5a10")}
-for text, (y, color) in middle.items():
-    y *= places[0][1]
-    axes.text(0.67, y, text, color=color, ha="center", va="center", weight="bold")
 plt.show()
 
 # %%
@@ -200,5 +165,4 @@ plt.show()
 #
 # - **The model is one of transformers':** `torchlift.remap.transformers` has the rules already.
 # - **You load it once:** the same rule as ``rename=`` of `torchlift.load`.
-# - **Others need the file:** `torchlift.convert`, with ``dtype=`` and ``max_shard_size=`` as you
-#   go.
+# - **Others need the file:** `torchlift.convert`, with ``dtype=`` and ``max_shard_size=``.
