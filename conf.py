@@ -125,7 +125,8 @@ html_copy_source = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
 html_sidebars = {
-    page: [] for page in ("index", "404", "installation", "formats", "security", "commands")
+    page: []
+    for page in ("index", "404", "installation", "cluster", "formats", "security", "commands")
 }
 html_theme_options = {
     "logo": {

@@ -97,6 +97,11 @@ def test_a_card_says_question_level_minutes_and_tags(recipe: str) -> None:
     assert 1 <= card.minutes <= 20
 
 
+def test_cards_are_of_recipes_that_exist() -> None:
+    """No entry outlives its recipe."""
+    assert set(recipe_cards.facts()) <= set(RECIPES)
+
+
 # ---- addresses
 
 

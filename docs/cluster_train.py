@@ -1,0 +1,133 @@
+"""Train on one GPU or many, be killed at any moment, and go on where the run was.
+
+    torchrun --standalone --nproc-per-node 8 cluster_train.py --out run --weights full.pt
+
+Started again with the same ``--out``, it goes on from the last complete checkpoint, on as many
+ranks as there are now. Without a GPU it runs on the CPU.
+"""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import torchlift
+from torchlift.distributed import save_consolidated
+
+# ---- yours: the model and the data
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def build(width, layers):
+    """Build the model as on one machine: it knows nothing of ranks."""
+    return nn.Sequential(*(Block(width) for _ in range(layers)))
+
+
+def batch(step, size, width):
+    """Return all samples of a step. The step alone says which: a run that resumes skips none."""
+    numbers = torch.Generator().manual_seed(step)
+    inputs = torch.randn(size, width, generator=numbers)
+    return inputs, inputs.sin().roll(1, dims=1)
+
+
+# ---- the run
+
+
+def join():
+    """Join the other ranks; return this rank's device."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)
+    # Weights travel over NCCL, or what the device has; what ranks agree on, over gloo.
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", device_id=device)
+    return device
+
+
+def main(args):
+    device = join()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+
+    # A preemption comes as SIGTERM, which torchrun hands on to its ranks.
+    signals = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+
+    # A skeleton has no memory, so no rank has all of the model, not even for a moment.
+    torch.manual_seed(0)
+    model = torchlift.skeleton(build, args.width, args.layers)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    with torchlift.Keeper(args.out / "kept", keep=2) as keeper:
+        if args.weights and keeper.latest() is None:
+            torchlift.load(model, args.weights, device=device)
+        else:
+            torchlift.materialize(model, device=device)
+        # After the load: an optimizer made before it would hold parameters on meta.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        step = keeper.resume(state) or 0
+        if rank == 0:
+            print(f"from step {step} on {ranks} x {device.type}", flush=True)
+
+        stop = torch.zeros(())
+        while step < args.steps and not stop:
+            inputs, targets = batch(step, args.batch, args.width)
+            inputs = inputs.chunk(ranks)[rank].to(device)
+            targets = targets.chunk(ranks)[rank].to(device)
+            loss = (model(inputs) - targets).square().mean()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % args.show == 0:
+                mean = loss.detach() / ranks
+                dist.all_reduce(mean)
+                if rank == 0:
+                    print(f"step {step} loss {mean.item()!r}", flush=True)
+            # A rank that stopped alone would leave the others waiting for it.
+            stop.fill_(len(signals))
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+            if stop or step % args.every == 0:
+                keeper.save(step, state)
+
+    if step == args.steps:
+        save_consolidated(model, args.out / "model.safetensors")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True, help="a folder that all nodes see")
+    parser.add_argument("--weights", type=Path, help="a full checkpoint to start from")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--show", type=int, default=10, help="steps between printed losses")
+    parser.add_argument("--batch", type=int, default=256, help="samples a step, of all ranks")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    main(parser.parse_args())

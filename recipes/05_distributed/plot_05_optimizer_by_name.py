@@ -1,0 +1,181 @@
+"""
+Optimizer state by name: a new head, or parameters in another order
+===================================================================
+
+You changed the model, and the optimizer's state does not load: "loaded state dict contains a
+parameter group that doesn't match the size of optimizer's group". Or it loads, and the loss jumps.
+
+An optimizer counts its parameters. `torchlift.distributed.get_optimizer_state_dict` gives each
+state the name of its parameter, and by name it goes back to where it belongs.
+"""
+
+# %%
+# In short
+# --------
+
+import torch
+
+import torchlift
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+optimizer = torch.optim.Adam(model.parameters())
+numbered = optimizer.state_dict()
+named = torchlift.distributed.get_optimizer_state_dict(model, optimizer)
+
+model.append(torch.nn.Linear(2, 1))  # a new head
+optimizer = torch.optim.Adam(model.parameters())
+print(torchlift.load_optimizer(model, optimizer, named, strict=False))
+
+# %%
+# The rest goes on with its moments, and the new head starts at the beginning. Its parameters have a
+# counter of their own, so that Adam corrects both for their true age.
+#
+# One parameter more
+# ------------------
+#
+# The optimizer's own state dict has numbers, and 4 of them do not fit 6. By name a strict load
+# tells which ones are missing, and changes nothing:
+
+try:
+    optimizer.load_state_dict(numbered)
+except ValueError as error:
+    print(f"{type(error).__name__}: {error}")
+print(numbered["param_groups"][0]["params"], named["param_groups"][0]["params"])
+try:
+    torchlift.distributed.set_optimizer_state_dict(model, optimizer, named)
+except torchlift.distributed.StateDictMismatch as error:
+    print(f"{type(error).__name__}: {error}")
+
+# %%
+# As many parameters, in another order
+# ------------------------------------
+#
+# You tidy up a class, and two layers of one shape change places in its constructor. The weights
+# load, since they have names. The numbers fit, too: no error, and each of the two layers has the
+# moments of the other one.
+
+import copy
+
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, *order):
+        super().__init__()
+        for name in order:
+            setattr(self, name, nn.Linear(64, 64))
+        self.enter, self.leave = nn.Linear(2, 64), nn.Linear(64, 1)
+
+    def forward(self, points):
+        hidden = self.wave(torch.tanh(self.enter(points)))
+        return self.leave(torch.relu(self.mix(torch.relu(hidden))))
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.002)
+
+
+def train(model, optimizer, steps):
+    """Take steps; return the loss of each."""
+    numbers = torch.Generator().manual_seed(0)
+    points = 2 * torch.rand(256, 2, generator=numbers) - 1
+    height = torch.sin(5 * points[:, :1]) * torch.cos(4 * points[:, 1:])
+    losses = []
+    for _ in range(steps):
+        losses.append((model(points) - height).square().mean())
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    return [loss.item() for loss in losses]
+
+
+# %%
+# Here is the run that you stop after 100 steps. It goes on at once, to compare with.
+
+torch.manual_seed(0)
+torch.set_num_threads(1)  # small tensors: more threads would only wait
+net = Net("wave", "mix")
+optimizer = adam(net)
+straight = train(net, optimizer, 100)
+named = torchlift.distributed.get_optimizer_state_dict(net, optimizer)
+states = net.state_dict(), optimizer.state_dict(), named
+# Of each a copy of its own: the run goes on in their memory.
+weights, numbered, named = (copy.deepcopy(state) for state in states)
+straight += train(net, optimizer, 100)
+
+# %%
+# Proof
+# -----
+#
+# The tidy class goes on from the same weights in three ways: by number, by name, and by torch's own
+# function of that name, which is as good here.
+
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+
+
+def load_numbers(model, optimizer):
+    optimizer.load_state_dict(numbered)
+
+
+def load_names(model, optimizer):
+    torchlift.load_optimizer(model, optimizer, named)
+
+
+def load_names_with_torch(model, optimizer):
+    torch_state_dict.set_optimizer_state_dict(model, optimizer, named)
+
+
+def go_on(load):
+    net = Net("mix", "wave")
+    net.load_state_dict(weights)
+    optimizer = adam(net)
+    load(net, optimizer)
+    return train(net, optimizer, 100)
+
+
+by_number, by_name = go_on(load_numbers), go_on(load_names)
+assert by_name == go_on(load_names_with_torch) == straight[100:], "bit by bit"
+assert by_number[0] == straight[100], "the weights are right"
+assert max(by_number) > 5 * max(straight[100:]), "and the loss jumps"
+print(f"the last loss before the stop: ~{straight[99]:.4f}")
+print(f"the highest by name:           ~{max(by_name):.4f}")
+print(f"the highest by number:         ~{max(by_number):.4f}")
+
+# %%
+import matplotlib.pyplot as plt
+
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots()
+axes.plot(straight, "C0-", linewidth=7, alpha=0.4, label="never stopped")
+axes.plot(range(100, 200), by_number, "C0-", label="by number")
+axes.plot(range(100, 200), by_name, "C1-", label="by name")
+axes.axvline(100, color="black", linewidth=1, linestyle=":")
+axes.set(xlabel="step", ylabel="loss (squared height)", yscale="log")
+axes.set(xlim=(50, 200), ylim=(min(straight) / 2, 3 * max(by_number)))
+figure.legend(loc="outside upper center", ncols=3)
+plt.show()
+
+# %%
+# *The loss around the stop at step 100, after which two layers of one shape are listed in another
+# order. By name the run lies on the one that never stopped. By number each layer gets the moments
+# of the other one: the loss jumps, and nothing tells you why.*
+#
+# Remember
+# --------
+#
+# - An optimizer knows its parameters by number, in the order in which it got them.
+# - Numbers that fit may be wrong, without an error. Names survive another order, another group,
+#   another model.
+# - A strict load names what is missing, and has changed nothing then.
+#
+# Use this when
+# -------------
+#
+# - **You save an optimizer:** `torchlift.distributed.get_optimizer_state_dict`, or with the model
+#   `torchlift.distributed.get_state_dict`.
+# - **You changed the model:** `torchlift.load_optimizer` with ``strict=False``, and read the
+#   `torchlift.distributed.OptimizerReport`.
+# - **Your file has numbers only:** give the optimizer its parameters in the old order,
+#   `torchlift.load_optimizer`, and save it again by name.
+# - **Somebody else's code calls** ``optimizer.state_dict()``: patch it once with
+#   `torchlift.distributed.patch_optimizer_state_dict`.

@@ -1,0 +1,110 @@
+"""
+Adam starts at step 1: get_optimizer_state_dict before the first step
+=====================================================================
+
+You ask PyTorch for the state dict of a new optimizer, to save step 0 or to load into it. No weight
+moves. But from then on Adam's first real step is another one. Who took a step?
+
+PyTorch did, with a learning rate of zero, to have something to show.
+`torchlift.distributed.get_optimizer_state_dict` shows the state that the first step starts from.
+"""
+
+# %%
+# In short
+# --------
+
+import torch
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+
+import torchlift
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+state = torchlift.distributed.get_optimizer_state_dict(model, optimizer)
+print("torchlift looks: step", int(state["state"]["weight"]["step"]))
+assert not optimizer.state, "it is as it was"
+
+state = torch_state_dict.get_optimizer_state_dict(model, optimizer)
+print("torch looks:     step", int(state["state"]["weight"]["step"]))
+print("and the optimizer keeps it:", len(optimizer.state), "states")
+
+# %%
+# After PyTorch's look Adam has counted one step that nobody took.
+#
+# Why a wrong count moves the weights
+# -----------------------------------
+#
+# Adam keeps a mean of the gradients and a mean of their squares. Both start at zero and are too
+# small in the beginning, so Adam corrects them by their age. If the age is wrong, so is the
+# correction. PyTorch knows this as `issue 164929
+# <https://github.com/pytorch/pytorch/issues/164929>`_. You meet it when you save at step 0, or look
+# at the state of a new optimizer and train on.
+#
+# Proof
+# -----
+#
+# The gradient is always the same here, so each step of Adam should move a weight by the learning
+# rate. Only the look before the first step differs.
+
+
+def look_away(model, optimizer):
+    pass
+
+
+def steps_after(look, count=20):
+    """Return how far each step moves a weight, in learning rates."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    look(model, optimizer)
+    moved = []
+    for _ in range(count):
+        before = model.weight.item()
+        optimizer.zero_grad()
+        model(torch.ones(1)).sum().backward()
+        optimizer.step()
+        moved.append((before - model.weight.item()) / 0.01)
+    return moved
+
+
+moved = {
+    "nobody looks": steps_after(look_away),
+    "torch looks": steps_after(torch_state_dict.get_optimizer_state_dict),
+    "torchlift looks": steps_after(torchlift.distributed.get_optimizer_state_dict),
+}
+for name, steps in moved.items():
+    print(f"{name:<16} first step {steps[0]:.3f}, all twenty {sum(steps):.2f}")
+assert abs(moved["torchlift looks"][0] - 1) < 1e-3
+assert moved["torch looks"][0] < 0.8
+
+# %%
+import matplotlib.pyplot as plt
+
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots()
+looks = ("C0", 7, 0.4), ("C0", 2.5, 1), ("C1", 2.5, 1)
+for (name, steps), (color, width, alpha) in zip(moved.items(), looks, strict=True):
+    axes.plot(range(1, 21), steps, color, lw=width, alpha=alpha, label=name)
+axes.set(xlabel="step", ylabel="how far a weight moves\n(learning rates)")
+axes.set(ylim=(0.6, 1.1), xticks=[1, 5, 10, 15, 20])
+figure.legend(loc="outside upper center", ncols=3, fontsize=10)
+plt.show()
+
+# %%
+# *How far each of the first twenty steps of Adam moves a weight whose gradient is always the same.
+# After a look by torch the first step is a quarter too short, and so are the next ones, less and
+# less. After a look by torchlift they are as if nobody had looked.*
+#
+# Remember
+# --------
+#
+# - A state dict of an optimizer that has not stepped has to be made by somebody.
+# - The counter of Adam is a part of the mathematics, not a statistic.
+# - Reading a state must not change it.
+#
+# Use this when
+# -------------
+#
+# - **You save before the first step, or make a state dict to load into:**
+#   `torchlift.distributed.get_optimizer_state_dict`; the import is all that changes.
+# - **You only load:** `torchlift.load_optimizer`, which needs no state dict made before.
+# - **You save while training:** `torchlift.Keeper`.
