@@ -55,7 +55,7 @@ def recipe(name: str) -> Recipe:
     level, tags = known.get("level", ""), known.get("tags", [])
     assert isinstance(level, str)
     assert isinstance(tags, list)
-    return Recipe(title, re.sub(r"[`*]", "", question), level, tags, minutes_of(text))
+    return Recipe(title, re.sub(r"(?<!`)`(?!`)|\*", "", question), level, tags, minutes_of(text))
 
 
 def minutes_of(script: str) -> int:
@@ -95,7 +95,10 @@ def make_card(docname: str, source: Path) -> nodes.container:
         refwarn=True,
     )
     card += nodes.paragraph("", "", link, classes=["tl-card-title"])
-    card += nodes.paragraph("", known.question, classes=["tl-card-question"])
+    asked = nodes.paragraph(classes=["tl-card-question"])
+    for number, part in enumerate(known.question.split("``")):
+        asked += nodes.literal("", part) if number % 2 else nodes.Text(part)
+    card += asked
     words = [known.level, f"{known.minutes} min", *known.tags]
     last = nodes.paragraph(classes=["tl-card-facts"])
     last += [nodes.inline("", word, classes=["tl-tag"]) for word in words if word]
