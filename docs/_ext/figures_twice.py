@@ -24,7 +24,7 @@ from matplotlib.text import Annotation, Text
 from PIL import Image
 
 DPI = 200
-CARD_WIDTH = 560
+CARD_WIDTH = 400
 NIGHT, INK = "#14181e", "#e4e9ee"  # the theme's dark page, and letters on it
 #: The cycle of figures.mplstyle. The one that is darkest on white is brightest on the dark page, so
 #: that the same two stay furthest apart.
@@ -85,7 +85,7 @@ def make_card(source: Path, target: Path) -> None:
     with Image.open(source) as image:
         size = CARD_WIDTH, round(image.height * CARD_WIDTH / image.width)
         small = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-        small.quantize(64, dither=Image.Dither.NONE).save(target, optimize=True)
+        small.quantize(24, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
 def dark_colour(colour: Any) -> Any:
