@@ -12,7 +12,9 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,6 +75,33 @@ def run_saves_then_loads(module: Path, worlds: Sequence[int]) -> dict[int, dict[
             out.mkdir()
             found[ranks] |= run_workers(module, ranks, out)
     return found
+
+
+def saved_then_loaded(module: Path, worlds: Sequence[int]) -> Any:
+    """Return a fixture: every check on every number of ranks, see `run_saves_then_loads`."""
+
+    @pytest.fixture(scope="module", name="results")
+    def fixture() -> dict[int, dict[str, str]]:
+        return run_saves_then_loads(module, worlds)
+
+    return fixture
+
+
+def on_ranks(worlds: Sequence[int], checks: Sequence[str]) -> Callable[[Any], Any]:
+    """Mark a test of one check on some number of ranks."""
+    marks = (
+        pytest.mark.distributed,
+        pytest.mark.timeout(600),
+        pytest.mark.parametrize("ranks", worlds),
+        pytest.mark.parametrize("check", checks),
+    )
+
+    def marked(test: Any) -> Any:
+        for mark in reversed(marks):
+            test = mark(test)
+        return test
+
+    return marked
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -41,6 +41,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
+@settings(deadline=None)
 @given(tree=TREES)
 def test_a_tree_comes_back_as_it_was_saved(tmp_path_factory, zipped, tree):
     """Integer keys, lists, tuples, dtypes, devices and slices; tensors are mapped."""

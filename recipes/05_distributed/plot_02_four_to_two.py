@@ -183,8 +183,10 @@ plt.show()
 #
 # - **You load shards on any number of ranks, or on one:** shard a `torchlift.skeleton`, then
 #   `torchlift.load`.
-# - **Others will read it:** `torchlift.distributed.save_consolidated`, one ordinary safetensors or
-#   torch file.
-# - **Your code calls** ``dcp.load``: a `torchlift.distributed.CheckpointReader` as storage reader.
+# - **Others will read it:** `torchlift.save` on all ranks, one ordinary safetensors or torch file,
+#   or shards with an index; `torchlift.distributed.save_consolidated` returns each rank's bytes.
+# - **Your code calls** ``dcp.load`` **or** ``dcp.save``: a
+#   `torchlift.distributed.CheckpointReader` as storage reader, a
+#   `torchlift.distributed.CheckpointWriter` as storage writer.
 # - **You want to know the bytes before you ask for the machines:**
 #   `torchlift.distributed.simulate`.

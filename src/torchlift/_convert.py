@@ -55,14 +55,17 @@ def convert(
     """Convert a checkpoint into another format, dtype, layout or naming, without loading it.
 
     It is read and written a block at a time: some 32 MiB of memory, whatever its size. The new
-    files appear when they are whole, as with `torchlift.save`; the old ones are only read. After a
-    crash nothing but the old is there, and what was begun is removed by the next conversion to the
-    same path, which starts again.
+    files appear when they are whole, as with `torchlift.save`; the old ones are only read.
 
-    Aliases and ties stay where the format can have them. Files of PyTorch keep their containers
-    (integer keys, lists, plain data) in a torch file, unless `rename` is given: then the names are
-    flat. Of DCP, names stay joined by dots, as `torchlift.open` lists them. safetensors hold what
-    belongs to the model only, by its dotted names; the report lists what they do not keep.
+    A conversion to shards that was killed goes on where it was when it is called again: shards that
+    were finished stay as they are (`SaveReport.taken_up`) if the source has not changed, the result
+    would be the same, and their checksums are right. In any other case, and with other formats, it
+    begins anew, and what was left is removed. An error or an interrupt leaves nothing.
+
+    Aliases and ties stay where the format can have them. Files of PyTorch and DCP keep their
+    containers (lists, plain data and, of files, integer keys) in a torch file, unless `rename` is
+    given: then the names are flat. safetensors hold what belongs to the model only, by its dotted
+    names; the report lists what they do not keep.
 
     Args:
         src: what `torchlift.open` reads, or a checkpoint that is open.
@@ -162,9 +165,13 @@ def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
     if overwrite:
         return
     source = {os.path.realpath(path) for path in (index.path, *index.files)}
+    inodes = {(stamp.device, stamp.inode) for stamp in index.files.values()}
     for path in target.heads:
         if os.path.lexists(path):
             is_source = os.path.realpath(path) in source
+            if os.path.exists(path):
+                found = os.stat(path)
+                is_source |= (found.st_dev, found.st_ino) in inodes
             raise CheckpointError(
                 "it is the source itself" if is_source else "there is something of this name",
                 file=path,

@@ -104,6 +104,14 @@ class MismatchError(CheckpointError):
         return "\n  ".join([super().__str__(), *map(printable, self.lists)])
 
 
+class StateDictMismatch(MismatchError, RuntimeError):
+    """A state dict does not fit the model or the optimizer.
+
+    It is a `RuntimeError` too, because that is what ``torch.distributed.checkpoint.state_dict``
+    raises: a program that catches it keeps working after the import is changed.
+    """
+
+
 class PlacementError(CheckpointError):
     """A tensor cannot be put where it was asked to go (device, mode, live module)."""
 

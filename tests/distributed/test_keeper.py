@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_saves_then_loads
+from ranks import on_ranks, run_workers, saved_then_loaded
 from torch import nn
 
 import torchlift
 from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError, IntegrityError
 
-WORKERS = Path(__file__).parent / "workers_keeper.py"
 RANKS = (2, 4)
 
 
@@ -332,17 +331,12 @@ def complete(folder: Path) -> list[str]:
 # ---- on several processes
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[int, dict[str, str]]:
-    """Every check on every number of ranks, after each number of ranks has saved."""
-    return run_saves_then_loads(WORKERS, RANKS)
+WORKERS = Path(__file__).with_name("workers_keeper.py")
+results = saved_then_loaded(WORKERS, RANKS)
 
 
-@pytest.mark.distributed
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(
-    "check",
+@on_ranks(
+    RANKS,
     [
         "training_goes_on_bit_by_bit",
         "what_is_kept_is_complete_and_no_more_than_asked_for",
@@ -354,3 +348,31 @@ def results() -> dict[int, dict[str, str]]:
 def test_ranks_keep_together(results: dict[int, dict[str, str]], check: str, ranks: int) -> None:
     """See the docstring of each check in workers_keeper.py."""
     assert not results[ranks][check], results[ranks][check]
+
+
+@pytest.mark.distributed
+def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> None:
+    """As torchrun starts it; it goes on where a process without a group was, and the reverse."""
+    runs = {}
+    for name in ("plain", "grouped"):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+        runs[name] = {"model": model, "optimizer": optimizer}
+    with torchlift.Keeper(tmp_path / "plain") as keeper:
+        keeper.save(1, runs["plain"])
+    out = tmp_path / "save-1"
+    out.mkdir()
+    found = run_workers(WORKERS, 1, out)
+    assert len(found) == 5
+    assert not any(found.values()), found
+    again = runs["grouped"]
+    with torch.no_grad():
+        again["model"].weight.zero_()
+    with torchlift.Keeper(tmp_path / "grouped") as keeper:
+        assert keeper.resume(again) == 2
+        keeper.save(3, again)
+    assert torch.equal(again["model"].weight, runs["plain"]["model"].weight + 1)
+    assert sorted(os.listdir(tmp_path / "grouped")) == ["step-000000002", "step-000000003.pt"]

@@ -13,7 +13,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from ranks import run_saves_then_loads
+from ranks import on_ranks, saved_then_loaded
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -40,7 +40,7 @@ def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
     for key, value in state.items():
         assert torch.equal(found[key], value), key
     with safe_open(path, "pt") as file:
-        assert file.metadata() == {"step": "7"}
+        assert file.metadata().items() >= {"step": "7", "format": "pt"}.items()
     assert torchlift.verify(path).ok
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~_umask()
 
@@ -126,7 +126,9 @@ def test_the_suffix_or_the_caller_says_the_format(tmp_path: Path) -> None:
         ValueError, match=r"suffix '\.x' .* name the file \.safetensors or \.pt, or"
     ):
         save_consolidated({"w": torch.ones(2)}, tmp_path / "a.x")
-    with pytest.raises(ValueError, match=r"format='zip': expected one of safetensors, torch-zip"):
+    with pytest.raises(
+        ValueError, match=r"format='zip': expected one of safetensors, torch-zip, sharded, dcp"
+    ):
         save_consolidated({"w": torch.ones(2)}, tmp_path / "a.pt", format="zip")
     with pytest.raises(ValueError, match="no place for metadata"):
         save_consolidated({"w": torch.ones(2)}, tmp_path / "a.pt", metadata={"a": "b"})
@@ -173,7 +175,9 @@ def test_a_torch_file_keeps_ties_and_plain_values(tmp_path: Path) -> None:
     loaded = nn.Sequential(Counting(3, 3), nn.Linear(3, 3))
     torchlift.load(loaded, tmp_path / "x.pt")
     assert loaded[0].state == model[0].get_extra_state()
-    with pytest.raises(PlacementError, match=r"'0\._extra_state': cannot be stored in a safetens"):
+    with pytest.raises(
+        PlacementError, match=r"'0\._extra_state.steps': cannot be stored in a safe"
+    ):
         save_consolidated(model, tmp_path / "x.safetensors")
 
 
@@ -227,20 +231,11 @@ def test_of_two_saves_at_once_one_wins_whole(tmp_path: Path) -> None:
 
 
 RANKS = (1, 2, 4)
-WORKERS = Path(__file__).with_name("workers_save.py")
+results = saved_then_loaded(Path(__file__).with_name("workers_save.py"), RANKS)
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[int, dict[str, str]]:
-    """Every check on every number of ranks, after each number of ranks has saved."""
-    return run_saves_then_loads(WORKERS, RANKS)
-
-
-@pytest.mark.distributed
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize(
-    "check",
+@on_ranks(
+    RANKS,
     [
         "merges_what_each_rank_has_under_names_of_its_own",
         "values_that_differ_between_ranks_are_never_mixed",
@@ -254,11 +249,16 @@ def results() -> dict[int, dict[str, str]]:
         "a_bad_path_of_one_rank_stops_all",
         "tells_ties_on_ranks_that_hold_nothing",
         "a_fault_of_one_rank_stops_all",
+        "saves_every_wrapping_as_one_process_saves_whole_tensors",
+        "dcp_saves_through_the_writer",
+        "saves_shards_for_transformers",
         "reads_what_any_number_of_ranks_wrote",
         "loads_on_another_number_of_ranks",
+        "loads_every_wrapping_on_another_number_of_ranks",
+        "transformers_reads_what_any_number_of_ranks_wrote",
     ],
 )
-def test_ranks_write_one_torch_file(
+def test_ranks_write_one_checkpoint(
     results: dict[int, dict[str, str]], ranks: int, check: str
 ) -> None:
     """Every dtype and placement, bit for bit; ties stay; on a fault the old file stays, alone."""
@@ -271,27 +271,29 @@ KILLED = Path(__file__).with_name("worker_killed.py")
 @pytest.mark.distributed
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 @pytest.mark.parametrize(
-    ("victims", "where", "debris"),
+    ("victims", "where", "name"),
     [
-        ("0", "write", 0),
-        ("1", "write", 0),
-        ("0", "replace", 0),
-        ("0,1", "write", 1),  # nobody is left to remove it
-        ("0,1", "fsync", 1),
+        ("0", "write", "x.pt"),
+        ("1", "write", "x.safetensors.index.json"),
+        ("1", "write", "dcp"),
+        ("0", "replace", "x.pt"),
+        ("0,1", "write", "x.safetensors.index.json"),  # nobody is left to remove what was begun
+        ("0,1", "fsync", "x.pt"),
     ],
 )
 def test_kill_9_in_the_middle_of_a_save(
-    tmp_path: Path, victims: str, where: str, debris: int
+    tmp_path: Path, victims: str, where: str, name: str
 ) -> None:
-    """The old file is whole, the survivor raises soon, and what is left the next save removes."""
+    """The old one is whole, the survivor raises soon, and what is left the next save removes."""
     folder = tmp_path / "saved"
     folder.mkdir()
-    path = folder / "x.pt"
-    save_consolidated({"w": torch.ones(2)}, path)
-    before = path.read_bytes()
+    path = folder / name
+    format = "dcp" if name == "dcp" else None
+    torchlift.save({"w": torch.ones(2)}, path, format=format)
+    before = files_in(folder)
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(KILLED), str(tmp_path), str(rank), "2", victims, where],
+            [sys.executable, str(KILLED), str(tmp_path), str(rank), "2", victims, where, name],
             stderr=subprocess.DEVNULL,
         )
         for rank in range(2)
@@ -301,13 +303,22 @@ def test_kill_9_in_the_middle_of_a_save(
     for rank in range(2):
         if str(rank) not in victims:
             message, seconds = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
-            assert "another rank died or does not answer" in message
+            assert name == "dcp" or "another rank died or does not answer" in message
             assert seconds < 40
-    assert path.read_bytes() == before
-    assert len(os.listdir(folder)) == 1 + debris
-    save_consolidated({"w": torch.zeros(2)}, path)
-    assert os.listdir(folder) == ["x.pt"]
-    assert torch.equal(torch.load(path, weights_only=True)["w"], torch.zeros(2))
+    left = files_in(folder)
+    assert {name: left[name] for name in before} == before
+    assert (left.keys() == before.keys()) == (len(victims) == 1)
+    torchlift.save({"w": torch.zeros(2)}, path, format=format)
+    after = files_in(folder)
+    assert len(after) == len(before)
+    assert not any(".torchlift-" in name for name in after)
+    with torchlift.open(path) as found:
+        assert torch.equal(found["w"], torch.zeros(2))
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    files = filter(Path.is_file, folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_names_in_the_file_are_those_of_the_bare_model(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """One rank of a save that somebody kills.
 
-Arguments: folder, rank, number of ranks, ranks that die, and where.
+Arguments: folder, rank, number of ranks, ranks that die, where, and the name of what is saved.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import torchlift
 from torchlift._transfer import write
-from torchlift.distributed import save
+from torchlift.distributed import CheckpointWriter
 from torchlift.errors import CheckpointError
 
 warnings.simplefilter("ignore")
@@ -46,7 +47,7 @@ def dies_in(count: int, function: Any) -> Any:
 
 
 def main() -> None:
-    folder, rank, world, victims, where = sys.argv[1:]
+    folder, rank, world, victims, where, name = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -66,8 +67,12 @@ def main() -> None:
     result = Path(folder, f"{rank}.json")
     started = time.monotonic()
     try:
-        save.save_consolidated(state, Path(folder, "saved", "x.pt"))
-    except CheckpointError as error:
+        path = Path(folder, "saved", name)
+        if name == "dcp":
+            torch.distributed.checkpoint.save(state, storage_writer=CheckpointWriter(path))
+        else:
+            torchlift.save(state, path, max_shard_size=200 if name.endswith("json") else None)
+    except (CheckpointError, RuntimeError) as error:
         result.write_text(json.dumps([str(error), time.monotonic() - started]), encoding="utf-8")
     os._exit(0)  # no barrier: a rank is dead
 

@@ -132,7 +132,7 @@ def a_rank_that_cannot_write_ends_the_save_on_all() -> None:
     dist.barrier()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if dist.get_rank() == 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (7000, before[1]))
     try:
         with pytest.raises(CheckpointError):
@@ -152,26 +152,43 @@ def a_rank_that_cannot_write_ends_the_save_on_all() -> None:
 def ranks_that_disagree_all_raise() -> None:
     """Another step, an argument that is wrong on one, an object that refuses on one."""
     run, folder = run_of("fsdp2"), SHARED / f"disagree-{dist.get_world_size()}"
-    rank = dist.get_rank()
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
 
     class Odd:
         def state_dict(self) -> dict[str, int]:
             return {"rank": rank}
 
         def load_state_dict(self, state: dict[str, int]) -> None:
-            if rank:
+            if rank == last:
                 raise OSError("no such luck")
 
     with torchlift.Keeper(folder, best="loss") as keeper:
-        with pytest.raises(ValueError, match="the ranks save different steps"):
-            keeper.save(rank, run, metrics={"loss": 1.0})
+        if last:
+            with pytest.raises(ValueError, match="the ranks save different steps"):
+                keeper.save(rank, run, metrics={"loss": 1.0})
         with pytest.raises((ValueError, CheckpointError), match="cannot name an object"):
-            keeper.save(1, {"rng" if rank else "x": 1}, metrics={"loss": 1.0})
+            keeper.save(1, {"rng" if rank == last else "x": 1}, metrics={"loss": 1.0})
         # What tells the best is rank 0's to give.
         keeper.save(1, run, odd=Odd(), metrics=None if rank else {"loss": 1.0})
         with pytest.raises((OSError, CheckpointError), match="no such luck"):
             keeper.resume(run, odd=Odd())
         assert keeper.resume(run) == 1
+
+
+def one_process_goes_on_where_one_without_a_group_was() -> None:
+    """And leaves what that one goes on with."""
+    if dist.get_world_size() > 1:
+        return
+    model = nn.Linear(5, 3)
+    run = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with torchlift.Keeper(SHARED / "plain") as keeper:
+        assert keeper.resume(run) == 1
+    state = run["optimizer"].state[model.weight]
+    assert state["exp_avg"].any()
+    with torch.no_grad():
+        model.weight += 1
+    with torchlift.Keeper(SHARED / "grouped", background=False) as keeper:
+        assert keeper.save(2, run)
 
 
 def any_number_of_ranks_goes_on_with_what_another_kept() -> None:
@@ -197,6 +214,7 @@ if __name__ == "__main__":
                 what_is_kept_is_complete_and_no_more_than_asked_for,
                 a_rank_that_cannot_write_ends_the_save_on_all,
                 ranks_that_disagree_all_raise,
+                one_process_goes_on_where_one_without_a_group_was,
             )
         },
         loads={

@@ -656,7 +656,7 @@ def a_save_that_fails_leaves_the_old_file() -> None:
     dist.barrier()
     state: dict[str, Any] = dict(fsdp(net(seed=1)).state_dict())
     if dist.get_rank() == world - 1:
-        state["odd"] = torch.zeros(7, 3, dtype=torch.complex128)
+        state["wrong"] = torch.zeros(7, 3, dtype=torch.complex128)
     with pytest.raises(PlacementError) as caught:
         save_consolidated(state, path)
     assert "cannot be stored in a safetensors file" in str(caught.value)

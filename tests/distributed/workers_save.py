@@ -7,7 +7,9 @@ what any number of ranks wrote.
 from __future__ import annotations
 
 import copy
+import errno
 import os
+import pickle
 import sys
 import warnings
 import zipfile
@@ -17,18 +19,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import cpu_mesh, main_saves_then_loads
 from safetensors import safe_open
 from safetensors.torch import load_file
 from save_states import expected_state, same_bits
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from wrapped_models import WRAPPERS, net, same
+from wrapped_models import MESHES, WRAPPERS, net, same, train
 
 import torchlift
-from torchlift.distributed import save_consolidated
+from torchlift._save import mesh as mesh_module
+from torchlift.distributed import (
+    CheckpointWriter,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    save_consolidated,
+)
 from torchlift.errors import CheckpointError, PlacementError
 
 warnings.simplefilter("ignore")
@@ -108,7 +118,7 @@ def one_bad_rank_stops_all() -> None:
     mesh = cpu_mesh()
     cases: list[tuple[Any, Path, type[Exception], str]] = [
         (object(), path, PlacementError, "without running code"),
-        ([torch.ones(2)], path, PlacementError, "plain data; found a torch.Tensor"),
+        ({"a": [object()]}, path, PlacementError, "'w.a': .*without running code"),
         (torch.empty(2, device="meta"), path, PlacementError, "in a torch file"),
         (DTensor.from_local(torch.ones(2), mesh, [Partial()]), path, PlacementError, "partial sum"),
         (torch.ones(2), SHARED / "no" / "x.pt", CheckpointError, "cannot be written"),
@@ -146,9 +156,15 @@ def writes_rank_0s_metadata() -> None:
         for key, value in load_file(path).items():
             assert same_bits(value, expected[key]), (name, key)
         with safe_open(path, "pt") as file:
-            assert (file.metadata() or {}) == {
-                "only": {"note": "n" * 200}, "longer": {"host": "h"}, "other": {},
-            }[name]  # fmt: skip
+            found = file.metadata()
+        assert found.pop("torchlift.crc32")
+        assert found == {
+            "only": {"note": "n" * 200}, "longer": {"host": "h"}, "other": {},
+        }[name] | {"format": "pt"}  # fmt: skip
+        report = torchlift.verify(path)
+        assert report.ok
+        assert report.checked
+        assert not report.unchecked
         dist.barrier()
 
 
@@ -217,7 +233,6 @@ def tells_ties_on_ranks_that_hold_nothing() -> None:
 
 def a_fault_of_one_rank_stops_all() -> None:
     """A file-size limit, an fsync and a rename that fail; the old file stays, alone."""
-    import errno
     import resource
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -226,9 +241,6 @@ def a_fault_of_one_rank_stops_all() -> None:
     state = {"w": distribute_tensor(torch.ones(40_000), mesh, [Shard(0)])}
     save_consolidated(state, path)
     before = path.read_bytes()
-
-    def denied(*args: object) -> None:
-        raise PermissionError(errno.EPERM, "denied by the test")
 
     for who, what in [(world - 1, "fsync"), (0, "replace"), (world - 1, "pwrite")]:
         with pytest.MonkeyPatch.context() as patch:
@@ -303,15 +315,21 @@ def merges_what_each_rank_has_under_names_of_its_own() -> None:
     last = rank >= half
     mine = nn.ModuleDict({name: expected[name] for name in ("12" if last else "01")})
     for wrapped in (False, True):
-        for suffix in ("pt", "safetensors"):
+        for suffix in ("pt", "safetensors", "safetensors.index.json"):
             path = SHARED / f"stages-{world}-{wrapped}.{suffix}"
             stage: Any = mine
             if wrapped:
                 stage = copy.deepcopy(mine)
                 for layer in stage.values():
                     fully_shard(layer, mesh=meshes[last])
-            save_consolidated(stage, path)
-            found = load_file(path) if suffix == "safetensors" else torch.load(path)
+            if suffix.endswith("json"):
+                size, group = 200, dist.group.WORLD  # which tells stages from replicas
+                report = torchlift.save(stage, path, max_shard_size=size, process_group=group)
+                assert len(report.files) > 2
+                found = torchlift.open(path).state_dict()
+            else:
+                save_consolidated(stage, path)
+                found = load_file(path) if suffix == "safetensors" else torch.load(path)
             whole = expected.state_dict()
             assert sorted(found) == sorted(whole)
             for key, value in whole.items():
@@ -352,6 +370,203 @@ def distribute(value: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, DeviceMesh("cpu", [dist.get_rank()]), [Replicate()])
 
 
+def saves_every_wrapping_as_one_process_saves_whole_tensors() -> None:
+    """With the optimizer and plain data, in one file and in shards, by the one `torchlift.save`."""
+    world = dist.get_world_size()
+    kinds = {kind: WRAPPERS[kind] for kind in ("fsdp blocks", "tensor parallel")}
+    kinds |= MESHES if world > 1 else {}
+    for kind, wrap in kinds.items():
+        model = wrap(net())
+        optimizer = torch.optim.Adam(model.parameters())
+        train(optimizer, 1)
+        state = {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+            "step": 3,
+            "more": [{"plain": (1, "x")}, next(model.parameters())],
+        }
+        expected = whole_of(state)
+        folder = SHARED / f"all-{kind}-{world}"
+        report = torchlift.save({**state, "model": model}, f"{folder}.pt")
+        assert report.format == "torch-zip"
+        assert len(report.files) == 1
+        name, first = next(iter(model.named_parameters()))
+        assert report.tied["more.1"].endswith(name.split(".")[-1])  # and is in the file once
+        assert report.nbytes == sum(t.nbytes for t in tensors_in(expected)) - first.nbytes
+        same(torch.load(f"{folder}.pt", weights_only=True), expected, kind)
+        with pytest.raises(PlacementError, match=r"'optimizer\.param_groups'.*which hold plain"):
+            torchlift.save(state, folder / "model.safetensors")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mesh_module, "_AT_ONCE", 2)
+            report = torchlift.save(model, folder / "model.safetensors", max_shard_size=500)
+        assert (report.format, len(report.files) > 3) == ("sharded", True)
+        torchlift.save(state, SHARED / f"all-{kind}-{world}-dcp", format="dcp")
+        for path in (f"{folder}.pt", folder, f"{folder}-dcp"):
+            found = torchlift.verify(path)
+            assert found.ok
+            assert not found.unchecked, (path, found)
+        if dist.get_rank() == 0:
+            torch.save(expected, f"{folder}.expected")
+        dist.barrier()
+
+
+def whole_of(value: Any) -> Any:
+    """Containers with whole tensors in place of DTensors."""
+    if isinstance(value, dict):
+        return {key: whole_of(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(whole_of, value))
+    if isinstance(value, DTensor):
+        value = value.detach().full_tensor()
+    return value.clone() if isinstance(value, torch.Tensor) else value  # training goes on
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return [t for v in items if isinstance(v, (dict, list, torch.Tensor)) for t in tensors_in(v)]
+
+
+#: What transformers calls the tensors of a Llama of one layer, and their shapes.
+LLAMA = {
+    "model.embed_tokens.weight": (64, 16), "lm_head.weight": (64, 16), "model.norm.weight": (16,),
+    **{f"model.layers.0.{name}.weight": shape for name, shape in {
+        "self_attn.q_proj": (16, 16), "self_attn.k_proj": (16, 16), "self_attn.v_proj": (16, 16),
+        "self_attn.o_proj": (16, 16), "mlp.gate_proj": (24, 16), "mlp.up_proj": (24, 16),
+        "mlp.down_proj": (16, 24), "input_layernorm": (16,), "post_attention_layernorm": (16,),
+    }.items()},
+}  # fmt: skip
+
+
+def llama() -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return {key: torch.randn(shape) for key, shape in LLAMA.items()}
+
+
+def saves_shards_for_transformers() -> None:
+    """Laid out over a mesh as FSDP2 over tensor parallel would be."""
+    for name in ("both", "rows"):
+        mesh, placements = meshes()[name]
+        state = {key: spread(mesh, placements, value) for key, value in llama().items()}
+        folder = SHARED / f"llama-{name}-{dist.get_world_size()}"
+        report = torchlift.save(state, folder / "model.safetensors", max_shard_size="4KB")
+        assert len(report.files) > 3
+
+
+def transformers_reads_what_any_number_of_ranks_wrote() -> None:
+    if dist.get_world_size() > 1:
+        return  # one process shows it, and the import takes seconds
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    folders = sorted(SHARED.glob("llama-*"))
+    assert len(folders) == 6, folders
+    for folder in folders:
+        config.save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        same(dict(model.state_dict()), llama(), folder.name)
+
+
+def loads_every_wrapping_on_another_number_of_ranks() -> None:
+    folders = sorted(SHARED.glob("all-*.expected"))
+    assert len(folders) == 12, folders
+    for expected in folders:
+        for path in (expected.with_suffix(""), expected.with_suffix(".pt")):
+            model = fully_shard(torchlift.skeleton(net, 1), mesh=cpu_mesh())
+            root = {"root": "model"} if path.suffix else {}
+            torchlift.load(model, path, verify=True, **root)
+            found = whole_of(get_model_state_dict(model))
+            same(found, torch.load(expected, weights_only=True)["model"], path.name)
+
+
+def dcp_saves_through_the_writer() -> None:
+    """One file or a directory; at once and in the background; on a fault the old one stays."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = WRAPPERS["fsdp blocks"](net())
+    optimizer = torch.optim.Adam(model.parameters())
+    train(optimizer, 1)
+
+    def state_of() -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+            "step": 7,
+            "more": ["x", {"y": 1}],
+        }
+
+    for path in (SHARED / f"writer-{world}", SHARED / f"writer-{world}.pt"):
+        dcp.save(state_of(), storage_writer=CheckpointWriter(path))
+        train(optimizer, 1)
+        expected = whole_of(state_of())
+        writer = pickle.loads(pickle.dumps(CheckpointWriter()))  # as a process that saves gets it
+        dcp.async_save(state_of(), storage_writer=writer, checkpoint_id=path).result()
+        dist.barrier()
+        train(optimizer, 1)
+        report = torchlift.verify(path)
+        assert report.ok
+        assert len(report.checked) >= len(tensors_in(expected))
+        assert not report.unchecked
+        if path.suffix:
+            same(torch.load(path, weights_only=True), expected, path.name)
+        else:
+            found = state_of()
+            dcp.load(found, storage_reader=dcp.FileSystemReader(path))
+            same(whole_of(found), expected, path.name)
+        before = contents(path)
+        who = f"on rank {world - 1}" if world > 1 else ""
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == world - 1:
+                patch.setattr(os, "pwrite", denied)
+            with pytest.raises(CheckpointException, match=rf"{who}.*denied by"):
+                dcp.save(state_of(), storage_writer=writer)
+        dist.barrier()
+        assert contents(path) == before
+        assert not list(SHARED.glob(".writer*"))
+        with pytest.raises(CheckpointException, match="without running code"):
+            dcp.save(
+                {**state_of(), "bad": object()},
+                storage_writer=CheckpointWriter(SHARED / "refused.pt"),
+            )
+    folder = SHARED / f"writer-{world}-shards"
+    writer = CheckpointWriter(folder / "model.safetensors", max_shard_size=500)
+    model_state = get_model_state_dict(model)
+    dcp.save(model_state, storage_writer=writer)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    with torchlift.open(folder) as found:
+        same(found.state_dict(), whole_of(model_state), "shards")
+    assert not torchlift.verify(folder).unchecked
+    for options, state, text in [
+        ({"path": SHARED / "refused.safetensors"}, state_of(), "which hold plain data"),
+        ({}, state_of(), "no path: pass one to CheckpointWriter"),
+        (
+            {"path": SHARED / "refused", "max_shard_size": 5},
+            state_of(),
+            "each rank writes one file",
+        ),
+    ]:
+        with pytest.raises(CheckpointException, match=text):
+            dcp.save(state, storage_writer=CheckpointWriter(**options))
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    writer = CheckpointWriter(SHARED / f"planned-{world}.pt")
+    dcp.save(state_of(), storage_writer=writer, planner=planner)
+    with pytest.raises(CheckpointException, match=r"pass DefaultSavePlanner\(enable_plan_cach"):
+        dcp.save(state_of(), storage_writer=writer, planner=planner)
+    dist.barrier()
+    assert not list(SHARED.glob("refused*"))
+
+
+def denied(*args: object) -> None:
+    raise PermissionError(errno.EPERM, "denied by the test")
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    files = path.iterdir() if path.is_dir() else [path]
+    return {file.name: file.read_bytes() for file in files}
+
+
 def values_that_differ_between_ranks_are_never_mixed() -> None:
     """One error that names the key on every rank, or rank 0's by the option."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -390,7 +605,10 @@ def values_that_differ_between_ranks_are_never_mixed() -> None:
     assert not list(SHARED.glob(".mixed*"))
     with pytest.raises(PlacementError, match=r"and so do 1 more names"):
         save_consolidated(dict.fromkeys("ab", torch.full((2,), rank)) | {"c": shards}, path)
-    with pytest.raises(PlacementError, match=r"same format= and replicated="):
+    with pytest.raises(
+        PlacementError,
+        match=r"the same replicated=; expected 'equal', as on rank 0; found 'rank0' on",
+    ):
         save_consolidated({}, path, replicated="rank0" if rank else "equal")
     with pytest.raises((ValueError, CheckpointError), match=r"one of 'equal', 'rank0', not 'all'"):
         save_consolidated({}, path, replicated="all")  # type: ignore[arg-type]
@@ -439,8 +657,16 @@ SAVES = (
     a_bad_path_of_one_rank_stops_all,
     tells_ties_on_ranks_that_hold_nothing,
     a_fault_of_one_rank_stops_all,
+    saves_every_wrapping_as_one_process_saves_whole_tensors,
+    saves_shards_for_transformers,
+    dcp_saves_through_the_writer,
 )
-LOADS = (reads_what_any_number_of_ranks_wrote, loads_on_another_number_of_ranks)
+LOADS = (
+    reads_what_any_number_of_ranks_wrote,
+    loads_on_another_number_of_ranks,
+    loads_every_wrapping_on_another_number_of_ranks,
+    transformers_reads_what_any_number_of_ranks_wrote,
+)
 
 if __name__ == "__main__":
     by_name = [{check.__name__: check for check in checks} for checks in (SAVES, LOADS)]

@@ -353,6 +353,47 @@ def test_a_path_that_unfolds_is_refused_at_once(saved: Path) -> None:
         torchlift.open(saved)
 
 
+PATHS: dict[str, dict[Any, Any] | None] = {
+    "of no planner": None,
+    "of another key": {"model.weight": ("opt", "weight")},
+    "of a key that is none": {"gone": ("gone",)},
+    "through a leaf": {"model.weight": ("model.weight",), "model.weight.x": ("model.weight", "x")},
+    "no path": {"step": 7},
+    "of other things": {"step": (b"step",)},
+    "too deep": {"step": ("step",) * 200},
+    "empty": {"step": ()},
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_what_is_no_path_to_a_key_makes_no_container(saved: Path, name: str) -> None:
+    """The tree then has names only, as where no planner took containers apart."""
+    paths = PATHS[name]
+
+    def edit(metadata: Metadata) -> None:
+        metadata.planner_data = None if paths is None else {**metadata.planner_data, **paths}
+
+    with torchlift.open(change(saved, edit)) as ckpt:
+        tree = ckpt.tree()
+        assert tree.keys() == {*ckpt, *ckpt.objects}
+        assert tree["step"] == 7
+
+
+def test_a_list_that_was_saved_in_part_is_a_dict_by_position(saved: Path) -> None:
+    """A whole one is a list; a key of which no path is told is a name at the top."""
+    assert type(torchlift.open(saved).tree()["opt"]["param_groups"]) is list
+
+    def edit(metadata: Metadata) -> None:
+        del metadata.planner_data["odd"], metadata.planner_data["step"]
+        metadata.planner_data["list.2"] = ("list", 2)
+        metadata.state_dict_metadata["list.2"] = metadata.state_dict_metadata.pop("step")
+        metadata.storage_data[MetadataIndex("list.2")] = _info(metadata, "step")
+
+    tree = torchlift.open(change(saved, edit)).tree()
+    assert tree["list"] == {"2": 7}
+    assert tree["odd"].shape == (3, 2)
+
+
 @pytest.mark.parametrize("data", [b"", b"junk", pickle.dumps({"a": 1})])
 def test_metadata_that_is_none_is_refused(saved: Path, data: bytes) -> None:
     """Whatever the file is instead, the message names it."""

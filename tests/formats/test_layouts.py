@@ -19,7 +19,7 @@ import torch
 from save_states import TYPES, expected_state
 
 import torchlift
-from torchlift._save import Shared, torch_pickle
+from torchlift._save.pickling import Shared, pickled, require_plain
 from torchlift.errors import PlacementError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.layout import Layout, Stored, format_for
@@ -64,7 +64,7 @@ def _described(state: dict[str, torch.Tensor]) -> list[Stored]:
 def _laid_out(state: dict[str, torch.Tensor]) -> Layout:
     tensors = _described(state)
     values = {key: Shared(number) for number, key in enumerate(state)}
-    return torch_zip_layout(tensors, torch_pickle(values, tensors))
+    return torch_zip_layout(tensors, pickled(values, tensors))
 
 
 def _written(state: dict[str, torch.Tensor]) -> bytes:
@@ -151,7 +151,9 @@ def test_the_pickle_keeps_order_kind_sharing_and_plain_values() -> None:
     nested: list[object] = [1, (2.5, None), {"a": [True, b"x"]}, "text"]
     values = {"z": Shared(0), "a": Shared(0), "plain": nested}
     metadata = OrderedDict([("", {"version": 2})])
-    data = torch_pickle(values, tensors, metadata=metadata)
+    state = OrderedDict(values)
+    state._metadata = metadata
+    data = pickled(state, tensors)
     layout = torch_zip_layout(tensors, data)
     file = bytearray(layout.nbytes)
     for start, part in layout.frame([whole_crc(8, [])]):
@@ -164,7 +166,13 @@ def test_the_pickle_keeps_order_kind_sharing_and_plain_values() -> None:
     assert found["z"].data_ptr() == found["a"].data_ptr()
     for bad in (object(), [torch.ones(1)], {"a": frozenset()}, slice(3), len):
         with pytest.raises(PlacementError, match=r"'k': cannot be stored in a torch file so that"):
-            torch_pickle({"k": bad}, [])
+            require_plain("k", bad)
+
+
+def _require_read(values: dict[str, object]) -> None:
+    for key, value in values.items():
+        require_plain(key, value)
+    pickled(values, [])
 
 
 def _levels(count: int) -> list[object]:
@@ -196,9 +204,9 @@ def _around_itself() -> list[object]:
 def test_plain_values_that_no_reader_would_read_are_refused(value: object, text: str) -> None:
     """Before they are in a file that looks whole; the message names the key."""
     with pytest.raises(PlacementError, match=rf"'k': cannot be stored in a torch .*{text}"):
-        torch_pickle({"k": value}, [])
+        _require_read({"k": value})
     with pytest.raises(PlacementError, match="'_metadata': cannot be stored"):
-        torch_pickle({}, [], metadata={"k": value})
+        _require_read({"_metadata": {"k": value}})
 
 
 def test_plain_values_at_the_limits_are_read_back(tmp_path: Path) -> None:
@@ -208,7 +216,7 @@ def test_plain_values_at_the_limits_are_read_back(tmp_path: Path) -> None:
         "deep._extra_state": _levels(90), "wide": [2**1015 - 1, 1 - 2**1015],
         "twice": [twice, twice, {"a": twice}], "keys": {(1, "a"): 1, 2**64 - 1: 2, "\U0001f600": 3},
     }  # fmt: skip
-    data = torch_pickle(values, [])
+    data = pickled(values, [])
     layout = torch_zip_layout([], data)
     file = bytearray(layout.nbytes)
     for start, part in layout.frame([]):
@@ -223,15 +231,28 @@ def test_plain_values_at_the_limits_are_read_back(tmp_path: Path) -> None:
 def test_two_values_that_would_get_one_name_are_refused() -> None:
     """torchlift joins the keys of nested dictionaries by dots."""
     with pytest.raises(PlacementError, match=r"'a\.b': .* have this key once"):
-        torch_pickle({"a.b": 1, "a": {"b": 2}}, [])
+        pickled({"a.b": 1, "a": {"b": 2}}, [])
 
 
-def test_the_header_of_another_rank_gives_the_same_offsets() -> None:
-    """Its length is enough; and what is not text is no metadata."""
+def test_storages_lie_where_they_do_whatever_pickle_comes_behind_them() -> None:
+    """So their places are known before all that the pickle says is."""
     tensors = [Stored("w", "int8", (2,)), Stored("v", "float32", (3,))]
-    layout = safetensors_layout(tensors, {"note": "n" * 200})
-    other = safetensors_layout(tensors, layout.payloads[0].offset)
-    assert (other.payloads, other.nbytes) == (layout.payloads, layout.nbytes)
+    values = {"w": Shared(0), "v": Shared(1), "more": ["x" * 200]}
+    layout = torch_zip_layout(tensors, b"", pickle_last=True)
+    other = torch_zip_layout(tensors, pickled(values, tensors), pickle_last=True)
+    assert layout.payloads == other.payloads
+    assert layout.payloads[0].offset < torch_zip_layout(tensors, bytes(400)).payloads[0].offset
+    file = bytearray(other.nbytes)
+    for start, part in other.frame([whole_crc(2, []), whole_crc(12, [])]):
+        file[start : start + len(part)] = part
+    found = torch.load(io.BytesIO(bytes(file)), weights_only=True)
+    assert found.pop("more") == values["more"]
+    assert {key: tuple(value.shape) for key, value in found.items()} == {"w": (2,), "v": (3,)}
+
+
+def test_what_is_not_text_is_no_metadata() -> None:
+    """The message names it."""
+    tensors = [Stored("w", "int8", (2,)), Stored("v", "float32", (3,))]
     for metadata in ({"epoch": 3}, {"epoch": None}, {3: "epoch"}):
         with pytest.raises(TypeError, match=r"metadata\[.*: a safetensors file has text only"):
             safetensors_layout(tensors, metadata)

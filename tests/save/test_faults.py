@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -194,6 +195,22 @@ def test_an_exception_while_values_are_read_leaves_what_was_there(
     assert contents(path.parent) == before
 
 
+def test_where_no_thread_can_be_started_sums_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while Python shuts down, or where a process has as many as it may."""
+
+    def denied(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", denied)
+        torchlift.save({"w": torch.ones(1 << 20)}, tmp_path / "x.pt")
+    report = torchlift.verify(tmp_path / "x.pt")
+    assert report.ok
+    assert not report.unchecked_nbytes
+
+
 def test_a_folder_that_cannot_be_flushed_is_told_from_a_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +365,10 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path: Path) -> None:
             assert forker.stdout.readline() == "ended\n"
             assert number_of(path) in (1, 2), (way, moment)
             partial += len(contents(path.parent)) != files
+            if asked[2]:  # which goes on with the shards that were finished
+                torchlift.convert(source, path, overwrite=True, **options)
+                assert number_of(path) == 2
+                assert len(contents(path.parent)) == files, (way, os.listdir(path.parent))
             torchlift.save(state_of(1), path, **options)
             assert number_of(path) == 1
             assert len(contents(path.parent)) == files, (way, os.listdir(path.parent))

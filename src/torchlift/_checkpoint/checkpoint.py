@@ -229,7 +229,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
         Returns:
             The object that was saved, with mapped tensors; a dict of all keys where the format has
-            names only, such as safetensors.
+            names only, such as safetensors. DCP keeps which names are containers and lists, and
+            integer keys as text.
 
         Raises:
             FormatError: `root` names nothing in it.

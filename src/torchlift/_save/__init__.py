@@ -1,15 +1,27 @@
-"""Save what one process holds, and lay out what a mesh does: checked, flushed, all or nothing."""
+"""Save what one process or all of a mesh hold: checked, flushed, all or nothing."""
 
 from __future__ import annotations
 
-from torchlift._save.blocks import BLOCK, Workspace, tensor_blocks
-from torchlift._save.contents import Contents, Described
-from torchlift._save.files import write_error
-from torchlift._save.pickling import Shared, torch_pickle
-from torchlift._save.save import SaveReport, Target, finish, from_files, save
-from torchlift._save.values import Becomes
+from torchlift._save.files import (
+    DCP_FILES,
+    Files,
+    Output,
+    Section,
+    Sums,
+    behind,
+    dcp_layout,
+    torch_output,
+    write_error,
+    write_frames,
+    write_sections,
+)
+from torchlift._save.mesh import Share
+from torchlift._save.pickling import require_plain
+from torchlift._save.save import SaveReport, Target, finish, from_files, save, save_together
+from torchlift._save.values import Becomes, Taken, Value
 
 __all__ = [
-    "BLOCK", "Becomes", "Contents", "Described", "SaveReport", "Shared", "Target", "Workspace",
-    "finish", "from_files", "save", "tensor_blocks", "torch_pickle", "write_error",
+    "DCP_FILES", "Becomes", "Files", "Output", "SaveReport", "Section", "Share", "Sums", "Taken",
+    "Target", "Value", "behind", "dcp_layout", "finish", "from_files", "require_plain", "save",
+    "save_together", "torch_output", "write_error", "write_frames", "write_sections",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 
 from torchlift._checkpoint import MappedViews, dtype_of
 from torchlift._model.dtensor import Span, blocks
-from torchlift._transfer import is_readable, read, requests_for
+from torchlift._transfer import allocate, is_readable, read, requests_for
 from torchlift.formats import TensorEntry, cut
 
 #: Bytes that are copied from an accelerator, cast, read or made dense at a time.
@@ -20,11 +20,12 @@ BLOCK = 16 << 20
 class Workspace:
     """Memory for one block, the same for all tensors.
 
-    The C library would hold on to five that are made in a row.
+    The C library would hold on to some that are made in a row; new pages cost more than a cast.
     """
 
     def __init__(self, limit: int = BLOCK) -> None:
         self.limit = limit
+        self.stages: list[torch.Tensor] = []  # of `read`
         self._memory: dict[torch.device, torch.Tensor] = {}
 
     @cached_property
@@ -38,16 +39,19 @@ class Workspace:
         memory = self._memory.get(device)
         if memory is None or memory.numel() < nbytes:
             # Nothing is copied when it grows; small tensors do with little.
-            self._memory.pop(device, None)
-            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            memory = self._memory.pop(device, None)
+            del memory
+            memory = allocate(1 << (nbytes - 1).bit_length(), torch.uint8, device)
             self._memory[device] = memory
         return memory[:nbytes].view(dtype)
 
 
 def memory_of(values: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in host memory, which the caller keeps alive."""
+    """Return the bytes of a contiguous tensor in host memory."""
     # Through NumPy it would need NumPy.
     data = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+    # An interrupt may leave a thread that still sums them up.
+    data.owner = values  # type: ignore[attr-defined]
     return memoryview(data).cast("B")
 
 
@@ -101,10 +105,12 @@ def entry_blocks(
         room = work.room(part.numel, dtype, host)
         if is_readable(part):
             # Not out of the map: a file that is truncated meanwhile would be a SIGBUS.
-            read(requests_for(part, room, stored), views.files)
+            read(requests_for(part, room, stored), views.files, stages=work.stages)
         else:
             # Cast afterwards: of numbers that are not aligned, fill could only cast a copy.
             same = dtype == stored
+            if not same:
+                work.stages.clear()  # not memory for both ways at once
             values = room if same else stage.room(part.numel, stored, host)
             views.fill(values.view(part.shape), part)
             if not same:

@@ -6,16 +6,19 @@ import json
 import os
 import pickle
 import re
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 
 from torchlift._model.torch_private import dcp_item
-from torchlift._save.blocks import Workspace
+from torchlift._save.blocks import BLOCK, Workspace
 from torchlift._save.pickling import Shared, pickled
+from torchlift._save.resume import is_whole, plan_of
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
 from torchlift._transfer.write import (
     AtomicFile,
@@ -30,11 +33,12 @@ from torchlift._transfer.write import (
 from torchlift.errors import CheckpointError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.dcp import METADATA, SUFFIX, items_of
-from torchlift.formats.layout import INDEX, Layout
+from torchlift.formats.layout import INDEX, Layout, Stored
 from torchlift.formats.safetensors import TIES, safetensors_layout
 from torchlift.formats.sharded import index_content, is_index, shards_of
 from torchlift.formats.torch_zip import torch_zip_layout
 
+_BLOCK = BLOCK  # of what several ranks hold, each writes such blocks in turn
 Advance = Callable[[int], object]
 
 
@@ -59,6 +63,7 @@ class Output:
         tied: key -> the key that holds its values.
         untied: key -> the key that is the same tensor, and in the files has values of its own.
         shared: what each key is of a torch file's storages.
+        plan: what is equal where a later call would write the same files; None: nobody can tell.
     """
 
     head: str
@@ -69,6 +74,14 @@ class Output:
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Shared] | None = None
+    plan: str | None = None
+
+    @property
+    def values(self) -> list[Value]:
+        """Return the values of all payloads."""
+        return [
+            v for sections in self.files.values() for section in sections for v in section.values
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -77,8 +90,17 @@ class Output:
         return sum(place.tensor.nbytes for layout in layouts for place in layout.payloads)
 
 
-def torch_output(path: str, taken: Taken, values: Sequence[Value], checksum: bool) -> Output:
+def torch_output(
+    path: str, taken: Taken, values: Sequence[Value], checksum: bool, *, pickle_last: bool = False
+) -> Output:
     """Lay out a torch file: containers as they are, storages shared.
+
+    Args:
+        path: of the file.
+        taken: the containers.
+        values: the tensors in them.
+        checksum: whether to record the CRC-32 of every storage.
+        pickle_last: whether storages lie where they do whatever the objects in `taken` are.
 
     Raises:
         PlacementError: a value cannot be read back, or only by running code.
@@ -88,7 +110,7 @@ def torch_output(path: str, taken: Taken, values: Sequence[Value], checksum: boo
     saved = filled(taken.template, lambda key: shared[key] if key in shared else taken.objects[key])
     is_plain = not taken.objects and all(len(path) == 1 for path in taken.paths.values())
     data = pickled(saved, tensors, checked=not is_plain)
-    layout = torch_zip_layout(tensors, data, checked=checksum)
+    layout = torch_zip_layout(tensors, data, checked=checksum, pickle_last=pickle_last)
     files = {os.path.basename(path): [Section(0, layout, storages)]}
     return Output(path, files, tied=ties_of(values), shared=shared)
 
@@ -137,7 +159,8 @@ def sharded_output(
         return index_content(dict(zip(found, keys, strict=True)), nbytes)
 
     files = {name: [section] for name, section in zip(names, sections, strict=True)}
-    return Output(head, files, content, shards_of_kind(head), tied=tied)
+    plan = plan_of(values) if checksum else None
+    return Output(head, files, content, shards_of_kind(head), tied=tied, plan=plan)
 
 
 def _stem(head: str) -> str:
@@ -183,25 +206,20 @@ def dcp_output(
     files: list[list[Section]] = [[]]
     places: list[tuple[MetadataIndex, int, int, int]] = []  # what, file, first byte, length
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    at = 0
 
     def add(index: MetadataIndex, layout: Layout, own: Sequence[Value]) -> None:
-        nonlocal at
-        if limit is not None and at and at + layout.nbytes > limit:
+        if limit is not None and files[-1] and end_of(files[-1]) + layout.nbytes > limit:
             files.append([])
-            at = 0
-        files[-1].append(Section(at, layout, own))
-        places.append((index, len(files) - 1, at, layout.nbytes))
-        at += -(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT
+        section = behind(files[-1], layout, own)
+        files[-1].append(section)
+        places.append((index, len(files) - 1, section.base, layout.nbytes))
 
     for value in values:
-        data = pickled(Shared(0), [value.stored], checked=False)
         start, size = torch.Size([0] * len(value.shape)), torch.Size(value.shape)
         described[value.key] = TensorStorageMetadata(
             TensorProperties(dtype=value.dtype), size, [ChunkStorageMetadata(start, size)]
         )
-        layout = torch_zip_layout([value.stored], data, checked=checksum)
-        add(MetadataIndex(value.key, start, 0), layout, [value])
+        add(MetadataIndex(value.key, start, 0), dcp_layout(value.stored, checksum), [value])
     for key, item in taken.objects.items():
         described[key] = BytesStorageMetadata()
         add(MetadataIndex(key), torch_zip_layout([], pickled(item, [])), [])
@@ -213,51 +231,186 @@ def dcp_output(
         return pickle.dumps(metadata)
 
     names = {f"__0_{number}{SUFFIX}": sections for number, sections in enumerate(files)}
-    head = os.path.join(path, METADATA)
-    kind = SetKind(items_of, METADATA.__eq__, rf".+{re.escape(SUFFIX)}")
-    return Output(head, names, content, kind, untied=ties_of(values))
+    return Output(os.path.join(path, METADATA), names, content, DCP_FILES, untied=ties_of(values))
 
 
-def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[str]:
+#: What tells the files of a directory of torch.distributed.checkpoint.
+DCP_FILES = SetKind(items_of, METADATA.__eq__, rf".+{re.escape(SUFFIX)}")
+
+
+def dcp_layout(stored: Stored, checksum: bool) -> Layout:
+    """Lay out one tensor as DCP has it: as a torch file inside of its file."""
+    data = pickled(Shared(0), [stored], checked=False)
+    return torch_zip_layout([stored], data, checked=checksum)
+
+
+def end_of(sections: Sequence[Section]) -> int:
+    """Return how many bytes a file has."""
+    return sections[-1].base + sections[-1].layout.nbytes if sections else 0
+
+
+def behind(sections: Sequence[Section], layout: Layout, values: Sequence[Value]) -> Section:
+    """Return the next section of a file of DCP."""
+    return Section(-(-end_of(sections) // _ALIGNMENT) * _ALIGNMENT, layout, values)
+
+
+class Sums(NamedTuple):
+    """What one process has written, and its sums of it.
+
+    Attributes:
+        nbytes: bytes of tensors.
+        crcs: for each payload the sum of these, where the layout asks for sums; see `PartialCrc`.
+        shares: for each payload 0, or where others should have the same bytes `Value.share` times
+            2**32, plus the checksum of them.
+    """
+
+    nbytes: int
+    crcs: array[int]
+    shares: array[int]
+
+
+class Files:
+    """The files of a checkpoint on their way; one process makes them, and lets them appear.
+
+    Attributes:
+        output: what they are.
+        place: path of the head, links followed.
+    """
+
+    def __init__(self, output: Output) -> None:
+        """Make the folders, and remove what dead writers left.
+
+        Raises:
+            OSError: they cannot be made.
+        """
+        self.output = output
+        self.place = place_of(output)
+        self._made: list[str] = []
+        self._open: dict[str, AtomicFile] = {}
+        self._set: AtomicSet | None = None
+        self._numbers = {name: number for number, name in enumerate(output.files)}
+        if output.kind is not None:
+            try:
+                _make_folders(os.path.dirname(output.head), self._made)
+                names = list(output.files)
+                self._set = AtomicSet(output.head, names, output.kind, output.replaces, output.plan)
+            except BaseException:
+                self.close()
+                raise
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names that the files get in their folder."""
+        return list(self.output.files) if self._set is None else self._set.names
+
+    def finished(self, name: str) -> str | None:
+        """Return the path of a file that a writer who was killed has left whole."""
+        if self._set is None or not self._set.goes_on:
+            return None
+        path = os.path.join(os.path.dirname(self.output.head), self.names[self._numbers[name]])
+        return path if is_whole(path, self.output.files[name][0].layout) else None
+
+    def create(self, name: str) -> AtomicFile:
+        """Create a file, under a temporary name.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        number = self._numbers[name]
+        file = AtomicFile(self.output.head) if self._set is None else self._set.file(number)
+        self._open[name] = file
+        os.truncate(file.descriptor, end_of(self.output.files[name]))
+        return file
+
+    def complete(self, name: str, written: Sequence[Sums]) -> None:
+        """Write what is not weights into a file, and let it appear.
+
+        Raises:
+            OSError: it does not.
+        """
+        file, sections = self._open[name], self.output.files[name]
+        os.truncate(file.descriptor, end_of(sections))
+        write_frames(file.descriptor, sections, written)
+        try:
+            file.commit()
+        except NotDurable as error:
+            if self._set is not None:
+                raise OSError(*error.args) from error  # nothing names it yet
+            raise
+        self._open.pop(name).close()
+
+    def commit(self) -> list[str]:
+        """Let the checkpoint be what these files are; return their paths.
+
+        Raises:
+            OSError: it is not, unless that is `NotDurable` or `NotRemoved`.
+        """
+        folder = os.path.dirname(self.output.head)
+        if self._set is None or self.output.content is None:
+            for index in self.output.replaces:
+                _remove_set(index)
+            return [self.output.head]
+        self._set.commit(self.output.content(self._set.names))
+        return [*(os.path.join(folder, name) for name in self._set.names), self.output.head]
+
+    def close(self) -> None:
+        """Remove what is not part of the checkpoint; may be called twice."""
+        try:
+            for file in self._open.values():
+                file.close()
+            if self._set is not None:
+                self._set.close()
+        finally:
+            for path in reversed(self._made):
+                with suppress(OSError):  # what is not empty has the new files
+                    os.rmdir(path)
+
+
+def place_of(output: Output) -> str:
+    """Return the path of the head, links followed."""
+    if output.kind is None:
+        return os.path.realpath(output.head)
+    folder, name = os.path.split(output.head)
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def write(
+    output: Output, advance: Advance, check: Callable[[], None], whole: list[str]
+) -> list[str]:
     """Write all files; return their paths.
 
     Args:
         output: what to write.
         advance: called with a number of bytes as they are written.
         check: called before a file appears; raises where it must not.
+        whole: gets the paths of those that a writer who was killed has left whole.
 
     Raises:
         CheckpointError: they cannot be written; the old ones are untouched, unless it says that the
             new ones are in place.
     """
-    folder = os.path.dirname(output.head)
-    made: list[str] = []
     try:
-        if output.content is None or output.kind is None:
-            (sections,) = output.files.values()
-            _write_file(AtomicFile(output.head), sections, advance, check)
-            for index in output.replaces:
-                _remove_set(index)
-            return [output.head]
-        _make_folders(folder, made)
-        group = AtomicSet(output.head, list(output.files), output.kind, output.replaces)
-        try:
-            for number, sections in enumerate(output.files.values()):
-                try:
-                    _write_file(group.file(number), sections, advance, check)
-                except NotDurable as error:
-                    raise OSError(*error.args) from error  # nothing names it yet
-            check()
-            group.commit(output.content(group.names))
-        finally:
-            group.close()
-        return [*(os.path.join(folder, name) for name in group.names), output.head]
+        with Files(output) as files:
+            for name, sections in output.files.items():
+                path = files.finished(name)
+                if path is not None:
+                    whole.append(path)
+                    advance(sum(stored.nbytes for stored, _ in sections[0].layout.payloads))
+                    continue
+                sums = write_sections(files.create(name).descriptor, sections, advance)
+                check()
+                files.complete(name, [sums])
+            if output.kind is not None:  # one file alone is in its place by now
+                check()
+            return files.commit()
     except OSError as error:
         raise write_error(output.head, error) from error
-    finally:
-        for path in reversed(made):
-            with suppress(OSError):  # what is not empty has the new files
-                os.rmdir(path)
 
 
 def _remove_set(index: str) -> None:
@@ -282,36 +435,42 @@ def _make_folders(path: str, made: list[str]) -> None:
     make_durable(parent)
 
 
-def _write_file(
-    file: AtomicFile, sections: Sequence[Section], advance: Advance, check: Callable[[], None]
-) -> None:
-    try:
-        last = sections[-1] if sections else None
-        os.truncate(file.descriptor, 0 if last is None else last.base + last.layout.nbytes)
-        work = Workspace()
-        for section in sections:
-            _write_section(file.descriptor, section, work, advance)
-        check()
-        file.commit()
-    finally:
-        file.close()
+def write_sections(descriptor: int, sections: Sequence[Section], advance: Advance) -> Sums:
+    """Write what this process has of the tensors of a file, and sum it up where sums are needed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    nbytes, crcs, shares = 0, array("I"), array("Q")
+    work = Workspace(_BLOCK)
+    for base, layout, values in sections:
+        for (stored, start), value in zip(layout.payloads, values, strict=True):
+            total, whole = PartialCrc(stored.nbytes), 0
+            for data, runs in value.runs(work):
+                if value.share:
+                    whole = crc32(data, whole)
+                summed = total if layout.checked else None
+                nbytes += write_runs(descriptor, base + start, runs, summed)
+                advance(len(data))
+            crcs.append(total.value())
+            shares.append((value.share << 32) + whole if value.share else 0)
+    return Sums(nbytes, crcs, shares)
 
 
-def _write_section(descriptor: int, section: Section, work: Workspace, advance: Advance) -> None:
-    base, layout, values = section
-    sums = []
-    for (stored, start), value in zip(layout.payloads, values, strict=True):
-        total, at = PartialCrc(stored.nbytes), 0
-        for data in value.blocks(work):
-            runs = [(at, data)]
-            write_runs(descriptor, base + start, runs, total if layout.checked else None)
-            at += len(data)
-            advance(len(data))
-        assert at == stored.nbytes, stored
-        if layout.checked:
-            sums.append(whole_crc(stored.nbytes, [total.value()]))
-    for offset, frame in layout.frame(sums):
-        write_at(descriptor, frame, base + offset)
+def write_frames(descriptor: int, sections: Sequence[Section], written: Sequence[Sums]) -> None:
+    """Write what is not weights, when all processes have written theirs.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    number = 0
+    for base, layout, _ in sections:
+        whole = []
+        for stored, _ in layout.payloads:
+            whole.append(whole_crc(stored.nbytes, (sums.crcs[number] for sums in written)))
+            number += 1
+        for offset, data in layout.frame(whole if layout.checked else []):
+            write_at(descriptor, data, base + offset)
 
 
 def write_error(path: str, cause: OSError) -> CheckpointError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -42,41 +42,6 @@ class Shared(NamedTuple):
     stride: tuple[int, ...] = ()
 
 
-def torch_pickle(
-    values: Mapping[str, object],
-    tensors: Sequence[Stored],
-    *,
-    metadata: Mapping[str, Any] | None = None,
-    ordered: bool = False,
-) -> bytes:
-    """Pickle a state dict whose tensors are only described.
-
-    Args:
-        values: key -> `Shared`, with the number of a tensor; or plain data. Keys with one number
-            share a storage when they are loaded.
-        tensors: one for each storage.
-        metadata: the ``_metadata`` that a module's state dict has; makes it an ordered one.
-        ordered: whether to make an ``OrderedDict`` rather than a dict.
-
-    Raises:
-        PlacementError: a value cannot be read back, or only by running code.
-
-    Example:
-        >>> import torch, pickletools
-        >>> data = torch_pickle({"w": Shared(0)}, [Stored("w", "float32", (2, 3))])
-        >>> [arg for op, arg, _ in pickletools.genops(data) if op.name == "GLOBAL"]
-        ['torch._utils _rebuild_tensor_v2', 'torch FloatStorage', 'collections OrderedDict']
-    """
-    plain = {key: value for key, value in values.items() if not isinstance(value, Shared)}
-    for key, value in plain.items():
-        require_plain(key, value)
-    state = OrderedDict(values) if ordered or metadata is not None else dict(values)
-    if metadata is not None:
-        require_plain("_metadata", metadata)
-        state._metadata = metadata  # type: ignore[attr-defined]
-    return pickled(state, tensors, checked=bool(plain))
-
-
 def pickled(saved: object, tensors: Sequence[Stored], *, checked: bool = True) -> bytes:
     """Pickle containers of plain data, with `Shared` for the tensors in them.
 
@@ -87,6 +52,12 @@ def pickled(saved: object, tensors: Sequence[Stored], *, checked: bool = True) -
 
     Raises:
         PlacementError: it does not.
+
+    Example:
+        >>> import torch, pickletools
+        >>> data = pickled({"w": Shared(0)}, [Stored("w", "float32", (2, 3))])
+        >>> [arg for op, arg, _ in pickletools.genops(data) if op.name == "GLOBAL"]
+        ['torch._utils _rebuild_tensor_v2', 'torch FloatStorage', 'collections OrderedDict']
     """
     file = io.BytesIO()
     _Pickler(file, tensors).dump(saved)

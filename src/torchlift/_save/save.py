@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint.tree import Tree
+from torchlift._model.dtensor import held, is_dtensor
+from torchlift._model.ranks import tensors_of
 from torchlift._save.files import (
     Output,
     dcp_output,
@@ -21,6 +25,7 @@ from torchlift._save.files import (
     torch_output,
     write,
 )
+from torchlift._save.mesh import Mesh
 from torchlift._save.values import (
     TEXT_NAMES,
     Becomes,
@@ -39,6 +44,7 @@ from torchlift.formats.sharded import is_index
 
 #: As in Hugging Face's libraries.
 _SHARD = 5 * 10**9
+_REPLICATED = ("equal", "rank0")
 _SHOWN = 10  # of what is listed in a summary
 
 
@@ -58,6 +64,8 @@ class SaveReport(Summary):
         left_out: bytes of that memory that were not written.
         cast: key -> (dtype before, dtype in the file).
         seconds: how long it took.
+        taken_up: those of `files` that were not written, since a conversion that was killed had
+            finished them.
     """
 
     path: str
@@ -71,11 +79,15 @@ class SaveReport(Summary):
     left_out: int
     cast: Mapping[str, tuple[str, str]]
     seconds: float
+    taken_up: tuple[str, ...] = ()
 
     def _summary(self) -> tuple[str, Facts]:
         facts: Facts = [("format", self.format)]
         if len(self.files) > 1:
             facts.append(("files", f"{len(self.files):,}"))
+        if self.taken_up:
+            files = count_of(len(self.taken_up), "file")
+            facts.append(("taken up", f"{files} of a conversion that was killed"))
         if self.cast:
             facts.append(("cast", count_of(len(self.cast), "tensor")))
         for label, found in (("tied", self.tied), ("not kept", self.lost)):
@@ -98,6 +110,8 @@ def save(
     max_shard_size: int | str | None = None,
     checksum: bool = True,
     progress: bool = False,
+    replicated: Literal["equal", "rank0"] = "equal",
+    process_group: Any = None,
 ) -> SaveReport:
     """Save a state so that the older file is there until the new one is whole.
 
@@ -131,10 +145,23 @@ def save(
 
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
 
+    **From a mesh.** Where the state has DTensors, or ``process_group=`` is passed, all ranks call
+    it, and each writes the bytes of its own shards; no weight travels between ranks, and none is
+    put together in memory. The files are those that one process would write of whole, dense
+    tensors, so that nobody needs the mesh to load them. Ranks may have names of their own, as the
+    stages of a pipeline do: pass ``process_group=`` then, since nothing tells a stage of plain
+    tensors from a replica. The files have the names of all, in the order of the ranks; of plain
+    data the first rank's counts. Of what several ranks hold, plain tensors or replicated DTensors,
+    each writes 16 MiB in turn, and it must be equal, by its checksums. All ranks return, or all
+    raise, and then the older checkpoint is in place; ranks that survive another's death remove what
+    was begun. They notice it when the process group does: at once where connections break, else
+    after its timeout.
+
     Args:
         obj: a module, a state dict, nested containers of tensors and plain data, a tensor, or a
             `Checkpoint`, which is read and written a block at a time. What has a ``state_dict``
-            stands for that, inside of containers, too.
+            stands for that, inside of containers, too; a module's has canonical names, whatever it
+            is wrapped in.
         path: of the file or folder; one that exists is replaced and passes its mode on.
         format: one of the four, or None: the suffix says.
         max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``, which is the default
@@ -142,13 +169,21 @@ def save(
         checksum: whether to record the CRC-32 of every storage, which `torchlift.verify` and
             ``torchlift.load(verify=True)`` compute again: in a torch file and DCP where zip files
             have it, in safetensors in the metadata, where other readers pass over it.
-        progress: show a bar of bytes on stderr.
+        progress: show a bar of bytes on stderr; of a mesh, of what its first rank has.
+        replicated: what a mesh saves of values that several ranks hold under one name. ``"equal"``:
+            they must be equal, for which every rank reads all of its own. ``"rank0"``: those of the
+            first rank that has the name, unread on the others; for statistics that each rank has of
+            its own data, such as BatchNorm's.
+        process_group: the ranks that save, which all call this; by default, where there are
+            DTensors, all. What they agree on travels over it: over gloo, rank 0's ``fsync`` may
+            take longer than NCCL would wait.
 
     Returns:
         What was written, and what was not kept.
 
     Raises:
-        PlacementError: the format cannot hold a name or a value; it names the entry.
+        PlacementError: the format cannot hold a name or a value; or a tensor holds partial sums,
+            ranks hold unlike values under one name, or do not save to one path.
         CheckpointError: the folder holds a checkpoint of another format, which readers would take;
             or the file cannot be written. The older one is untouched and nothing is left
             behind, unless the message says that the new one is in its place.
@@ -164,22 +199,100 @@ def save(
         >>> torch.load(path, weights_only=True)["groups"]
         [{'lr': 0.1}]
     """
+    together = partial(
+        save_together, obj, path, format=format, max_shard_size=max_shard_size, checksum=checksum,
+        progress=progress, replicated=replicated, process_group=process_group,
+    )  # fmt: skip
+    if process_group is not None or _has_dtensors(obj):
+        return together()[0]
+    _check_word(replicated)
     target = Target.of(path, format, max_shard_size)
     if isinstance(obj, Checkpoint):
         taken, values = from_files(obj, target)
     else:
         taken = take_apart(obj, plain=not target.only_tensors)
+        if any(map(is_dtensor, taken.tensors.values())):  # those of an object with a state
+            return together()[0]
         values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
-    if target.only_tensors and taken.objects:
-        key, value = next(iter(taken.objects.items()))
-        raise PlacementError(
-            "cannot be stored in a safetensors file",
-            entry=key,
-            expected="a dense tensor with values",
-            found=type(value).__name__,
-            hint="Save as a torch file or as DCP, which hold plain data, or leave it out.",
-        )
+    target.check_objects(taken)
     return finish(target, taken, values, checksum=checksum, progress=progress)
+
+
+def save_together(
+    obj: object,
+    path: Any,
+    *,
+    format: str | None,
+    max_shard_size: int | str | None = None,
+    checksum: bool = True,
+    progress: bool = False,
+    metadata: Mapping[str, str] | None = None,
+    replicated: str,
+    process_group: Any,
+) -> tuple[SaveReport, int]:
+    """Save with other processes; return the report, and the bytes that this one wrote.
+
+    The arguments are those of `save`; `metadata` is text for the headers of safetensors.
+    """
+    mesh, given = Mesh(process_group), metadata if metadata is not None else {}
+
+    def prepare() -> tuple[Target, Taken, dict[str, object], dict[str, str]]:
+        mesh.path = os.path.abspath(os.fsdecode(path))
+        _check_word(replicated)
+        target = Target.of(path, format, max_shard_size)
+        if isinstance(obj, Checkpoint):
+            raise TypeError(
+                "a Checkpoint is saved by one process: call it there, without process_group="
+            )
+        target.check_metadata(given)
+        taken = take_apart(obj, plain=not target.only_tensors)
+        target.check_objects(taken)
+        asked = {"format": target.format, "max_shard_size": target.limit, "checksum": checksum}
+        here = [target.value_of(key, held(tensor)) for key, tensor in taken.tensors.items()]
+        return target, taken, {**asked, "replicated": replicated}, _untied(apart(here, None))
+
+    target, taken, asked, lost = mesh.on_all(prepare)
+    taken, values, texts = mesh.merged(taken, given, asked, replicated)
+    report = finish(
+        target,
+        taken,
+        values,
+        metadata=texts,
+        checksum=checksum,
+        lost=lost,
+        progress=progress,
+        mesh=mesh,
+    )
+    return report, mesh.written
+
+
+def _has_dtensors(obj: object) -> bool:
+    """Return whether a state has DTensors, as far as objects tell without being asked."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    seen: dict[int, object] = {}
+    left = [obj]
+    while left:
+        item = left.pop()
+        inner: Iterable[object] = ()
+        if isinstance(item, nn.Module):
+            inner = tensors_of(item)
+        elif isinstance(item, torch.optim.Optimizer):
+            inner = (param for group in item.param_groups for param in group["params"])
+        elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+            seen[id(item)] = item
+            inner = item.values() if isinstance(item, dict) else item
+        elif is_dtensor(item):
+            return True
+        left.extend(inner)
+    return False
+
+
+def _check_word(replicated: str) -> None:
+    if replicated not in _REPLICATED:
+        raise ValueError(
+            f"replicated must be one of {', '.join(map(repr, _REPLICATED))}, not {replicated!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +372,37 @@ class Target:
     def only_tensors(self) -> bool:
         """Return whether the format has no place for anything else."""
         return self.format in ("safetensors", "sharded")
+
+    def check_objects(self, taken: Taken) -> None:
+        """Refuse what is no tensor where the format has no place for it.
+
+        Raises:
+            PlacementError: there is such a value.
+        """
+        if self.only_tensors and taken.objects:
+            key, value = next(iter(taken.objects.items()))
+            raise PlacementError(
+                "cannot be stored in a safetensors file",
+                entry=key,
+                expected="a dense tensor with values",
+                found=type(value).__name__,
+                hint="Save as a torch file or as DCP, which hold plain data, or leave it out.",
+            )
+
+    def check_metadata(self, metadata: object) -> None:
+        """Refuse text where the format has no place for it.
+
+        Raises:
+            TypeError: it is no mapping.
+            ValueError: there is some.
+        """
+        if not isinstance(metadata, Mapping):
+            raise TypeError(f"metadata: expected a mapping, found a {type(metadata).__name__}")
+        if metadata and not self.only_tensors:
+            raise ValueError(
+                "a torch file has no place for metadata: save as safetensors, or put the text into "
+                "the state dict"
+            )
 
     def value_of(self, key: str, tensor: torch.Tensor) -> Value:
         """Return the value of a tensor in memory."""
@@ -342,6 +486,7 @@ def finish(
     check: Callable[[], None] = lambda: None,
     progress: bool = False,
     written: bool = True,
+    mesh: Mesh | None = None,
 ) -> SaveReport:
     """Lay out, write and report.
 
@@ -355,24 +500,31 @@ def finish(
         check: called before a file appears; raises where it must not.
         progress: show a bar of bytes on stderr.
         written: whether to write; else the report says what would be.
+        mesh: the processes that write together.
     """
     start = time.perf_counter()
-    target.check_folder()
-    output = target.lay_out(taken, values, metadata or {}, checksum)
+
+    def lay_out() -> Output:
+        target.check_folder()
+        return target.lay_out(taken, values, metadata or {}, checksum)
+
+    output = lay_out() if mesh is None else mesh.on_all(lay_out)
     format = target.format if output.content is None or target.format == "dcp" else "sharded"
     gone = {**taken.kinds, **(lost or {})}
     for key, what in taken.containers.items():
         if target.only_tensors or (format == "dcp" and what == TEXT_NAMES):
             gone.setdefault(key or "(all)", what)
-    for key, other in {**apart(values, output.shared), **output.untied}.items():
-        gone[key] = f"shares no memory with {printable(other, 80)} any more"
+    gone |= _untied({**apart(values, output.shared), **output.untied})
     keys, left_out = compacted(values)
     folder = os.path.dirname(output.head)
     files = [os.path.join(folder, name) for name in output.files]
     files += [output.head] if output.content is not None else []
+    whole: list[str] = []
     if written:
-        with progress_bar(progress, output.nbytes, "save") as advance:
-            files = write(output, advance, check)
+        total = sum(value.here for value in output.values)
+        with progress_bar(progress and (mesh is None or mesh.leads), total, "save") as advance:
+            write_all = partial(write, whole=whole) if mesh is None else mesh.write
+            files = write_all(output, advance, check)
     cast = {v.key: (v.source_dtype, v.stored.dtype) for v in values}
     return SaveReport(
         path=output.head if format != "dcp" else folder,
@@ -386,4 +538,12 @@ def finish(
         left_out=left_out,
         cast={key: (old, new) for key, (old, new) in cast.items() if old != new},
         seconds=time.perf_counter() - start,
+        taken_up=tuple(whole),
     )
+
+
+def _untied(pairs: Mapping[str, str]) -> dict[str, str]:
+    return {
+        key: f"shares no memory with {printable(other, 80)} any more"
+        for key, other in pairs.items()
+    }

@@ -8,17 +8,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchlift._checkpoint import MappedViews, dtype_of
-from torchlift._model.dtensor import is_dtensor
+from torchlift._model.dtensor import held, reshard
+from torchlift._model.names import Names
+from torchlift._model.slots import ModuleTree
+from torchlift._model.state import read_model
 from torchlift._model.torch_private import storage_key
 from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
-from torchlift._save.contents import require_name, stored_as
 from torchlift._save.pickling import MAX_DEPTH, Shared, require_plain
 from torchlift.errors import PlacementError
-from torchlift.formats import Chunk, Leaf, RebuiltEntry, TensorEntry
+from torchlift.formats import ITEMSIZE, Chunk, Leaf, RebuiltEntry, TensorEntry
 from torchlift.formats.flatten import ROOT_OBJECT, ROOT_TENSOR, key_text
-from torchlift.formats.layout import Stored
+from torchlift.formats.layout import Stored, is_unicode
 from torchlift.formats.torch_zip import repeats_too_often
 
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
@@ -64,12 +69,6 @@ class Value:
         Raises:
             PlacementError: files of this kind cannot hold it.
         """
-        if is_dtensor(tensor):
-            raise PlacementError(
-                "a DTensor, of which this process has a shard only",
-                entry=key,
-                hint="Call torchlift.distributed.save_consolidated on all ranks of its mesh.",
-            )
         stored_as(key, tensor, kind)
         tensor = tensor.detach()
         plain, memory, whole = not (tensor.is_conj() or tensor.is_neg()), object(), 0
@@ -131,6 +130,16 @@ class Value:
         return str(self.source.dtype).removeprefix("torch.")
 
     @property
+    def here(self) -> int:
+        """Return how many of its bytes, as they are saved, this process has."""
+        return self.stored.nbytes
+
+    @property
+    def share(self) -> int:
+        """Return a number from 1 on, where others may have the same bytes; else 0."""
+        return 0
+
+    @property
     def numel(self) -> int:
         """Return the number of elements."""
         return torch.Size(self.shape).numel()
@@ -169,6 +178,13 @@ class Value:
             return (data for _, data in tensor_blocks(self.source, self.dtype, work))
         assert self.views is not None
         return entry_blocks(self.source, self.dtype, work, self.views)
+
+    def runs(self, work: Workspace) -> Iterator[tuple[memoryview, list[tuple[int, memoryview]]]]:
+        """Yield what this process has of its bytes, and which of that it writes where."""
+        at = 0
+        for data in self.blocks(work):
+            yield data, [(at, data)]
+            at += len(data)
 
 
 @dataclass(slots=True)
@@ -268,6 +284,10 @@ def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> 
 
 def _state_of(value: Any) -> Any:
     """Return the state of a module, an optimizer or whatever else has one."""
+    if isinstance(value, nn.Module):
+        tree = ModuleTree(value)
+        reshard(tree.modules)
+        return read_model(value, Names(tree))
     is_state = isinstance(value, (torch.Tensor, TensorEntry, type))
     while not is_state and callable(getattr(value, "state_dict", None)):
         value = value.state_dict()
@@ -443,3 +463,35 @@ def compacted(values: Iterable[Value]) -> tuple[list[str], int]:
             keys += [value.key for value in group]
             saved += group[0].whole - needed
     return keys, saved
+
+
+def require_name(key: object) -> None:
+    """Refuse a name that readers cannot read, such as a member of an Enum."""
+    if type(key) is str and is_unicode(key):
+        return
+    raise PlacementError(
+        "cannot be the name of a tensor in a file",
+        entry=str(key),
+        expected="a str that UTF-8 can write",
+        found="a lone surrogate in it" if type(key) is str else f"a {type(key).__name__}",
+        hint="Rename it in what is saved.",
+    )
+
+
+def stored_as(key: str, value: object, format: str) -> Stored:
+    """Describe a tensor as it is going to be stored; refuse what has no values to store."""
+    found = type(value).__name__
+    if isinstance(value, torch.Tensor) and is_lazy(value):
+        found += ", which gets its shape when the module is first called"
+    elif isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        is_dense = value.layout == torch.strided and not value.is_nested and not value.is_meta
+        if is_dense and name in ITEMSIZE and not is_traceable_wrapper_subclass(held(value)):
+            return Stored(key, name, tuple(value.shape))
+        found += f", {name}, {value.layout}, on {value.device}"
+    raise PlacementError(
+        f"cannot be stored in a {'safetensors' if format == 'safetensors' else 'torch'} file",
+        entry=key,
+        expected="a dense tensor with values",
+        found=found,
+    )

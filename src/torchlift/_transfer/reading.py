@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torchlift._transfer.files import Files
-from torchlift._transfer.pages import Pages
+from torchlift._transfer.pages import Pages, allocate
 from torchlift.errors import IntegrityError
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import rows, shortest_run
@@ -47,6 +47,7 @@ def read(
     files: Files,
     *,
     advance: Callable[[int], object] | None = None,
+    stages: list[torch.Tensor] | None = None,
 ) -> int:
     """Execute the requests with parallel positional reads; return the bytes asked for.
 
@@ -56,6 +57,8 @@ def read(
         requests: what to read; small neighbours in a file are read together.
         files: the checkpoint's open files.
         advance: called with a number of bytes as they arrive, from the calling thread.
+        stages: memory of an earlier call to stage in, to which this one adds what it needs more;
+            None: all of it is given back at the end.
 
     Raises:
         IntegrityError: a read failed, came back short, or the file has changed. Destinations then
@@ -69,16 +72,21 @@ def read(
     ]
     descriptors = {file: files.descriptor(file) for file in {request.file for request in todo}}
     report = advance or (lambda _: None)
-    if len(jobs) == 1:  # on this thread: starting others takes longer than reading a little
-        (job,) = jobs
-        stage = _stage() if job.staged else None
-        with Pages() as pages:
+    # One stage per reader is enough where they cast themselves; a device is fed while they read on.
+    most = min(_STAGES, _THREADS) if all(job.on_host for job in jobs) else _STAGES
+    free = [] if stages is None else stages
+    # Not from the C library, which holds on to some of what is given back.
+    while len(free) < min(sum(job.staged for job in jobs), most):
+        free.append(allocate(PIECE, torch.uint8, torch.device("cpu")))
+    with Pages(any(request.fresh for request in todo)) as pages:
+        if len(jobs) == 1:  # on this thread: starting others takes longer than reading a little
+            (job,) = jobs
+            stage = free[0] if job.staged else None
             _fetch(job, descriptors[job.file], stage, pages)
             _deliver(job, stage, pages)
-        report(job.asked)
-    elif jobs:
-        with Pages() as pages:
-            _read_parallel(jobs, descriptors, pages, report)
+            report(job.asked)
+        elif jobs:
+            _read_parallel(jobs, descriptors, pages, report, free)
     return sum(request.nbytes for request in todo)
 
 
@@ -87,11 +95,8 @@ def _read_parallel(
     descriptors: Mapping[str, int],
     pages: Pages,
     report: Callable[[int], object],
+    free: list[torch.Tensor],
 ) -> None:
-    staged = sum(job.staged for job in jobs)
-    # One per reader is enough where they cast themselves; a device is fed while they read on.
-    most = min(_STAGES, _THREADS) if all(job.on_host for job in jobs) else _STAGES
-    free = [_stage() for _ in range(min(staged, most))]
     running: dict[Future[None], tuple[Job, torch.Tensor | None]] = {}
     waiting = iter(jobs)
     following: Job | None = next(waiting, None)
@@ -119,10 +124,6 @@ def _read_parallel(
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-
-
-def _stage() -> torch.Tensor:
-    return torch.empty(PIECE, dtype=torch.uint8, device="cpu")
 
 
 def _read_one(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:

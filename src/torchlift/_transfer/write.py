@@ -13,10 +13,11 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from hashlib import sha256
+from threading import Thread
 from typing import NamedTuple
 
 from torchlift.errors import CheckpointError
@@ -25,6 +26,8 @@ from torchlift.formats.crc import PartialCrc
 _MARK = ".torchlift-"  # without it, somebody's own unfinished download could be taken for ours
 _LONGEST = 200  # bytes of NAME in the name of a temporary file, which may have 255 in all
 _CLIPPED = 180  # of a longer one, of which a hash follows
+#: Bytes that take longer to sum up (0.6 ms) than a thread takes to start (0.1 ms).
+_WORTH_A_THREAD = 2 << 20
 
 
 class NotDurable(OSError):
@@ -125,14 +128,21 @@ class AtomicSet:
 
     Until then the head is the old one, and what it names is in place. Before a file is made, its
     name is in a journal beside the head, which is locked for as long as its owner lives: so an
-    error, or else the next writer of the head, removes what no head names in the end.
+    error, or else the next writer of the head, removes what no head names in the end. A writer with
+    the plan of a dead one goes on with the names of that one, whose files are then not removed.
 
     Attributes:
-        names: those of the files, which the folder had not.
+        names: those of the files, which the folder had not, or a dead writer with this plan made.
+        goes_on: whether it is so.
     """
 
     def __init__(
-        self, head: str, names: Sequence[str], kind: SetKind, replaces: Sequence[str] = ()
+        self,
+        head: str,
+        names: Sequence[str],
+        kind: SetKind,
+        replaces: Sequence[str] = (),
+        plan: str | None = None,
     ) -> None:
         """Find names, and remove what dead writers of the same head left.
 
@@ -142,6 +152,7 @@ class AtomicSet:
                 others.
             kind: of the head.
             replaces: paths of files that the new head supersedes.
+            plan: what is equal where a later writer would write the same; None: nobody can tell.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -154,20 +165,28 @@ class AtomicSet:
         self._journals = self._head + ".files"
         _mode_of(self._head)
         with self._locked():
-            taken = self._recover()
-            self.names = list(names)
-            # Beside an older head, too: who has read that one must not find other values there.
-            there = any(name in taken or os.path.lexists(self._path(name)) for name in names)
-            if there or os.path.lexists(self._head):
-                token = secrets.token_hex(4)
-                self.names = [_with_token(name, token) for name in names]
+            taken, dead = self._recover()
+            alike = [j for j in dead.values() if plan is not None and j.plan == plan]
+            made = [journal.names[: len(names)] for journal in alike]
+            self.names = next((found for found in made if self._may_go_on(found, names)), [])
+            self.goes_on = bool(self.names)
+            if not self.goes_on:
+                self._forget(dead)
+                self.names = list(names)
+                # Beside an older head, too: who has read that one must not find other values there.
+                there = any(name in taken or os.path.lexists(self._path(name)) for name in names)
+                if there or os.path.lexists(self._head):
+                    token = secrets.token_hex(4)
+                    self.names = [_with_token(name, token) for name in names]
             self._journal = AtomicFile(self._journals, alone=False)
             self._known: list[str] = []
             try:
-                self._note(self.names)
+                self._note(self.names, plan)
             except BaseException:
                 self._journal.close()
                 raise
+            if self.goes_on:
+                self._forget(dead)
 
     def file(self, number: int) -> AtomicFile:
         """Return one of the files, to be written and committed.
@@ -231,24 +250,46 @@ class AtomicSet:
         except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
             return None
 
-    def _note(self, names: Iterable[str]) -> None:
-        new = [name for name in names if name not in self._known]
-        end = os.fstat(self._journal.descriptor).st_size
-        write_at(self._journal.descriptor, "".join(f"{json.dumps(n)}\n" for n in new).encode(), end)
-        os.fsync(self._journal.descriptor)
-        self._known += new
+    def _forget(self, dead: Mapping[str, _Journal]) -> None:
+        """Remove what dead writers left and this one does not go on with, and their journals."""
+        for path, journal in dead.items():
+            if self._clean(name for name in journal.names if name not in self.names):
+                with suppress(OSError):  # the next writer does
+                    os.unlink(path)
 
-    def _clean(self, names: Iterable[str]) -> bool:
-        """Remove files that no head of the folder names; say whether that can be told."""
+    def _may_go_on(self, made: Sequence[str], names: Sequence[str]) -> bool:
+        """Return whether files of a dead writer are as many, and no checkpoint's yet."""
+        ours = re.compile(self._kind.ours).fullmatch
+        needed = self._needed()
+        free = needed is not None and not needed.intersection(made)
+        return free and len(set(made)) == len(names) and all(map(ours, made))
+
+    def _note(self, names: Iterable[str], plan: str | None = None) -> None:
+        new: list[object] = [name for name in names if name not in self._known]
+        lines = new if plan is None else [{"plan": plan}, *new]
+        end = os.fstat(self._journal.descriptor).st_size
+        data = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+        write_at(self._journal.descriptor, data, end)
+        os.fsync(self._journal.descriptor)
+        self._known += map(str, new)
+
+    def _needed(self) -> set[str] | None:
+        """Return what the heads of the folder name; None where nobody can tell."""
         needed: set[str] = set()
         others = filter(self._kind.is_head, os.listdir(self._folder))
         for head in {self._head, *map(self._path, others)}:
             found = self._old(head)
             if found is None:
-                return False
+                return None
             needed |= found
-        self._remove(name for name in names if name not in needed)
-        return True
+        return needed
+
+    def _clean(self, names: Iterable[str]) -> bool:
+        """Remove files that no head of the folder names; say whether that can be told."""
+        needed = self._needed()
+        if needed is not None:
+            self._remove(name for name in names if name not in needed)
+        return needed is not None
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in filter(re.compile(self._kind.ours).fullmatch, names):
@@ -256,27 +297,19 @@ class AtomicSet:
             with suppress(OSError):  # it may never have been made
                 os.unlink(self._path(name))
 
-    def _recover(self) -> set[str]:
-        """Remove what dead writers left; return the names that live ones are about to use."""
+    def _recover(self) -> tuple[set[str], dict[str, _Journal]]:
+        """Return the names that live writers are about to use, and the journals of dead ones."""
         taken: set[str] = set()
+        dead: dict[str, _Journal] = {}
 
-        def journal(path: str) -> list[str]:
-            names: list[str] = []
-            with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    # A crash of the machine may leave zeros, or a line that is cut off, for names
-                    # of which nothing was made.
-                    with suppress(ValueError):
-                        name = json.loads(line) if line.endswith("\n") else None
-                        names += [name] if isinstance(name, str) and os.sep not in name else []
-            return names
+        def left(path: str) -> bool:
+            dead[path] = _journal(path)
+            return False  # until what it names is noted elsewhere, or gone
 
         remove_debris(
-            self._journals,
-            dead=lambda path: self._clean(journal(path)),
-            live=lambda path: taken.update(journal(path)),
+            self._journals, dead=left, live=lambda path: taken.update(_journal(path).names)
         )
-        return taken
+        return taken, dead
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -287,6 +320,27 @@ class AtomicSet:
             yield
         finally:
             os.close(folder)
+
+
+class _Journal(NamedTuple):
+    """What a writer has noted: the names of its files first, and its plan."""
+
+    names: list[str]
+    plan: str | None
+
+
+def _journal(path: str) -> _Journal:
+    names: list[str] = []
+    plan = None
+    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            # A crash of the machine may leave zeros, or a line that is cut off, for names of which
+            # nothing was made.
+            with suppress(ValueError):
+                found = json.loads(line) if line.endswith("\n") else None
+                names += [found] if isinstance(found, str) and os.sep not in found else []
+                plan = found.get("plan") if isinstance(found, dict) else plan
+    return _Journal(names, plan)
 
 
 def _unlink(paths: Iterable[str]) -> None:
@@ -380,11 +434,27 @@ def write_runs(
     """
     nbytes = 0
     for offset, run in runs:
-        write_at(descriptor, run, start + offset)
+        thread = None if crc is None else _started(crc, offset, run)
+        try:
+            write_at(descriptor, run, start + offset)
+        finally:
+            if thread is not None:
+                thread.join()
         nbytes += len(run)
-        if crc is not None:
-            crc.add(offset, run)
     return nbytes
+
+
+def _started(crc: PartialCrc, offset: int, run: memoryview) -> Thread | None:
+    """Sum a run up, on another thread where that is worth it; return the thread."""
+    thread = Thread(target=crc.add, args=(offset, run), daemon=True)
+    try:
+        if len(run) >= _WORTH_A_THREAD:
+            thread.start()
+            return thread
+    except RuntimeError:  # no thread is to be had, as while Python shuts down
+        pass
+    crc.add(offset, run)
+    return None
 
 
 def _mode_of(path: str) -> int | None:

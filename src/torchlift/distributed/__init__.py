@@ -12,7 +12,6 @@ from torchlift._lazy import lazy
 
 if TYPE_CHECKING:
     from torchlift.distributed.optimizer_load import OptimizerReport as OptimizerReport
-    from torchlift.distributed.options import StateDictMismatch as StateDictMismatch
     from torchlift.distributed.options import StateDictOptions as StateDictOptions
     from torchlift.distributed.ranks import on_ranks as on_ranks
     from torchlift.distributed.reader import CheckpointReader as CheckpointReader
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
         set_optimizer_state_dict as set_optimizer_state_dict,
     )
     from torchlift.distributed.state_dict import set_state_dict as set_state_dict
+    from torchlift.distributed.writer import CheckpointWriter as CheckpointWriter
+    from torchlift.errors import StateDictMismatch as StateDictMismatch
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -47,5 +48,6 @@ __getattr__, __dir__, __all__ = lazy(
         "state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
         "load_optimizer patch_model_state_dict patch_optimizer_state_dict "
         "set_model_state_dict set_optimizer_state_dict set_state_dict",
+        "writer": "CheckpointWriter",
     },
 )

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint import state_dict as own
 from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, rank, ranks_of
 from torchlift._model.slots import ModuleTree
+from torchlift._model.state import unpatched, versioned, versions_of
 from torchlift._system import leaves, map_leaves
 from torchlift.distributed.gather import Sequence, run_alike
-from torchlift.distributed.model_state import unpatched, versioned, versions_of
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import initial_state
 from torchlift.distributed.options import (

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchlift._checkpoint import open as open_checkpoint
@@ -40,6 +39,7 @@ from torchlift.distributed.state_dict import (
     get_optimizer_state_dict,
     set_state_dict,
 )
+from torchlift.distributed.writer import CheckpointWriter
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.dcp import METADATA
 from torchlift.formats.verify import verify as verify_file
@@ -270,9 +270,7 @@ class Keeper:
         """Return copies on the host of the states of models and optimizers, and of all else."""
         tensors: dict[str, Any] = {}
         for module, name, optimizers in _models(objects):
-            tensors[name] = get_model_state_dict(module)
-            for other, optimizer in optimizers.items():
-                tensors[other] = get_optimizer_state_dict(module, optimizer)
+            tensors |= _states_of(module, name, optimizers)
         rest = {
             name: getattr(obj, "state_dict")() if _is_stateful(obj) else obj  # noqa: B009
             for name, obj in objects.items()
@@ -318,6 +316,8 @@ class Keeper:
     ) -> None:
         def begin() -> tuple[None, None]:
             os.makedirs(path, exist_ok=True)
+            if self._rank == 0:
+                make_durable(self.directory)
             save(rng, os.path.join(path, _RNG.format(self._rank)))
             if self._rank == 0:
                 save(rest, os.path.join(path, _REST))
@@ -327,7 +327,7 @@ class Keeper:
             self._writers.run(begin)
             state_dict_saver.save(
                 tensors,
-                storage_writer=FileSystemWriter(path, sync_files=True),
+                storage_writer=CheckpointWriter(path, format="dcp"),
                 process_group=self._writers.groups[0],
             )
         except (CheckpointException, CheckpointError, OSError) as error:
@@ -338,9 +338,6 @@ class Keeper:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError("could not be saved", file=path, found=str(error)) from error
-        if self._rank == 0:  # before an older one is removed
-            for folder in (path, self.directory):
-                make_durable(folder)
 
     # ---- find
 
@@ -625,6 +622,14 @@ def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     } if states else {}  # fmt: skip
 
 
+def _states_of(
+    module: nn.Module, name: str, optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """Return the states of a model and its optimizers by their names."""
+    states = {other: get_optimizer_state_dict(module, each) for other, each in optimizers.items()}
+    return {name: get_model_state_dict(module), **states}
+
+
 def _read_shards(
     path: str, module: nn.Module, name: str, optimizers: Mapping[str, torch.optim.Optimizer]
 ) -> dict[str, Any]:
@@ -633,14 +638,14 @@ def _read_shards(
     Raises:
         CheckpointError: something is missing, or could not be read.
     """
-    states: dict[str, Any] = {name: get_model_state_dict(module)}
-    for other, optimizer in optimizers.items():
-        states[other] = get_optimizer_state_dict(module, optimizer)
-    states = _blank(states)
+    states: dict[str, Any] = _blank(_states_of(module, name, optimizers))
     try:
-        state_dict_loader.load(
-            states, storage_reader=CheckpointReader(path), no_dist=not has_group()
-        )
+        with warnings.catch_warnings():
+            # What several ranks kept one process may read: that is no cause for torch's warning.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            state_dict_loader.load(
+                states, storage_reader=CheckpointReader(path), no_dist=not has_group()
+            )
     except CheckpointException as error:
         raise CheckpointError("could not be read", file=path, found=str(error)) from error
     return states

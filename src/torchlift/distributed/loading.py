@@ -21,11 +21,11 @@ from torchlift._model.dtensor import is_dtensor, layout_of, reshard, spread_of
 from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, portable, rank, ranks_of
 from torchlift._model.slots import ModuleTree
+from torchlift._model.state import by_name, versions_of
 from torchlift._plan import LoadPlan, Match, Options, Sent, StateSource, fetch_all, make_plan
 from torchlift._system import leaves, map_leaves, uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import Sequence, map_tensors, relaid, run_alike, sequence
-from torchlift.distributed.model_state import by_name, versions_of
 from torchlift.distributed.optimizer_load import (
     OptimizerPlan,
     OptimizerReport,

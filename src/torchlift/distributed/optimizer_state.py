@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchlift._model.names import Names
-from torchlift.distributed.model_state import own
+from torchlift._model.state import own
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
 T = TypeVar("T")
@@ -238,7 +238,9 @@ def _numbered(
     for optimizer in optimizers:
         params = _params(optimizer)
         if len(params) == len(keys):
-            return {k: first_name(p, names) for k, p in zip(keys, params, strict=True)}
+            found = {k: first_name(p, names) for k, p in zip(keys, params, strict=True)}
+            # DCP makes text of every key, and leaves the numbers in the groups' lists alone.
+            return {**found, **{str(k): name for k, name in found.items()}}
     raise StateDictMismatch(
         "the optimizer state dict numbers its parameters, and no optimizer has as many",
         found=f"{len(keys)} parameters",

@@ -14,17 +14,9 @@ from torchlift._model.dtensor import held, is_dtensor, layout_of
 from torchlift._model.handlers import oddity
 from torchlift._plan import look_alikes
 from torchlift._system import clipped_list
-from torchlift.errors import MismatchError
+from torchlift.errors import StateDictMismatch as StateDictMismatch
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-
-
-class StateDictMismatch(MismatchError, RuntimeError):
-    """A state dict does not fit the model or the optimizer.
-
-    It is a `RuntimeError` too, because that is what ``torch.distributed.checkpoint.state_dict``
-    raises: a program that catches it keeps working after the import is changed.
-    """
 
 
 @dataclass

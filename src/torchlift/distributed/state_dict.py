@@ -21,11 +21,11 @@ from torchlift._model.dtensor import is_dtensor, reshard
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, tensors_of
 from torchlift._model.slots import ModuleTree, locked
+from torchlift._model.state import PATCH, read_model, versioned
 from torchlift._plan import IN_MEMORY, Given, checkpoint, container
 from torchlift._system import collection_paused
 from torchlift.distributed.gather import Sequence, finish, require_within, run_alike, sequence
 from torchlift.distributed.loading import load
-from torchlift.distributed.model_state import PATCH, read_model, versioned
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import read_optimizers
 from torchlift.distributed.options import (
@@ -527,7 +527,15 @@ def _read(
         reshard(tree.modules)
         names = Names(tree, chosen.dsd_fqn_modifiers)
         state = [
-            read_model(model, names, inside, chosen) if Part.MODEL in part else {},
+            read_model(
+                model,
+                names,
+                inside,
+                frozen=not chosen.ignore_frozen_params,
+                prefixed=chosen.keep_submodule_prefixes,
+            )
+            if Part.MODEL in part
+            else {},
             read_optimizers(names, found, chosen) if found else {},
         ]
         if chosen.full_state_dict and not chosen.cpu_offload:

@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torchlift.formats.index import (
     Chunk,
     FileStamp,
     Index,
+    Leaf,
     Storage,
     TensorEntry,
     join,
@@ -35,6 +36,7 @@ from torchlift.formats.zip_archive import LOCAL_MAGIC
 
 #: Most bytes of metadata: a million chunks take some 300 MB.
 _MAX_METADATA = 1 << 30
+_MAX_DEPTH = 90  # of containers, one in the other
 
 METADATA, SUFFIX = ".metadata", ".distcp"
 
@@ -142,6 +144,7 @@ class _Metadata:
         objects: keys of what is not a tensor, in order.
         items: where everything is stored.
         version: of the format, where it is recorded.
+        paths: key -> the names of the containers that lead to it, where a planner took them apart.
         budget: what reading the directory may still cost.
     """
 
@@ -149,6 +152,7 @@ class _Metadata:
     objects: dict[str, None] = field(default_factory=dict)
     items: dict[_Place, _Item] = field(default_factory=dict)
     version: str | None = None
+    paths: dict[object, object] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
 
     def add(self, data: bytes) -> None:
@@ -184,6 +188,8 @@ class _Metadata:
             self.items.setdefault((key, start), _item(key, info))
         version = root.get("version")
         self.version = self.version or (version if isinstance(version, str) else None)
+        paths = root.get("planner_data")
+        self.paths.update(paths if isinstance(paths, dict) else {})
 
 
 class _Record:
@@ -366,7 +372,47 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
     tensors = Index(path, "dcp", entries, storages, stamps)
     version = {} if metadata.version is None else {"dcp_version": metadata.version}
     whole = [tensors, *(objects[key] for key in metadata.objects)]
-    return join(path, "dcp", whole, version, _CONFLICT)
+    leaves: dict[str, object] = {key: Leaf(key) for key in (*entries, *objects)}
+    for of_object in objects.values():
+        (saved,) = of_object.tree or ({},)
+        leaves |= saved if isinstance(saved, dict) else {}
+    tree = _containers(metadata.paths, leaves)
+    return replace(join(path, "dcp", whole, version, _CONFLICT), tree=tree)
+
+
+class _Container(dict[object, Any]):
+    """A container that a planner took apart, by names and positions."""
+
+
+def _containers(
+    paths: Mapping[object, object], leaves: Mapping[str, object]
+) -> tuple[object] | None:
+    """Return the containers of all leaves, or None where nobody says which there were."""
+    top = _Container()
+    for key in dict.fromkeys((*paths, *leaves)) if paths else ():
+        path, at = paths.get(key, (key,)), top
+        if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_DEPTH or key not in leaves:
+            return None
+        if ".".join(str(name) for name in path if type(name) in (str, int)) != key:
+            return None
+        for name in path[:-1]:
+            at = at.setdefault(name, _Container())
+            if type(at) is not _Container:
+                return None
+        if path[-1] in at:
+            return None
+        at[path[-1]] = leaves[str(key)]
+    return (_with_lists(top),) if top else None
+
+
+def _with_lists(value: object) -> object:
+    if not isinstance(value, _Container):
+        return value
+    made = {name: _with_lists(item) for name, item in value.items()}
+    if all(type(name) is int for name in made) and made.keys() == set(range(len(made))):
+        return [made[at] for at in range(len(made))]
+    # Of a list that was saved in part, positions are names.
+    return {str(name): item for name, item in made.items()}
 
 
 def _chunk(

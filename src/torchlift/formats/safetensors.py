@@ -252,14 +252,13 @@ _CODES = {name: code for code, name in DTYPES.items()}
 
 
 def safetensors_layout(
-    tensors: Iterable[Stored], metadata: Mapping[str, str] | int, *, checked: bool = False
+    tensors: Iterable[Stored], metadata: Mapping[str, str], *, checked: bool = False
 ) -> Layout:
     """Lay out a safetensors file; widest items first, so that each tensor is aligned to its items.
 
     Args:
         tensors: what to store; every name has bytes of its own.
-        metadata: text for the header; or the bytes in front of the data, where only the offsets
-            are asked for and not the frame.
+        metadata: text for the header.
         checked: whether to note checksums in the metadata, where other readers pass over them.
 
     Raises:
@@ -295,10 +294,10 @@ def safetensors_layout(
     filled = [number for number, (tensor, _) in enumerate(places) if tensor.nbytes]
     # The digits are of one length, so that the data lies where it does before they are known.
     blank = "0" * 8 * (1 + len(filled))
-    if checked and not isinstance(metadata, int):
+    if checked:
         metadata = {**metadata, _SUMS: blank}
-    head = b"" if isinstance(metadata, int) else _head(described, metadata, last=checked)
-    length = metadata if isinstance(metadata, int) else len(head)
+    head = _head(described, metadata, last=checked)
+    length = len(head)
 
     def frame(sums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         if checked:

@@ -434,30 +434,32 @@ _SERIALIZATION_ID, _ID_DIGITS = ".data/serialization_id", 40
 
 
 def torch_zip_layout(
-    tensors: Sequence[Stored], pickled: bytes | int, *, checked: bool = True
+    tensors: Sequence[Stored], pickled: bytes, *, checked: bool = True, pickle_last: bool = False
 ) -> Layout:
     """Lay out a torch file.
 
     Args:
         tensors: one for each storage: the first has the key ``"0"`` in the pickle, and so on.
-        pickled: the ``data.pkl``, see `torch_pickle`; or its length in bytes, where only the
-            offsets are asked for and not the frame.
+        pickled: the ``data.pkl``.
         checked: whether to record the CRC-32 of every storage.
+        pickle_last: whether it lies behind the storages, whose offsets do not depend on it then;
+            torch has it in front of them.
 
     Example:
-        >>> layout = torch_zip_layout([Stored("w", "float32", (3,))], 100)
+        >>> layout = torch_zip_layout([Stored("w", "float32", (3,))], bytes(100))
         >>> layout.payloads[0].offset, layout.nbytes
         (640, 1513)
     """
-    length = pickled if isinstance(pickled, int) else len(pickled)
+    described: list[tuple[str, int, bytes | None]] = [("data.pkl", len(pickled), pickled)]
     before: list[tuple[str, int, bytes | None]] = [
-        ("data.pkl", length, None if isinstance(pickled, int) else pickled),
+        *([] if pickle_last else described),
         (".format_version", 1, b"1"),
         (".storage_alignment", 2, str(ALIGNMENT).encode()),
         ("byteorder", 6, b"little"),
     ]
     stored = [(f"data/{number}", tensor.nbytes, None) for number, tensor in enumerate(tensors)]
     after = [("version", 2, b"3\n"), (_SERIALIZATION_ID, _ID_DIGITS, None)]
+    after = [*described, *after] if pickle_last else after
     records, at = [], 0
     for name, nbytes, data in (*before, *stored, *after):
         records.append(NewRecord((_TOP + name).encode(), at, nbytes, data))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchlift._model.names import Names
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift.errors import StateDictMismatch
 
 #: Set on the functions that `patch_model_state_dict` and `patch_optimizer_state_dict` put in place.
 PATCH = "_torchlift_patch"
@@ -53,9 +53,21 @@ def unpatched(*objects: nn.Module | torch.optim.Optimizer) -> Iterator[None]:
 
 
 def read_model(
-    model: nn.Module, names: Names, submodules: set[nn.Module] | None, options: StateDictOptions
+    model: nn.Module,
+    names: Names,
+    submodules: set[nn.Module] | None = None,
+    *,
+    frozen: bool = True,
+    prefixed: bool = True,
 ) -> dict[str, Any]:
     """Return the state dict of `model` by canonical name, neither gathered nor on another device.
+
+    Args:
+        model: wrapped in whatever it is.
+        names: of its tensors.
+        submodules: of which alone; None: of all.
+        frozen: whether to keep parameters that do not require gradients.
+        prefixed: whether names of submodules stay those in the model.
 
     Raises:
         StateDictMismatch: two keys have one canonical name.
@@ -63,14 +75,14 @@ def read_model(
     raw = own(model, "state_dict")()
     found = unique((names.canonical(key), value) for key, value in raw.items())
     versions = versions_of(raw, names.canonical)
-    if options.ignore_frozen_params:
+    if not frozen:
         for name in names.frozen:
             found.pop(name, None)
     if submodules:
-        prefixes, keep = names.prefixes(submodules), options.keep_submodule_prefixes
-        found = unique(_only(found, prefixes, keep))
+        prefixes = names.prefixes(submodules)
+        found = unique(_only(found, prefixes, prefixed))
         paths = {f"{path}.": value for path, value in (versions or {}).items()}
-        inside = {path[:-1]: value for path, value in _only(paths, prefixes, keep)}
+        inside = {path[:-1]: value for path, value in _only(paths, prefixes, prefixed)}
         versions = None if versions is None else OrderedDict(inside)
     return versioned(found, versions)
 

@@ -1,0 +1,585 @@
+"""Save from a mesh: all ranks write their own byte ranges of the same files, or nothing changes.
+
+Here is who does what when, and how it is undone. What the files are like is what one process makes
+of the same state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from torchlift._model.dtensor import (
+    Spans,
+    everything,
+    first_rank,
+    held,
+    is_dtensor,
+    spans_of,
+    spread_of,
+)
+from torchlift._model.ranks import RankGroup, rank, ranks_of
+from torchlift._save.blocks import Workspace, tensor_blocks
+from torchlift._save.files import (
+    Advance,
+    Files,
+    Output,
+    Section,
+    Sums,
+    place_of,
+    write_error,
+    write_sections,
+)
+from torchlift._save.values import Taken, Value, stored_as
+from torchlift.errors import CheckpointError, PlacementError
+from torchlift.formats import Chunk, Leaf, TensorEntry
+from torchlift.formats.boxes import cut, row_major, runs
+from torchlift.formats.layout import Stored
+
+T = TypeVar("T")
+_AT_ONCE = 64  # files that the first rank has open: each needs an exchange, and a descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Value):
+    """A tensor that several processes save, and what this one has of it.
+
+    Attributes:
+        local: its values here.
+        spans: the ranges of the whole tensor that these are.
+        part: the number of these ranges from 0 on, the same for all ranks that hold the same.
+        number: of this rank among those; they write one block each in turn.
+        copies: how many they are; 0 where this rank writes nothing.
+        turn: a number that is the same on all ranks and differs from tensor to tensor.
+    """
+
+    local: torch.Tensor | None = None
+    spans: Spans = ()
+    part: int = 0
+    number: int = 0
+    copies: int = 0
+    turn: int = 0
+
+    @classmethod
+    def of(cls, stored: Stored, same: object, turn: int = 0) -> Share:
+        """Return a tensor of which this process has nothing.
+
+        Args:
+            stored: the whole tensor.
+            same: what is equal for two that are one tensor.
+            turn: see the class.
+        """
+        dtype = getattr(torch, stored.dtype)
+        whole = torch.empty(stored.shape, dtype=dtype, device="meta")
+        stride = row_major(stored.shape)
+        # As one that shares its memory with its ties alone, and lies dense in it.
+        place = dtype, stored.shape, stride, ("tensor", same), 0, 0, False
+        return cls(stored.key, whole, *place, turn=turn)
+
+    def with_values(
+        self, tensor: torch.Tensor, spans: Spans, part: int = 0, number: int = 0, copies: int = 1
+    ) -> Share:
+        """Return it with what this process has of it."""
+        return replace(self, local=tensor, spans=spans, part=part, number=number, copies=copies)
+
+    @property
+    def here(self) -> int:
+        """Return how many of its bytes this process has."""
+        return self.local.nbytes if self.local is not None and self.copies else 0
+
+    @property
+    def share(self) -> int:
+        """Return the number of what others should hold, too; 0 where they hold none of it."""
+        return self.part + 1 if self.copies > 1 else 0
+
+    def runs(self, work: Workspace) -> Iterator[tuple[memoryview, list[tuple[int, memoryview]]]]:
+        """Yield what this process has of its bytes, and which of that it writes where.
+
+        A whole tensor is never copied, however it lies in memory. No byte is written by two ranks.
+        What others hold too is read from beginning to end, to be compared.
+        """
+        local = self.local
+        if local is None or not self.copies or not local.numel():
+            return
+        shape, size = self.shape, local.itemsize
+        stored = self.stored
+        chunk = Chunk("", 0, stored.nbytes, (0,) * len(shape), shape)
+        whole = TensorEntry(
+            self.key, stored.dtype, shape, self.stride, stored.nbytes, "cpu", "", (chunk,)
+        )
+        part = cut(whole, self.spans)
+        for at, (block, view) in enumerate(tensor_blocks(local, local.dtype, work)):
+            places = []
+            if (self.turn + at) % self.copies == self.number:
+                found = runs(cut(part, [[span] for span in block]))
+                places = [(r.offset, view[r.at * size : (r.at + r.numel) * size]) for r in found]
+            yield view, places
+
+
+class _Summary(NamedTuple):
+    """What one rank is to save, in a few bytes.
+
+    Attributes:
+        asked: the arguments that have to be the same.
+        digest: of all names, kinds, shapes, containers and plain data.
+    """
+
+    asked: Mapping[str, object]
+    digest: bytes
+
+
+class _Described(NamedTuple):
+    """What one rank is to save, without the values of tensors.
+
+    Attributes:
+        tensors: name -> what is stored of it, and the first rank of its mesh; None if it has none.
+        objects, template, paths, containers, kinds: see `Taken`.
+        metadata: text for the headers of safetensors.
+    """
+
+    tensors: dict[str, tuple[Stored, int | None]]
+    objects: dict[str, object]
+    template: Any
+    paths: dict[str, tuple[str | int, ...]]
+    containers: dict[str, str]
+    kinds: dict[str, str]
+    metadata: dict[str, str]
+
+
+class _Begun(NamedTuple):
+    """What the first rank tells of files that it has created."""
+
+    place: str  # of the head
+    temporary: list[str]  # names
+
+
+class Mesh:
+    """The processes that save a checkpoint together.
+
+    Attributes:
+        path: where to, for messages.
+        leads: whether this one is the first.
+        written: bytes of tensors that this one has written.
+    """
+
+    def __init__(self, process_group: Any) -> None:
+        self.path = ""
+        self.group = RankGroup.of_all(process_group=process_group)
+        self.ranks = ranks_of(process_group)
+        self.rank = rank()
+        self.leads = self.rank == self.ranks[0]
+        self.written = 0
+
+    def together(self, step: Callable[[], T]) -> list[T]:
+        """Take a step on all ranks; return what each got, or raise what any of them met.
+
+        Raises:
+            CheckpointError: a rank met an error, or is gone.
+        """
+        error: BaseException | None = None
+        value: Any = None
+        try:
+            value = step()
+        except OSError as failure:
+            error = write_error(self.path, failure)
+        except BaseException as failure:
+            error = failure
+        try:
+            values = self.group.agree(error, value)
+        except RuntimeError as failure:
+            if failure is error:
+                raise
+            hint = "The file is the old one, or the complete new one if that rank was last."
+            reason = "another rank died or does not answer"
+            found = str(failure).partition("\n")[0]
+            raise CheckpointError(reason, file=self.path, found=found, hint=hint) from failure
+        return [values[who] for who in self.ranks]
+
+    def on_all(self, step: Callable[[], T]) -> T:
+        """Take a step on all ranks; return what it made here, or raise what any of them met."""
+        made: list[T] = []
+        self.together(lambda: made.append(step()))
+        return made[0]
+
+    def merged(
+        self,
+        taken: Taken,
+        metadata: Mapping[str, str],
+        asked: Mapping[str, object],
+        replicated: str,
+    ) -> tuple[Taken, list[Value], dict[str, str]]:
+        """Tell each other what there is to save; return what all have, the same on each of them.
+
+        Ranks may have names of their own, as the stages of a pipeline do. Of plain data the first
+        rank that has the name counts, and rank 0's metadata.
+
+        Args:
+            taken: what this process has.
+            metadata: text for the headers of safetensors.
+            asked: the arguments that have to be the same on all ranks.
+            replicated: see `save`.
+
+        Raises:
+            PlacementError: two ranks hold unlike things under one name, or ask for unlike things.
+        """
+        local = taken.tensors
+
+        described: list[_Described] = []
+
+        def describe() -> _Summary:
+            kind = "torch-zip" if taken.plain else "safetensors"
+            tensors = {
+                key: (stored_as(key, tensor, kind), first_rank(tensor))
+                for key, tensor in local.items()
+            }
+            facts = taken.objects, taken.template, taken.paths, taken.containers, taken.kinds
+            described.append(_Described(tensors, *facts, dict(metadata)))
+            return _Summary(asked, _digest(described[0]))
+
+        told = self.together(describe)
+        (own,) = described
+        # All ranks know the same, so they raise together without another exchange.
+        _require_alike(self.ranks, [each.asked for each in told])
+        holders: dict[str, list[int]] = {}
+        if any(each.digest != told[0].digest for each in told):
+            each_own = self.together(lambda: own)
+            holders = self._holders(each_own)
+            taken, own = _merged(each_own, taken.plain)
+        same = _ties(own, self.together(lambda: _same_as(own, local)))
+
+        def share(turn: int, key: str, stored: Stored, first: int | None) -> Value:
+            made = Share.of(stored, same.get(key, key), turn)
+            if key not in local:
+                return made
+            return self._share_of(made, local[key], holders.get(key, self.ranks), first, replicated)
+
+        values = self.on_all(
+            lambda: [
+                share(turn, key, *found) for turn, (key, found) in enumerate(own.tensors.items())
+            ]
+        )
+        return taken, values, own.metadata
+
+    def _holders(self, told: Sequence[_Described]) -> dict[str, list[int]]:
+        """Return name -> the ranks that have it.
+
+        Raises:
+            PlacementError: two have unlike things of that name.
+        """
+        holders: dict[str, list[int]] = {}
+        kinds: dict[str, tuple[int, str]] = {}
+        for who, each in zip(self.ranks, told, strict=True):
+            found = dict.fromkeys(each.objects, "plain data")
+            for key, (stored, first) in each.tensors.items():
+                kind = "a plain tensor" if first is None else "a DTensor"
+                found[key] = f"{kind}, {stored.dtype} {list(stored.shape)}"
+                holders.setdefault(key, []).append(who)
+            for key, kind in found.items():
+                if len(each.paths[key]) > 1:
+                    kind += f" in {len(each.paths[key]) - 1} containers"
+                other, expected = kinds.setdefault(key, (who, kind))
+                if kind != expected:
+                    raise PlacementError(
+                        "the ranks do not hold the same under one name",
+                        entry=key,
+                        file=self.path,
+                        expected=f"{expected}, as on rank {other}",
+                        found=f"rank {who} differs from rank {other}: {kind}",
+                        hint="Give shards as DTensors, and what is not the same another name.",
+                    )
+        return holders
+
+    def _share_of(
+        self,
+        whole: Share,
+        tensor: torch.Tensor,
+        holders: Sequence[int],
+        first: int | None,
+        replicated: str,
+    ) -> Share:
+        """Return what this rank holds and writes of a tensor.
+
+        Raises:
+            PlacementError: it holds partial sums.
+        """
+        part, number, copies = 0, 0, 1
+        if not is_dtensor(tensor):
+            spans, number = everything(tensor.shape), holders.index(self.rank)
+            copies = len(holders)
+        else:
+            mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+            if coordinate is None or first != first_rank(tensor):
+                # Of several meshes side by side that hold the same, the first one writes.
+                return whole
+            for axis, placement in enumerate(tensor.placements):
+                if placement.is_replicate():
+                    number = number * mesh.size(axis) + coordinate[axis]
+                    copies *= mesh.size(axis)
+                else:
+                    part = part * mesh.size(axis) + coordinate[axis]
+            spans = spans_of(tensor, whole.key)
+        if replicated == "rank0":
+            copies = 1 if number == 0 else 0
+        return whole.with_values(held(tensor).detach(), spans, part, number, copies)
+
+    def write(self, output: Output, advance: Advance, check: Callable[[], None]) -> list[str]:
+        """Write all files; return their paths.
+
+        Args:
+            output: what to write.
+            advance: called with a number of bytes as this process reads them.
+            check: called before the checkpoint appears; raises where it must not.
+
+        Raises:
+            CheckpointError: a rank could not, or died; the old ones are untouched, unless it says
+                that the new ones are in place.
+        """
+        names = list(output.files)
+        batches = [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
+        temporary: list[str] = []
+        done: list[str] = []
+        written: list[Sums] = []
+        with ExitStack() as stack:
+            files: list[Files] = []  # on the first rank
+
+            def go_on(done: list[str], written: list[Sums], batch: list[str]) -> _Begun | None:
+                """Complete the files that all have written, and create the next ones."""
+                if not self.leads:
+                    return None
+                if not files:
+                    files.append(stack.enter_context(Files(output)))
+                self._complete(files[0], done, written)
+                created = [files[0].create(name).temporary for name in batch]
+                return _Begun(files[0].place, [os.path.basename(path) for path in created])
+
+            def commit() -> list[str]:
+                check()
+                go_on(done, written, [])
+                return files[0].commit() if files else []
+
+            try:
+                for batch in batches:
+                    begun = self.together(partial(go_on, done, written, batch))[0]
+                    assert begun is not None
+                    step = partial(self._write, output, begun, batch, temporary, advance)
+                    done, written = batch, self.together(step)
+                    _require_equal(self.ranks, _payloads(output, batch), written, self.path)
+                return self.together(commit)[0]
+            except BaseException:
+                # The first rank may be the one that died, and cannot remove what it has created.
+                for path in temporary:
+                    with suppress(OSError):
+                        os.unlink(path)
+                raise
+
+    def _write(
+        self,
+        output: Output,
+        begun: _Begun,
+        names: Sequence[str],
+        temporary: list[str],
+        advance: Advance,
+    ) -> Sums:
+        """Write this rank's byte ranges of some files; `temporary` gets the paths of these.
+
+        Nobody else has their random names: a rank that sees them is in the same folder, whatever
+        that is called here and on whichever machine it is.
+        """
+        place = place_of(output)
+        folder, name = os.path.split(place)
+        temporary[:] = [os.path.join(folder, each) for each in begun.temporary]
+        if name != os.path.basename(begun.place) or not all(map(os.path.exists, temporary)):
+            raise PlacementError(
+                "the ranks do not save to the same path",
+                expected=f"{begun.place}, as on rank {self.ranks[0]}",
+                found=f"{place} on rank {self.rank}",
+                hint="Pass one path on all ranks, on a file system that all machines share; a "
+                "relative path depends on the current folder.",
+            )
+        sums = []
+        for path, each in zip(temporary, names, strict=True):
+            descriptor = os.open(path, os.O_WRONLY)
+            try:
+                sums.append(write_sections(descriptor, output.files[each], advance))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        self.written += sum(each.nbytes for each in sums)
+        return _joined(sums)
+
+    def _complete(self, files: Files, names: Sequence[str], written: Sequence[Sums]) -> None:
+        payloads = _payloads(files.output, names)
+        expected, found = sum(t.nbytes for t in payloads), sum(sums.nbytes for sums in written)
+        if found != expected:
+            raise PlacementError(
+                "some values are nobody's to write: a DTensor's mesh has ranks that do not save",
+                file=self.path,
+                expected=f"{expected} bytes of tensors",
+                found=f"{found} bytes",
+                hint="Call it on all ranks that hold tensors, or name their process_group=.",
+            )
+        at = 0
+        for name in names:
+            count = len(_payloads(files.output, [name]))
+            own = [Sums(0, sums.crcs[at : at + count], array("Q")) for sums in written]
+            files.complete(name, own)
+            at += count
+
+
+def _joined(sums: Sequence[Sums]) -> Sums:
+    """Return the sums of several files as one."""
+    made = Sums(sum(each.nbytes for each in sums), array("I"), array("Q"))
+    for each in sums:
+        made.crcs.extend(each.crcs)
+        made.shares.extend(each.shares)
+    return made
+
+
+def _payloads(output: Output, names: Sequence[str]) -> list[Stored]:
+    sections: list[Section] = [section for name in names for section in output.files[name]]
+    return [place.tensor for section in sections for place in section.layout.payloads]
+
+
+def _digest(own: _Described) -> bytes:
+    """Return what is equal where two would be pickled alike, down to what is named twice.
+
+    So the files are laid out alike, which have a pickle of it.
+    """
+    return hashlib.sha256(pickle.dumps(own)).digest()
+
+
+def _require_alike(ranks: Sequence[int], asked: Sequence[Mapping[str, object]]) -> None:
+    """Refuse ranks that ask for other formats, or for other values of what they share."""
+    for who, each in zip(ranks, asked, strict=True):
+        for name, value in each.items():
+            if value != asked[0][name]:
+                raise PlacementError(
+                    f"the ranks do not save with the same {name}=",
+                    expected=f"{asked[0][name]!r}, as on rank {ranks[0]}",
+                    found=f"{value!r} on rank {who}",
+                )
+
+
+def _same_as(own: _Described, local: Mapping[str, torch.Tensor]) -> array[int]:
+    """Return for each tensor the number of an earlier one that is the same here, or its own.
+
+    It is -1 where this rank holds no values of it.
+    """
+    first: dict[object, int] = {}
+    found = array("i")
+    for number, key in enumerate(own.tensors):
+        tensor = local.get(key)
+        values = None if tensor is None else held(tensor)
+        if tensor is None or values is None or not values.numel():
+            found.append(-1)
+            continue
+        # A conjugate or negative view has the memory of its whole, and other values.
+        facts = (values.dtype, values.is_conj(), values.is_neg(), values.shape, values.stride())
+        memory = (values.device, values.data_ptr(), *facts, tensor.shape, spread_of(tensor))
+        found.append(first.setdefault(memory, number))
+    return found
+
+
+def _ties(own: _Described, told: Sequence[array[int]]) -> dict[str, str]:
+    """Return name -> the first name that is the same tensor on every rank which holds some of it.
+
+    A rank sees that two names are one tensor by their memory, but only where it holds values. All
+    ranks draw the same conclusion from what all of them see.
+    """
+    first: dict[tuple[int, ...], str] = {}
+    same = {}
+    for key, *seen in zip(own.tensors, *told, strict=True):
+        if max(seen) >= 0 and first.setdefault(tuple(seen), key) != key:
+            same[key] = first[tuple(seen)]
+    return same
+
+
+def _merged(told: Sequence[_Described], plain: bool) -> tuple[Taken, _Described]:
+    """Return what several ranks have, as one; the first that has a name counts.
+
+    Raises:
+        PlacementError: their containers do not fit into each other.
+    """
+    tensors: dict[str, tuple[Stored, int | None]] = {}
+    made = Taken(plain, _merged_template([each.template for each in told], ""))
+    for each in told:
+        for key, (stored, first) in each.tensors.items():
+            _, known = tensors.get(key, (stored, first))
+            tensors[key] = stored, first if known is None or first is None else min(known, first)
+        # In the order of the ranks, and with the value of the first.
+        made.objects = {**made.objects, **each.objects, **made.objects}
+        made.paths = {**made.paths, **each.paths, **made.paths}
+        made.containers = {**made.containers, **each.containers, **made.containers}
+        made.kinds = {**made.kinds, **each.kinds, **made.kinds}
+    made.tensors = {key: stored for key, (stored, _) in tensors.items()}
+    facts = made.objects, made.template, made.paths, made.containers, made.kinds
+    return made, _Described(tensors, *facts, told[0].metadata)
+
+
+def _merged_template(templates: Sequence[Any], key: str) -> Any:
+    first = templates[0]
+    if all(isinstance(each, dict) for each in templates):
+        ordered = [each for each in templates if isinstance(each, OrderedDict)]
+        made: Any = type((ordered or templates)[0])()
+        names = dict.fromkeys(name for each in templates for name in each)
+        for name in names:
+            inner = [each[name] for each in templates if name in each]
+            made[name] = _merged_template(inner, f"{key}.{name}".removeprefix("."))
+        notes: OrderedDict[str, Any] = OrderedDict()
+        for each in ordered:
+            for name, note in getattr(each, "_metadata", {}).items():
+                notes.setdefault(name, note)
+        if any(hasattr(each, "_metadata") for each in ordered):
+            made._metadata = notes
+        return made
+    alike = len({type(each) for each in templates}) == 1
+    if alike and (isinstance(first, Leaf) or len({len(each) for each in templates}) == 1):
+        if isinstance(first, Leaf):
+            return first
+        rows = zip(*templates, strict=True)
+        return type(first)(_merged_template(row, f"{key}.{at}") for at, row in enumerate(rows))
+    raise PlacementError(
+        "the ranks do not hold the same containers under one name",
+        entry=key or None,
+        hint="Give what is not the same another name.",
+    )
+
+
+def _require_equal(
+    ranks: Sequence[int], payloads: Sequence[Stored], written: Sequence[Sums], path: str
+) -> None:
+    """Refuse values that are not the same on ranks which should hold the same.
+
+    They were written in turns: of two that differ, the file has some of each.
+    """
+    wrong: list[tuple[str, int, int]] = []
+    for at, stored in enumerate(payloads):
+        seen: dict[int, tuple[int, int]] = {}
+        for who, each in zip(ranks, written, strict=True):
+            share, crc = divmod(each.shares[at], 1 << 32)
+            if share:
+                other, expected = seen.setdefault(share, (who, crc))
+                if crc != expected:
+                    wrong.append((stored.key, other, who))
+                    break
+    if wrong:
+        key, other, who = wrong[0]
+        more = f" (and so do {len(wrong) - 1} more names)" if len(wrong) > 1 else ""
+        raise PlacementError(
+            "the ranks hold different values under one name",
+            entry=key,
+            file=path,
+            expected="the same on every rank, or a DTensor for what is sharded",
+            found=f"the values of rank {who} differ from those of rank {other}{more}",
+            hint='Pass replicated="rank0" to save those of the first rank that has the name.',
+        )
