@@ -34,7 +34,7 @@ CODE := src tests tools docs recipes conf.py
 ON_WHEEL := PYTHONPATH="$(CURDIR)/build/wheel-site"
 SPHINX := -m sphinx -c . -n -T -W --keep-going
 
-.PHONY: help venv gallery test lint types unit doctest html nbval notebooks html-noplot linkcheck \
+.PHONY: help venv gallery test lint types unit doctest html site nbval notebooks html-noplot linkcheck \
 	cheatsheet serve pins clean
 
 help:  ## this list
@@ -61,13 +61,14 @@ gallery: $(VENV) docs/_build/fresh.stamp  ## the executed HTML site
 	@echo "The site is built. Open:"
 	@echo "  $(CURDIR)/docs/_build/html/index.html"
 
-test: lint types unit doctest html nbval  ## lint, types, tests on the wheel, doctests, site, notebooks
+test: lint types unit doctest html site nbval  ## lint, types, tests on the wheel, doctests, site, notebooks
 	@echo "make test: everything passed"
 
-lint: $(VENV)  ## ruff: rules and format; import-linter: the house
+lint: $(VENV)  ## ruff: rules and format; import-linter: the house; codespell: words
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
 	.venv/bin/lint-imports --no-cache
+	.venv/bin/codespell
 
 types: $(VENV)  ## mypy --strict on src, and on what tests/typing says of its types
 	$(PY) -m mypy --strict src tests/typing
@@ -89,7 +90,8 @@ doctest: $(WHEEL)  ## the examples in docstrings
 # Sphinx-gallery only looks at a recipe's own text to see whether it must run again. What a recipe
 # shows also depends on the library: any change in src/ throws the executed pages away.
 docs/_build/fresh.stamp: $(VENV) $(SOURCES) $(RECIPES) conf.py $(wildcard \
-  docs/_ext/*.py docs/_inventories/*.txt docs/_templates/*/*.rst docs/api/*.rst)
+  docs/_ext/*.py docs/_includes/* docs/_inventories/*.txt docs/_templates/*.html \
+  docs/_templates/*/*.rst docs/api/*.rst recipes/cards.toml tools/measured.py)
 	@rm -rf docs/_build docs/auto_recipes docs/api/generated
 	@mkdir -p docs/_build
 	@touch $@
@@ -98,6 +100,10 @@ docs/_build/fresh.stamp: $(VENV) $(SOURCES) $(RECIPES) conf.py $(wildcard \
 # failure, start over.
 html: $(WHEEL) docs/_build/fresh.stamp  ## the site with warnings as errors, on the built wheel
 	$(ON_WHEEL) $(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
+
+# Where there is no chromium, the checks that need one are skipped.
+site: html  ## the built site: links, pictures, weight, validity; in chromium: accessibility, search, theme
+	TORCHLIFT_HTML="$(CURDIR)/docs/_build/html" $(ON_WHEEL) $(PY) -m pytest -q tests/test_site.py
 
 nbval: $(WHEEL)  ## the committed notebooks, run again and compared
 	$(ON_WHEEL) $(PY) -m pytest -q -n 2 --dist loadfile --nbval --nbval-current-env \

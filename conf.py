@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "tools")]
 
 import inventories  # noqa: E402
-import notebooks  # noqa: E402
+import site_address  # noqa: E402
 
 project = "torchlift"
 author = "the torchlift maintainers"
@@ -26,8 +26,13 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
     "command_help",
+    "landing",
     "markdown_text",
     "public_names",
+    "recipe_cards",
+    "recipe_pages",
+    "site_address",
+    "valid_html",
 ]
 
 # ---- names and links: every single-backtick name is a link, and one that leads nowhere is an error
@@ -97,13 +102,11 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "backreferences_dir": "api/generated/backreferences",
     "doc_module": ("torchlift",),
-    "first_notebook_cell": notebooks.FIRST_CELL,
     "remove_config_comments": True,
     "reset_modules": ("matplotlib", "gallery_reset.reset"),
     "reset_modules_order": "both",
     "capture_repr": ("_repr_html_", "__repr__"),
-    "image_srcset": ["2x"],
-    "thumbnail_size": (640, 400),
+    "image_scrapers": ("figures_twice.scrape",),
     "download_all_examples": False,
     "show_signature": False,
     "write_computation_times": False,
@@ -111,6 +114,8 @@ sphinx_gallery_conf = {
 }
 
 # ---- the site
+ADDRESSES = site_address.addresses()
+html_baseurl = ADDRESSES["documentation"] + "/" if "documentation" in ADDRESSES else ""
 html_theme = "pydata_sphinx_theme"
 html_title = "torchlift"
 html_static_path = ["docs/_static"]
@@ -120,7 +125,8 @@ html_copy_source = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
 html_sidebars = {
-    page: [] for page in ("index", "installation", "cluster", "formats", "security", "commands")
+    page: []
+    for page in ("index", "404", "installation", "cluster", "formats", "security", "commands")
 }
 html_theme_options = {
     "logo": {
@@ -131,13 +137,16 @@ html_theme_options = {
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
     "navbar_persistent": ["search-button"],
+    "github_url": ADDRESSES.get("repository", ""),
     "footer_start": ["copyright"],
-    "footer_end": [],
-    "secondary_sidebar_items": ["page-toc"],
+    "footer_end": ["release"],
+    "secondary_sidebar_items": ["page-toc", "edit-page"],
     "pygments_light_style": "a11y-light",
     "pygments_dark_style": "a11y-dark",
     "show_toc_level": 2,
     "back_to_top_button": False,
 }
+# What a program printed is not for copying.
+copybutton_selector = 'div[class*="highlight-"]:not(.highlight-none, .highlight-text) pre'
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -9,6 +9,7 @@ from pathlib import Path
 import nbformat
 import notebooks
 import pytest
+import tomllib
 
 SCRIPTS = notebooks.scripts()
 RST_LEFT_OVER = re.compile(r"^\.\. \w|:\w+:`|`__?\b|::$", re.MULTILINE)
@@ -65,7 +66,25 @@ def test_notebook_metadata_does_not_depend_on_the_machine(script: Path) -> None:
     """Patch versions and timestamps would change with every regeneration."""
     notebook = committed(script)
     assert notebook.metadata == notebooks.METADATA
-    assert all(cell.metadata == {} for cell in notebook.cells)
+    for cell in notebook.cells:
+        draws = cell.cell_type == "code" and "plt.show()" in cell.source
+        assert cell.metadata == ({"jupyter": {"source_hidden": True}} if draws else {})
+
+
+def test_first_cell_installs_by_name_what_no_extra_does() -> None:
+    """A package that a recipe looks for is installed with torchlift, or by its own name."""
+    extra = tomllib.loads(notebooks.ROOT.joinpath("pyproject.toml").read_text(encoding="utf-8"))
+    installed = {
+        re.split(r"[^\w.-]", name)[0]
+        for name in extra["project"]["optional-dependencies"]["recipes"]
+    }
+    for script in SCRIPTS:
+        text = script.read_text(encoding="utf-8")
+        first = code_cells(committed(script))[0].source
+        names = re.findall(r"^ *(?:import|from) (\w+)", text, re.M)
+        for name in {*names, *re.findall(r'find_spec\("(\w+)"\)', text)}:
+            known = name in sys.stdlib_module_names or name in {"torch", "torchlift"} | installed
+            assert known or name in first, f"{script.name}: {name}"
 
 
 @each_recipe

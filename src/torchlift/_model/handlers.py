@@ -29,7 +29,7 @@ _active = threading.local()
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Registration:
-    """A handler that is in force until `remove`, or until the end of a ``with`` block."""
+    """A handler that is in force until ``remove()``, or until the end of a ``with`` block."""
 
     subclass: type[torch.Tensor]
     handler: Handler

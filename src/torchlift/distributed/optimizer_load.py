@@ -46,6 +46,7 @@ class OptimizerReport(Summary):
             They start without a state.
 
     Example:
+        >>> from torchlift.distributed import OptimizerReport
         >>> print(OptimizerReport(loaded=["a", "b"], missing_keys=["c"]))
         loaded the state of 2 parameters
           missing (1): c

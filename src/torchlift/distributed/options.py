@@ -44,6 +44,7 @@ class StateDictOptions:
             state dict hooks leave out of the keys.
 
     Example:
+        >>> from torchlift.distributed import StateDictOptions
         >>> StateDictOptions(full_state_dict=True).cpu_offload
         False
     """

@@ -79,6 +79,9 @@ def get_model_state_dict(
             met an error or asks for other tensors.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchlift.distributed import get_model_state_dict
         >>> model = torch.compile(nn.Sequential(nn.Linear(2, 3)), backend="eager")
         >>> sorted(model.state_dict())
         ['_orig_mod.0.bias', '_orig_mod.0.weight']
@@ -123,6 +126,9 @@ def get_optimizer_state_dict(
             gather, another rank met an error or asks for other tensors.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchlift.distributed import get_optimizer_state_dict
         >>> model = nn.Linear(2, 1, bias=False)
         >>> found = get_optimizer_state_dict(model, torch.optim.Adam(model.parameters()))
         >>> found["state"]["weight"]["step"], found["param_groups"][0]["params"]
@@ -154,6 +160,9 @@ def get_state_dict(
         The model's and the optimizers' state dict; the latter is empty without optimizers.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchlift.distributed import get_state_dict
         >>> model = nn.Linear(2, 1)
         >>> found = get_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> sorted(found[0]), found[1]["param_groups"][0]["lr"]
@@ -201,6 +210,9 @@ def set_model_state_dict(
             (None), or another rank met an error; it is a `RuntimeError` as well.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchlift.distributed import set_model_state_dict
         >>> model = torch.compile(nn.Linear(2, 1), backend="eager")
         >>> set_model_state_dict(model, nn.Linear(2, 1).state_dict())
         <All keys matched successfully>
@@ -243,6 +255,10 @@ def set_optimizer_state_dict(
         StateDictMismatch: state is missing, has another shape or another mesh, or cannot be copied.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchlift.distributed import StateDictOptions
+        >>> from torchlift.distributed import get_optimizer_state_dict, set_optimizer_state_dict
         >>> model = nn.Linear(2, 1)
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> saved = get_optimizer_state_dict(model, optimizer)
@@ -288,6 +304,9 @@ def set_state_dict(
         StateDictMismatch: something does not fit; nothing has changed then.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchlift.distributed import get_state_dict, set_state_dict
         >>> model = nn.Linear(2, 1)
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> states = get_state_dict(model, optimizer)
@@ -405,6 +424,9 @@ def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None
         options: see `StateDictOptions`.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchlift.distributed import patch_model_state_dict
         >>> model = torch.compile(nn.Linear(2, 1), backend="eager")
         >>> patch_model_state_dict(model)
         >>> sorted(model.state_dict())
@@ -433,6 +455,9 @@ def patch_optimizer_state_dict(
         options: see `StateDictOptions`.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torchlift.distributed import patch_optimizer_state_dict
         >>> model = nn.Linear(2, 1)
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> patch_optimizer_state_dict(model, optimizers=optimizer)

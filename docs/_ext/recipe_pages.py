@@ -1,0 +1,212 @@
+"""What the site adds to the page of a recipe, and the recipe itself does without.
+
+The code that only draws is folded. What it printed stands above the figure, the caption beneath,
+which is also the figure's text alternative. One row below the title leads to the notebook and the
+script, and one line at the end says what the numbers on the page were measured with.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import site_address
+import torch
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+from sphinx.util import logging
+from sphinx.util.typing import ExtensionMetadata
+
+import torchlift
+
+_logger = logging.getLogger(__name__)
+DRAWS = "import matplotlib.pyplot as plt"
+FITS = 88  # characters of an output that the page shows in one line, beside both sidebars
+
+
+class RecipePage(SphinxTransform):
+    """Rearrange what sphinx-gallery wrote, before Sphinx collects images and downloads."""
+
+    default_priority = 450
+
+    def apply(self, **kwargs: object) -> None:
+        for raw in list(self.document.findall(nodes.raw)):
+            if "sg-tag-list" in raw.astext():  # once a chapter, with the same id
+                raw.parent.remove(raw)
+        if not is_recipe(self.env.docname):
+            return
+        for comment in list(self.document.findall(nodes.comment)):
+            comment.parent.remove(comment)  # "GENERATED FROM ..." stands between the blocks
+        for code in list(self.document.findall(nodes.literal_block)):
+            if "plt.show()" in code.astext():
+                fold(code)
+        for output in self.document.findall(is_output):
+            if max(map(len, output.astext().splitlines()), default=0) > FITS:
+                output["classes"].append("tl-wrap")
+        figures = list(self.document.findall(is_figure))
+        for figure in figures:
+            put_output_above(figure)
+            set_caption(figure, self.env.docname)
+        self._set_downloads()
+        script = script_of(self.app, self.env.docname)
+        if script.with_suffix(".py.md5").exists():  # it was executed
+            (section,) = [n for n in self.document.children if isinstance(n, nodes.section)]
+            section += nodes.paragraph("", made_with(script.parent), classes=["tl-made-with"])
+
+    def _set_downloads(self) -> None:
+        """Replace the note at the top and the footer at the end with one row below the title."""
+        for only in list(self.document.findall(addnodes.only)):
+            if any(True for _ in only.findall(is_sphinx_gallery_s)):
+                only.parent.remove(only)
+        row = nodes.paragraph(classes=["tl-downloads"])
+        name = self.env.docname.rpartition("/")[2]
+        for label, suffix in ("Notebook, executed", ".ipynb"), ("Script", ".py"):
+            row += addnodes.download_reference(
+                "", "", nodes.Text(label), reftarget=name + suffix, refdoc=self.env.docname
+            )
+        runners = site_address.runner_links(self.env.docname, site_address.addresses())
+        for label, address in runners.items():
+            row += nodes.reference("", label, refuri=address, internal=False)
+        for title in self.document.findall(nodes.title):
+            title.parent.insert(title.parent.index(title) + 1, row)
+            break
+
+
+def is_recipe(docname: str) -> bool:
+    return docname.startswith("auto_recipes/") and "/plot_" in docname
+
+
+def script_of(app: Sphinx, docname: str) -> Path:
+    """The copy of a recipe's script beside its page."""
+    return Path(app.srcdir, f"{docname}.py")
+
+
+def is_figure(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.container) and "tl-figure" in node["classes"]
+
+
+def is_output(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Element) and "sphx-glr-script-out" in node.get("classes", ())
+
+
+def is_sphinx_gallery_s(node: nodes.Node) -> bool:
+    names = {"sphx-glr-download-link-note", "sphx-glr-footer"}
+    return isinstance(node, nodes.Element) and bool(names & set(node.get("classes", ())))
+
+
+def following(node: nodes.Element) -> list[nodes.Node]:
+    siblings = node.parent.children
+    return siblings[siblings.index(node) + 1 :]
+
+
+def fold(code: nodes.literal_block) -> None:
+    """Put the part of a cell that draws into a ``<details>``."""
+    before, begins, after = code.astext().partition(DRAWS)
+    parent, at = code.parent, code.parent.index(code)
+    drawing = code
+    if begins and before.strip():
+        code.parent.remove(code)
+        drawing = nodes.literal_block("", begins + after)
+        first = nodes.literal_block("", before.rstrip() + "\n")
+        for block in first, drawing:
+            block.attributes.update({**code.attributes, "ids": [], "names": []})
+            block.rawsource = block.astext()
+            block.source, block.line = code.source, code.line
+        parent.insert(at, [first, drawing])
+        at += 1
+    parent.insert(at + 1, nodes.raw("", "</details>", format="html"))
+    opening = '<details class="tl-fold"><summary>Code of the figure</summary>'
+    parent.insert(at, nodes.raw("", opening, format="html"))
+
+
+def put_output_above(figure: nodes.container) -> None:
+    """Set what the cell printed before the code that draws, where it was printed."""
+    rest = following(figure)
+    if not rest or not is_output(rest[0]):
+        return
+    output = rest[0]
+    figure.parent.remove(output)
+    at = figure.parent.index(figure)
+    while not (
+        isinstance(figure.parent[at], nodes.raw) and "<details" in figure.parent[at].astext()
+    ):
+        at -= 1
+    figure.parent.insert(at, output)
+
+
+def set_caption(figure: nodes.container, docname: str) -> None:
+    """Take the italic paragraph that follows as caption and text alternative."""
+    rest = following(figure)
+    if not rest or not begins_in_italics(rest[0]):
+        _logger.warning("no caption, a paragraph in *...*, follows the figure", location=docname)
+        return
+    paragraph = rest[0]
+    figure.parent.remove(paragraph)
+    text = " ".join(paragraph.astext().split())
+    for image in figure.findall(nodes.image):
+        image["alt"] = text
+    caption = nodes.inline("", "", classes=["tl-caption-text"])
+    for child in paragraph.children:
+        caption += child.children if isinstance(child, nodes.emphasis) else child
+    frame = [
+        nodes.raw("", '<figure class="tl-framed">', format="html"),
+        figure.deepcopy(),
+        nodes.raw("", "<figcaption>", format="html"),
+        caption,
+        nodes.raw("", "</figcaption></figure>", format="html"),
+    ]
+    at = figure.parent.index(figure)
+    figure.parent[at : at + 1] = frame
+
+
+def begins_in_italics(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.paragraph) and isinstance(node.children[0], nodes.emphasis)
+
+
+def made_with(folder: Path) -> str:
+    """The machine and the versions behind the numbers of a page."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    python = ".".join(map(str, sys.version_info[:3]))
+    cores = len(os.sched_getaffinity(0))
+    stamp = os.environ.get("SOURCE_DATE_EPOCH")
+    now = datetime.datetime.now(datetime.UTC)
+    day = (datetime.datetime.fromtimestamp(int(stamp), datetime.UTC) if stamp else now).date()
+    return (
+        f"Made with torchlift {torchlift.__version__}, torch {torch.__version__} and "
+        f"Python {python} on {cores} cores with {memory:.0f} GiB of memory, files on "
+        f"{file_system()}, {day}."
+    )
+
+
+def file_system() -> str:
+    """The kind of file system that temporary files are on, which is where recipes write."""
+    import tempfile
+
+    folder = Path(tempfile.gettempdir()).resolve()
+    kinds = {}
+    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+        _, point, kind = line.split()[:3]
+        if folder.is_relative_to(point):
+            kinds[len(point)] = kind  # a later mount hides an earlier one at the same point
+    return kinds[max(kinds)]
+
+
+def use_executed_notebooks(app: Sphinx) -> None:
+    """Put the committed notebooks, which are executed, where sphinx-gallery wrote empty ones."""
+    pages = Path(app.srcdir, "auto_recipes")
+    for notebook in Path(app.confdir, "recipes", "notebooks").glob("*/*.ipynb"):
+        target = pages / notebook.parent.name / notebook.name
+        if target.exists():
+            shutil.copyfile(notebook, target)
+
+
+def setup(app: Sphinx) -> ExtensionMetadata:
+    """Sphinx calls this."""
+    app.add_transform(RecipePage)
+    app.connect("builder-inited", use_executed_notebooks, priority=900)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

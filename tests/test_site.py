@@ -1,0 +1,290 @@
+"""The built site: every link leads somewhere, every picture is told, every reader can use it.
+
+``make site`` builds it and names its folder in ``TORCHLIFT_HTML``.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import html5lib
+import pytest
+from browser import PROGRAM, Browser
+
+pytestmark = pytest.mark.skipif("TORCHLIFT_HTML" not in os.environ, reason="not run by make site")
+SITE = Path(os.environ.get("TORCHLIFT_HTML", ".")).resolve()
+KINDS = {
+    "landing": "index.html",
+    "gallery": "auto_recipes/index.html",
+    "recipe": "auto_recipes/06_writing/plot_01_power_cut.html",
+    "api": "api/generated/torchlift.load.html",
+    "guide": "guide/quickstart.html",
+}
+WIDTHS = 390, 1280, 1440
+#: Where axe looks: every width and both themes, without looking twice at what it has seen.
+CHECKED = {(390, "light"), (390, "dark"), (1280, "light"), (1440, "dark")}
+MIB = 1 << 20
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Page(HTMLParser):
+    """What a page names: its ids, where its links lead, its pictures, the files it loads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.files: set[str] = set()
+        self.images: list[dict[str, str | None]] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if values.get("id"):
+            self.ids.append(values["id"] or "")
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"] or "")
+        loaded = values.get("href") if tag == "link" else values.get("src")
+        if loaded and values.get("rel") not in ("next", "prev", "index", "search", "canonical"):
+            self.files.add(loaded)
+        if tag == "img":
+            self.images.append(values)
+
+    handle_startendtag = handle_starttag
+
+    def target(self, link: str) -> tuple[Path, str] | None:
+        """The file and the anchor that a link of this page leads to, None outside of the site."""
+        parts = urlsplit(link)
+        if parts.scheme or parts.netloc:
+            return None
+        file = self.path.parent.joinpath(unquote(parts.path)) if parts.path else self.path
+        return Path(os.path.normpath(file)), unquote(parts.fragment)
+
+
+@functools.cache
+def pages() -> dict[Path, Page]:
+    """Every page of the site, read once."""
+    found = [path for path in SITE.rglob("*.html") if "_static" not in path.parts]
+    return {path: Page(path) for path in sorted(found)}
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(SITE))
+
+
+def test_every_link_of_the_site_leads_to_a_page_and_an_anchor_that_exist() -> None:
+    """Also those to downloads, styles and pictures."""
+    broken = []
+    assert len(pages()) > 60
+    for path, page in pages().items():
+        for link in [*page.links, *page.files]:
+            target = page.target(link)
+            if target is None or link == "#":
+                continue
+            file, anchor = target
+            there = pages().get(file)
+            if not file.exists() or (anchor and there and anchor not in there.ids):
+                broken.append(f"{name(path)}: {link}")
+    assert not broken
+
+
+def test_every_picture_has_a_text_alternative_that_is_no_file_name() -> None:
+    """Only a card's, and the mark, may have none: the link beside them says the same in words."""
+    wrong = []
+    for path, page in pages().items():
+        for image in page.images:
+            alt, source = image.get("alt"), image.get("src") or ""
+            on_card = re.search(r"_(light|dark)\d*\.png$|_static/mark.svg$", source)
+            is_name = alt and (re.search(r"\.\w{3,4}$|^plot \d", alt) or alt in source)
+            if alt is None or is_name or (not alt and not on_card):
+                wrong.append(f"{name(path)}: {source}: {alt!r}")
+    assert not wrong
+
+
+def test_no_id_is_given_twice_on_a_page() -> None:
+    """A link would lead to the first one only."""
+    twice = {
+        name(path): again
+        for path, page in pages().items()
+        if (again := [id for id, count in Counter(page.ids).items() if count > 1])
+    }
+    assert not twice
+
+
+def test_pages_are_light() -> None:
+    """With pictures, styles and scripts: 1.5 MB at most, the first page 800 KB."""
+    heavy = {}
+    for path, page in pages().items():
+        files = {target[0] for link in page.files if (target := page.target(link))}
+        weight = path.stat().st_size + sum(file.stat().st_size for file in files)
+        if weight > (800_000 if path == SITE / "index.html" else 1_500_000):
+            heavy[name(path)] = weight
+    assert not heavy
+
+
+@each_kind
+def test_html_is_valid(kind: str) -> None:
+    """A browser that has to guess what was meant guesses differently from the next one."""
+    parser = html5lib.HTMLParser()
+    parser.parse(SITE.joinpath(KINDS[kind]).read_bytes())
+    assert [(place, error) for place, error, _ in parser.errors] == []
+
+
+def test_recipes_fold_the_code_of_their_figures() -> None:
+    """A reader sees figure and caption; the code of a figure opens on demand."""
+    for path in SITE.glob("auto_recipes/*/plot_*.html"):
+        text = path.read_text(encoding="utf-8")
+        outside = re.sub(r"<details.*?</details>", "", text, flags=re.DOTALL)
+        assert "plt.show" not in re.sub(r"<.*?>", "", outside), path.name
+        assert text.count('<figure class="tl-framed">') == text.count("<figcaption>") >= 1
+        assert "Made with torchlift" in text
+        assert "Notebook, executed" in text
+
+
+def test_first_page_can_be_read_without_scripts() -> None:
+    """Its claim, symptoms, code, report and table are in the file itself."""
+    text = SITE.joinpath("index.html").read_text(encoding="utf-8")
+    for words in "Killed while loading", "loaded 2 tensors", "Silently wrong", "<svg viewBox":
+        assert words in text
+
+
+# ---- in a browser
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(SITE))
+    )
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if PROGRAM is None:
+        pytest.skip("no chromium on this machine")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@functools.cache
+def axe() -> str:
+    """Deque's checker, from the package that brings it along."""
+    spec = find_spec("axe_playwright_python")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("axe-playwright-python is not installed")
+    return Path(spec.submodule_search_locations[0], "axe.min.js").read_text(encoding="utf-8")
+
+
+CHECK = """
+axe.run(document, {
+  runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"], resultTypes: ["violations"], preload: false
+}).then(found => found.violations.map(rule => [
+  rule.id, rule.nodes.slice(0, 4).map(node => node.target.join(" ") + ": " + node.failureSummary)
+]))
+"""
+WIDE = """
+[...document.querySelectorAll("body *")].filter(
+  node => node.getBoundingClientRect().right > innerWidth + 1 && node.offsetParent
+).slice(0, 5).map(node => node.tagName + "." + node.className)
+"""
+
+
+@each_kind
+def test_page_is_accessible_and_fits_at_every_width_and_theme(
+    kind: str, browser: Browser, address: str
+) -> None:
+    """No violation of WCAG A and AA, no error in the console, nothing wider than the page."""
+    browser.open(address + KINDS[kind])
+    browser.run(axe() + ";0")
+    found: dict[str, Any] = {}
+    for width in WIDTHS:
+        for theme in "light", "dark":
+            browser.show(width, theme)
+            browser.wait_for(f"document.documentElement.dataset.theme === '{theme}'")
+            if browser.run("document.documentElement.scrollWidth > innerWidth"):
+                found[f"wider than {width}"] = browser.run(WIDE)
+            if (width, theme) in CHECKED:
+                for rule, nodes in browser.run(CHECK):
+                    found[f"{rule} at {width}, {theme}"] = nodes
+    assert not found, json.dumps(found, indent=1)
+    assert not browser.errors
+
+
+def test_search_finds_a_page(browser: Browser, address: str) -> None:
+    """From the button, by a word, to a list of pages."""
+    browser.show(1280, "light")
+    browser.open(address)
+    browser.run("document.querySelector('.search-button__button').click()")
+    browser.wait_for("document.activeElement.name === 'q'")
+    browser.events.clear()
+    browser.run("""{
+      const field = document.activeElement;
+      field.value = "mmap";
+      field.form.requestSubmit();
+    }""")
+    browser.wait_for_load()
+    browser.wait_for("document.querySelector('#search-results li a[href*=auto_recipes]')")
+
+
+def test_theme_is_switched_and_kept(browser: Browser, address: str) -> None:
+    """A dark page shows the figure that was drawn for it."""
+    browser.show(1280, "light")
+    browser.open(address + KINDS["recipe"])
+    shown = """[...document.querySelectorAll("figure.tl-framed img")]
+      .filter(image => image.offsetParent).map(image => image.className)"""
+    assert browser.run(shown) == ["only-light"]
+    browser.run("document.querySelector('.theme-change-button[data-mode=dark]').click()")
+    browser.wait_for("document.documentElement.dataset.theme === 'dark'")
+    browser.open(address + KINDS["recipe"])
+    assert browser.run(shown) == ["only-dark"]
+    browser.run("localStorage.clear()")
+
+
+def test_copy_gives_the_code_and_outputs_have_no_button(browser: Browser, address: str) -> None:
+    """Also inside of a folded cell; what is copied is the code alone."""
+    browser.call(
+        "Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"]
+    )
+    browser.show(1280, "light")
+    browser.open(address + KINDS["recipe"])
+    assert browser.run("document.querySelectorAll('.sphx-glr-script-out .copybtn').length") == 0
+    assert browser.run("document.querySelectorAll('details.tl-fold .copybtn').length") == 1
+    browser.run("document.querySelector('.copybtn').click()")
+    browser.wait_for("document.querySelector('.copybtn.success')")
+    copied = browser.run("navigator.clipboard.readText()")
+    assert "import torchlift" in copied
+    assert ">>>" not in copied
+
+
+def test_folded_code_opens_from_the_keyboard(browser: Browser, address: str) -> None:
+    """The summary takes the focus, and Enter opens it."""
+    browser.open(address + KINDS["recipe"])
+    browser.run("document.querySelector('details.tl-fold summary').focus()")
+    key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+    browser.call("Input.dispatchKeyEvent", type="keyDown", **key)
+    browser.call("Input.dispatchKeyEvent", type="keyUp", **key)
+    browser.wait_for("document.querySelector('details.tl-fold').open")

@@ -1,0 +1,155 @@
+"""What the first page and the README claim in their table and their eight lines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import measured
+import pytest
+import torch
+from torch import nn
+
+import torchlift
+
+ROOT = Path(__file__).resolve().parent.parent
+EIGHT_LINES = ROOT / "docs" / "_includes" / "eight_lines.py"
+
+
+class Tied(nn.Module):
+    """Two names for one weight, and a table that no file holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens) * self.scale)
+
+
+def _on_meta() -> Tied:
+    with torch.device("meta"):
+        return Tied()
+
+
+def _copied(model: nn.Module, path: Path) -> None:
+    model.load_state_dict(torch.load(path))
+
+
+def _assigned(model: nn.Module, path: Path) -> None:
+    model.load_state_dict(torch.load(path), assign=True)
+
+
+def _mapped(model: nn.Module, path: Path) -> None:
+    model.load_state_dict(torch.load(path, mmap=True), assign=True)
+
+
+def _skeleton() -> nn.Module:
+    return torchlift.skeleton(Tied)
+
+
+LOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Path], object]]] = {
+    "torch-build": (Tied, _copied),
+    "torch-assign": (_on_meta, _assigned),
+    "torch-mmap": (_on_meta, _mapped),
+    "torchlift-mmap": (_skeleton, lambda m, path: torchlift.load(m, path, source="mmap")),
+    "torchlift-read": (_skeleton, lambda m, path: torchlift.load(m, path, source="read")),
+    "torchlift-bf16": (_skeleton, lambda m, path: torchlift.load(m, path, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("way", measured.WAYS)
+def test_a_way_does_wrong_what_the_table_says(way: str, tmp_path: Path) -> None:
+    """Without an error: ties come apart, the optimizer trains nothing, a buffer is another."""
+    path = tmp_path / "tied.pt"
+    torch.save(Tied().state_dict(), path)
+    build, load = LOADS[way]
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(model, path)
+    wrong = []
+    if model.embed.weight is not model.head.weight:
+        wrong.append("ties")
+    if model.scale.is_meta:
+        with pytest.raises(RuntimeError, match=r"meta"):  # loud, as the page says
+            model(torch.tensor([1, 2]))
+        model.scale = torch.full((4,), 2.0)
+    elif model.scale.tolist() != [2.0] * 4:
+        wrong.append("buffers")
+    before = model.embed.weight.detach().clone()
+    model.scale = model.scale.to(before.dtype)
+    model(torch.tensor([1, 2])).square().sum().backward()
+    optimizer.step()
+    if torch.equal(model.embed.weight, before):
+        wrong.append("optimizer")
+    assert measured.WAYS[way][1] == (", ".join(wrong) or "nothing")
+
+
+@pytest.mark.parametrize("way", [name for name in measured.WAYS if name.startswith("torch-")])
+def test_torch_refuses_another_device_and_code_by_an_error(way: str, tmp_path: Path) -> None:
+    """So neither stands in the column of what goes wrong without one."""
+    if torch.cuda.is_available():
+        pytest.skip("every device of the file is here")
+    build, load = LOADS[way]
+    tagged, pickled = tmp_path / "tagged.pt", tmp_path / "pickled.pt"
+    state = Tied().state_dict()
+    torch.save(state, tagged)
+    tagged.write_bytes(_tagged(tagged.read_bytes()))
+    torch.save({**state, "note": subprocess.Popen}, pickled)
+    with pytest.raises(RuntimeError, match="deserialize object on a CUDA device"):
+        load(build(), tagged)
+    with pytest.raises(Exception, match="Weights only load failed"):
+        load(build(), pickled)
+
+
+def _tagged(archive: bytes) -> bytes:
+    """The same file with other location tags: the pickle is stored, so its bytes can be changed."""
+    import io
+    import zipfile
+
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith("/data.pkl"):
+                tag = b"X\x03\x00\x00\x00cpu"
+                assert tag in content
+                content = content.replace(tag, b"X\x06\x00\x00\x00cuda:0")
+            new.writestr(name, content)
+    return made.getvalue()
+
+
+def test_readme_has_the_measured_table() -> None:
+    """One measurement, told twice; `tools/measured.py --table` writes it."""
+    assert measured.markdown() in ROOT.joinpath("README.md").read_text(encoding="utf-8")
+
+
+def test_table_and_picture_tell_of_one_size() -> None:
+    """Every way of the table was measured, and memory is that of no copy, one copy or two."""
+    results = measured.json.loads(measured.BENCH.read_text(encoding="utf-8"))
+    assert list(results["results"]) == list(measured.WAYS)
+    assert not any(row["error"] for row in results["results"].values())
+    assert not results["different"]
+    lines = measured.json.loads(measured.TIMELINE.read_text(encoding="utf-8"))
+    assert abs(lines["nbytes"] / results["nbytes"] - 1) < 0.01
+    copies = [max(h for _, h in points) / lines["nbytes"] for points in lines["lines"].values()]
+    assert [round(copy) for copy in copies] == [2, 1, 1, 0]
+
+
+def test_the_eight_lines_run_as_they_stand(tmp_path: Path) -> None:
+    """Eight statements, in an empty folder, with warnings as errors."""
+    text = EIGHT_LINES.read_text(encoding="utf-8")
+    code = [line for line in text.splitlines() if line.strip()]
+    assert len(code) == 8
+    command = [sys.executable, "-W", "error", "-c", text]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "loaded 2 tensors, 64.0 MiB" in run.stdout

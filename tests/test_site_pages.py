@@ -1,0 +1,214 @@
+"""What the site's own code makes of recipes and addresses, without building it."""
+
+from __future__ import annotations
+
+import colorsys
+import inspect
+import xml.etree.ElementTree
+from pathlib import Path
+
+import figures_twice
+import matplotlib.pyplot as plt
+import numpy
+import pytest
+import recipe_cards
+import site_address
+import valid_html
+from docutils import nodes
+from matplotlib.colors import to_hex, to_rgb
+
+import torchlift
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted(
+    str(path.relative_to(ROOT / "recipes").with_suffix(""))
+    for path in ROOT.glob("recipes/[0-9]*/plot_*.py")
+)
+URLS = {
+    "documentation": "https://lift.example.org/docs",
+    "repository": "https://github.com/example/lift",
+}
+LEVELS = {"Beginner", "Intermediate", "Advanced"}
+
+
+def luminance(colour: object) -> float:
+    """Relative luminance, as WCAG defines it."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return float(numpy.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+
+def contrast(one: object, other: object) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+# ---- figures
+
+
+def test_every_colour_of_the_style_has_one_of_equal_meaning_on_the_dark_page() -> None:
+    """It can be told from the page, and the order of contrast is kept."""
+    with plt.style.context("torchlift.measure.figures"):
+        cycle = ["#" + str(c).strip("#") for c in plt.rcParams["axes.prop_cycle"].by_key()["color"]]
+    assert cycle == list(figures_twice.DARK)
+    dark = [contrast(figures_twice.dark_colour(colour), figures_twice.NIGHT) for colour in cycle]
+    assert min(dark) > 4.5
+    assert dark == sorted(dark)
+    light = [contrast(colour, "white") for colour in cycle]
+    assert min(light) > 3
+    assert light == sorted(light)
+
+
+def test_a_dark_figure_has_no_light_ground_and_no_dark_letter() -> None:
+    """Lines, bars, areas, points, arrows, boxes, ticks and the legend, whatever a recipe draws."""
+    plt.style.use("torchlift.measure.figures")
+    figure, axes = plt.subplots()
+    axes.plot([1, 2], label="line", marker="o", markerfacecolor="white")
+    axes.bar([1, 2], [1, 2], color="C1", edgecolor="black")
+    axes.fill_between([1, 2], [1, 2], color="C2", alpha=0.3)
+    axes.scatter([1, 2], [1, 2], color=["black", "C3"])
+    axes.annotate("a", (1, 1), (2, 2), arrowprops={"arrowstyle": "->"}, bbox={"facecolor": "white"})
+    axes.set(xlabel="x", title="t")
+    axes.legend(frameon=True)
+    figure.canvas.draw()
+    figures_twice.darken(figure)
+    figure.canvas.draw()
+    drawn = numpy.asarray(figure.canvas.buffer_rgba())[..., :3].reshape(-1, 3)  # type: ignore[attr-defined]
+    plt.close(figure)
+    assert to_hex(drawn[0] / 255) == figures_twice.NIGHT
+    shades, counts = numpy.unique(drawn, axis=0, return_counts=True)
+    plain = shades[counts > 60] / 255
+    dark = [shade for shade in plain if to_hex(shade) != figures_twice.NIGHT]
+    assert min(colorsys.rgb_to_hls(*shade)[1] for shade in dark) > 0.12
+    assert not (plain == 1).all(axis=1).any()
+
+
+# ---- cards
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_card_says_question_level_minutes_and_tags(recipe: str) -> None:
+    """A recipe without an entry in recipes/cards.toml is found here."""
+    card = recipe_cards.recipe(recipe)
+    assert card.level in LEVELS, f"recipes/cards.toml has no level for {recipe}"
+    assert 1 <= len(card.tags) <= 3
+    assert card.title
+    assert card.question[-1] in ".?"
+    assert card.question.count("``") % 2 == 0
+    assert 1 <= card.minutes <= 20
+
+
+def test_cards_are_of_recipes_that_exist() -> None:
+    """No entry outlives its recipe."""
+    assert set(recipe_cards.facts()) <= set(RECIPES)
+
+
+# ---- addresses
+
+
+def test_without_addresses_a_page_names_none() -> None:
+    """No canonical address, no link to edit it, no Colab: nothing that would lead nowhere."""
+    assert site_address.edit_link("index", {}) == ""
+    assert site_address.runner_links("auto_recipes/01_loading/plot_09_resume", {}) == {}
+    tags = site_address.head_tags("index", "torchlift", "What it is.", {})
+    assert tags == '<meta name="description" content="What it is." />'
+
+
+@pytest.mark.parametrize(
+    "docname", ["index", "formats", "auto_recipes/index", "auto_recipes/02_files/index"]
+    + [f"auto_recipes/{name}" for name in RECIPES[:2]],
+)  # fmt: skip
+def test_a_page_can_be_edited_where_its_source_is(docname: str) -> None:
+    """The link names a file of the repository, also for pages that are made from another."""
+    link = site_address.edit_link(docname, URLS)
+    assert link.startswith("https://github.com/example/lift/edit/main/")
+    assert ROOT.joinpath(link.partition("/main/")[2]).is_file()
+    assert site_address.edit_link("api/generated/torchlift.load", URLS) == ""
+
+
+def test_notebooks_open_on_colab_and_binder_from_github_only() -> None:
+    """The committed notebook; another host is unknown to both."""
+    links = site_address.runner_links(f"auto_recipes/{RECIPES[0]}", URLS)
+    assert set(links) == {"Colab", "Binder"}
+    for link in links.values():
+        assert "example/lift" in link
+        notebook = link[link.index("recipes/notebooks") :]
+        assert ROOT.joinpath(notebook).is_file()
+    elsewhere = {**URLS, "repository": "https://git.example.org/lift"}
+    assert site_address.runner_links(f"auto_recipes/{RECIPES[0]}", elsewhere) == {}
+
+
+def test_head_names_the_address_and_the_card() -> None:
+    """Escaped; and the page for what is not there finds its styles from any depth."""
+    tags = site_address.head_tags("formats", 'A "title"', "It's <this>", URLS)
+    assert '<meta property="og:url" content="https://lift.example.org/docs/formats.html" />' in tags
+    assert 'content="https://lift.example.org/docs/_static/card.png"' in tags
+    assert "A &quot;title&quot;" in tags
+    assert "&lt;this&gt;" in tags
+    assert "<base" not in tags
+    lost = site_address.head_tags("404", "Lost", "", URLS)
+    assert '<base href="https://lift.example.org/docs/" />' in lost
+
+
+def test_sitemap_lists_pages_and_not_the_ones_for_machines() -> None:
+    """As XML that can be parsed."""
+    text = site_address.sitemap(["index", "a&b", "404", "search"], URLS["documentation"])
+    listed = [
+        node.text for node in xml.etree.ElementTree.fromstring(text.encode()).iter() if node.text
+    ]
+    named = [name for name in listed if name.strip()]
+    assert named == [
+        "https://lift.example.org/docs/a&b.html",
+        "https://lift.example.org/docs/index.html",
+    ]
+
+
+def test_card_has_the_size_that_its_readers_ask_for(tmp_path: Path) -> None:
+    """1200 x 630 pixels."""
+    site_address.draw_card(tmp_path / "static" / "card.png")
+    assert plt.imread(tmp_path / "static" / "card.png").shape[:2] == (630, 1200)
+
+
+def test_description_is_the_start_of_the_page() -> None:
+    """A sentence or two, without the row of downloads, cut between words."""
+    row = nodes.paragraph("", "Notebook", classes=["tl-downloads"])
+    page = nodes.section("", row, nodes.paragraph("", "word " * 100))
+    text = site_address.described(page)
+    assert text.startswith("word word")
+    assert text.endswith("word …")
+    assert len(text) <= site_address.LONGEST + 2
+    assert site_address.described(None) == site_address.CLAIM
+
+
+# ---- examples
+
+
+@pytest.mark.parametrize("room", ["", "swap", "remap", "distributed", "measure", "bench"])
+def test_an_example_begins_with_what_it_imports(room: str) -> None:
+    """So that a reader of one API page can copy it."""
+    module = getattr(torchlift, room) if room else torchlift
+    for name in module.__all__:
+        found = getattr(module, name)
+        _, _, example = (inspect.getdoc(found) or "").partition(">>> ")
+        if example and not inspect.ismodule(found):
+            assert "import " in example.partition("\n")[0], f"{name}: {example[:60]}"
+
+
+# ---- what Sphinx and the theme write
+
+
+def test_what_opens_a_branch_of_the_sidebar_has_a_name() -> None:
+    """The name of the page that it belongs to."""
+    there = (
+        '<li><a class="reference internal" href="#">Files</a><details><summary><i></i></summary>'
+    )
+    assert '<summary aria-label="Pages of Files">' in valid_html.with_names(there)
+
+
+def test_parameters_of_a_signature_are_lines_and_no_list() -> None:
+    """Outside of a signature a list stays a list."""
+    text = '<dt class="sig sig-object py"><dl><dd>a</dd></dl></dt><dl><dd>b</dd></dl>'
+    mended = valid_html.SIGNATURE.sub(valid_html.without_lists, text)
+    assert mended == (
+        '<dt class="sig sig-object py"><span class="tl-parameters"><span class="tl-parameter">a'
+        "</span></span></dt><dl><dd>b</dd></dl>"
+    )
