@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -134,17 +135,23 @@ def forms(model, optimizer):
 FORMS = ["plain", "the file itself", "Lightning's list", "one of a list", "by name", "flat"]
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
+@pytest.mark.parametrize("where", ["memory", "file", "dcp"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
-def test_training_goes_on_from_any_form(tmp_path, kind, form, in_memory):
+def test_training_goes_on_from_any_form(tmp_path, kind, form, where):
     """Bit by bit as if it had never stopped, whatever saved the state."""
     model, optimizer = trained(kind)
     saved, root = forms(model, optimizer)[form]
-    torch.save(saved, tmp_path / "x.pt")
+    given_ = saved
+    if where == "file":
+        given_ = tmp_path / "x.pt"
+        torch.save(saved, given_)
+    elif where == "dcp":
+        given_ = tmp_path / "dcp"
+        dcp.save(saved, checkpoint_id=given_, no_dist=True)
     other = copy.deepcopy(model)
     fresh = kind(other.parameters(), lr=0.5)
-    given_ = saved if in_memory else tmp_path / "x.pt"
     report = torchlift.load_optimizer(other, fresh, given_, root=root)
     assert fresh.param_groups[0]["lr"] == 0.1
     assert not report.missing_keys

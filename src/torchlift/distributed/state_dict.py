@@ -385,7 +385,9 @@ def _optimizer_state(saved: Any) -> Any:
         (saved,) = saved
     if isinstance(saved, Mapping):
         names = [key for key in saved if isinstance(key, str)]
-        if _is_optimizer_state(saved) or any(name.startswith(_FLAT) for name in names):
+        if _is_optimizer_state(saved):
+            return {"state": {}, **saved}
+        if any(name.startswith(_FLAT) for name in names):
             return saved
     items = saved.items() if isinstance(saved, Mapping) else enumerate(saved or ())
     found = [
@@ -407,7 +409,8 @@ _FLAT = "state.", "param_groups."
 
 
 def _is_optimizer_state(value: object) -> bool:
-    return isinstance(value, Mapping) and value.keys() >= {"state", "param_groups"}
+    # DCP leaves empty dicts out: of SGD without momentum it keeps the groups alone.
+    return isinstance(value, Mapping) and "param_groups" in value
 
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
