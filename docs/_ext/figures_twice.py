@@ -85,7 +85,9 @@ def make_card(source: Path, target: Path) -> None:
     with Image.open(source) as image:
         size = CARD_WIDTH, round(image.height * CARD_WIDTH / image.width)
         small = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
-        small.quantize(24, dither=Image.Dither.NONE).save(target, optimize=True)
+        small.quantize(48, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            target, optimize=True
+        )
 
 
 def dark_colour(colour: Any) -> Any:
