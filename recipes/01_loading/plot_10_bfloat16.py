@@ -140,7 +140,7 @@ plt.show()
 
 
 def clamp(key, tensor):
-    return tensor.clamp(-0.05, 0.05)
+    return tensor.clamp(-0.01, 0.01)
 
 
 model = torchlift.skeleton(build)
