@@ -56,8 +56,10 @@ def convert(
 ) -> SaveReport:
     """Convert a checkpoint into another format, dtype, layout or naming, without loading it.
 
-    It is read and written a block at a time: some 32 MiB of memory, whatever its size. The new
-    files appear when they are whole, as with `torchlift.save`; the old ones are only read.
+    It is read and written a block at a time: some 32 MiB of memory, whatever its size. A tensor
+    that the source has compressed (``numpy.savez_compressed``, a zip that was deflated) is the
+    exception: it is inflated whole. The new files appear when they are whole, as with
+    `torchlift.save`; the old ones are only read.
 
     A conversion to shards that was killed goes on where it was when it is called again: shards that
     were finished stay as they are (``taken_up`` of the report) if the source has not changed, the

@@ -484,6 +484,8 @@ def test_a_conversion_that_is_another_begins_anew(tmp_path: Path, change: str) -
         journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
     report = torchlift.convert(src, dst, **options)
     assert not report.taken_up
+    if change == "size":
+        assert all("-of-00003." in path for path in report.files[:-1])
     names = {os.path.basename(path) for path in report.files} | {"thesis.txt"}
     extra = set(os.listdir(dst.parent)) - names
     assert extra == ({min(left)} if change == "journal" else set())
