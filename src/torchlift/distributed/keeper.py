@@ -356,6 +356,10 @@ class Keeper:
             # of every later one.
             if self._rank == 0 and not os.path.exists(os.path.join(path, METADATA)):
                 shutil.rmtree(path, ignore_errors=True)
+            if isinstance(error, CheckpointException):
+                met, _ = next(iter(error.failures.values()))  # its own text is mostly tracebacks
+                if isinstance(met, CheckpointError):
+                    raise met from error
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError("could not be saved", file=path, found=str(error)) from error
