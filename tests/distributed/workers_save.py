@@ -591,6 +591,17 @@ def dcp_saves_through_the_writer() -> None:
     ]:
         with pytest.raises(CheckpointException, match=text):
             dcp.save(state, storage_writer=CheckpointWriter(**options))
+    folder = SHARED / f"planners-{world}"
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    for name in ("dcp", "x.pt", "x.safetensors.index.json"):
+        writer = CheckpointWriter(folder / name)
+        with pytest.raises(CheckpointException, match="refused by the planner"):
+            dcp.save({"w": torch.ones(9)}, storage_writer=writer, planner=Refusing())
+        dist.barrier()
+        writer.reset()  # torch has not told it
+        dist.barrier()
+        assert not os.listdir(folder), name
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
     writer = CheckpointWriter(SHARED / f"planned-{world}.pt")
     dcp.save(state_of(), storage_writer=writer, planner=planner)
@@ -598,6 +609,15 @@ def dcp_saves_through_the_writer() -> None:
         dcp.save(state_of(), storage_writer=writer, planner=planner)
     dist.barrier()
     assert not list(SHARED.glob("refused*"))
+
+
+class Refusing(dcp.DefaultSavePlanner):
+    """Fails on the last rank, when files have been made."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("refused by the planner")
+        return super().finish_plan(new_plan)
 
 
 def denied(*args: object) -> None:
