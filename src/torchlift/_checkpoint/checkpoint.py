@@ -38,6 +38,7 @@ from torchlift.formats import (
     select,
     steps_in_file,
 )
+from torchlift.formats.flatten import ROOT_OBJECT
 from torchlift.formats.gguf import BLOCKS
 from torchlift.formats.summary import to_html, to_text
 
@@ -257,7 +258,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return {**{key: self.view(e) for key, e in index.entries.items()}, **index.objects}
 
     def refusal(self, key: str) -> CheckpointError:
-        """Return the error that says why `key` cannot be had."""
+        """Return the error that says why `key` cannot be had; the empty one is the whole file."""
+        key = key or ROOT_OBJECT
         if self._index.blocked_keys.get(key) == AMBIGUOUS:
             return ambiguity(self.path, key)
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
@@ -265,10 +267,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         if key in self._index.subclasses:
             hint = f"Where you know the class, name it: allow=[{kind}], from {module}."
         else:
-            hint = (
+            hint = "There is nothing else in it. "
+            if self.entries or self._index.objects:
+                hint = (
                 "Load without it: allow_unexpected=[...] with its name, or root= for a part of the "
-                "file. torch.load(path, weights_only=False) would make it, and run whatever the "
-                "file asks for: only where you trust who wrote it."
+                "file. "
+            )
+            hint += (
+                "torch.load(path, weights_only=False) would make it, and run whatever the file "
+                "asks for: only where you trust who wrote it."
             )
         return UnsafeError(
             f"only unpickling could rebuild it, through {name}, and that can run code",
