@@ -28,6 +28,24 @@ def both(tmp_path: Path, one: Any, two: Any, **tolerances: float) -> torchlift.C
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_list_that_dcp_took_apart_is_the_list(tmp_path: Path) -> None:
+    """Each number of an optimizer's group has a key there; a torch file has one list."""
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}, {"lr": 0.2, "params": []}]
+    state = {"w": torch.ones(2), "optim": {"param_groups": groups, "empty": []}, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(state, tmp_path / "one.pt")
+    for pair in [("dcp", "one.pt"), ("one.pt", "dcp")]:
+        assert torchlift.diff(*(tmp_path / name for name in pair)).equal
+    groups[1]["lr"] = 0.3
+    torch.save(state, tmp_path / "two.pt")
+    found = torchlift.diff(tmp_path / "dcp", tmp_path / "two.pt")
+    assert list(found.changed) == ["optim.param_groups.1.lr"]
+    assert list(torchlift.diff(tmp_path / "one.pt", tmp_path / "two.pt").changed) == [
+        "optim.param_groups"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_same_tensors_in_three_formats_are_equal(tmp_path):
     """A torch file, safetensors, a distributed checkpoint and a state dict in memory."""
     state = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.zeros(0, 2)}

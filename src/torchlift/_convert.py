@@ -12,6 +12,7 @@ import torch
 
 from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint import open as open_checkpoint
+from torchlift._load import require_intact
 from torchlift._plan import (
     DtypeRule,
     Options,
@@ -50,6 +51,7 @@ def convert(
     include: Patterns = ("*",),
     exclude: Patterns = (),
     checksum: bool = True,
+    verify: bool = True,
     dry_run: bool = False,
 ) -> SaveReport:
     """Convert a checkpoint into another format, dtype, layout or naming, without loading it.
@@ -84,6 +86,8 @@ def convert(
             text, dots included.
         exclude: patterns of keys to leave out, of those.
         checksum: whether to record checksums.
+        verify: recompute the checksums that the source has before anything is written: a damaged
+            file would become one whose checksums are right.
         dry_run: write nothing, and report what would be written.
 
     Returns:
@@ -135,6 +139,8 @@ def convert(
                 if key not in dropped
             }
             dropped |= left.keys()
+        if verify and not dry_run:
+            require_intact(opened)
         taken, values = from_files(ckpt, target, becomes, dropped)
         keeps_metadata = target.only_tensors and ckpt.format in _TEXTS[:2]
         metadata = {k: v for k, v in ckpt.metadata.items() if k not in ("format", "total_size")}

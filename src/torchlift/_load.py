@@ -173,7 +173,7 @@ def load(
         pause,
     ):
         with sources(ckpt, root, allow) as origin:
-            unchecked = sum(map(_verify, origin.checkpoints if verify else ()))
+            unchecked = sum(map(require_intact, origin.checkpoints if verify else ()))
             with Commit() as commit:
                 plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
@@ -333,8 +333,12 @@ def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 
-def _verify(ckpt: Checkpoint) -> int:
-    """Return for how many bytes the file records no checksum; those that it has are right."""
+def require_intact(ckpt: Checkpoint) -> int:
+    """Return for how many bytes the file records no checksum; those that it has are right.
+
+    Raises:
+        IntegrityError: one of them is wrong.
+    """
     report = verify_index(ckpt.index)
     if not report.ok:
         first, total = report.failed[0], len(report.checked) + len(report.records)

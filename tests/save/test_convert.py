@@ -207,6 +207,22 @@ def test_a_dry_run_tells_the_files_and_makes_none(tmp_path: Path, dst: str) -> N
         torchlift.convert(src, path, dry_run=True, **options)
 
 
+def test_a_damaged_file_does_not_become_one_that_is_right(tmp_path: Path) -> None:
+    """Its checksums are looked at first: the new file gets checksums of what it holds."""
+    src, dst = tmp_path / "x.pt", tmp_path / "y.safetensors"
+    torchlift.save({"a": torch.ones(100), "b": torch.ones(9)}, src)
+    chunk = torchlift.open(src).entries["a"].chunks[0]
+    with src.open("r+b") as file:
+        file.seek(chunk.offset)
+        file.write(b"!")
+    with pytest.raises(IntegrityError, match=r"checksums are wrong in 1 of .*'data/0'|'data/0'"):
+        torchlift.convert(src, dst)
+    assert main(["convert", str(src), str(dst)]) == 1
+    assert not dst.exists()
+    assert main(["convert", str(src), str(dst), "--no-verify"]) == 0
+    assert torchlift.verify(dst).ok
+
+
 @pytest.mark.parametrize("format", ["safetensors", "sharded", "torch-zip", "dcp"])
 def test_an_interrupt_or_a_source_that_changes_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str

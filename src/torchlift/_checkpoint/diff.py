@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -169,6 +169,7 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
     """
     with ExitStack() as stack:
         one, two = (_Side.of(side, stack) for side in (a, b))
+        one, two = one.unfolded(two), two.unfolded(one)
         keys, others = one.keys(), two.keys()
         unknown = {*one.blocked, *two.blocked}
         blocked = tuple(key for key in keys if key in others and key in unknown)
@@ -239,9 +240,36 @@ class _Side:
         }
         return cls(tensors, specs, {k: v for k, v in side.items() if k not in tensors}, ())
 
+    def unfolded(self, other: _Side) -> _Side:
+        """Return the side with its plain containers as far apart as the other side's are.
+
+        DCP gives each leaf of an optimizer's groups a key, where a torch file has one list.
+        """
+        theirs = other.keys()
+        todo = [(key, value) for key, value in self.objects.items() if _items(value)]
+        if all(key in theirs for key, _ in todo):
+            return self
+        parents = {key[:at] for key in theirs for at, sign in enumerate(key) if sign == "."}
+        objects: dict[str, object] = {}
+        todo = list(self.objects.items())[::-1]
+        while todo:
+            key, value = todo.pop()
+            items = _items(value) if key in parents and key not in theirs else []
+            if not items:
+                objects[key] = value
+            todo += [(f"{key}.{name}", item) for name, item in reversed(items)]
+        return replace(self, objects=objects)
+
     def keys(self) -> dict[str, None]:
         """Return all keys, in order."""
         return dict.fromkeys((*self.specs, *self.objects, *self.blocked))
+
+
+def _items(value: object) -> list[tuple[object, object]]:
+    """Return what a plain container holds, with names or numbers; nothing for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
 
 
 def _name(dtype: torch.dtype) -> str:

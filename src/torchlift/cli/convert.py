@@ -37,6 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser)
     parser.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB")
     parser.add_argument("--no-checksum", action="store_true", help="record no checksums")
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not check the checksums of SRC first"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -61,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
             include=args.include or ("*",),
             exclude=args.exclude,
             checksum=not args.no_checksum,
+            verify=not args.no_verify,
             dry_run=args.dry_run,
         )
     except ValueError as error:
