@@ -179,7 +179,7 @@ def _check_some(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:
         return
     for key in ckpt.blocked_keys.keys() - dropped:
         error = ckpt.refusal(key)
-        error.hint = "There is nothing else to write: ask for a file with tensors in dicts or lists."
+        error.hint = "There is nothing else to write: ask for a file with tensors in it."
         raise error
     if target.only_tensors:
         raise PlacementError(
