@@ -270,8 +270,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             hint = "There is nothing else in it. "
             if self.entries or self._index.objects:
                 hint = (
-                    "Load without it: allow_unexpected=[...] with its name, or root= for a part of the "
-                    "file. "
+                    "Load without it: allow_unexpected=[...] with its name, or root= for a part of "
+                    "the file. "
                 )
             hint += (
                 "torch.load(path, weights_only=False) would make it, and run whatever the file "
