@@ -521,6 +521,8 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     with pytest.raises(ValueError, match=r"suffix '\.foo' .* 'torch-zip', 'sharded', 'dcp'"):
         torchlift.save(state, tmp_path / "x.foo")
+    with pytest.raises(ValueError, match=r'pass format="sharded" \(safetensors, which from_pretra'):
+        torchlift.save(state, tmp_path / "folder")
     with pytest.raises(ValueError, match=r"'zip': expected one of safetensors, torch-zip, sh"):
         torchlift.save(state, tmp_path / "x.pt", format="zip")
     with pytest.raises(ValueError, match="a torch file is one file"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -460,7 +461,8 @@ def from_files(
     blocked = [key for key in ckpt.blocked_keys if key not in dropped]
     if blocked:
         error = ckpt.refusal(blocked[0])
-        error.hint = f"Leave it out: torchlift.convert(..., exclude=[{blocked[0]!r}])."
+        word = shlex.quote(blocked[0])
+        error.hint = f"Leave it out: exclude=[{blocked[0]!r}] (--exclude {word})."
         raise error
     index, views = ckpt.index, ckpt.mapped()
     leaves = {**index.entries, **index.objects}
