@@ -115,6 +115,13 @@ def assign(path: str, shape: tuple[int, int, int]) -> nn.Module:
     return model
 
 
+def torch_map(path: str, shape: tuple[int, int, int]) -> nn.Module:
+    with torch.device("meta"):
+        model = Stack(*shape)
+    model.load_state_dict(torch.load(path, mmap=True), assign=True)
+    return model
+
+
 def lift_read(path: str, shape: tuple[int, int, int]) -> nn.Module:
     model = torchlift.skeleton(Stack, *shape)
     torchlift.load(model, path, source="read")
@@ -143,7 +150,9 @@ LINES = {
     "torch.load, meta, assign": assign,
     'torchlift.load(source="read")': lift_read,
     'torchlift.load(source="mmap")': lift_map,
+    "torch.load(mmap=True), meta, assign": torch_map,
 }
+RUNS = 3  # of each way, for the picture; drawn is the one in the middle
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -153,7 +162,9 @@ def record(folder: Path) -> dict[str, Any]:
     torch.save(Stack(2, 4, 4).state_dict(), folder / "small.pt")
     lines = {}
     for name, way in LINES.items():
-        memory = in_child(between_marks, way, path, shape).memory
+        runs = [in_child(between_marks, way, path, shape).memory for _ in range(RUNS)]
+        runs.sort(key=lambda run: run.marks[1].seconds - run.marks[0].seconds)
+        memory = runs[RUNS // 2]
         begin, ready = (mark.seconds for mark in memory.marks)
         samples = [sample for sample in memory.timeline if begin <= sample.seconds <= ready]
         start = samples[0].anonymous

@@ -1,16 +1,19 @@
 """What the site adds to the page of a recipe, and the recipe itself does without.
 
 The code that only draws is folded. What it printed stands above the figure, the caption beneath,
-which is also the figure's text alternative. One row below the title leads to the notebook and the
-script, and one line at the end says what the numbers on the page were measured with.
+which is also the figure's text alternative. Titles of other recipes are links. One row below the
+title leads to the notebook and the script, and one line at the end says what the numbers on the
+page were measured with.
 """
 
 from __future__ import annotations
 
+import ast
 import datetime
 import os
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 
 import site_address
@@ -52,6 +55,9 @@ class RecipePage(SphinxTransform):
         for figure in figures:
             put_output_above(figure)
             set_caption(figure, self.env.docname)
+        titles = titles_of(Path(self.app.srcdir))
+        for emphasis in list(self.document.findall(nodes.emphasis)):
+            link(emphasis, titles, self.env.docname)
         self._set_downloads()
         script = script_of(self.app, self.env.docname)
         if script.with_suffix(".py.md5").exists():  # it was executed
@@ -162,6 +168,31 @@ def set_caption(figure: nodes.container, docname: str) -> None:
     ]
     at = figure.parent.index(figure)
     figure.parent[at : at + 1] = frame
+
+
+@cache
+def titles_of(pages: Path) -> dict[str, str]:
+    """Title of each recipe -> its page."""
+    found = {}
+    for script in pages.glob("auto_recipes/*/plot_*.py"):
+        title = (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").split(
+            "\n"
+        )[0]
+        found[title] = f"/{script.relative_to(pages).with_suffix('')}"
+    return found
+
+
+def link(emphasis: nodes.emphasis, titles: dict[str, str], docname: str) -> None:
+    """Let the title of a recipe, or the beginning of one, lead to its page."""
+    text = emphasis.astext().rstrip(".,")
+    found = [page for title, page in titles.items() if len(text) > 15 and title.startswith(text)]
+    if len(found) == 1:
+        named = nodes.inline("", emphasis.astext(), classes=["xref", "std", "std-doc"])
+        where = {"refdomain": "std", "reftype": "doc", "refexplicit": True, "refwarn": True}
+        emphasis.parent.replace(
+            emphasis,
+            addnodes.pending_xref("", named, reftarget=found[0], refdoc=docname, **where),
+        )
 
 
 def begins_in_italics(node: nodes.Node) -> bool:
