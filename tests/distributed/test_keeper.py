@@ -213,6 +213,21 @@ def test_an_error_of_a_save_in_the_background_is_raised_by_the_next_call(tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["step-000000001.pt", "step-000000003.pt"]
 
 
+def test_an_assertion_of_an_object_that_is_copied_is_raised(tmp_path: Path) -> None:
+    """At the first save and at a later one; tensors of other sizes are no error."""
+
+    class Odd:
+        def __deepcopy__(self, memo: object) -> None:
+            raise AssertionError("not to be copied")
+
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        for step in (1, 2):
+            with pytest.raises(AssertionError, match="not to be copied"):
+                keeper.save(step, odd=Odd())
+            keeper.save(step, some=torch.ones(step))
+        assert keeper.steps() == [1, 2]
+
+
 def test_a_save_may_be_skipped_while_another_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

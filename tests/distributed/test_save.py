@@ -8,18 +8,22 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranks import on_ranks, saved_then_loaded
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torchlift
-from torchlift.distributed import save_consolidated
+from torchlift.distributed import CheckpointWriter, save_consolidated
 from torchlift.errors import CheckpointError, PlacementError
 
 
@@ -80,6 +84,7 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     """It fails loudly and names the file."""
+    (tmp_path / "nowhere").touch()
     with pytest.raises(CheckpointError, match=r"nowhere/x.safetensors: the file cannot be written"):
         save_consolidated({"w": torch.ones(2)}, tmp_path / "nowhere" / "x.safetensors")
 
@@ -230,6 +235,59 @@ def test_of_two_saves_at_once_one_wins_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
+def test_more_shards_than_a_process_may_open_are_written(tmp_path: Path) -> None:
+    """Each is open for as long as it is written; after an error none is left, nor open."""
+    resource = pytest.importorskip("resource")
+    state = {f"w{number}": torch.ones(10) for number in range(60)}
+    opened = os.listdir("/dev/fd")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    writer = CheckpointWriter(tmp_path / "x.safetensors.index.json", max_shard_size=40)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, opened)) + 30, before[1]))
+    try:
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert torchlift.verify(tmp_path).ok
+    assert torchlift.open(tmp_path).state_dict().keys() == state.keys()
+    files = os.listdir(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(CheckpointException, match="File too large"):
+            dcp.save({**state, "z": torch.ones(10_000)}, storage_writer=writer, no_dist=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(os.listdir(tmp_path)) == sorted(files)
+    assert len(os.listdir("/dev/fd")) == len(opened)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
+@pytest.mark.parametrize(
+    ("lose", "message"),
+    [
+        (os.unlink, "not whole; expected .* bytes; found no file"),
+        (lambda path: os.truncate(path, 10), "not whole; expected .* bytes; found 10 bytes"),
+    ],
+)
+def test_a_directory_without_a_file_of_its_ranks_does_not_appear(
+    tmp_path: Path, lose: Callable[[str], None], message: str
+) -> None:
+    """Every file is looked at before the one that names them."""
+
+    class Losing(CheckpointWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            done = super().write_data(plan, planner)
+            lose(os.path.join(plan.storage_data.folder, plan.storage_data.name))
+            return done
+
+    with pytest.raises(CheckpointException, match=message):
+        dcp.save({"w": torch.ones(9)}, storage_writer=Losing(tmp_path), no_dist=True)
+    assert not os.listdir(tmp_path)
+
+
 RANKS = (1, 2, 4)
 results = saved_then_loaded(Path(__file__).with_name("workers_save.py"), RANKS)
 
@@ -245,6 +303,7 @@ results = saved_then_loaded(Path(__file__).with_name("workers_save.py"), RANKS)
         "writes_a_module",
         "writes_rank_0s_metadata",
         "keeps_conjugate_shards_apart",
+        "lays_the_files_out_alike_on_all_ranks",
         "one_bad_rank_stops_all",
         "a_bad_path_of_one_rank_stops_all",
         "tells_ties_on_ranks_that_hold_nothing",

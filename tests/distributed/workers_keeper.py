@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
+from torchlift.distributed import CheckpointWriter
+from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError
 
 warnings.simplefilter("ignore")
@@ -96,6 +99,12 @@ def training_goes_on_bit_by_bit() -> None:
             train(again)
             assert same(values_of(again), after)
             assert again["scheduler"].state_dict() == run["scheduler"].state_dict()
+        bare = getattr(again["model"], "module", again["model"])  # out of DDP
+        torchlift.load(bare, folder / "step-000000003", root="model")
+        torchlift.load_optimizer(
+            bare, again["optimizer"], folder / "step-000000003", root="optimizer"
+        )
+        assert same(values_of(again), expected)
         if dist.get_rank() == 0:
             torch.save(expected, folder / "expected")
         dist.barrier()
@@ -142,8 +151,37 @@ def a_rank_that_cannot_write_ends_the_save_on_all() -> None:
         signal.signal(signal.SIGXFSZ, ignored)
     dist.barrier()
     assert os.listdir(folder) == ["step-000000001"]
+    # Machines with disks of their own under one path: the folder is not there, or is another.
+    away = SHARED / f"away-{dist.get_world_size()}-{dist.get_rank()}"
+    away.mkdir()
+
+    class Away(CheckpointWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            part = plan.storage_data._replace(folder=str(away))
+            return super().write_data(replace(plan, storage_data=part), planner)
+
+    for where, name, value in (
+        (os.path, "isdir", lambda path: False),
+        (keeper_module, "CheckpointWriter", Away),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == dist.get_world_size() - 1:
+                patch.setattr(where, name, value)
+            with pytest.raises(CheckpointError, match="the ranks do not save to the same folder"):
+                keeper.save(2, run)
+        dist.barrier()
+        assert os.listdir(folder) == ["step-000000001"]
+        assert not os.listdir(away)
+    if dist.get_rank() == 0:  # what a save that was killed leaves
+        (folder / "step-000000003").mkdir()
+        for name in ("rng-9.pt", ".rest.pt.torchlift-abcd1234.part"):
+            (folder / "step-000000003" / name).touch()
+    dist.barrier()
     keeper.save(3, run)
     dist.barrier()
+    names = {f"{kind}{rank}{end}" for rank in range(dist.get_world_size())
+             for kind, end in (("rng-", ".pt"), ("__", "_0.distcp"))}  # fmt: skip
+    assert set(os.listdir(folder / "step-000000003")) == {".metadata", "rest.pt", *names}
     assert keeper.steps() == [1, 3]
     assert sorted(os.listdir(folder)) == ["step-000000001", "step-000000003"]
     keeper.close()

@@ -40,7 +40,7 @@ from torchlift.distributed.state_dict import (
     set_state_dict,
 )
 from torchlift.distributed.writer import CheckpointWriter
-from torchlift.errors import CheckpointError, FormatError, IntegrityError
+from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
 from torchlift.formats.dcp import METADATA
 from torchlift.formats.verify import verify as verify_file
 
@@ -281,6 +281,7 @@ class Keeper:
                 raise TypeError(
                     f"{name}: rank 0 saves what is no module and no optimizer, and it has DTensors"
                 )
+        is_new = self._stager is None
         if self._stager is None:
             pinned = torch.cuda.is_available()
             self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
@@ -288,6 +289,8 @@ class Keeper:
         try:
             copied: Any = self._stager.stage(state)
         except AssertionError:  # a storage has another size than at the last save
+            if is_new:  # or an object of the caller raises it when it is copied
+                raise
             self._stager.close()
             self._stager = None
             return self._snapshot(objects)
@@ -315,26 +318,48 @@ class Keeper:
         self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
     ) -> None:
         def begin() -> tuple[None, None]:
-            os.makedirs(path, exist_ok=True)
             if self._rank == 0:
+                # What a save that was killed left, such as a rank's random numbers of then, must
+                # not become a part of this one.
+                if os.path.isdir(path) and not os.path.exists(os.path.join(path, METADATA)):
+                    shutil.rmtree(path)
+                os.makedirs(path, exist_ok=True)
                 make_durable(self.directory)
+            return None, None
+
+        def save_own() -> tuple[None, None]:
+            if not os.path.isdir(path):
+                raise PlacementError(
+                    "the ranks do not save to the same folder",
+                    file=path,
+                    expected="the folder that rank 0 has made",
+                    found=f"none on rank {self._rank}",
+                    hint="Pass a directory on a file system that all machines share.",
+                )
             save(rng, os.path.join(path, _RNG.format(self._rank)))
             if self._rank == 0:
                 save(rest, os.path.join(path, _REST))
             return None, None
 
+        writer = CheckpointWriter(path, format="dcp")
         try:
             self._writers.run(begin)
+            self._writers.run(save_own)
             state_dict_saver.save(
                 tensors,
-                storage_writer=CheckpointWriter(path, format="dcp"),
+                storage_writer=writer,
                 process_group=self._writers.groups[0],
             )
         except (CheckpointException, CheckpointError, OSError) as error:
+            writer.reset()
             # All ranks are out of it by now. On a full disk, what is left of it would be in the way
             # of every later one.
             if self._rank == 0 and not os.path.exists(os.path.join(path, METADATA)):
                 shutil.rmtree(path, ignore_errors=True)
+            if isinstance(error, CheckpointException):
+                met, _ = next(iter(error.failures.values()))  # its own text is mostly tracebacks
+                if isinstance(met, CheckpointError):
+                    raise met from error
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError("could not be saved", file=path, found=str(error)) from error

@@ -7,7 +7,8 @@ import os
 import pickle
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -53,12 +54,14 @@ class _Part(NamedTuple):
     Attributes:
         folder: where they are.
         name: of the file that is this rank's own, in a directory of DCP.
+        token: name of a file that the first rank has made there, in a directory of DCP.
         places: tensor -> the temporary file that all write, and what is to be stored where in it.
         checked: whether these need checksums.
     """
 
     folder: str
     name: str
+    token: str
     places: Mapping[str, tuple[str, Payload]]
     checked: bool
 
@@ -79,6 +82,9 @@ class CheckpointWriter(StorageWriter):
     which each rank writes a file. Until the last of it is on the disk the older checkpoint is in
     place; checksums are recorded, which `torchlift.verify` knows. In one file, too, each name has
     values of its own: a plan of DCP does not tell ties.
+
+    Torch does not tell a writer of an error elsewhere in a save, such as in a planner. What the
+    save has begun then goes with the next save of this writer, with `reset`, or with the writer.
 
     Args:
         path: of the file or directory; None: ``checkpoint_id=`` of ``save`` says it.
@@ -113,6 +119,7 @@ class CheckpointWriter(StorageWriter):
         self.path = None if path is None else os.fspath(path)
         self.format, self.max_shard_size, self.checksum = format, max_shard_size, checksum
         self._begun: tuple[Files, Taken, list[Value]] | None = None  # on the first rank
+        self._created: dict[str, AtomicFile] = {}  # there, too, of several files of all ranks
         self._end: Any = None
 
     @property
@@ -121,7 +128,7 @@ class CheckpointWriter(StorageWriter):
         return self.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start over, at another path where one is named."""
+        """Remove what a save has begun, and start over, at another path where one is named."""
         self._close()
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
@@ -175,15 +182,20 @@ class CheckpointWriter(StorageWriter):
             if self._target.format == "dcp":
                 return self._begin_directory(plans)
             return self._begin_files(plans)
-        except OSError as error:
-            raise write_error(self._target.head, error) from error
+        except BaseException as error:
+            self._close()  # torch does not call the writer again
+            if isinstance(error, OSError):
+                raise write_error(self._target.head, error) from error
+            raise
 
     def _begin_directory(self, plans: list[SavePlan]) -> list[SavePlan]:
         files = {f"__{at}_0{SUFFIX}": [] for at, plan in enumerate(plans)}  # type: dict[str, list[Section]]
-        made = self._hold(Output(self._target.head, files, None, DCP_FILES), Taken(True), [])
-        folder = os.path.dirname(made.place)
+        made, stack = self._hold(Output(self._target.head, files, None, DCP_FILES), Taken(True), [])
+        token = AtomicFile(made.place)
+        stack.callback(token.close)
+        folder, seen = os.path.split(token.temporary)
         return [
-            replace(plan, storage_data=_Part(folder, name, {}, self.checksum))
+            replace(plan, storage_data=_Part(folder, name, seen, {}, self.checksum))
             for plan, name in zip(plans, made.names, strict=True)
         ]
 
@@ -204,11 +216,18 @@ class CheckpointWriter(StorageWriter):
         taken.template = _template(taken.paths)
         self._target.check_objects(taken)
         values: list[Value] = [Share.of(each, key) for key, each in taken.tensors.items()]
-        made = self._hold(self._lay_out(taken, values), taken, values)
+        made, _ = self._hold(self._lay_out(taken, values), taken, values)
         places: dict[str, tuple[str, Payload]] = {}
         checked = False
         for name, sections in made.output.files.items():
-            temporary = os.path.basename(made.create(name).temporary)
+            file = made.create(name)
+            temporary = os.path.basename(file.temporary)
+            if made.output.kind is not None:
+                # A process may not have as many descriptors as there are shards. Without the locks
+                # of these, that of their set keeps other writers off.
+                os.close(file.descriptor)
+                file.descriptor = -1
+                self._created[name] = file
             for base, layout, own in sections:
                 checked = layout.checked
                 for (each, start), value in zip(layout.payloads, own, strict=True):
@@ -219,6 +238,7 @@ class CheckpointWriter(StorageWriter):
                 plan,
                 storage_data=_Part(
                     folder,
+                    "",
                     "",
                     {i.index.fqn: places[i.index.fqn] for i in plan.items if i.index.fqn in places},
                     checked,
@@ -233,24 +253,26 @@ class CheckpointWriter(StorageWriter):
             return torch_output(self._target.path, taken, values, self.checksum, pickle_last=True)
         return self._target.lay_out(taken, values, {}, self.checksum)
 
-    def _hold(self, output: Output, taken: Taken, values: list[Value]) -> Files:
-        files = Files(output)
+    def _hold(self, output: Output, taken: Taken, values: list[Value]) -> tuple[Files, ExitStack]:
+        files, stack = Files(output), ExitStack()
+        stack.callback(files.close)
         self._begun = files, taken, values
         # A save that another rank's death ends tells the writer nothing.
-        self._end = weakref.finalize(self, files.close)
-        return files
+        self._end = weakref.finalize(self, stack.close)
+        return files, stack
 
     def _close(self) -> None:
         if self._end is not None:
             self._end()
         self._begun = self._end = None
+        self._created = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what is this rank's; what goes wrong is raised on all in the end."""
         try:
             part = plan.storage_data
             results = (self._write_own if part.name else self._write_shares)(plan, planner)
-        except Exception as error:
+        except BaseException as error:  # torch, too, would tell the others, but not the writer
             known = write_error(part.folder, error) if isinstance(error, OSError) else error
             results = [WriteResult(MetadataIndex(""), 0, _Failed(rank(), portable(known)))]
         done: Future[list[WriteResult]] = Future()
@@ -260,6 +282,7 @@ class CheckpointWriter(StorageWriter):
     def _write_own(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write this rank's file of a directory."""
         part, sections, results = plan.storage_data, [], []  # type: _Part, list[Section], list[WriteResult]
+        _require_seen(part, [part.token])
         for item in plan.items:
             data = planner.resolve_data(item)
             if isinstance(data, io.BytesIO):
@@ -291,6 +314,7 @@ class CheckpointWriter(StorageWriter):
                 continue
             name, payload = part.places[item.index.fqn]
             found.setdefault(name, []).append((item, payload))
+        _require_seen(part, found)
         for name, items in found.items():
             shares = [_share(item, stored, planner) for item, (stored, _) in items]
             payloads = tuple(payload for _, payload in items)
@@ -318,6 +342,7 @@ class CheckpointWriter(StorageWriter):
             ends = [result.storage_data for result in told]
             raise_first(dict(end for end in ends if isinstance(end, _Failed)), None)
             if self._target.format == "dcp":
+                _require_whole(files, told)
                 metadata.storage_data = {result.index: result.storage_data for result in told}
                 metadata.storage_meta, metadata.version = self.storage_meta(), _VERSION
                 content = pickle.dumps(metadata)
@@ -357,12 +382,57 @@ class CheckpointWriter(StorageWriter):
             files.output = self._lay_out(taken, values)
         for name, sections in files.output.files.items():
             keys = [value.key for section in sections for value in section.values]
+            if name in self._created:
+                file = self._created[name]
+                file.descriptor = os.open(file.temporary, os.O_RDWR)
             files.complete(name, [Sums(0, array("I", [crcs[key] for key in keys]), array("Q"))])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it is a path."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _require_seen(part: _Part, names: Iterable[str]) -> None:
+    """Refuse a folder that has the first rank's path but not its files.
+
+    Raises:
+        PlacementError: it is on another disk.
+    """
+    if not all(os.path.exists(os.path.join(part.folder, name)) for name in names):
+        raise PlacementError(
+            "the ranks do not save to the same folder",
+            file=part.folder,
+            expected="the files that the first rank has made there",
+            found=f"another folder of that name, or none, on rank {rank()}",
+            hint="Pass a path on a file system that all machines share.",
+        )
+
+
+def _require_whole(files: Files, told: Sequence[WriteResult]) -> None:
+    """Refuse a directory of DCP without the files that the ranks say they have written.
+
+    Raises:
+        PlacementError: one is not there, or has another length.
+        OSError: the directory cannot be read.
+    """
+    ends = dict.fromkeys(files.names, 0)
+    for result in told:
+        place = result.storage_data
+        ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
+    folder = os.path.dirname(files.place)
+    # Listed, not looked up by name: NFS may remember for a while that a name was not there.
+    with os.scandir(folder) as found:
+        sizes = {each.name: each.stat().st_size for each in found if each.name in ends}
+    for name, end in ends.items():
+        if sizes.get(name) != end:
+            raise PlacementError(
+                "a file that a rank has written is not there, or not whole",
+                file=os.path.join(folder, name),
+                expected=f"{end} bytes",
+                found=f"{sizes[name]} bytes" if name in sizes else "no file",
+                hint="Pass a path on a file system that all machines share.",
+            )
 
 
 def _stored(item: WriteItem) -> Stored:
