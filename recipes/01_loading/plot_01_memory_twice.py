@@ -136,9 +136,7 @@ for way in usual, torch_at_its_best, torchlift_read, torchlift_mapped:
     )
     for moment in use.marks:
         added = (moment.anonymous - use.baseline.anonymous) / MIB
-        print(
-            f"  {moment.label:<26} anonymous {added:4.0f} MiB {moment.seconds:5.2f} s"
-        )
+        print(f"  {moment.label:<26} anonymous {added:4.0f} MiB")
 
 copies = {way: use.added_anonymous / size for way, use in uses.items()}
 assert 1.9 < copies[usual] < 2.2
@@ -162,19 +160,19 @@ for (way, use), look in zip(
     shown = [s for s in use.timeline if s.seconds <= use.marks[-1].seconds]
     seconds = [*(sample.seconds for sample in shown), end]
     owned = [
-        (s.anonymous - use.baseline.anonymous) / size for s in [*shown, shown[-1]]
+        (s.anonymous - use.baseline.anonymous) / MIB for s in [*shown, shown[-1]]
     ]
     axes.plot(seconds, owned, look, label=way.__name__.replace("_", " "))
 axes.set(xlim=(0, end), xlabel="time since the start (s)")
-axes.set(ylim=(-0.08, 3.1), yticks=[0, 1, 2])
-axes.set_ylabel("anonymous memory\n(copies of 256 MiB)")
+axes.set(ylim=(-20, 800), yticks=[0, 256, 512], ylabel="memory owned (MiB)")
 axes.legend(loc="upper left", ncols=2, fontsize=11)
 plt.show()
 
 # %%
-# *Memory that the process owns, over time. The usual way climbs to two copies and falls back to
-# one. The skeleton that is read climbs to one copy and stays there. The skeleton that is mapped,
-# and torch at its best, stay at the bottom; the small step is the layer that was written to.*
+# *Memory that the process owns, over time. The usual way climbs to two copies of 256 MiB and falls
+# back to one. The skeleton that is read climbs to one copy and stays there. The skeleton that is
+# mapped, and torch at its best, stay at the bottom; the small step is the layer that was written
+# to.*
 #
 # The reading has not vanished: it happens at the first use, page by page. And pages that you write
 # to become yours, so a model that you train ends up as one copy. Until then the bytes are the

@@ -78,7 +78,7 @@ except NotImplementedError as error:
 from torch import nn
 
 from torchlift import load, skeleton
-from torchlift.measure import in_child, mark
+from torchlift.measure import in_child
 
 
 def build():
@@ -86,9 +86,7 @@ def build():
 
 
 def use(model):
-    mark("loaded")
     model(torch.ones(1, 2048))
-    mark("used")
     bits = (p.detach().view(torch.int64) for p in model.parameters())
     return sum(numbers.sum().item() for numbers in bits)
 
@@ -126,9 +124,7 @@ copies, sums = {}, set()
 for name, (way, *switches) in WAYS.items():
     child = in_child(way, path, *switches)
     peak = child.memory.added_anonymous
-    loaded, used = (moment.seconds for moment in child.memory.marks)
-    print(f"{name:<18} anonymous peak: {peak / MIB:4.0f} MiB,", end=" ")
-    print(f"loaded after {1000 * loaded:4.0f} ms, used after {1000 * used:4.0f} ms")
+    print(f"{name:<18} anonymous peak: {peak / MIB:4.0f} MiB")
     copies[name] = peak / size
     sums.add(child.value)
 
@@ -145,19 +141,17 @@ import matplotlib.pyplot as plt
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots(figsize=(5.6, 4))
 colors = ["C0"] * 5 + ["C2", "C3", "C1"]
-bars = axes.barh(list(copies), copies.values(), color=colors)
-axes.bar_label(bars, [f"{n:.1f}" for n in copies.values()], padding=4)
+owned = [size / MIB * n for n in copies.values()]
+bars = axes.barh(list(copies), owned, color=colors)
+axes.bar_label(bars, fmt="%.0f", padding=4)
 axes.invert_yaxis()
-axes.set(xlim=(0, 2.3), xticks=[0, 1, 2])
-axes.set_xlabel("peak of anonymous memory (copies of the checkpoint)")
-axes.xaxis.set_label_coords(1, -0.12)
-axes.xaxis.label.set_ha("right")
+axes.set(xlim=(0, 620), xticks=[0, 256, 512], xlabel="memory owned (MiB)")
 plt.show()
 
 # %%
 # *The most memory that the process owns at one moment, for each combination of switches. Without
-# meta and mmap there are two copies. Two switches still leave one. All three leave none, and so
-# does a skeleton that is mapped.*
+# meta and mmap there are two copies of 256 MiB. Two switches still leave one. All three leave none,
+# and so does a skeleton that is mapped.*
 #
 # Assign alone saves nothing at the peak, because the random weights are freed only when the loaded
 # ones are there. Its worth is that meta needs it.
@@ -184,7 +178,8 @@ print(model.load_state_dict(first, assign=True), "scale is on", model.scale.devi
 # Remember
 # --------
 #
-# - Each switch removes one thing: meta the initialization, mmap the reading, assign the copying.
+# - Each switch removes one thing: meta the initialization, mmap the second copy, assign the
+#   copying.
 # - Meta needs assign: without it the load reports success, and the model stays empty.
 # - Two switches leave one copy; it takes all three to leave none.
 #

@@ -165,15 +165,15 @@ left.axvline(150, color="C0", linewidth=1, linestyle=":")
 left.text(154, 0.9 * left.get_ylim()[1], "saved, loaded", color="C0")
 left.set(xlabel="step", ylabel="loss (nats)", xticks=(0, 75, 150, 225))
 left.set_ylim(0, None)
-right.set(ylabel="anonymous memory (MiB)", xlabel="after a step", xticks=[])
+right.set(ylabel="memory owned (MiB)", xlabel="after a step", xticks=[])
 handles, labels = left.get_legend_handles_labels()
 figure.legend(handles, labels, loc="outside upper center", ncols=3)
 plt.show()
 
 # %%
 # *Left, the loss: until the dotted line nothing tells that the model loaded by assign has come
-# apart; saved and loaded, it has lost half of what it learned. Right, what the process owns after
-# one step: untied, the optimizer has three matrices more.*
+# apart; saved and loaded, its loss is back at more than five times what it was. Right, what the
+# process owns after one step: untied, the optimizer has three matrices more.*
 #
 # Remember
 # --------

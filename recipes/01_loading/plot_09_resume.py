@@ -1,6 +1,6 @@
 """
-Resume training in three lines
-==============================
+Resume training: model, optimizer, step and random state
+========================================================
 
 The run stopped at step 300. One file holds the model, the optimizer and the step. How do you go on
 as if nothing had happened, without three copies in memory and a dictionary that you take apart?
@@ -167,7 +167,7 @@ figure, axes = plt.subplots()
 after = range(300, 400)
 axes.plot(straight, "C3-", linewidth=5, label="never stopped")
 axes.plot(after, jumping, "C0-", label="weights alone")
-axes.plot(after, resumed_losses, "C1-", linewidth=2, label="three lines")
+axes.plot(after, resumed_losses, "C1-", linewidth=2, label="with the optimizer")
 axes.axvline(300, color="C0", linewidth=1, linestyle=":")
 axes.set(xlim=(250, 400), yscale="log", xlabel="step", ylabel="loss (mean square)")
 axes.set_ylim(min(straight) / 2, 2 * max(jumping))

@@ -114,7 +114,7 @@ figure, axes = plt.subplots(figsize=(5.6, 2.4))
 bars = axes.barh(list(added), added.values(), color=["C0", "C3", "C1"])
 axes.bar_label(bars, [f"{size:.0f} MiB" for size in added.values()], padding=4)
 axes.invert_yaxis()
-axes.set(xlim=(0, 340), xlabel="memory to have the model (MiB)")
+axes.set(xlim=(0, 340), xlabel="memory owned (MiB)")
 plt.show()
 
 # %%

@@ -40,7 +40,7 @@ print(torchlift.open(sent)["weight"])
 # Weights only load failed
 # ------------------------
 #
-# A ``.pt`` file is a pickle, and a pickle is a program. Loaded the old way, it runs:
+# A ``.pt`` file holds a pickle, and a pickle is a program. Loaded the old way, it runs:
 
 torch.load(sent, weights_only=False)
 
@@ -56,12 +56,12 @@ except Exception as error:
 # %%
 # The way out that the message goes on to suggest is to run the file after all. torchlift needs
 # none: it reads the pickle with a reader of its own that knows a list of harmless names and turns
-# every other into a note. The weights are not in the pickle; they lie behind it as plain bytes.
+# every other into a note. The weights are not in the pickle; they lie beside it as plain bytes.
 #
 # Load the weights beside the trap
 # --------------------------------
 #
-# What is refused is refused by name; take the names that you need, and they load:
+# What is refused is refused by name; say which name you do without, and the others load:
 
 with torchlift.open(sent) as ckpt:
     print("blocked:", ckpt.blocked)
@@ -71,7 +71,7 @@ with torchlift.open(sent) as ckpt:
         print(str(error).replace(sent, "sent.pt"))
 
 model = torchlift.skeleton(torch.nn.Linear, 2, 2, bias=False)
-report = torchlift.load(model, sent, rename={"weight": "weight"}.get)
+report = torchlift.load(model, sent, allow_unexpected=["config"])
 print(list(report.loaded), model.weight.tolist())
 
 # %%
@@ -170,9 +170,9 @@ plt.show()
 # Remember
 # --------
 #
-# - A ``.pt`` file is a program with weights behind it. Opening it with a full unpickler runs it.
+# - A ``.pt`` file is a program with weights beside it. Opening it with a full unpickler runs it.
 # - `torchlift.open` and ``torchlift inspect`` list what they would have to run, and run none of it.
-# - The weights beside a blocked object load: ``root=`` or ``rename=`` leave it out.
+# - The weights beside a blocked object load: ``allow_unexpected=`` or ``root=`` leaves it out.
 #
 # Use this when
 # -------------

@@ -99,18 +99,17 @@ for axes, title, old, new in (
     (left, "one training step", both[0], both[1]),
     (right, "one flipped bit", both[1], both[2]),
 ):
-    values = old != new
-    axes.imshow(values, cmap="Greys", interpolation="nearest", aspect="auto")
-    y, x = values.nonzero().T
+    y, x = (old != new).nonzero().T
+    axes.scatter(x, y, 6, "C1", marker="s")
     if len(x) == 1:
         axes.plot(x, y, "C1o", markersize=16, fillstyle="none", markeredgewidth=3)
-    axes.set(title=title, xlabel="column")
+    axes.set(title=title, xlabel="column", xlim=(-1, 64), ylim=(66, -1))
 left.set_ylabel("row, both layers")
 plt.show()
 
 # %%
-# *Values that differ are black. A training step of the second layer changes its two rows at the
-# bottom; a flipped bit changes one value, which only a checksum or a comparison finds.*
+# *Each mark is a value that differs. A training step of the second layer changes its two rows at
+# the bottom; a flipped bit changes one value, which only a checksum or a comparison finds.*
 #
 # Remember
 # --------

@@ -135,7 +135,8 @@ plt.show()
 
 # %%
 # *After twenty kills in the middle of saving: every file that torchlift was writing can be read,
-# and is all of one step; of those that torch.save was writing under their own name, most cannot.*
+# and is all of one step; of those that torch.save was writing under their own name, some cannot;
+# renaming survives a kill, too.*
 #
 # Remember
 # --------

@@ -30,7 +30,7 @@ print(str(torchlift.open(new)).replace(folder + "/", ""))
 # %%
 # One call took the container ``model`` out of an old file, stripped a prefix, cast, and wrote
 # another format. In a terminal it is ``torchlift convert old.pth new.safetensors --root model
-# --dtype bfloat16``; with ``--dry-run`` it only says what it would do.
+# --strip module. --dtype bfloat16``; with ``--dry-run`` it only says what it would do.
 #
 # Some tensors share memory
 # -------------------------
@@ -111,7 +111,7 @@ for name, way in WAYS.items():
     uses[name] = child.memory
     written[name] = dst
     peak = child.memory.added_anonymous / 2**20
-    print(f"{name:<22} anonymous peak: {peak:6.0f} MiB, {child.seconds:5.1f} s")
+    print(f"{name:<22} anonymous peak: {peak:6.0f} MiB")
 
 assert torchlift.diff(written["with mmap=True"], dst).equal
 assert uses["torchlift.convert"].added_anonymous < 64 * 2**20
@@ -128,12 +128,12 @@ for (name, use), look in zip(uses.items(), ("C0-", "C3-.", "C1-"), strict=True):
     seconds = [sample.seconds for sample in use.timeline]
     mib = [(row.anonymous - use.baseline.anonymous) / 2**20 for row in use.timeline]
     axes.plot(seconds, mib, look, label=name)
-axes.set(xlabel="seconds", ylabel="anonymous memory (MiB)", ylim=(0, None))
+axes.set(xlabel="seconds", ylabel="memory owned (MiB)", ylim=(0, None))
 figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *Anonymous memory while 512 MiB of float32 becomes bfloat16: by hand it takes the file and its
+# *Memory owned while 512 MiB of float32 becomes bfloat16: by hand it takes the file and its
 # cast copy, or the cast copy alone where the file is mapped; torchlift.convert takes the same few
 # blocks from beginning to end.*
 #

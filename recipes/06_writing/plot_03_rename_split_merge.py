@@ -121,37 +121,40 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots()
-colors = {"experts": "C1", "att": "C3", "norm": "C0"}
-edges = []
-for x, path in enumerate((ours, theirs)):
-    entries = [e for e in torchlift.open(path).entries.values() if ".0." in e.key]
-    entries = [e for e in entries if "layers.0." in e.key]
-    top, edge = 0.0, []
-    for kind, color in colors.items():
-        for entry in (entry for entry in entries if kind in entry.key):
-            height = entry.nbytes / 1024
-            axes.barh(
-                top, 0.34, height, x, align="edge", color=color, edgecolor="white"
-            )
-            top += height
-        edge.append(top)
-    edges.append(edge)
-for (left, right), color in zip(
-    zip(*edges, strict=True), ("C1", "C3"), strict=False
-):
-    axes.plot((0.35, 0.99), (left, right), color=color, linestyle="--")
-for kind, y, color in (("experts", 0.5, "C1"), ("q, k, v", 0.92, "C3")):
-    axes.text(0.67, y * top, kind, color=color, ha="center", va="center")
-axes.set_xticks([0.17, 1.17], ["one project:\n38 tensors", "another:\n6 tensors"])
-axes.set(xlim=(0, 1.34), ylim=(top, 0), yticks=[])
+kinds = {"experts": (60, "C1"), "att": (30, "C3"), "norm": (10, "C0")}
+top = 0
+for kind, (height, color) in kinds.items():
+    for x, path in enumerate((ours, theirs)):
+        keys = [key for key in torchlift.open(path).entries if kind in key]
+        keys = [key.split("layers.0.")[1] for key in keys if "layers.0." in key]
+        each = height / len(keys)
+        lows = [top + each * row for row in range(len(keys))]
+        look = {"color": color, "edgecolor": "white"}
+        axes.barh(lows, 0.5, each, x, align="edge", **look)
+        labels = [key.removesuffix(".weight") for key in keys]
+        if len(keys) == 36:
+            labels = ["w1, w2, w3\nof 12 experts"]
+        for row, label in enumerate(labels):
+            y = top + height * (row + 0.5) / len(labels)
+            look = {
+                "color": "white",
+                "fontsize": 10,
+                "ha": "center",
+                "va": "center",
+            }
+            axes.text(x + 0.25, y, label, bbox={"color": color, "pad": 1}, **look)
+    axes.fill_between((0.5, 1), top, top + height, color=color, alpha=0.2, lw=0)
+    top += height
+axes.set_xticks([0.25, 1.25], ["one project:\n38 tensors", "another:\n6 tensors"])
+axes.set(xlim=(0, 1.5), ylim=(top, 0), yticks=[])
 axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
 plt.show()
 
 # %%
 # *One layer in both layouts, each block a tensor: 36 weights of 12 experts become two tensors, one
-# matrix of q, k and v becomes three. The bytes are the same, only what they are called and how they
-# are divided is not.*
+# matrix of q, k and v becomes three. The bytes are the same, only their names and how they are
+# divided are not. Heights are not to scale.*
 #
 # Remember
 # --------
