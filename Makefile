@@ -11,6 +11,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST_ARGS ?=
 PORT ?= 8000
+WORKERS ?= 2
 BROWSER ?= chromium
 
 # Nothing below may reach for a network once the environment stands, nor see a package outside of it.
@@ -61,7 +62,11 @@ gallery: $(VENV) docs/_build/fresh.stamp  ## the executed HTML site
 	@echo "The site is built. Open:"
 	@echo "  $(CURDIR)/docs/_build/html/index.html"
 
-test: lint types unit doctest html site nbval  ## lint, types, tests on the wheel, doctests, site, notebooks
+test: lint types unit doctest  ## lint, types, tests on the wheel, doctests, site, notebooks
+	@# Beside each other: the site is built by one process, and the other core would have nothing to do.
+	@mkdir -p build; $(MAKE) --no-print-directory nbval WORKERS=1 > build/nbval.log 2>&1 & nbval=$$!; \
+	  $(MAKE) --no-print-directory site || { kill $$nbval; exit 1; }; \
+	  wait $$nbval || { cat build/nbval.log; exit 1; }; tail -n 3 build/nbval.log
 	@echo "make test: everything passed"
 
 lint: $(VENV)  ## ruff: rules and format; import-linter: the house; codespell: words
@@ -80,7 +85,7 @@ $(WHEEL): $(VENV) $(SOURCES) README.md LICENSE
 	@touch $@
 
 unit: $(WHEEL)  ## the tests, against the built wheel
-	PYTHONPATH="$(CURDIR)/build/wheel-site:$(CURDIR)/.venv/apart" TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" $(PY) -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
+	PYTHONPATH="$(CURDIR)/build/wheel-site:$(CURDIR)/.venv/apart" TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 doctest: $(WHEEL)  ## the examples in docstrings
 	@rm -rf build/doctest && mkdir -p build/doctest
@@ -106,7 +111,7 @@ site: html  ## the built site: links, pictures, weight, validity; in chromium: a
 	TORCHLIFT_HTML="$(CURDIR)/docs/_build/html" $(ON_WHEEL) $(PY) -m pytest -q tests/test_site.py
 
 nbval: $(WHEEL)  ## the committed notebooks, run again and compared
-	$(ON_WHEEL) $(PY) -m pytest -q -n 2 --dist loadfile --nbval --nbval-current-env \
+	$(ON_WHEEL) $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --nbval --nbval-current-env \
 	  --nbval-sanitize-with recipes/nbval_sanitize.cfg recipes/notebooks
 
 notebooks: $(VENV)  ## recipes/notebooks, written anew from the scripts and executed

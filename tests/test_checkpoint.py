@@ -87,6 +87,19 @@ def test_a_missing_key_offers_near_ones(nested):
         ckpt["zzz"]
 
 
+def test_a_key_of_another_kind_is_named_for_what_it_is(nested):
+    """The error says how to get a container, a plain value, and a tensor."""
+    ckpt = torchlift.open(nested)
+    with pytest.raises(KeyError, match=r"^'model' is a container: ckpt.tree\('model'\) gives it$"):
+        ckpt["model"]
+    with pytest.raises(KeyError, match=r"^'epoch' is no tensor: ckpt.objects\['epoch'\] gives it$"):
+        ckpt["epoch"]
+    with pytest.raises(KeyError, match=r"^'model.layer.bias' is a tensor: ckpt\['model.layer.b"):
+        ckpt.objects["model.layer.bias"]
+    with pytest.raises(KeyError, match=r"^'zzz'$"):
+        ckpt.objects["zzz"]
+
+
 def test_root_keeps_one_container_and_strips_its_name(nested):
     """Only what is under the container is left, and sizes are those of the part."""
     ckpt = torchlift.open(nested, root="model")

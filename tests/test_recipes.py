@@ -251,3 +251,4 @@ def test_the_figure_has_a_caption(script: Path) -> None:
     caption = after.content.strip().split("\n\n")[0]
     assert after.type == "text"
     assert re.fullmatch(r"\*[^*`]+\*", caption), caption
+    assert "navy" not in caption.lower(), "a dark figure has another colour there: name the line"

@@ -36,8 +36,8 @@ print(torchlift.load(model, path), "on", model.weight.device)
 # function first that says where a tensor is, and this one always says ``cuda:3``. The summary lists
 # that as the *location* of each tensor, and the weights load on the CPU.
 #
-# Why
-# ---
+# Why torch.load wants a GPU
+# --------------------------
 #
 # ``torch.load`` reads each tensor into host memory, as it must, and then puts it where it was:
 
@@ -179,8 +179,8 @@ plt.show()
 
 # %%
 # *Seven files with the same numbers on a machine without accelerators; the row labels that do not
-# end in load are values of map_location. Gray works for some files, navy is what works in plain
-# torch, orange is torchlift: only what ignores the tags loads every file.*
+# end in load are values of map_location. Most work for some files. Those with yes everywhere ignore
+# the tags: torchlift.load, and in plain torch two of the values.*
 #
 # Remember
 # --------

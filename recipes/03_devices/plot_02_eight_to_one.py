@@ -33,8 +33,8 @@ print({item.device for item in report.loaded.values()})
 # The keys of a rule are prefixes of names, up to a dot, and the longest one wins; ``""`` is for all
 # the others. On the machine with two GPUs the last lines get ``device=rule``.
 #
-# Why
-# ---
+# What map_location cannot say
+# ----------------------------
 #
 # The word that ``torch.load`` has for this is ``map_location``. A string sends everything to one
 # device, which may be too small for it. A function is told where a tensor was, and not what it is:
@@ -178,8 +178,8 @@ plt.show()
 
 # %%
 # *The same tensors on four machines, the embedding at the top, the head at the bottom, as high as
-# they have bytes. Gray is where they were saved, orange a GPU, teal the host: by location neighbors
-# stay neighbors, by key you choose.*
+# they have bytes. Gray is where they were saved, orange a GPU, teal the host: by location
+# neighbours stay neighbours, by key you choose.*
 #
 # Remember
 # --------

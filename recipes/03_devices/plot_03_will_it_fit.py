@@ -29,8 +29,8 @@ print(two_gpus)
 # It fits. Devices are filled in the order in which you give them, with the layers in the order in
 # which they run, and the result is a rule for ``device=`` of `torchlift.load`.
 #
-# Why
-# ---
+# CUDA out of memory, after minutes
+# ---------------------------------
 #
 # You can multiply: 70.6 billion parameters of four bytes are 263 GiB. That does not tell what goes
 # where, nor whether whole layers fit. A GPU tells it last: it fills up for minutes, and then the
@@ -73,15 +73,24 @@ for name, dtype in dtypes.items():
 # -----------------------------------
 #
 # Weights are not all that a GPU holds. While the model writes, each token leaves a key and a value
-# in every layer, of two bytes for each number:
+# in every layer, of two bytes for each number. They lie where the layer runs:
+
+from collections import Counter
 
 width = shape["hidden_size"] // shape["num_attention_heads"]
 token = 2 * 2 * width * shape["num_key_value_heads"] * shape["num_hidden_layers"]
-room = 160 * GIB - two_gpus.nbytes
-print(f"a token: {token / 1024:.0f} KiB; room for {room // token:,} of them")
+homes = (two_gpus.at(f"model.layers.{n}.mlp.up_proj.weight") for n in range(80))
+room = {}
+for gpu, layers in Counter(homes).items():
+    room[gpu] = (80 * GIB - two_gpus.used[gpu]) // (layers * token // 80)
+    print(f"{gpu}: {layers} layers, room for {room[gpu]:,} tokens")
+first = min(room, key=room.get)
+print(f"a token: {token / 1024:.0f} KiB; room for {room[first]:,}, by {first}")
 
 # %%
-# Keep 16 GiB back on each GPU for a batch of long texts, and it fits no more. Better to know today:
+# The first GPU is nearly full, so there is room for a few thousand tokens, whatever the second one
+# has left. Keep 16 GiB back on each for a batch of long texts, and it fits no more. Better to know
+# today:
 
 why_not(model, {"cuda:0": "64GiB", "cuda:1": "64GiB"}, dtype=torch.bfloat16)
 

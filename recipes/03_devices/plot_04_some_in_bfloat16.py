@@ -20,9 +20,15 @@ import torch
 import torchlift
 
 path = tempfile.mkdtemp() + "/model.pt"
-layers = {"up": torch.nn.Linear(1024, 4096), "norm": torch.nn.LayerNorm(4096)}
-torch.save(torch.nn.ModuleDict(layers).state_dict(), path)
-model = torchlift.skeleton(lambda: torch.nn.ModuleDict(layers))
+
+
+def build():
+    up, norm = torch.nn.Linear(1024, 4096), torch.nn.LayerNorm(4096)
+    return torch.nn.ModuleDict({"up": up, "norm": norm})
+
+
+torch.save(build().state_dict(), path)
+model = torchlift.skeleton(build)
 rule = torchlift.remap.by_pattern({"norm": torch.float32, "": torch.bfloat16})
 print(torchlift.load(model, path, dtype=rule))
 print({name: str(tensor.dtype) for name, tensor in model.named_parameters()})
@@ -31,8 +37,8 @@ print({name: str(tensor.dtype) for name, tensor in model.named_parameters()})
 # `torchlift.remap.by_pattern` goes by regular expression, and the first one that is found in the
 # name wins; ``""`` is found in every name.
 #
-# Why
-# ---
+# What model.bfloat16() does to a norm
+# ------------------------------------
 #
 # ``model.bfloat16()`` casts everything. A bfloat16 has eight binary digits: the next number after 1
 # is 1.0078. The weights of a norm are numbers around 1, and all values pass through them. Here is a
@@ -167,9 +173,9 @@ figure.legend(loc="outside upper center", ncols=3, columnspacing=1)
 plt.show()
 
 # %%
-# *Memory that the process owns, until the model is ready. Loaded and cast afterwards, gray climbs
-# to two copies in float32. Cast one by one, navy and orange climb to the model in bfloat16;
-# torchlift reads ahead into a buffer, which is the tip of the orange line.*
+# *Memory that the process owns, until the model is ready. Loaded and cast afterwards, it climbs to
+# two copies in float32. Cast one by one, by hand (dash-dot) or by the rule, it climbs to the model
+# in bfloat16; torchlift reads ahead into a buffer, which is the tip of the rule's line.*
 #
 # By hand it is a loop over a dictionary, as good in memory. The rule is one line, and takes care of
 # missing names, of ties and of models that are live.

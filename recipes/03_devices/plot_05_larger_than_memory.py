@@ -32,12 +32,12 @@ print(torchlift.remap.dispatch(model, device_map)(torch.ones(1, 1024)).shape)
 # Three layers are read into memory that the process owns. The others stay in the file, mapped: the
 # system reads their pages when they are used, and drops them when it needs the room.
 #
-# Why
-# ---
+# Killed, in the middle of the load
+# ---------------------------------
 #
-# Without a map, Linux ends the process with one word, *Killed*, and a GPU with *CUDA out of
-# memory*, in the middle of the load. Here is a model of 128 MiB. Say that 48 MiB of it may be
-# owned. Without a disk in the budgets you are told beforehand, with numbers:
+# *Killed* is all that Linux tells you without a map, and a GPU has *CUDA out of memory*. Here is a
+# model of 128 MiB. Say that 48 MiB of it may be owned. Without a disk in the budgets you are told
+# beforehand, with numbers:
 
 import textwrap
 
@@ -147,7 +147,7 @@ for level, label in (128, "model"), (48, "budget"):
     axes.axvline(level, zorder=0, color="black", linewidth=1, linestyle=":")
     axes.text(level, -0.55, label, ha="center", va="bottom")
 axes.set_yticks(range(3), labels)
-axes.set(xlabel="memory owned at the peak (MiB)", xlim=(0, 300))
+axes.set(xlabel="memory owned (MiB)", xlim=(0, 300))
 axes.invert_yaxis()
 axes.tick_params(axis="y", length=0)
 plt.show()

@@ -32,8 +32,8 @@ print(
 # %%
 # The parameter that the optimizer has is bfloat16 now, and it is the same object.
 #
-# Why
-# ---
+# assign=True: a new dtype, another object
+# ----------------------------------------
 #
 # The two ways that you know do half of it. A copy in place keeps the object and its dtype, whatever
 # comes; with ``assign=True`` the dtype changes, and the optimizer goes on with the old object:

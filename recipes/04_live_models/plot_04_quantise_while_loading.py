@@ -38,19 +38,16 @@ with torchlift.swap.module_load(Small, shrink):
 # The handler gets the tensor that is in the model and the one that comes from the file, and returns
 # what shall be in the model. Your class alone is asked; the bias loads as ever.
 #
-# Why
-# ---
+# A tensor subclass with int8 inside
+# ----------------------------------
 #
-# Each row of a weight gets a scale, its largest number divided by 127; divide, round, and a number
-# fits into a byte. In torch such a weight is a *wrapper subclass*, a tensor that keeps its data in
-# two others. This is about the smallest one that computes, too:
+# Each row of a weight gets a scale, its largest number divided by 127. In torch such a weight is a
+# *wrapper subclass*, which keeps its data in two tensors. About the smallest one that computes:
 
 import textwrap
 from functools import partial
 
 from torch import nn
-
-from torchlift import swap
 
 
 class Int8(torch.Tensor):
@@ -106,7 +103,7 @@ def load_int8(destination, source, assign):
     return quantise(source)
 
 
-with swap.module_load(Int8, load_int8):
+with torchlift.swap.module_load(Int8, load_int8):
     torchlift.load(model, path)
 with torchlift.open(path) as ckpt:
     off = (model[0].weight.levels * model[0].weight.scale - ckpt["0.weight"]).abs()
@@ -132,7 +129,7 @@ def afterwards(path, mapped=False):
 
 def while_loading(path):
     model = int8_skeleton()
-    with swap.module_load(Int8, load_int8):
+    with torchlift.swap.module_load(Int8, load_int8):
         torchlift.load(model, path)
     return model
 
@@ -182,8 +179,11 @@ plt.show()
 
 # %%
 # *Memory that the process owns until the model is ready; dotted, the model in float32 and in int8.
-# Gray climbs to two copies of what is thrown away, orange to the result, with a tooth for each
-# tensor. Navy, by hand over a mapped file, is between: the C library may keep what is freed.*
+# Afterwards takes two copies of what is thrown away; while loading, the result and a tooth for each
+# tensor. By hand over a mapped file, dash-dot, takes about as much and is ready sooner.*
+#
+# For a model like this one the loop is as good. The handler also serves ties, missing names and a
+# live model, and is all or nothing.
 #
 # Remember
 # --------

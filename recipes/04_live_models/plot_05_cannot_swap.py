@@ -29,8 +29,8 @@ print("in the way now:", torchlift.swap.preflight(model))
 # The optimizer is not in the way, nor is a list of parameters, a tie or a gradient. A second tensor
 # over the same memory is: it would go on with the old values.
 #
-# Why
-# ---
+# Cannot swap t1
+# --------------
 #
 # An exchange is right if everybody who has the *object* is to see the new content. Somebody may
 # have something else: the memory, a weak reference, or a graph that was recorded with the old

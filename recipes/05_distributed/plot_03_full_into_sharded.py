@@ -4,7 +4,7 @@ FSDP2: load a full checkpoint without every rank reading all of it
 
 The model is sharded because no rank can have all of it, and the checkpoint is one ordinary file.
 With ``torch.load`` every rank reads the whole file; with ``broadcast_from_rank0`` one rank does,
-and runs out of memory.
+and needs three times its shards.
 
 Shard a skeleton, and `torchlift.load` reads for each rank the bytes of its shards, and no others.
 """
@@ -161,12 +161,13 @@ for row, (way, both) in enumerate(peaks.items()):
     places = [row - 0.2, row + 0.2]
     axes.barh(places, both, height=0.35, color=colors.get(way, "C0"))
     for rank, (place, peak) in enumerate(zip(places, both, strict=True)):
-        axes.text(peak + 4, place, f"rank {rank}", fontsize=9, va="center")
-axes.axvline(96, color="black", linewidth=1, linestyle=":")
-axes.text(96, -0.6, "its shards", ha="center", va="bottom", fontsize=10)
+        text = axes.text(peak + 4, place, f"rank {rank}: {peak:.0f}", va="center")
+        text.set(fontsize=11, bbox={"color": "white", "pad": 0})
+axes.axvline(96, zorder=0, color="black", linewidth=1, linestyle=":")
+axes.text(96, -0.6, "its shards", ha="center", va="bottom", fontsize=11)
 axes.set_yticks(range(len(peaks)), [way.replace("_", " ") for way in peaks])
-axes.set(ylim=(len(peaks) - 0.5, -0.6), xlim=(0, 350), xticks=[0, 96, 192, 288])
-axes.set(xlabel="peak of anonymous memory (MiB)")
+axes.set(ylim=(len(peaks) - 0.5, -0.6), xlim=(0, 420), xticks=[0, 96, 192, 288])
+axes.set(xlabel="memory owned (MiB)")
 plt.show()
 
 # %%

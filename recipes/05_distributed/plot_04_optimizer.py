@@ -6,7 +6,8 @@ You trained on one GPU and go on with two, or the other way round. The weights l
 optimizer does not: its moments have the shapes of whole parameters, and a rank has slices.
 
 `torchlift.load_optimizer` reads for each rank the slices of its parameters, from one file or from a
-folder of shards. The run that follows is the run that never stopped, bit by bit.
+folder of shards. What is loaded is equal to the last bit; so is the run, if every rank computes
+the same sums.
 """
 
 # %%
@@ -132,7 +133,7 @@ print(ranks[0][0])  # without torchlift
 
 last, _, end = go_on(later, 50)
 (_, same, half_0), (_, other, half_1) = ranks
-assert same == other == straight[100:150], "two ranks, bit by bit"
+assert same == other == straight[100:150], "two ranks, bit for bit"
 assert end == straight[150:], "and one process after them"
 assert torchlift.diff(last.state_dict(), model.state_dict()).equal
 

@@ -134,7 +134,7 @@ def go_on(load):
 
 
 by_number, by_name = go_on(load_numbers), go_on(load_names)
-assert by_name == go_on(load_names_with_torch) == straight[100:], "bit by bit"
+assert by_name == go_on(load_names_with_torch) == straight[100:], "bit for bit"
 assert by_number[0] == straight[100], "the weights are right"
 assert max(by_number) > 5 * max(straight[100:]), "and the loss jumps"
 print(f"the last loss before the stop: ~{straight[99]:.4f}")

@@ -6,6 +6,7 @@ The checkpoint is an old ``.pth`` and somebody needs safetensors; or it is float
 takes bfloat16; and it is larger than the memory of your laptop. Can it be converted all the same?
 
 Yes: `torchlift.convert` reads and writes it block by block, in some 32 MiB whatever its size.
+(A tensor that the file has compressed is inflated whole.)
 """
 
 # %%

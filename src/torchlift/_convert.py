@@ -27,7 +27,7 @@ from torchlift._plan import (
 )
 from torchlift._save import Becomes, SaveReport, Target, finish, from_files
 from torchlift._system import printable
-from torchlift.errors import CheckpointError, MismatchError, did_you_mean
+from torchlift.errors import CheckpointError, MismatchError, PlacementError, did_you_mean
 from torchlift.formats import Index, TensorEntry, of_model, select
 
 #: What a format without a place for it does not keep.
@@ -56,8 +56,10 @@ def convert(
 ) -> SaveReport:
     """Convert a checkpoint into another format, dtype, layout or naming, without loading it.
 
-    It is read and written a block at a time: some 32 MiB of memory, whatever its size. The new
-    files appear when they are whole, as with `torchlift.save`; the old ones are only read.
+    It is read and written a block at a time: some 32 MiB of memory, whatever its size. A tensor
+    that the source has compressed (``numpy.savez_compressed``, a zip that was deflated) is the
+    exception: it is inflated whole. The new files appear when they are whole, as with
+    `torchlift.save`; the old ones are only read.
 
     A conversion to shards that was killed goes on where it was when it is called again: shards that
     were finished stay as they are (``taken_up`` of the report) if the source has not changed, the
@@ -94,9 +96,10 @@ def convert(
         What was written, and what the format does not keep.
 
     Raises:
-        UnsafeError: a value could only be had by running code; leave it out by `exclude`.
+        UnsafeError: a value that the format could hold can only be had by running code; leave it
+            out by `exclude`. safetensors hold tensors: there a value without any is ``lost``.
         MismatchError: patterns fit nothing, or two keys get one name.
-        PlacementError: the format cannot hold a name or a value.
+        PlacementError: the format cannot hold a name or a value, or there is none to write.
         FormatError, IntegrityError: the source is damaged, or changes meanwhile.
         CheckpointError: there is something at `dst`, or it is the source, and not `overwrite`; or
             the files cannot be written, see `torchlift.save`.
@@ -129,6 +132,7 @@ def convert(
         ckpt = stack.enter_context(Checkpoint(index))
         check_rule(options.dtype, list(ckpt.entries), present=False)
         becomes = _becomes(options.dtype, ckpt.path)
+        _check_some(ckpt, target, dropped)
         if target.only_tensors:
             left = {k: why for k, why in ckpt.blocked_keys.items() if k not in ckpt.blocked_tensors}
             lost |= {
@@ -163,6 +167,27 @@ def convert(
             check=check,
             progress=progress,
             written=not dry_run,
+        )
+
+
+def _check_some(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:
+    """Refuse to write a file that nothing of the source would be in.
+
+    Raises:
+        UnsafeError: all there is could only be had by running code.
+        PlacementError: the format holds tensors only, and there are none.
+    """
+    if {*ckpt.entries, *(() if target.only_tensors else ckpt.objects)} - dropped:
+        return
+    for key in ckpt.blocked_keys.keys() - dropped:
+        error = ckpt.refusal(key)
+        error.hint = "There is nothing else to write: ask for a file with tensors in it."
+        raise error
+    if target.only_tensors:
+        raise PlacementError(
+            "there is no tensor to write",
+            file=ckpt.path,
+            hint="The format holds tensors only; a torch file (.pt) keeps plain data, too.",
         )
 
 

@@ -177,6 +177,7 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
         (["--device", "cuda:x"], 1, "no device"),
         (["--device", "cpu", "--budget", "cpu"], 2, "not allowed with argument"),
         (["--dtype", "int8"], 2, "--dtype 'int8': not a floating-point dtype"),
+        (["--dtype", "fp16"], 2, "floating-point dtype of torch. Did you mean 'float16'?"),
         (["--rename", "(=x"], 2, "'(' is no regular expression"),
         (["--rename", "x"], 2, "expected REGEX=REPLACEMENT"),
         (["--model", "mymodel"], 2, "expected MODULE:FACTORY"),

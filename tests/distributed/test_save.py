@@ -84,6 +84,7 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     """It fails loudly and names the file."""
+    (tmp_path / "nowhere").touch()
     with pytest.raises(CheckpointError, match=r"nowhere/x.safetensors: the file cannot be written"):
         save_consolidated({"w": torch.ones(2)}, tmp_path / "nowhere" / "x.safetensors")
 
@@ -302,6 +303,7 @@ results = saved_then_loaded(Path(__file__).with_name("workers_save.py"), RANKS)
         "writes_a_module",
         "writes_rank_0s_metadata",
         "keeps_conjugate_shards_apart",
+        "lays_the_files_out_alike_on_all_ranks",
         "one_bad_rank_stops_all",
         "a_bad_path_of_one_rank_stops_all",
         "tells_ties_on_ranks_that_hold_nothing",

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from wrapped_models import MESHES, WRAPPERS, net, same, train
 
 import torchlift
+from torchlift._save import files as files_module
 from torchlift._save import mesh as mesh_module
 from torchlift.distributed import (
     CheckpointWriter,
@@ -121,7 +122,7 @@ def one_bad_rank_stops_all() -> None:
         ({"a": [object()]}, path, PlacementError, "'w.a': .*without running code"),
         (torch.empty(2, device="meta"), path, PlacementError, "in a torch file"),
         (DTensor.from_local(torch.ones(2), mesh, [Partial()]), path, PlacementError, "partial sum"),
-        (torch.ones(2), SHARED / "no" / "x.pt", CheckpointError, "cannot be written"),
+        (torch.ones(2), path / "x.pt", CheckpointError, "cannot be written"),
     ]
     if world > 1:
         uneven = torch.ones(2 + (rank == world - 1))
@@ -180,6 +181,47 @@ def keeps_conjugate_shards_apart() -> None:
     found = torch.load(path, weights_only=True)
     assert torch.equal(found["x"], whole)
     assert torch.equal(found["y"], whole.conj())
+
+
+class Lost:
+    """An object whose state one rank cannot have."""
+
+    def state_dict(self) -> dict[str, int]:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ConnectionError("the server is gone")
+        return {"n": 1}
+
+
+def lays_the_files_out_alike_on_all_ranks() -> None:
+    """Whichever strings are one object there; else nothing is written. A caller's error is its."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.arange(8.0)
+    w = distribute_tensor(whole, cpu_mesh(), [Shard(0)])
+    path = SHARED / f"alike-{world}.pt"
+    for pad in range(0, 64, 8):  # one of which lets the pickle cross a multiple of 64 bytes
+        note = "cpu" if rank else "cpu "[:-1]
+        # All of them get a copy of rank 0's note when the shared ones differ, and none else.
+        torchlift.save({"note": note, "pad": "x" * pad, "w": w}, path)
+        dist.barrier()
+        assert torch.equal(torch.load(path)["w"], whole), pad
+    with pytest.raises((ConnectionError, CheckpointError), match=r"the server is gone") as caught:
+        torchlift.save({"w": w, "s": Lost()}, path)
+    assert "cannot be written" not in str(caught.value)
+    if world == 1:
+        return
+    before = path.read_bytes()
+    pickled = files_module.pickled
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world - 1:
+            longer = lambda *args, **options: pickled(*args, **options) + bytes(64)  # noqa: E731
+            patch.setattr(files_module, "pickled", longer)
+        with pytest.raises(
+            PlacementError, match=rf"do not lay the files out alike.*others on rank {world - 1}"
+        ):
+            torchlift.save({"w": w}, path)
+    dist.barrier()
+    assert path.read_bytes() == before
+    assert not list(SHARED.glob(".alike*"))
 
 
 def a_bad_path_of_one_rank_stops_all() -> None:
@@ -673,6 +715,7 @@ SAVES = (
     writes_a_module,
     writes_rank_0s_metadata,
     keeps_conjugate_shards_apart,
+    lays_the_files_out_alike_on_all_ranks,
     one_bad_rank_stops_all,
     a_bad_path_of_one_rank_stops_all,
     tells_ties_on_ranks_that_hold_nothing,

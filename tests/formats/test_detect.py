@@ -41,9 +41,15 @@ def test_formats_load_without_torch(tmp_path):
     [
         (b"", "an empty file"),
         (bytes(1000), "zeros only"),
-        (b"hello world\n" * 50, "a text file"),
+        (b"hello world\n" * 50, "a text file.*found hello world"),
         (b"<!DOCTYPE html><html>", "web page.*login or error page"),
-        (b'{"architectures": []}', "without a map from keys to files"),
+        (b'{"architectures": []}', "a model's configuration.*Give the path of the weights"),
+        (b'{"epoch": 3}', "a JSON text that is no index.*found the names epoch"),
+        (
+            b'{"error":"Invalid username or password.\\u001b[2J"}',
+            r"an error page in JSON.*found error: Invalid username or password\.\\x1b.*a token",
+        ),
+        (b'{"message":"Not Found","status":"404"}', "an error page in JSON.*found message: Not"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "git lfs pull"),
         (b"\x89HDF\r\n\x1a\n" + bytes(64), "HDF5.*h5py"),
         (gzip.compress(b"x", mtime=0), "gzip archive"),

@@ -180,7 +180,7 @@ def test_the_hub_cache_layout_is_allowed(sharded, tmp_path_factory):
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ("{}", "without a map from keys to files"),
+        ("{}", "a JSON text that is no index"),
         ('{"weight_map": []}', "without a map from keys to files"),
         ('{"weight_map": {"a": 1}}', "without a map from keys to files"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "name occurs twice"),
@@ -242,7 +242,7 @@ def test_a_plain_map_of_keys_to_files_is_an_index(tmp_path, suffix):
     with pytest.raises(UnsafeError, match="leaves the directory"):
         read_index(tmp_path)
     (tmp_path / "x.index.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(FormatError, match="without a map from keys to files"):
+    with pytest.raises(FormatError, match="a model's configuration, without its weights"):
         read_index(tmp_path)
 
 

@@ -183,7 +183,8 @@ def test_a_dtype_may_be_a_name(dtype, expected):
     model = torchlift.skeleton(Model)
     torchlift.load(model, Model().double().state_dict(), dtype=lambda entry: dtype)
     assert model.body.weight.dtype == expected
-    with pytest.raises(ValueError, match='expected a name such as "bfloat16", or "model"'):
+    message = """expected a name such as "bfloat16", or "model". Did you mean 'bfloat16'"""
+    with pytest.raises(ValueError, match=message):
         torchlift.load(model, {}, dtype="bf16")
 
 

@@ -221,7 +221,7 @@ def test_a_misaligned_entry_is_read_and_its_memory_is_planned(tmp_path):
         made = torchlift.plan(model, path, source="mmap")
         assert made.source == {"a": "read"}
         assert made.peak_bytes == 4
-        assert made.loaded["a"].note == "its layout in the file cannot be used in place"
+        assert made.loaded["a"].note == ("not aligned in the file, so it is read instead of mapped")
 
 
 def test_a_plan_prints_what_matters(tmp_path):

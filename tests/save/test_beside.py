@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +107,79 @@ def test_what_is_superseded_stays_until_the_new_one_is_in_place(
         with pytest.raises(CheckpointError, match="new checkpoint is in place, but an older one"):
             torchlift.save(TWO, tmp_path, format="sharded")
     assert first(tmp_path / INDEX) == 2
+
+
+def test_an_index_that_stays_beside_the_one_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk, too, where what it names cannot be noted: the new file is in place."""
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    torchlift.save(ONE, tmp_path / NAME, max_shard_size=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(write.AtomicSet, "_note", full)
+        with pytest.raises(CheckpointError, match=r"is in place, but an older one.*No space left"):
+            torchlift.save(TWO, tmp_path / NAME)
+    assert first(tmp_path / NAME) == 2
+    torchlift.save(TWO, tmp_path / NAME)
+    assert os.listdir(tmp_path) == [NAME]
+
+
+def test_a_child_that_is_forked_meanwhile_keeps_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DataLoader's workers live on; the next writer does not wait for them."""
+    copies: list[int] = []
+    true = os.open
+
+    def forked(*args: Any) -> int:
+        descriptor = true(*args)
+        copies.append(os.dup(descriptor))  # which shares the lock, as a child's copy does
+        return descriptor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", forked)
+        torchlift.save(ONE, tmp_path, format="sharded")
+    assert len(copies) > 5
+    for copy in copies:
+        own = os.open(f"/proc/self/fd/{copy}", os.O_RDONLY)
+        flock(own, LOCK_EX | LOCK_NB)
+        os.close(own)
+    for copy in copies:
+        os.close(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("x.pt", {}),
+        (NAME, {}),
+        (NAME, {"max_shard_size": 1}),
+        (NAME, {"max_shard_size": "1MB"}),
+        (INDEX, {}),
+        ("d", {"format": "dcp"}),
+    ],
+)
+def test_missing_folders_are_made_and_gone_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
+) -> None:
+    """For every format alike, by a conversion too."""
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "a" / "b" / name
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(CheckpointError, match=r"cannot be written.*No space left"):
+            torchlift.save(ONE, path, **options)
+    assert os.listdir(tmp_path) == []
+    torchlift.save(ONE, path, **options)
+    other = tmp_path / "c" / name
+    torchlift.convert(path if path.exists() else path.parent, other, **options)
+    assert first(other if other.exists() else other.parent) == 1
 
 
 def test_a_folder_with_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,7 +130,9 @@ def test_tensors_that_only_code_could_rebuild_are_refused_by_name(tmp_path: Path
     finally:
         del sys.modules["no_such_module"]
     format = "dcp" if dst == "y" else None
-    with pytest.raises(UnsafeError, match=r"'trap': only unpickling .*Trap.* exclude=\['trap'\]"):
+    with pytest.raises(
+        UnsafeError, match=r"'trap': only unpickling .*Trap.* exclude=\['trap'\] \(--ex"
+    ):
         torchlift.convert(tmp_path / "x.pt", tmp_path / dst, format=format)
     assert os.listdir(tmp_path) == ["x.pt"]
     torchlift.convert(tmp_path / "x.pt", tmp_path / dst, format=format, exclude=["trap"])
@@ -411,6 +414,37 @@ def test_the_command_says_what_it_would_write_and_writes_it(
     assert torchlift.open(tmp_path / "d").format == "dcp"
 
 
+class Blocked:
+    """What only unpickling could rebuild."""
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "message"),
+    [
+        (Blocked(), 3, "'object': only unpickling could rebuild it, through .*convert.Blocked"),
+        (
+            {"x": Blocked()},
+            3,
+            "'x': only unpickling could rebuild it.*There is nothing else",
+        ),
+        ({"epoch": 3}, 1, "there is no tensor to write.*keeps plain data, too"),
+        ({"w": torch.ones(1), "x": Blocked()}, 0, "not kept: x: only unpickling"),
+    ],
+    ids=["root", "only", "plain", "beside"],
+)
+def test_a_conversion_that_keeps_no_tensor_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: Any, status: int, message: str
+) -> None:
+    """The status says whether code would have run; a value beside tensors is not kept."""
+    torch.save(state, tmp_path / "x.pt")
+    assert main(["convert", str(tmp_path / "x.pt"), str(tmp_path / "y.safetensors")]) == status
+    assert re.search(message, "".join(capsys.readouterr()))
+    assert (tmp_path / "y.safetensors").exists() is (status == 0)
+    torch.save(Blocked(), tmp_path / "z.pt")
+    with pytest.raises(UnsafeError, match=r"'object': only .* There is nothing else in it"):
+        torchlift.open(tmp_path / "z.pt").tree()
+
+
 _KILLED = """
 import os, sys, torchlift
 from torchlift._transfer import write
@@ -484,6 +518,8 @@ def test_a_conversion_that_is_another_begins_anew(tmp_path: Path, change: str) -
         journal.write_text("\n".join(lines) + "\n", encoding="utf-8")
     report = torchlift.convert(src, dst, **options)
     assert not report.taken_up
+    if change == "size":
+        assert all("-of-00003." in path for path in report.files[:-1])
     names = {os.path.basename(path) for path in report.files} | {"thesis.txt"}
     extra = set(os.listdir(dst.parent)) - names
     assert extra == ({min(left)} if change == "journal" else set())

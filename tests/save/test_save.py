@@ -371,7 +371,7 @@ def test_dcp_keeps_a_training_s_state_by_name(tmp_path: Path) -> None:
     """As torch's own tool turns it into a file; the report tells what became text."""
     state = training()
     report = torchlift.save(state, tmp_path / "x", format="dcp")
-    assert report.lost.keys() == {"optimizer.state", "model.head.weight"}
+    assert report.lost.keys() == {"optimizer.state", "model.head.weight", "lists.1.inner"}
     with warnings.catch_warnings(action="ignore"):
         dcp_to_torch_save(tmp_path / "x", tmp_path / "back.pt")
     found = torch.load(tmp_path / "back.pt", weights_only=True)
@@ -521,6 +521,8 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     with pytest.raises(ValueError, match=r"suffix '\.foo' .* 'torch-zip', 'sharded', 'dcp'"):
         torchlift.save(state, tmp_path / "x.foo")
+    with pytest.raises(ValueError, match=r'pass format="sharded" \(safetensors, which from_pretra'):
+        torchlift.save(state, tmp_path / "folder")
     with pytest.raises(ValueError, match=r"'zip': expected one of safetensors, torch-zip, sh"):
         torchlift.save(state, tmp_path / "x.pt", format="zip")
     with pytest.raises(ValueError, match="a torch file is one file"):
@@ -620,3 +622,47 @@ def test_a_checkpoint_is_saved_with_what_it_holds(tmp_path: Path) -> None:
         torchlift.save(ckpt, tmp_path / "y.pt")
     torchlift.save(torchlift.open(tmp_path / "x.pt", root="model"), tmp_path / "y.pt")
     assert torch.load(tmp_path / "y.pt").keys() == {"w"}
+
+
+ONE = torch.ones(1)
+
+
+def test_a_torch_file_depends_on_values_alone(tmp_path: Path) -> None:
+    """Not on which equal strings are one object, nor on the order that hashes give a set."""
+    words = ["storage", "cpu", "latin1", "0", "a", "_metadata", "w"]
+    again = [f"{word} "[:-1] if len(word) > 1 else word.upper().lower() for word in words]
+    files = []
+    for names in (words, again):
+        inner = OrderedDict.fromkeys(names, b"a")
+        inner._metadata = {names[0]: names[1]}  # type: ignore[attr-defined]
+        # Of these integers the one that comes first is the first in the set.
+        few = {names[0], *((8, 0) if names is words else (0, 8))}
+        state = {"n": names, "i": [inner, inner], "w": torch.ones(2), "s": few, "c": [words[0]]}
+        torchlift.save(state, tmp_path / "x.pt")
+        files.append((tmp_path / "x.pt").read_bytes())
+        found = torch.load(tmp_path / "x.pt")
+        assert found["i"][0] is found["i"][1]
+        assert found["i"][0]._metadata == inner._metadata
+        assert found["s"] == few
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("state", "dcp", "names"),
+    [
+        ({"t": (ONE, 2 * ONE)}, {"t": "a tuple, which becomes a list"}, "t.0 t.1"),
+        ((ONE, 2 * ONE), {"(all)": "a tuple, which becomes a list"}, "0 1"),
+        ({"": ONE}, {"tensor": "an empty name, which keys do not keep"}, "tensor"),
+        ({"": {"x": ONE}}, {"(all)": "an empty name, which keys do not keep"}, "x"),
+    ],
+)
+def test_names_and_containers_that_a_format_changes_are_reported(
+    tmp_path: Path, state: Any, dcp: dict[str, str], names: str
+) -> None:
+    """A tuple that is a list in DCP, and empty names; a torch file keeps both."""
+    report = torchlift.save(state, tmp_path / "d", format="dcp")
+    assert {key: report.lost.get(key) for key in dcp} == dcp
+    report = torchlift.save(state, tmp_path / "x.safetensors")
+    assert report.lost.keys() >= dcp.keys()
+    assert list(load_file(tmp_path / "x.safetensors")) == names.split()
+    assert not {*torchlift.save(state, tmp_path / "x.pt").lost} & dcp.keys()

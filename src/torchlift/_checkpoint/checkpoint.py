@@ -38,6 +38,7 @@ from torchlift.formats import (
     select,
     steps_in_file,
 )
+from torchlift.formats.flatten import ROOT_OBJECT
 from torchlift.formats.gguf import BLOCKS
 from torchlift.formats.summary import to_html, to_text
 
@@ -109,7 +110,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         if entry is None:
             if key in self._index.blocked_keys:
                 raise self.refusal(key)
-            raise _NoSuchKey(_no_such_key(key, self.entries))
+            raise NoSuchKey(self._no_such_key(key))
         return self.view(entry)
 
     @overload
@@ -124,6 +125,14 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """
         # Names that are alike are not looked for: that takes long, and the caller has a default.
         return self[key] if key in self.entries or key in self._index.blocked_keys else default
+
+    def _no_such_key(self, key: object) -> str:
+        index, name = self._index, printable(repr(key), 300)
+        if key in index.objects:
+            return f"{name} is no tensor: ckpt.objects[{name}] gives it"
+        if any(k.startswith(f"{key}.") for k in (*index.entries, *index.objects)):
+            return f"{name} is a container: ckpt.tree({name}) gives it"
+        return f"{name}. {did_you_mean(str(key), self.entries)}".rstrip(". ")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -170,7 +179,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     @cached_property
     def objects(self) -> Mapping[str, object]:
         """Return key -> leaf that is not a tensor."""
-        return _Leaves(self._index.objects)
+        return _Leaves(self._index.objects, self.entries)
 
     def views(self) -> MappedViews:
         """Return tensors over memory maps of its own."""
@@ -249,7 +258,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return {**{key: self.view(e) for key, e in index.entries.items()}, **index.objects}
 
     def refusal(self, key: str) -> CheckpointError:
-        """Return the error that says why `key` cannot be had."""
+        """Return the error that says why `key` cannot be had; the empty one is the whole file."""
+        key = key or ROOT_OBJECT
         if self._index.blocked_keys.get(key) == AMBIGUOUS:
             return ambiguity(self.path, key)
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
@@ -257,10 +267,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         if key in self._index.subclasses:
             hint = f"Where you know the class, name it: allow=[{kind}], from {module}."
         else:
-            hint = (
-                "Load without it: allow_unexpected=[...] with its name, or root= for a part of the "
-                "file. torch.load(path, weights_only=False) would make it, and run whatever the "
-                "file asks for: only where you trust who wrote it."
+            hint = "There is nothing else in it. "
+            if self.entries or self._index.objects:
+                hint = (
+                    "Load without it: allow_unexpected=[...] with its name, or root= for a part of "
+                    "the file. "
+                )
+            hint += (
+                "torch.load(path, weights_only=False) would make it, and run whatever the file "
+                "asks for: only where you trust who wrote it."
             )
         return UnsafeError(
             f"only unpickling could rebuild it, through {name}, and that can run code",
@@ -300,15 +315,19 @@ class _Leaves(Mapping[str, object]):
 
     Args:
         stored: as an index has them.
+        tensors: of the same index, for the error that says where a key is.
     """
 
-    def __init__(self, stored: Mapping[str, object]) -> None:
-        self._stored = stored
+    def __init__(self, stored: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -> None:
+        self._stored, self._tensors = stored, tensors
         self._made: dict[str, object] = {}
         self._arrays: dict[int, object] = {}
 
     def __getitem__(self, key: str) -> object:
         if key not in self._made:
+            if key in self._tensors:
+                name = printable(repr(key), 300)
+                raise NoSuchKey(f"{name} is a tensor: ckpt[{name}] gives it")
             self._made[key] = with_arrays(self._stored[key], self._arrays)
         return self._made[key]
 
@@ -325,7 +344,7 @@ class _Leaves(Mapping[str, object]):
         return repr(self._stored)
 
 
-class _NoSuchKey(KeyError):
+class NoSuchKey(KeyError):
     """A name that the checkpoint lacks; shown as text, where `KeyError` shows a text's repr."""
 
     __str__ = Exception.__str__
@@ -781,7 +800,3 @@ def classes(allow: Allow) -> tuple[type | tuple[type, str], ...]:
     if isinstance(allow, (str, type)):
         raise TypeError(f"allow={allow!r}: expected a list of classes of tensors")
     return items
-
-
-def _no_such_key(key: object, keys: Iterable[str]) -> str:
-    return f"{printable(repr(key), 300)}. {did_you_mean(str(key), keys)}".rstrip(". ")

@@ -172,7 +172,9 @@ def _decide(
         if options.source == "auto" and (filled or kept or is_network(file)):
             source = "read"
         if source == "mmap" and not _fits_map(entry, copied=in_place or changes):
-            source, note = "read", "its layout in the file cannot be used in place"
+            source, note = "read", "its layout in the file cannot be mapped, so it is read"
+            if not _is_aligned(entry):
+                note = "not aligned in the file, so it is read instead of mapped"
         if "deflated" in entry.encoding:
             source, note = "read", "deflated in the file, so that it is inflated into memory"
     copied = not in_place and (changes or handled or mode == "copy")

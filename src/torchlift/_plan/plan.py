@@ -43,6 +43,8 @@ from torchlift._transfer import STAGING
 from torchlift.errors import MismatchError
 from torchlift.formats import RebuiltEntry
 
+_DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
+
 
 @dataclass(frozen=True, repr=False)
 class LoadPlan(LoadReport):
@@ -237,7 +239,10 @@ def make_plan(
         extra=tuple(outcome.extra),
         hooked=hooked,
     )
-    return _assemble(origin, tree.groups, matched, work, candidates)
+    made_plan = _assemble(origin, tree.groups, matched, work, candidates)
+    if made_plan.deferred and options.dtype is not None and made_plan.hint is None:
+        return replace(made_plan, hint=_DTYPE_LATER)
+    return made_plan
 
 
 def _assemble(

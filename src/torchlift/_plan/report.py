@@ -88,7 +88,8 @@ class LoadReport(Summary):
         renamed: name in the checkpoint -> name in the model, where they differ.
         merged: name in the model -> the names in the checkpoint that it is put together of.
         split: name in the checkpoint -> the names in the model that share its values.
-        hint: what would make more names fit, where a prefix seems to be in the way, else None.
+        hint: what would make more names fit, where a prefix seems to be in the way; or that what is
+            left for a later load got no dtype; else None.
         seconds: wall time of the load.
         bytes_read: bytes copied out of the files; what stays mapped counts nothing.
         unchecked_nbytes: bytes of the files that ``verify=True`` found no checksum for.

@@ -23,6 +23,8 @@ DtypeRule = torch.dtype | str | Callable[[TensorEntry], torch.dtype | str | None
 Patterns = Collection[str]
 #: The dtype that keeps what the model has, also on meta.
 MODEL = "model"
+#: Names of other programs -> torch's.
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 AnyMode = Literal["auto", "assign", "copy", "swap"]
 AnySource = Literal["auto", "mmap", "read"]
 
@@ -56,7 +58,9 @@ class Options:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
         dtype: object = self.dtype
         if isinstance(dtype, str) and dtype != MODEL and _dtype_named(dtype) is None:
-            raise ValueError(f'dtype={dtype!r}: expected a name such as "bfloat16", or "model"')
+            raise ValueError(
+                f'dtype={dtype!r}: expected a name such as "bfloat16", or "model"{full_name(dtype)}'
+            )
         if not (dtype is None or isinstance(dtype, (torch.dtype, str)) or callable(dtype)):
             raise TypeError(
                 f"dtype={dtype!r}: expected a torch.dtype, its name, a callable or None"
@@ -102,7 +106,9 @@ def target_dtype(
     made = _dtype_named(asked) if isinstance(asked, str) else asked
     if not isinstance(made, torch.dtype) or not made.is_floating_point:
         raise PlacementError(
-            "dtype= must give a floating-point dtype", entry=entry.key, found=repr(asked)
+            "dtype= must give a floating-point dtype",
+            entry=entry.key,
+            found=f"{asked!r}{full_name(asked)}",
         )
     return made
 
@@ -110,6 +116,16 @@ def target_dtype(
 def _dtype_named(name: str) -> torch.dtype | None:
     found = getattr(torch, name.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
+
+
+def full_name(short: object) -> str:
+    """Return a question with torch's name for the short one of a dtype, or an empty string.
+
+    Example:
+        >>> full_name("bf16"), full_name("float7")
+        (". Did you mean 'bfloat16'?", '')
+    """
+    return f". Did you mean {_SHORT[short]!r}?" if short in _SHORT else ""
 
 
 def allowed(names: Iterable[str], patterns: Patterns) -> set[str]:

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import NamedTuple
 from zlib import crc32
 
@@ -82,6 +83,16 @@ class Output:
         return [
             v for sections in self.files.values() for section in sections for v in section.values
         ]
+
+    @property
+    def digest(self) -> bytes:
+        """Return what is equal where all bytes of tensors lie at the same places."""
+        # Without the names, which are those of the path: another one has an error of its own.
+        places = [
+            [(base, layout.nbytes, layout.payloads) for base, layout, _ in sections]
+            for sections in self.files.values()
+        ]
+        return sha256(repr(places).encode()).digest()
 
     @property
     def nbytes(self) -> int:
@@ -289,14 +300,14 @@ class Files:
         self._open: dict[str, AtomicFile] = {}
         self._set: AtomicSet | None = None
         self._numbers = {name: number for number, name in enumerate(output.files)}
-        if output.kind is not None:
-            try:
-                _make_folders(os.path.dirname(output.head), self._made)
+        try:
+            _make_folders(os.path.dirname(output.head), self._made)
+            if output.kind is not None:
                 names = list(output.files)
                 self._set = AtomicSet(output.head, names, output.kind, output.replaces, output.plan)
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Files:
         return self
@@ -414,13 +425,20 @@ def write(
 
 
 def _remove_set(index: str) -> None:
-    """Remove an index that one file has superseded, and its shards."""
+    """Remove an index that one file has superseded, and its shards.
+
+    Raises:
+        NotRemoved: they are still there.
+    """
     if os.path.isfile(index):
-        group = AtomicSet(index, (), shards_of_kind(index))
         try:
-            group.remove()
-        finally:
-            group.close()
+            group = AtomicSet(index, (), shards_of_kind(index))
+            try:
+                group.remove()
+            finally:
+                group.close()
+        except OSError as error:  # of its journal, too, which a full disk has no room for
+            raise NotRemoved(*error.args) from error
 
 
 def _make_folders(path: str, made: list[str]) -> None:

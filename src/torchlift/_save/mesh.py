@@ -190,8 +190,6 @@ class Mesh:
         value: Any = None
         try:
             value = step()
-        except OSError as failure:
-            error = write_error(self.path, failure)
         except BaseException as failure:
             error = failure
         try:
@@ -209,6 +207,44 @@ class Mesh:
         """Take a step on all ranks; return what it made here, or raise what any of them met."""
         made: list[T] = []
         self.together(lambda: made.append(step()))
+        return made[0]
+
+    def on_disk(self, step: Callable[[], T]) -> Callable[[], T]:
+        """Return a step of which an error of the system says what became of the files.
+
+        Only where it touches them: a caller's objects have such errors, too, of a lost connection.
+        """
+
+        def take() -> T:
+            try:
+                return step()
+            except OSError as failure:
+                raise write_error(self.path, failure) from failure
+
+        return take
+
+    def laid_out(self, step: Callable[[], Output]) -> Output:
+        """Lay the files out on all ranks.
+
+        Raises:
+            PlacementError: not all lay them out alike, and would write over each other's bytes.
+        """
+        made: list[Output] = []
+
+        def lay_out() -> bytes:
+            made.append(step())
+            return made[0].digest
+
+        digests = self.together(self.on_disk(lay_out))
+        for who, digest in zip(self.ranks, digests, strict=True):
+            if digest != digests[0]:
+                raise PlacementError(
+                    "the ranks do not lay the files out alike",
+                    file=self.path,
+                    expected=f"tensors at the same bytes as on rank {self.ranks[0]}",
+                    found=f"others on rank {who}",
+                    hint="Let all ranks have the same versions of Python, torch and torchlift.",
+                )
         return made[0]
 
     def merged(
@@ -369,12 +405,13 @@ class Mesh:
 
             try:
                 for batch in batches:
-                    begun = self.together(partial(go_on, done, written, batch))[0]
+                    begin = self.on_disk(partial(go_on, done, written, batch))
+                    begun = self.together(begin)[0]
                     assert begun is not None
                     step = partial(self._write, output, begun, batch, temporary, advance)
-                    done, written = batch, self.together(step)
+                    done, written = batch, self.together(self.on_disk(step))
                     _require_equal(self.ranks, _payloads(output, batch), written, self.path)
-                return self.together(commit)[0]
+                return self.together(self.on_disk(commit))[0]
             except BaseException:
                 # The first rank may be the one that died, and cannot remove what it has created.
                 for path in temporary:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -60,11 +61,47 @@ def pickled(saved: object, tensors: Sequence[Stored], *, checked: bool = True) -
         ['torch._utils _rebuild_tensor_v2', 'torch FloatStorage', 'collections OrderedDict']
     """
     file = io.BytesIO()
-    _Pickler(file, tensors).dump(saved)
+    # A pickle refers back to a string that is the same object, and which equal ones are differs
+    # from process to process: a file's offsets would.
+    _Pickler(file, tensors).dump(_canonical(saved, {}))
     data = file.getvalue()
     if checked:
         _require_readable(data)
     return data
+
+
+class _Items(NamedTuple):
+    """In place of a set: what it has, in an order that hashes do not decide."""
+
+    items: list[Any]
+
+
+def _canonical(value: Any, made: dict[int, Any]) -> Any:
+    """Return plain data of which equal strings are one object, and no containers more than were."""
+    kind = type(value)
+    if kind is str:
+        # Of one character, C code takes those that `chr` gives, whatever is interned.
+        return chr(ord(value)) if len(value) == 1 else sys.intern(value)
+    if kind not in _CONTAINERS or kind is torch.Size:
+        return value
+    if id(value) in made:
+        return made[id(value)]
+    if kind is tuple:
+        new: Any = tuple(_canonical(item, made) for item in value)
+    elif kind is set:
+        ordered = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
+        new = _Items([_canonical(item, made) for item in ordered])
+    elif kind is list:
+        new = made[id(value)] = []
+        new.extend(_canonical(item, made) for item in value)
+    else:
+        new = made[id(value)] = kind()
+        for name, item in value.items():
+            new[_canonical(name, made)] = _canonical(item, made)
+        for name, item in getattr(value, "__dict__", {}).items():
+            setattr(new, name, _canonical(item, made))
+    made[id(value)] = new
+    return new
 
 
 class _Storage(NamedTuple):
@@ -76,7 +113,8 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, tensors: Sequence[Stored]) -> None:
         super().__init__(file, protocol=2)
         # One key object per storage: the pickle then writes it once.
-        self._storages = [_Storage(str(at), tensor) for at, tensor in enumerate(tensors)]
+        keys = (_canonical(str(at), {}) for at in range(len(tensors)))
+        self._storages = list(map(_Storage, keys, tensors))
 
     def persistent_id(self, obj: object) -> object:
         if type(obj) is not _Storage:
@@ -88,6 +126,8 @@ class _Pickler(pickle.Pickler):
         return "storage", kind, obj.key, "cpu", numel
 
     def reducer_override(self, obj: object) -> Any:
+        if type(obj) is _Items:
+            return set, (obj.items,)
         if type(obj) is not Shared:
             return NotImplemented
         storage = self._storages[obj.number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,7 +28,9 @@ from torchlift._save.files import (
 )
 from torchlift._save.mesh import Mesh
 from torchlift._save.values import (
+    EMPTY_NAME,
     TEXT_NAMES,
+    TUPLE_NAMES,
     Becomes,
     Taken,
     Value,
@@ -139,9 +142,9 @@ def save(
     own. safetensors have tensors only: plain data is an error. Keys of containers are joined by
     dots; of tied names the first has the values and the metadata (``torchlift.ties``) names it for
     the others, from where `torchlift.open` gives all of them. Tensors that share memory in another
-    way have values of their own. No file keeps devices, ``requires_grad`` and subclasses of
-    tensors; mappings of other classes become dicts, and named tuples tuples. What a format does not
-    keep of this state is in the report.
+    way have values of their own. Tuples with tensors are lists in DCP. No file keeps devices,
+    ``requires_grad`` and subclasses of tensors; mappings of other classes become dicts, and named
+    tuples tuples. What a format does not keep of this state is in the report.
 
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
 
@@ -162,7 +165,8 @@ def save(
             `Checkpoint`, which is read and written a block at a time. What has a ``state_dict``
             stands for that, inside of containers, too; a module's has canonical names, whatever it
             is wrapped in.
-        path: of the file or folder; one that exists is replaced and passes its mode on.
+        path: of the file or folder; one that exists is replaced and passes its mode on. Folders
+            that are missing are made.
         format: one of the four, or None: the suffix says.
         max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``, which is the default
             of ``"sharded"``; a larger tensor has a shard of its own.
@@ -237,7 +241,8 @@ def save_together(
     mesh, given = Mesh(process_group), metadata if metadata is not None else {}
 
     def prepare() -> tuple[Target, Taken, dict[str, object], dict[str, str]]:
-        mesh.path = os.path.abspath(os.fsdecode(path))
+        # There may be no current folder.
+        mesh.path = mesh.on_disk(lambda: os.path.abspath(os.fsdecode(path)))()
         _check_word(replicated)
         target = Target.of(path, format, max_shard_size)
         if isinstance(obj, Checkpoint):
@@ -456,7 +461,8 @@ def from_files(
     blocked = [key for key in ckpt.blocked_keys if key not in dropped]
     if blocked:
         error = ckpt.refusal(blocked[0])
-        error.hint = f"Leave it out: torchlift.convert(..., exclude=[{blocked[0]!r}])."
+        word = shlex.quote(blocked[0])
+        error.hint = f"Leave it out: exclude=[{blocked[0]!r}] (--exclude {word})."
         raise error
     index, views = ckpt.index, ckpt.mapped()
     leaves = {**index.entries, **index.objects}
@@ -508,12 +514,14 @@ def finish(
         target.check_folder()
         return target.lay_out(taken, values, metadata or {}, checksum)
 
-    output = lay_out() if mesh is None else mesh.on_all(lay_out)
+    output = lay_out() if mesh is None else mesh.laid_out(lay_out)
     format = target.format if output.content is None or target.format == "dcp" else "sharded"
     gone = {**taken.kinds, **(lost or {})}
     for key, what in taken.containers.items():
-        if target.only_tensors or (format == "dcp" and what == TEXT_NAMES):
+        if target.only_tensors or (format == "dcp" and what in (TEXT_NAMES, EMPTY_NAME)):
             gone.setdefault(key or "(all)", what)
+        elif format == "dcp" and what == TUPLE_NAMES:
+            gone[key or "(all)"] = f"{gone.get(key or '(all)', 'a tuple')}, which becomes a list"
     gone |= _untied({**apart(values, output.shared), **output.untied})
     keys, left_out = compacted(values)
     folder = os.path.dirname(output.head)

@@ -30,6 +30,10 @@ from torchlift.formats.torch_zip import repeats_too_often
 Becomes = Callable[[TensorEntry], torch.dtype]
 #: What is lost of a container whose names are no text.
 TEXT_NAMES = "names that are no text become text"
+#: What is lost of a tuple with tensors in it; where positions stay, it becomes a list.
+TUPLE_NAMES = "a tuple, whose positions become names"
+#: What is lost where the names that lead to it are empty.
+EMPTY_NAME = "an empty name, which keys do not keep"
 _PAIR = (dict, OrderedDict, Counter)
 _MAX_COPIES = 100_000  # of one container
 
@@ -249,6 +253,8 @@ def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> 
     if type(value) in _PAIR and (value or not path):
         if any(type(name) is not str for name in value):
             taken.containers[key] = TEXT_NAMES
+        if path and not key:
+            taken.containers.setdefault(key, EMPTY_NAME)
         _count(value, key, taken)
         made = type(value)()
         for name, item in value.items():
@@ -259,12 +265,14 @@ def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> 
         return made
     if type(value) in (list, tuple) and _has_tensor(value, 0, taken.followed):
         _count(value, key, taken)
-        taken.containers[key] = f"a {type(value).__name__}, whose positions become names"
+        is_tuple = type(value) is tuple
+        taken.containers[key] = TUPLE_NAMES if is_tuple else "a list, whose positions become names"
         return type(value)(
             _copied(item, _joined(key, str(at)), (*path, at), taken)
             for at, item in enumerate(value)
         )
     is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
+    is_unnamed = bool(path) and not key
     key = key or (ROOT_TENSOR if is_tensor else ROOT_OBJECT)
     if key in taken.paths:
         raise PlacementError(
@@ -273,6 +281,8 @@ def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> 
             hint="Rename one of them.",
         )
     taken.paths[key] = path or (key,)
+    if is_unnamed:
+        taken.containers[key] = EMPTY_NAME
     if is_tensor:
         taken.tensors[key] = value
     else:

@@ -15,7 +15,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from fcntl import LOCK_EX, LOCK_NB, flock
+from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from hashlib import sha256
 from threading import Thread
 from typing import NamedTuple
@@ -81,7 +81,7 @@ class AtomicFile:
             # Between the two, another writer may have taken the file for a dead one's.
             if os.path.exists(self.temporary):
                 break
-            os.close(self.descriptor)
+            _release(self.descriptor)
 
     def commit(self) -> None:
         """Make everything durable and let the file appear under its name, replacing another.
@@ -104,7 +104,7 @@ class AtomicFile:
         if self.descriptor >= 0:
             with suppress(OSError):  # it has its new name
                 os.unlink(self.temporary)
-            os.close(self.descriptor)
+            _release(self.descriptor)
             self.descriptor = -1
 
 
@@ -164,6 +164,8 @@ class AtomicSet:
         self._is_committed = False
         self._journals = self._head + ".files"
         _mode_of(self._head)
+        if plan is not None:  # other names, such as those of more shards, are another plan
+            plan = sha256(json.dumps([plan, *names]).encode()).hexdigest()
         with self._locked():
             taken, dead = self._recover()
             alike = [j for j in dead.values() if plan is not None and j.plan == plan]
@@ -319,7 +321,7 @@ class AtomicSet:
             _lock(folder)
             yield
         finally:
-            os.close(folder)
+            _release(folder)
 
 
 class _Journal(NamedTuple):
@@ -385,7 +387,7 @@ def remove_debris(
             except BlockingIOError:
                 live(found)
             finally:
-                os.close(descriptor)
+                _release(descriptor)
 
 
 def make_durable(folder: str) -> None:
@@ -488,3 +490,14 @@ def _lock(descriptor: int) -> None:
     # A file system without locks: nobody can lock there, so nobody takes the file for debris.
     with suppress(OSError):
         flock(descriptor, LOCK_EX)
+
+
+def _release(descriptor: int) -> None:
+    """Close a file that was locked."""
+    try:
+        # A child that was forked meanwhile, such as a DataLoader's worker, has the lock too: it
+        # would keep it for as long as it lives.
+        with suppress(OSError):
+            flock(descriptor, LOCK_UN)
+    finally:
+        os.close(descriptor)

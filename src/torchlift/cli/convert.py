@@ -19,8 +19,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "file; .index.json for shards. --format dcp writes a folder. DST appears when it is\n"
         "whole: after an error or a crash there is what was there before, and you start again.\n"
         "Exit status: 0 when it is converted, also where the format does not keep everything,\n"
-        "which is listed; 1 when a file is bad, or DST is there already; 2 for wrong usage; 3\n"
-        "when a value could only be had by running code: leave it out with --exclude."
+        "which is listed; 1 when a file is bad, holds nothing to write, or DST is there already;\n"
+        "2 for wrong usage; 3 when a value could only be had by running code: leave it out with\n"
+        "--exclude. Safetensors hold tensors only: a value without any is listed as not kept."
     )
     parser.add_argument("src", metavar="SRC", help="a checkpoint file or directory")
     parser.add_argument("dst", metavar="DST", help="the file or folder to write")

@@ -56,6 +56,7 @@ def dtype_of(args: argparse.Namespace) -> DtypeRule:
     """Return the rule for dtypes that the options make."""
     import torch
 
+    from torchlift._plan.rules import full_name
     from torchlift.remap import by_pattern
 
     named = [text.rpartition("=")[::2] for text in args.dtype]
@@ -63,6 +64,7 @@ def dtype_of(args: argparse.Namespace) -> DtypeRule:
     for pattern, name in sorted(named, key=lambda pair: not pair[0]):  # the general one is last
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise UsageError(f"--dtype {name!r}: not a floating-point dtype of torch")
+            what = "not a floating-point dtype of torch"
+            raise UsageError(f"--dtype {name!r}: {what}{full_name(name)}")
         found[pattern] = dtype
     return by_pattern(found) if found else None

@@ -15,7 +15,8 @@ from torchlift.formats.verify import checksums, verify_index
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.epilog = (
-        "Exit status: 0 when nothing is wrong, 1 when a checksum is or the file is damaged.\n"
+        "Exit status: 0 when nothing is wrong, 1 when a checksum is or the file is damaged, 3\n"
+        "when it would run code as a whole, or leads out of its directory.\n"
         "Files without checksums (most safetensors) are checked for structure only, and say so."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")

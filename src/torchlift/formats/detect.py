@@ -268,6 +268,7 @@ def _foreign(head: bytes, tail: bytes, size: int) -> CheckpointError:
         hint = "A login or error page was saved instead of the file; fetch it again."
     elif _is_text(head):
         what = "a text file, not a checkpoint"
+        found = printable(head.decode(errors="replace").strip(), 200)  # perhaps an error page
     else:
         found = f"{size} bytes starting with {head[:8]!r}"
     return FormatError(what, expected=_EXPECTED, found=found, hint=hint)

@@ -92,6 +92,12 @@ def format_for(path: str, given: str | None, known: Sequence[str] = FORMATS) -> 
     if path.lower().endswith(INDEX) and "sharded" in known:
         return "sharded"
     suffix = os.path.splitext(path)[1].lower()
+    if not suffix and "sharded" in known:
+        raise ValueError(
+            f"{path}: there is no suffix that says which format to write; for a folder, pass "
+            'format="sharded" (safetensors, which from_pretrained reads) or format="dcp"; for a '
+            "file, name it .safetensors or .pt"
+        )
     if suffix not in _SUFFIXES:
         raise ValueError(
             f"{path}: the suffix {suffix!r} does not say which format to write; name the file "

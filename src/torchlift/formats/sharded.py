@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from torchlift._system import printable
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, RebuiltEntry, TensorEntry, join
 from torchlift.formats.source import Source, parse_json
@@ -46,6 +47,8 @@ def read_sharded(source: Source, read_file: _ReadFile) -> Index:
     """
     content = parse_json(source.read_all(_MAX_INDEX, "the index"), "the index")
     weight_map = content.get("weight_map", content if _is_map(content) else None)
+    if weight_map is None:
+        raise _no_index(content)
     if not isinstance(weight_map, dict) or not all(type(v) is str for v in weight_map.values()):
         raise FormatError(
             "an index without a map from keys to files",
@@ -72,6 +75,31 @@ def read_sharded(source: Source, read_file: _ReadFile) -> Index:
     claims = {key: names[id(shards[name])] for key, name in weight_map.items()}
     shards = {name: shards[name] for name in dict.fromkeys(claims.values())}
     return put_together(source.path, shards, claims, text)
+
+
+def _no_index(content: Mapping[str, Any]) -> FormatError:
+    """Make the error for a JSON object that is no index: what it is and what to do."""
+    expected = '{"weight_map": {"key": "file"}}'
+    if any(name in content for name in ("model_type", "architectures", "_class_name")):
+        return FormatError(
+            "a model's configuration, without its weights",
+            expected=f"weights, or an index: {expected}",
+            hint="Give the path of the weights, or of the folder that they are in.",
+        )
+    for name in ("error", "message"):
+        if said := content.get(name):
+            return FormatError(
+                "an error page in JSON, saved in place of the file",
+                expected=f"weights, or an index: {expected}",
+                found=f"{name}: {printable(str(said), 200)}",
+                hint="Fetch the file again, with a token where it is not public.",
+            )
+    return FormatError(
+        "a JSON text that is no index of a checkpoint",
+        expected=expected,
+        found=f"the names {printable(', '.join(content), 200)}" if content else "no names",
+        hint="Give the path of the weights, of their *.index.json, or of their folder.",
+    )
 
 
 def _is_map(content: Mapping[str, Any]) -> bool:
