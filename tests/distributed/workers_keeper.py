@@ -172,6 +172,7 @@ def a_rank_that_cannot_write_ends_the_save_on_all() -> None:
         dist.barrier()
         assert os.listdir(folder) == ["step-000000001"]
         assert not os.listdir(away)
+    dist.barrier()  # the other ranks have looked
     if dist.get_rank() == 0:  # what a save that was killed leaves
         (folder / "step-000000003").mkdir()
         for name in ("rng-9.pt", ".rest.pt.torchlift-abcd1234.part"):
