@@ -155,7 +155,7 @@ for way in build_and_copy, torchlift_read, from_pretrained, torchlift_mapped:
     took = f"loaded after {use.marks[0].seconds:.2f} s"
     print(f"{way.__name__:<16} anonymous peak: {peak:5.1f} MiB, {took}")
 
-assert peaks["build_and_copy"] > 0.9 * size / MIB
+assert peaks["build_and_copy"] > 0.5 * size / MIB
 assert peaks["torchlift_mapped"] < 0.3 * size / MIB
 
 # %%
