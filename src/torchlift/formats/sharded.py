@@ -87,11 +87,11 @@ def _no_index(content: Mapping[str, Any]) -> FormatError:
             hint="Give the path of the weights, or of the folder that they are in.",
         )
     for name in ("error", "message"):
-        if said := content.get(name):
+        if text := content.get(name):
             return FormatError(
                 "an error page in JSON, saved in place of the file",
                 expected=f"weights, or an index: {expected}",
-                found=f"{name}: {printable(str(said), 200)}",
+                found=f"{name}: {printable(str(text), 200)}",
                 hint="Fetch the file again, with a token where it is not public.",
             )
     return FormatError(
