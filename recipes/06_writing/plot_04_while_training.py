@@ -19,14 +19,13 @@ import torch
 
 import torchlift
 
-model = torch.nn.Linear(512, 512)
-optimizer = torch.optim.Adam(model.parameters())
-state, folder = {"model": model, "optimizer": optimizer}, tempfile.mkdtemp()
+folder, model = tempfile.mkdtemp(), torch.nn.Linear(512, 512)
+state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
 with torchlift.Keeper(folder, keep=2) as keeper:
     for step in range(keeper.resume(state) or 0, 5):
         model(torch.randn(8, 512)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
         keeper.save(step + 1, state)
 print("kept:", keeper.steps())
 
