@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -108,29 +109,16 @@ def build_and_copy(path: str, shape: tuple[int, int, int]) -> nn.Module:
     return model
 
 
-def assign(path: str, shape: tuple[int, int, int]) -> nn.Module:
+def assign(path: str, shape: tuple[int, int, int], **options: bool) -> nn.Module:
     with torch.device("meta"):
         model = Stack(*shape)
-    model.load_state_dict(torch.load(path), assign=True)
+    model.load_state_dict(torch.load(path, **options), assign=True)
     return model
 
 
-def torch_map(path: str, shape: tuple[int, int, int]) -> nn.Module:
-    with torch.device("meta"):
-        model = Stack(*shape)
-    model.load_state_dict(torch.load(path, mmap=True), assign=True)
-    return model
-
-
-def lift_read(path: str, shape: tuple[int, int, int]) -> nn.Module:
+def lift(path: str, shape: tuple[int, int, int], source: str) -> nn.Module:
     model = torchlift.skeleton(Stack, *shape)
-    torchlift.load(model, path, source="read")
-    return model
-
-
-def lift_map(path: str, shape: tuple[int, int, int]) -> nn.Module:
-    model = torchlift.skeleton(Stack, *shape)
-    torchlift.load(model, path, source="mmap")
+    torchlift.load(model, path, source=source)
     return model
 
 
@@ -148,9 +136,9 @@ def between_marks(way: Callable[..., nn.Module], path: str, shape: tuple[int, in
 LINES = {
     "build, torch.load, load_state_dict": build_and_copy,
     "torch.load, meta, assign": assign,
-    'torchlift.load(source="read")': lift_read,
-    'torchlift.load(source="mmap")': lift_map,
-    "torch.load(mmap=True), meta, assign": torch_map,
+    'torchlift.load(source="read")': partial(lift, source="read"),
+    'torchlift.load(source="mmap")': partial(lift, source="mmap"),
+    "torch.load(mmap=True), meta, assign": partial(assign, mmap=True),
 }
 RUNS = 3  # of each way, for the picture; drawn is the one in the middle
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, dense_of, open
+from torchlift._checkpoint.tree import items_of
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.formats import row_major
 
@@ -246,7 +247,7 @@ class _Side:
         DCP gives each leaf of an optimizer's groups a key, where a torch file has one list.
         """
         theirs = other.keys()
-        todo = [(key, value) for key, value in self.objects.items() if _items(value)]
+        todo = [(key, value) for key, value in self.objects.items() if items_of(value)]
         if all(key in theirs for key, _ in todo):
             return self
         parents = {key[:at] for key in theirs for at, sign in enumerate(key) if sign == "."}
@@ -254,7 +255,7 @@ class _Side:
         todo = list(self.objects.items())[::-1]
         while todo:
             key, value = todo.pop()
-            items = _items(value) if key in parents and key not in theirs else []
+            items = items_of(value) if key in parents and key not in theirs else []
             if not items:
                 objects[key] = value
             todo += [(f"{key}.{name}", item) for name, item in reversed(items)]
@@ -263,13 +264,6 @@ class _Side:
     def keys(self) -> dict[str, None]:
         """Return all keys, in order."""
         return dict.fromkeys((*self.specs, *self.objects, *self.blocked))
-
-
-def _items(value: object) -> list[tuple[object, object]]:
-    """Return what a plain container holds, with names or numbers; nothing for anything else."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ class Tree(Values):
 
     def _below(self, value: object, prefix: str, root: str) -> object:
         """Return the container with a dotted name, which may have dots in its own names."""
-        for name, item in _items(value):
+        for name, item in items_of(value):
             key = f"{prefix}{_text(name)}"
             if key == root:
                 return item
@@ -194,10 +194,11 @@ def with_arrays(value: Any, made: dict[int, object]) -> Any:
     return type(value)([with_arrays(item, made) for item in value]) if is_list else value
 
 
-def _items(value: object) -> Iterable[tuple[object, object]]:
-    if isinstance(value, dict):
-        return value.items()
-    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+def items_of(value: object) -> list[tuple[object, object]]:
+    """Return what a plain container has, with names or numbers; nothing of anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
 
 
 def _joined(key: str | None, name: str) -> str:
