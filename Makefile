@@ -35,6 +35,9 @@ CODE := src tests tools docs recipes conf.py
 ON_WHEEL := PYTHONPATH="$(CURDIR)/build/wheel-site"
 SPHINX := -m sphinx -c . -n -T -W --keep-going
 
+# Checkpoints that tests and recipes write go when their target ends: a full disk is no result.
+SCRATCH := export TMPDIR="$$(mktemp -d)"; trap 'rm -rf "$$TMPDIR"' EXIT;
+
 .PHONY: help venv gallery test lint types unit doctest html site nbval notebooks html-noplot linkcheck \
 	cheatsheet serve pins clean
 
@@ -58,7 +61,7 @@ $(VENV): $(PINS) pyproject.toml
 	@touch $@
 
 gallery: $(VENV) docs/_build/fresh.stamp  ## the executed HTML site
-	@$(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
+	@$(SCRATCH) $(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
 	@echo "The site is built. Open:"
 	@echo "  $(CURDIR)/docs/_build/html/index.html"
 
@@ -85,7 +88,9 @@ $(WHEEL): $(VENV) $(SOURCES) README.md LICENSE
 	@touch $@
 
 unit: $(WHEEL)  ## the tests, against the built wheel
-	PYTHONPATH="$(CURDIR)/build/wheel-site:$(CURDIR)/.venv/apart" TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(SCRATCH) PYTHONPATH="$(CURDIR)/build/wheel-site:$(CURDIR)/.venv/apart" \
+	  TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" \
+	  $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 doctest: $(WHEEL)  ## the examples in docstrings
 	@rm -rf build/doctest && mkdir -p build/doctest
@@ -104,18 +109,18 @@ docs/_build/fresh.stamp: $(VENV) $(SOURCES) $(RECIPES) conf.py $(wildcard \
 # A page that warned is not read again by an incremental build, which would then pass: after a
 # failure, start over.
 html: $(WHEEL) docs/_build/fresh.stamp  ## the site with warnings as errors, on the built wheel
-	$(ON_WHEEL) $(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
+	$(SCRATCH) $(ON_WHEEL) $(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
 
 # Where there is no chromium, the checks that need one are skipped.
 site: html  ## the built site: links, pictures, weight, validity; in chromium: accessibility, search, theme
-	TORCHLIFT_HTML="$(CURDIR)/docs/_build/html" $(ON_WHEEL) $(PY) -m pytest -q tests/test_site.py
+	$(SCRATCH) TORCHLIFT_HTML="$(CURDIR)/docs/_build/html" $(ON_WHEEL) $(PY) -m pytest -q tests/test_site.py
 
 nbval: $(WHEEL)  ## the committed notebooks, run again and compared
-	$(ON_WHEEL) $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --nbval --nbval-current-env \
+	$(SCRATCH) $(ON_WHEEL) $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --nbval --nbval-current-env \
 	  --nbval-sanitize-with recipes/nbval_sanitize.cfg recipes/notebooks
 
 notebooks: $(VENV)  ## recipes/notebooks, written anew from the scripts and executed
-	$(PY) tools/notebooks.py
+	$(SCRATCH) $(PY) tools/notebooks.py
 
 html-noplot: $(VENV)  ## the site without running the recipes, for work on the text
 	$(PY) $(SPHINX) -q -D plot_gallery=0 docs docs/_build/noplot
