@@ -319,6 +319,10 @@ def other_kinds() -> dict[str, object]:
         "meta": torch.empty(2, 3, device="meta").t(),
         "nested": torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]),
         "no rows": torch.nested.nested_tensor([torch.randn(0, 3), torch.randn(1, 3)]),
+        "jagged": torch.nested.nested_tensor([numbers[:2], numbers], layout=torch.jagged),
+        "holes": torch.nested.nested_tensor_from_jagged(
+            numbers.T, torch.tensor([0, 2, 6]), torch.tensor([1, 3])
+        ).transpose(1, 2),
         "parameter": torch.nn.Parameter(dense.to_sparse()),
         "shared": shared, "part": shared[3:7].to_sparse(), "storage": shared.storage(),
         "bytes": torch.arange(6, dtype=torch.uint8).untyped_storage(), "w": shared[2:5],

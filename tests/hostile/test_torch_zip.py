@@ -221,6 +221,7 @@ VALUES = tensor((2,), (1,))
 NUMBERS = StorageId("storage", torch.QInt8Storage, "q", "cpu", 16)
 NEGATIVE = tensor((2, 2), (2, 1), storage_type=torch.LongStorage, storage="n")
 OFFSETS = tensor((2,), (1,), storage_type=torch.LongStorage, storage="i")
+BEYOND = tensor((3,), (1,), storage_type=torch.LongStorage, storage="i")
 
 
 def sparse(layout="torch.sparse_coo", data=(INDICES, VALUES, (3, 3))):
@@ -238,6 +239,16 @@ def meta(*arguments):
 
 def nested(*arguments):
     return Call(torch._utils._rebuild_nested_tensor, *arguments)
+
+
+def jagged(*, tensors=None, kind=None, **given):
+    """A jagged tensor; `tensors` are those that its state sets again."""
+    from torch.nested._internal import nested_tensor as njt
+
+    names = {"_values": "values", "_offsets": "offsets", "_lengths": "lengths"}
+    state = {attribute: given.get(name) for attribute, name in names.items()} | (tensors or {})
+    kind = kind or njt.NestedTensor
+    return Call(torch._tensor._rebuild_from_type_v2, njt._rebuild_njt, kind, (given,), state)
 
 
 def write_others(path, obj, indices=(0, 1, 1, 2)):
@@ -283,6 +294,9 @@ def write_others(path, obj, indices=(0, 1, 1, 2)):
         (meta(torch.float32, (1 << 40, 1 << 40), (1, 1)), "'w': a tensor has an impossible size"),
         (nested(VALUES, INDICES, INDICES), "arguments it does not take"),
         (nested(VALUES, INDICES, INDICES, (0, 0)), "arguments it does not take"),
+        (jagged(values=VALUES), "arguments it does not take"),
+        (jagged(values=VALUES, offsets=(0, 1)), "arguments it does not take"),
+        (jagged(values=VALUES, offsets=OFFSETS, _ragged_idx="1"), "arguments it does not take"),
         (Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, 5, torch.float32, "xla", False),
          "arguments it does not take"),
     ],
@@ -309,6 +323,13 @@ def test_an_impossible_tensor_made_of_others_is_refused(path, made, match):
         (nested(VALUES, INDICES, NEGATIVE, OFFSETS), r"a slice of \[0, 1\] reaches outside"),
         (nested(VALUES, INDICES, INDICES, VALUES), "nested tensor"),
         (nested(VALUES, VALUES, VALUES, VALUES), "nested tensor"),
+        (jagged(values=VALUES, offsets=BEYOND), "jagged tensor.*rows reach outside of their 2 val"),
+        (jagged(values=VALUES, offsets=OFFSETS, lengths=BEYOND), "rows reach outside|zip"),
+        (jagged(values=VALUES, offsets=INDICES), r"offsets of shape \[2, 2\]"),
+        (jagged(values=VALUES, offsets=VALUES), "offsets of shape"),
+        (jagged(values=VALUES, offsets=OFFSETS, _ragged_idx=2), "for dimension 2"),
+        (jagged(values=VALUES, offsets=tensor((0,), (1,), storage_type=torch.LongStorage,
+                                              storage="i")), "jagged tensor"),
     ],
 )  # fmt: skip
 def test_values_that_make_no_tensor_are_refused_when_it_is_asked_for(path, made, match):
@@ -319,6 +340,22 @@ def test_values_that_make_no_tensor_are_refused_when_it_is_asked_for(path, made,
         with pytest.raises(FormatError, match=match) as caught:
             ckpt["w"]
     assert (caught.value.file, caught.value.entry) == (str(path), "w")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        jagged(values=VALUES, offsets=OFFSETS, tensors={"_values": tensor((2,), (1,), 1)}),
+        jagged(values=VALUES, offsets=OFFSETS, tensors={"data": VALUES}),
+        jagged(values=VALUES, offsets=OFFSETS, kind=torch.Tensor),
+    ],
+)
+def test_a_jagged_tensor_whose_state_shows_other_values_is_blocked(path, made):
+    """Torch sets each attribute that the file names, after the tensor was made."""
+    write_others(path, {"w": made, "v": VALUES})
+    index = read_index(path)
+    assert "NestedTensor" in index.blocked_keys["w"]
+    assert "v" in index.entries
 
 
 def test_a_huge_tensor_on_meta_or_of_few_values_takes_no_memory(path):

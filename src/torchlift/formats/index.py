@@ -129,8 +129,8 @@ class TensorEntry:
             of a quantised block type; or, of a tensor that torch makes of others or of none, what
             it is: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
             ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"``,
-            ``"meta"`` or, of a class that the caller allowed, ``"subclass"``. Empty if they do not
-            differ.
+            ``"jagged"``, ``"meta"`` or, of a class that the caller allowed, ``"subclass"``. Empty
+            if they do not differ.
     """
 
     key: str
@@ -177,8 +177,8 @@ class TensorEntry:
 class RebuiltEntry(TensorEntry):
     """A tensor that torch makes of others, or of none: it has no strided bytes of its own.
 
-    Its chunks and ``nbytes`` are those of what it is made of, and the shape of a nested one is that
-    of all its values in a row.
+    Its chunks and ``nbytes`` are those of what it is made of, and the shape of a nested or jagged
+    one is that of all its values in a row.
 
     Attributes:
         tensors: what it is made of, in the order in which torch's rebuilder takes it.

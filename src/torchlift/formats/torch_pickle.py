@@ -53,6 +53,11 @@ ACTING = ("__class__", "__dict__", "data", "imag", "names", "real", "requires_gr
 #: Types whose instances are plain tensors, whatever attributes were set on them.
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
+#: Ragged rows in one tensor, which `torch.load` rebuilds too, and what marking a dimension as
+#: dynamic, as their cached lengths are, leaves in a tensor's attributes.
+_JAGGED = "torch.nested._internal.nested_tensor.NestedTensor"
+_DYNAMIC = "torch._dynamo.decorators._DimRange"
+
 #: Python 2 names of modules, which pickle protocols up to 2 write to this day.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
@@ -423,6 +428,22 @@ def _nested(
     return _rebuilt("nested", found, found[0].size, found[0].stride)
 
 
+def _jagged(world: TorchWorld, arguments: object) -> object:
+    """Return a record of a tensor of rows of several lengths in one dimension."""
+    given = _checked(arguments, dict)
+    parts = [given.get(name) for name in ("values", "offsets", "lengths")]
+    parts = [part for part in parts if part is not None]
+    found = _inner(parts, len(parts))
+    if isinstance(found, Blocked):
+        return found
+    if len(found) < 2:
+        raise TypeError("not the tensors that it takes")
+    dim = _checked(given.get("_ragged_idx", 1), int)
+    made = _rebuilt("jagged", found, found[0].size, found[0].stride, (dim,))
+    made.requires_grad = given.get("requires_grad", False)
+    return made
+
+
 def _meta(
     world: TorchWorld, dtype: object, size: object, stride: object, requires_grad: object = False
 ) -> RebuiltRef:
@@ -513,6 +534,15 @@ def _from_type(
         raise TypeError("not a function that makes a tensor")
     made: Any = world.call(function, arguments)
     wrapper = isinstance(made, RebuiltRef) and made.kind == SUBCLASS
+    jagged = isinstance(made, RebuiltRef) and made.kind == "jagged"
+    if jagged or (isinstance(new_type, Global) and new_type.name == _JAGGED):
+        tensors = made.tensors if jagged else ()
+        names = zip(("_values", "_offsets", "_lengths"), tensors, strict=False)
+        # The state sets them again; others than those that it was made of would show other numbers.
+        same = isinstance(state, dict) and all(state.get(name) is one for name, one in names)
+        if jagged and isinstance(new_type, Global) and new_type.name == _JAGGED and same:
+            return made if not _acts(state) else world.block(_JAGGED, True, made, state)
+        return world.block(_JAGGED, True, made, state)
     if isinstance(new_type, Blocked):
         if type(made) is TensorRef or (wrapper and made.facts[0] == new_type.name):
             inner = _tensors_inside(world, state, *([] if wrapper else [made]))
@@ -685,6 +715,8 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_nested_tensor": _nested,
+    "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
+    _DYNAMIC: lambda world: Blocked(_DYNAMIC, True),
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _on_device,
@@ -715,13 +747,15 @@ _CALLS: dict[str, Callable[..., object]] = {
 }
 
 _TENSOR_CALLS = (
-    _tensor, _tensor_v3, _sparse, _nested, _meta, _quantized, _on_device, _parameter, _wrapper,
+    _tensor, _tensor_v3, _sparse, _nested, _jagged, _meta, _quantized, _on_device, _parameter,
+    _wrapper,
 )  # fmt: skip
 
 #: Names that are values, not functions: kept as text where a file stores the name itself.
 _VALUES = {
     *STORAGES,
     *_PLAIN_TYPES,
+    _JAGGED,
     "numpy.ndarray",
     *(f"torch.{dtype}" for dtype in STORED_SIZE if dtype),
     *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
