@@ -28,7 +28,7 @@ from torchlift._plan import (
 from torchlift._save import Becomes, SaveReport, Target, finish, from_files
 from torchlift._system import printable
 from torchlift.errors import CheckpointError, MismatchError, PlacementError, did_you_mean
-from torchlift.formats import Index, TensorEntry, of_model, select
+from torchlift.formats import Index, TensorEntry, of_model, select, used_by
 
 #: What a format without a place for it does not keep.
 _AN_OBJECT = "it is no tensor"
@@ -88,8 +88,8 @@ def convert(
             text, dots included.
         exclude: patterns of keys to leave out, of those.
         checksum: whether to record checksums.
-        verify: recompute the checksums that the source has before anything is written: a damaged
-            file would become one whose checksums are right.
+        verify: compare the checksums that the source has of what is converted, before a new file
+            appears: a damaged file would become one whose checksums are right.
         dry_run: write nothing, and report what would be written.
 
     Returns:
@@ -127,8 +127,12 @@ def convert(
             lost |= dict.fromkeys(index.aside, _ASIDE)
             model = of_model(index)
             dropped |= {*index.entries, *index.objects} - {*model.entries, *model.objects}
+        read = {key: entry for key, entry in index.entries.items() if key not in dropped}
         if options.rename is not None:
             index, dropped = _renamed(index, options.rename, dropped), set()
+        if not verify:
+            bare = {name: found._replace(crc32=None) for name, found in index.storages.items()}
+            index = replace(index, storages=bare)
         ckpt = stack.enter_context(Checkpoint(index))
         check_rule(options.dtype, list(ckpt.entries), present=False)
         becomes = _becomes(options.dtype, ckpt.path)
@@ -141,9 +145,12 @@ def convert(
                 if key not in dropped
             }
             dropped |= left.keys()
-        if verify and not dry_run:
-            require_intact(opened)
         taken, values = from_files(ckpt, target, becomes, dropped)
+        if verify and not dry_run:
+            # What is written as it is gets compared on the way: it is not read twice.
+            sources = (value.source for value in values if value.crc32 is not None)
+            compared = {entry.storage for entry in sources if isinstance(entry, TensorEntry)}
+            require_intact(opened, used_by(read, opened.index.storages).keys() - compared)
         keeps_metadata = target.only_tensors and ckpt.format in _TEXTS[:2]
         metadata = {k: v for k, v in ckpt.metadata.items() if k not in ("format", "total_size")}
         if target.only_tensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import NamedTuple
@@ -53,7 +53,7 @@ from torchlift._system import (
     uninterrupted,
 )
 from torchlift.errors import IntegrityError, MismatchError
-from torchlift.formats.verify import verify_index
+from torchlift.formats.verify import checksums, verify_index
 
 
 def load(
@@ -333,13 +333,20 @@ def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 
-def require_intact(ckpt: Checkpoint) -> int:
+def require_intact(ckpt: Checkpoint, only: Collection[str] | None = None) -> int:
     """Return for how many bytes the file records no checksum; those that it has are right.
+
+    Args:
+        ckpt: the checkpoint.
+        only: the storages that count; None: all.
 
     Raises:
         IntegrityError: one of them is wrong.
     """
-    report = verify_index(ckpt.index)
+    storages, records = checksums(ckpt.index)
+    if only is not None:
+        storages = {name: storage for name, storage in storages.items() if name in only}
+    report = verify_index(ckpt.index, known=(storages, records))
     if not report.ok:
         first, total = report.failed[0], len(report.checked) + len(report.records)
         storage = ckpt.index.storages.get(first.name)

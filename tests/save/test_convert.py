@@ -209,20 +209,51 @@ def test_a_dry_run_tells_the_files_and_makes_none(tmp_path: Path, dst: str) -> N
         torchlift.convert(src, path, dry_run=True, **options)
 
 
-def test_a_damaged_file_does_not_become_one_that_is_right(tmp_path: Path) -> None:
-    """Its checksums are looked at first: the new file gets checksums of what it holds."""
-    src, dst = tmp_path / "x.pt", tmp_path / "y.safetensors"
-    torchlift.save({"a": torch.ones(100), "b": torch.ones(9)}, src)
-    chunk = torchlift.open(src).entries["a"].chunks[0]
+def _damage(src: Path, key: str) -> None:
+    chunk = torchlift.open(src).entries[key].chunks[0]
     with src.open("r+b") as file:
         file.seek(chunk.offset)
         file.write(b"!")
-    with pytest.raises(IntegrityError, match=r"checksums are wrong in 1 of .*'data/0'|'data/0'"):
-        torchlift.convert(src, dst)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("dst", ["y.safetensors", "y.index.json", "y.pt", "y"])
+def test_a_damaged_file_does_not_become_one_that_is_right(
+    tmp_path: Path, dst: str, dtype: str | None
+) -> None:
+    """Whether its checksums are compared on the way, or before what is cast."""
+    src, path = tmp_path / "x.pt", tmp_path / "to" / dst
+    path.parent.mkdir()
+    torchlift.save({"a": torch.ones(100), "b": torch.ones(9)}, src)
+    _damage(src, "b")
+    options: dict[str, Any] = {"format": "dcp"} if dst == "y" else {}
+    match = r"'data/1': checksums are wrong in 1 of" if dtype else "'b': the checksum of its bytes"
+    with pytest.raises(IntegrityError, match=match) as caught:
+        torchlift.convert(src, path, dtype=dtype, checksum=False, **options)
+    assert caught.value.file == str(src)
+    if not dtype:
+        with pytest.raises(IntegrityError, match=match):
+            torchlift.save(torchlift.open(src), path, **options)
+    assert os.listdir(path.parent) == []
+    torchlift.convert(src, path, dtype=dtype, verify=False, **options)
+    assert torchlift.verify(path).ok
+
+
+def test_only_what_is_converted_has_to_be_whole(tmp_path: Path) -> None:
+    """The model of a training checkpoint whose optimizer state is damaged can be saved."""
+    src, dst = tmp_path / "x.pt", tmp_path / "y.safetensors"
+    state = {"model": {"a": torch.ones(100), "b": torch.ones(9)}, "optim": {"m": torch.ones(7)}}
+    torchlift.save(state, src)
+    _damage(src, "optim.m")
     assert main(["convert", str(src), str(dst)]) == 1
     assert not dst.exists()
-    assert main(["convert", str(src), str(dst), "--no-verify"]) == 0
-    assert torchlift.verify(dst).ok
+    assert main(["convert", str(src), str(dst), "--root", "model"]) == 0
+    torchlift.convert(src, dst, exclude=["optim.*"], dtype="bfloat16", overwrite=True)
+    _damage(src, "model.a")
+    assert main(["convert", str(src), str(dst), "--root", "model", "--overwrite"]) == 1
+    assert (
+        main(["convert", str(src), str(dst), "--root", "model", "--overwrite", "--no-verify"]) == 0
+    )
 
 
 @pytest.mark.parametrize("format", ["safetensors", "sharded", "torch-zip", "dcp"])

@@ -31,7 +31,7 @@ from torchlift._transfer.write import (
     write_at,
     write_runs,
 )
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, IntegrityError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.dcp import METADATA, SUFFIX, items_of
 from torchlift.formats.layout import INDEX, Layout, Stored
@@ -457,6 +457,7 @@ def write_sections(descriptor: int, sections: Sequence[Section], advance: Advanc
     """Write what this process has of the tensors of a file, and sum it up where sums are needed.
 
     Raises:
+        IntegrityError: what a file holds is not what it records the checksum of.
         OSError: it cannot be written.
     """
     nbytes, crcs, shares = 0, array("I"), array("Q")
@@ -464,15 +465,33 @@ def write_sections(descriptor: int, sections: Sequence[Section], advance: Advanc
     for base, layout, values in sections:
         for (stored, start), value in zip(layout.payloads, values, strict=True):
             total, whole = PartialCrc(stored.nbytes), 0
+            summed = total if layout.checked or value.crc32 is not None else None
             for data, runs in value.runs(work):
                 if value.share:
                     whole = crc32(data, whole)
-                summed = total if layout.checked else None
                 nbytes += write_runs(descriptor, base + start, runs, summed)
                 advance(len(data))
+            if value.crc32 is not None:
+                _compare(value, whole_crc(stored.nbytes, [total.value()]))
             crcs.append(total.value())
             shares.append((value.share << 32) + whole if value.share else 0)
     return Sums(nbytes, crcs, shares)
+
+
+def _compare(value: Value, found: int) -> None:
+    """Refuse bytes of a file that are not those of which it records the checksum."""
+    if value.crc32 != found:
+        assert value.views is not None
+        assert value.crc32 is not None
+        raise IntegrityError(
+            "the checksum of its bytes is wrong",
+            file=value.views.index.path,
+            entry=value.key,
+            expected=f"crc32 {value.crc32:08x}",
+            found=f"crc32 {found:08x}",
+            hint="The file is damaged: fetch it again, or restore it from a copy. "
+            "convert(verify=False) (--no-verify) takes what is in it.",
+        )
 
 
 def write_frames(descriptor: int, sections: Sequence[Section], written: Sequence[Sums]) -> None:

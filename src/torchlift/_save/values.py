@@ -21,7 +21,7 @@ from torchlift._model.torch_private import storage_key
 from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Shared, require_plain
 from torchlift.errors import PlacementError
-from torchlift.formats import ITEMSIZE, Chunk, Leaf, RebuiltEntry, TensorEntry
+from torchlift.formats import ITEMSIZE, Chunk, Index, Leaf, RebuiltEntry, TensorEntry
 from torchlift.formats.flatten import ROOT_OBJECT, ROOT_TENSOR, key_text
 from torchlift.formats.layout import Stored, is_unicode
 from torchlift.formats.torch_zip import repeats_too_often
@@ -53,6 +53,7 @@ class Value:
         whole: bytes of that memory.
         plain: whether its elements are those of the memory, in any order.
         views: of the file that it is in.
+        crc32: the checksum that the file records of exactly the bytes that are saved, if it does.
     """
 
     key: str
@@ -65,6 +66,7 @@ class Value:
     whole: int
     plain: bool
     views: MappedViews | None = None
+    crc32: int | None = None
 
     @classmethod
     def of_tensor(cls, key: str, tensor: torch.Tensor, kind: str) -> Value:
@@ -114,9 +116,11 @@ class Value:
             plain = set(entry.encoding) <= {"big-endian"} and not rest
             if plain:
                 found = entry.storage, entry.dtype, entry.encoding
+        dtype = becomes(entry)
         return cls(
-            key, entry, becomes(entry), entry.shape, entry.stride, found, first, whole, plain, views
-        )
+            key, entry, dtype, entry.shape, entry.stride, found, first, whole, plain, views,
+            _recorded(entry, dtype, index),
+        )  # fmt: skip
 
     @property
     def stored(self) -> Stored:
@@ -164,6 +168,7 @@ class Value:
         """Return a range of its memory as one dimension."""
         numel = stop - start
         source: torch.Tensor | TensorEntry
+        crc32 = None
         if isinstance(self.source, torch.Tensor):
             source = self.source.as_strided((numel,), (1,), start)
         else:
@@ -174,7 +179,8 @@ class Value:
             source = replace(
                 self.source, shape=(numel,), stride=(1,), nbytes=nbytes, chunks=(chunk,)
             )
-        return replace(self, source=source, shape=(numel,), stride=(1,), first=start)
+            crc32 = _recorded(source, self.dtype, self.views.index)
+        return replace(self, source=source, shape=(numel,), stride=(1,), first=start, crc32=crc32)
 
     def blocks(self, work: Workspace) -> Iterator[memoryview]:
         """Yield its bytes as they are saved, in row-major order, some at a time."""
@@ -189,6 +195,16 @@ class Value:
         for data in self.blocks(work):
             yield data, [(at, data)]
             at += len(data)
+
+
+def _recorded(entry: TensorEntry, dtype: torch.dtype, index: Index) -> int | None:
+    """Return the file's checksum of the bytes of an entry, where they are saved as they are."""
+    storage = index.storage_of(entry)
+    if storage is None or len(entry.chunks) != 1 or not entry.is_contiguous:
+        return None
+    is_all = (entry.chunks[0].offset, entry.nbytes) == (storage.offset, storage.nbytes)
+    same = str(dtype).removeprefix("torch.") == entry.dtype and not entry.encoding
+    return storage.crc32 if is_all and same else None
 
 
 @dataclass(slots=True)

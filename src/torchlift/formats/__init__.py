@@ -23,6 +23,7 @@ from torchlift.formats.index import (
     of_model,
     select,
     under,
+    used_by,
 )
 from torchlift.formats.sharded import put_together
 
@@ -30,5 +31,5 @@ __all__ = [
     "AMBIGUOUS", "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "FileStamp", "Index", "Leaf",
     "RebuiltEntry", "Record", "Storage", "TensorEntry", "allowing", "ambiguity", "cut",
     "matching", "of_model", "put_together", "read_index", "row_major", "select", "steps_in_file",
-    "under",
+    "under", "used_by",
 ]  # fmt: skip
