@@ -560,6 +560,8 @@ def check_class(step: Step, value: Value, path: str) -> None:
     Raises:
         PlacementError: it does not, or a plain tensor would take the place of one of the class.
     """
+    if is_plain(step.group.tensor) and not step.in_place:
+        return
     live = held(step.group.tensor)
     if is_lazy(live):  # it has no shape yet
         return
