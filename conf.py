@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "tools")]
 
 import inventories  # noqa: E402
+import public_names  # noqa: E402
 import site_address  # noqa: E402
 
 project = "torchlift"
@@ -48,9 +49,7 @@ nitpick_ignore_regex = [
     # What torch's own functions return has no page there either.
     ("py:class", r"torch\.nn\.modules\.module\._IncompatibleKeys"),
     # The types of arguments that are passed on.
-    ("py:class", r"typing_extensions\.Unpack|Ts"),
-    # A plan carries the engine's own records, for the engine.
-    ("py:class", r"torchlift\._\w+(\.\w+)*|Work"),
+    ("py:class", r"typing_extensions\.Unpack|Ts|P(\.args|\.kwargs)?"),
 ]
 # Absolute, because autosummary looks below the pages and Sphinx below this file.
 templates_path = [str(ROOT / "docs" / "_templates")]
@@ -76,6 +75,7 @@ intersphinx_mapping = {
 autosummary_generate = True
 autosummary_ignore_module_all = False
 autosummary_imported_members = True
+autosummary_filename_map = public_names.pages_of_records(ROOT / "docs" / "api" / "index.rst")
 autodoc_default_options = {"member-order": "bysource"}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -124,6 +124,17 @@ def test_no_id_is_given_twice_on_a_page() -> None:
     assert not twice
 
 
+def test_api_pages_call_nothing_by_a_private_module() -> None:
+    """Nobody can import it from there: titles, signatures, links and the index name the record."""
+    shown = []
+    for path in [SITE / "genindex.html", *SITE.joinpath("api").rglob("*.html")]:
+        text = path.read_text(encoding="utf-8")
+        titles = " ".join(re.findall(r'title="([^"]*)"', text))
+        seen = titles + re.sub(r"<script.*?</script>|<[^>]*>", "", text, flags=re.DOTALL)
+        shown += [(name(path), found) for found in re.findall(r"\btorchlift\._[a-z][\w.]*", seen)]
+    assert not shown
+
+
 def test_pages_are_light() -> None:
     """With pictures, styles and scripts: 1.5 MB at most, the first page 800 KB."""
     heavy = {}
