@@ -173,9 +173,9 @@ plt.show()
 
 # %%
 # *Three machines for one model of 70 billion parameters, a bar for each device. The frame is the
-# budget, orange what is owned, teal what stays in the file, hatched what is kept free for the
-# largest layer. Two GPUs have room left, one is enough in float8, and beside a small one most of
-# the model lies elsewhere.*
+# budget, filled what is used, hatched what is kept free for the largest layer; the bar of the disk
+# stays in the file. Two GPUs have room left, one is enough in float8, and beside a small one most
+# of the model lies elsewhere.*
 #
 # Remember
 # --------

@@ -173,8 +173,8 @@ axes.spines[:].set_visible(False)
 plt.show()
 
 # %%
-# *Five things that may refer to a weight. torch's swap_tensors, gray, refuses two of the four that
-# lead to wrong values or a late error; preflight, orange, reports all four. Ties and optimizers are
+# *Five things that may refer to a weight. torch's swap_tensors, left, refuses two of the four that
+# lead to wrong values or a late error; preflight, right, reports all four. Ties and optimizers are
 # in nobody's way.*
 #
 # Remember
