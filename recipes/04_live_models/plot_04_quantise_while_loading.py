@@ -173,17 +173,17 @@ for level, label in (128, "float32"), (32, "int8"):
     axes.axhline(level, color="black", linewidth=1, linestyle=":")
     axes.text(1, level + 3, label, ha="right", transform=axes.get_yaxis_transform())
 axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
-axes.set(ylim=(0, None), xlabel="time (ms)", ylabel="memory owned (MiB)")
+axes.set(ylim=(0, None), xlabel="time of one run (ms)", ylabel="memory owned (MiB)")
 figure.legend(loc="outside upper center", ncols=3, handlelength=1.5)
 plt.show()
 
 # %%
 # *Memory that the process owns until the model is ready; dotted, the model in float32 and in int8.
 # Afterwards takes two copies of what is thrown away; while loading, the result and a tooth for each
-# tensor. By hand over a mapped file, dash-dot, takes about as much and is ready sooner.*
+# tensor. By hand over a mapped file, dash-dot, takes about as much.*
 #
-# For a model like this one the loop is as good. The handler also serves ties, missing names and a
-# live model, and is all or nothing.
+# For a model like this one the loop is as good, and quicker. The handler also serves ties, missing
+# names and a live model, and is all or nothing.
 #
 # Remember
 # --------
