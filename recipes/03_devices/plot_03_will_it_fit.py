@@ -36,14 +36,12 @@ print(two_gpus)
 # where, nor whether whole layers fit. A GPU tells it last: it fills up for minutes, and then the
 # error is *CUDA out of memory*. Leave out the dtype, and you count float32, as configured:
 
-import textwrap
-
 
 def why_not(model, budgets, **options):
     try:
         torchlift.remap.fit(model, budgets, **options)
     except torchlift.PlacementError as error:
-        print(textwrap.fill(str(error), 80))
+        print(error)
 
 
 why_not(model, gpus)

@@ -44,7 +44,6 @@ with torchlift.swap.module_load(Small, shrink):
 # Each row of a weight gets a scale, its largest number divided by 127. In torch such a weight is a
 # *wrapper subclass*, which keeps its data in two tensors. About the smallest one that computes:
 
-import textwrap
 from functools import partial
 
 from torch import nn
@@ -96,7 +95,7 @@ model = int8_skeleton()
 try:
     torchlift.load(model, path)
 except torchlift.PlacementError as error:
-    print(textwrap.fill(str(error).replace(path, "model.pt"), 80))
+    print(str(error).replace(path, "model.pt"))
 
 
 def load_int8(destination, source, assign):
