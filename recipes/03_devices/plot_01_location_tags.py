@@ -95,7 +95,7 @@ def forget(storage, tag):
 try:
     torch.load(path, map_location={"cuda": "cpu"})
 except RuntimeError as error:
-    print(str(error)[:55])
+    print(str(error).split(" but ")[0])
 
 # %%
 # In torchlift, ``"cuda"`` means every GPU without an entry of its own, and a rule that says nothing

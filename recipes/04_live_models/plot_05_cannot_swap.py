@@ -82,7 +82,7 @@ for name, refer in REFERENCES.items():
 # Two of four are refused, and for the view you get a number and not a name. The other two pass. The
 # detached tensor shows the old weights from now on, and the loss fails later, far away:
 
-print(attempt(owner.kept.backward)[:80])
+print(attempt(owner.kept.backward))
 
 # %%
 # Who is in the way
