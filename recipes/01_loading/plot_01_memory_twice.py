@@ -163,7 +163,7 @@ for (way, use), look in zip(
         (s.anonymous - use.baseline.anonymous) / MIB for s in [*shown, shown[-1]]
     ]
     axes.plot(seconds, owned, look, label=way.__name__.replace("_", " "))
-axes.set(xlim=(0, end), xlabel="time since the start (s)")
+axes.set(xlim=(0, end), xlabel="time of one run (s)")
 axes.set(ylim=(-20, 800), yticks=[0, 256, 512], ylabel="memory owned (MiB)")
 axes.legend(loc="upper left", ncols=2, fontsize=11)
 plt.show()

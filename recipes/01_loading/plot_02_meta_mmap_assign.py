@@ -49,7 +49,6 @@ print(torchlift.diff(model.state_dict(), same.state_dict()))
 # Start with the combination that looks right and is not. A model on meta has no memory to copy to.
 # PyTorch warns, once per tensor, and then reports success.
 
-import textwrap
 import warnings
 
 with torch.device("meta"):
@@ -57,7 +56,7 @@ with torch.device("meta"):
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     print(model.load_state_dict(torch.load(path)))
-print(textwrap.fill(f"{len(caught)} warnings: {caught[0].message}", 80))
+print(f"{len(caught)} warnings: {caught[0].message}")
 
 try:
     model.to("cpu")

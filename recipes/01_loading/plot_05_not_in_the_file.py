@@ -41,8 +41,6 @@ print(torchlift.load(torchlift.skeleton(Rotary), path))
 # Here is a model with two such buffers: a rotary table turns each pair of numbers by an angle that
 # grows with the position, and a mask hides the tokens that come later.
 
-import textwrap
-
 from torch import nn
 
 WIDTH, TOKENS = 128, 16
@@ -86,7 +84,7 @@ print(model.load_state_dict(torch.load(path, mmap=True), assign=True))
 try:
     model.to("cpu")
 except NotImplementedError as error:
-    print(textwrap.fill(f"{type(error).__name__}: {error}", 80))
+    print(f"{type(error).__name__}: {error}")
 
 # %%
 # Be glad of this error. It is late, but it is one. And it gives advice that takes it away.

@@ -175,9 +175,9 @@ axes.spines[:].set_visible(False)
 plt.show()
 
 # %%
-# *The experts of one layer. Left, in the order of the file: down (gray), gate (orange) and up
-# (hatched) of each expert. Right, in the order of the two tensors of the model. A band leads from a
-# tensor's place in the file straight to its place in memory.*
+# *The experts of one layer. Left, in the order of the file: down, gate and up of each expert, up
+# hatched. Right, in the order of the two tensors of the model. A band leads from a tensor's place
+# in the file straight to its place in memory.*
 #
 # Remember
 # --------

@@ -178,8 +178,8 @@ plt.show()
 
 # %%
 # *The same tensors on four machines, the embedding at the top, the head at the bottom, as high as
-# they have bytes. Gray is where they were saved, orange a GPU, teal the host: by location
-# neighbours stay neighbours, by key you choose.*
+# they have bytes. Left, the eight GPUs that saved them, then the devices of three other machines:
+# by location neighbours stay neighbours, by key you choose.*
 #
 # Remember
 # --------

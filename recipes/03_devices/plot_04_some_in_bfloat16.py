@@ -168,7 +168,7 @@ for level, label in (128, "float32"), (64, "bfloat16"):
     axes.axhline(level, color="black", linewidth=1, linestyle=":")
     axes.text(1, level + 3, label, ha="right", transform=axes.get_yaxis_transform())
 axes.set_xlim(0, 1.25 * axes.get_xlim()[1])
-axes.set(xlabel="time (ms)", ylabel="memory owned (MiB)", ylim=(0, None))
+axes.set(xlabel="time of one run (ms)", ylabel="memory owned (MiB)", ylim=(0, None))
 figure.legend(loc="outside upper center", ncols=3, columnspacing=1)
 plt.show()
 

@@ -39,8 +39,6 @@ print(torchlift.remap.dispatch(model, device_map)(torch.ones(1, 1024)).shape)
 # model of 128 MiB. Say that 48 MiB of it may be owned. Without a disk in the budgets you are told
 # beforehand, with numbers:
 
-import textwrap
-
 from torch import nn
 
 MIB = 2**20
@@ -56,8 +54,7 @@ torch.save(build().state_dict(), path)
 try:
     torchlift.remap.fit(path, {"cpu": "48MiB"})
 except torchlift.PlacementError as error:
-    text = str(error).replace(path, "model.pt")
-    print(textwrap.fill(text, 80))
+    print(str(error).replace(path, "model.pt"))
 
 # %%
 # What lies where
@@ -79,7 +76,7 @@ for name, item in report.loaded.items():
 try:
     torchlift.load(model, path, device=device_map, dtype=torch.bfloat16)
 except torchlift.PlacementError as error:
-    print(textwrap.fill(str(error).replace(path, "model.pt"), 80))
+    print(str(error).replace(path, "model.pt"))
 
 # %%
 # So cast the file first, with `torchlift.convert`, and map the result.

@@ -156,9 +156,9 @@ panels[0].set_yticks(range(len(QUESTIONS)), QUESTIONS)
 plt.show()
 
 # %%
-# *Gray is what belonged to the live weight, orange what belonged to the new tensor. Above the
-# dotted line is what others know of the object, and it stays. All that the object is lies below,
-# and is exchanged, down to the class and the gradient.*
+# *The live weight and the new tensor, left before the swap and right after it. Above the dotted
+# line is what others know of the object, and it stays in its column. All that the object is lies
+# below, and changes places, down to the class and the gradient.*
 #
 # Remember
 # --------

@@ -179,7 +179,7 @@ axes.spines[:].set_visible(False)
 plt.show()
 
 # %%
-# *Eight things to hope for in a load, seven ways to load, gray for torch and orange for torchlift.
+# *Eight things to hope for in a load, seven ways to load, three of torch and four of torchlift.
 # Error means that the way refuses and changes nothing. One row has yes everywhere: auto, which
 # decides for each tensor.*
 #

@@ -44,7 +44,6 @@ with torchlift.swap.module_load(Small, shrink):
 # Each row of a weight gets a scale, its largest number divided by 127. In torch such a weight is a
 # *wrapper subclass*, which keeps its data in two tensors. About the smallest one that computes:
 
-import textwrap
 from functools import partial
 
 from torch import nn
@@ -96,7 +95,7 @@ model = int8_skeleton()
 try:
     torchlift.load(model, path)
 except torchlift.PlacementError as error:
-    print(textwrap.fill(str(error).replace(path, "model.pt"), 80))
+    print(str(error).replace(path, "model.pt"))
 
 
 def load_int8(destination, source, assign):
@@ -173,17 +172,17 @@ for level, label in (128, "float32"), (32, "int8"):
     axes.axhline(level, color="black", linewidth=1, linestyle=":")
     axes.text(1, level + 3, label, ha="right", transform=axes.get_yaxis_transform())
 axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
-axes.set(ylim=(0, None), xlabel="time (ms)", ylabel="memory owned (MiB)")
+axes.set(ylim=(0, None), xlabel="time of one run (ms)", ylabel="memory owned (MiB)")
 figure.legend(loc="outside upper center", ncols=3, handlelength=1.5)
 plt.show()
 
 # %%
 # *Memory that the process owns until the model is ready; dotted, the model in float32 and in int8.
 # Afterwards takes two copies of what is thrown away; while loading, the result and a tooth for each
-# tensor. By hand over a mapped file, dash-dot, takes about as much and is ready sooner.*
+# tensor. By hand over a mapped file, dash-dot, takes about as much.*
 #
-# For a model like this one the loop is as good. The handler also serves ties, missing names and a
-# live model, and is all or nothing.
+# For a model like this one the loop is as good, and quicker. The handler also serves ties, missing
+# names and a live model, and is all or nothing.
 #
 # Remember
 # --------

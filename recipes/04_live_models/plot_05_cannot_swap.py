@@ -36,7 +36,6 @@ print("in the way now:", torchlift.swap.preflight(model))
 # have something else: the memory, a weak reference, or a graph that was recorded with the old
 # values.
 
-import textwrap
 import weakref
 from functools import partial
 
@@ -77,13 +76,13 @@ for name, refer in REFERENCES.items():
     new = nn.Parameter(torch.ones(2, 3))
     text = attempt(partial(torch.utils.swap_tensors, model.weight, new))
     found[name] = text, blocker
-    print(textwrap.fill(f"{name}: {text}", 80, subsequent_indent="  "))
+    print(f"{name}: {text}")
 
 # %%
 # Two of four are refused, and for the view you get a number and not a name. The other two pass. The
 # detached tensor shows the old weights from now on, and the loss fails later, far away:
 
-print(attempt(owner.kept.backward)[:80])
+print(attempt(owner.kept.backward))
 
 # %%
 # Who is in the way
@@ -93,7 +92,7 @@ print(attempt(owner.kept.backward)[:80])
 # that cannot be exchanged: its name, the reason, and who refers to it.
 
 for name, (_, blocker) in found.items():
-    print(textwrap.fill(f"{name}: {blocker}", 80, subsequent_indent="  "))
+    print(f"{name}: {blocker}")
 
 # %%
 # All of them, or half of them
@@ -119,7 +118,7 @@ for label in "torch", "checked":
     model, owner = two_layers()
     text = attempt(partial(convert, model, model if label == "checked" else None))
     halves[label] = {str(parameter.dtype)[6:] for parameter in model.parameters()}
-    print(textwrap.fill(f"{label}: {text}", 80, subsequent_indent="  "))
+    print(f"{label}: {text}")
     print("  after:", *sorted(halves[label]))
 
 # %%
@@ -173,8 +172,8 @@ axes.spines[:].set_visible(False)
 plt.show()
 
 # %%
-# *Five things that may refer to a weight. torch's swap_tensors, gray, refuses two of the four that
-# lead to wrong values or a late error; preflight, orange, reports all four. Ties and optimizers are
+# *Five things that may refer to a weight. torch's swap_tensors, left, refuses two of the four that
+# lead to wrong values or a late error; preflight, right, reports all four. Ties and optimizers are
 # in nobody's way.*
 #
 # Remember

@@ -128,7 +128,7 @@ for (name, use), look in zip(uses.items(), ("C0-", "C3-.", "C1-"), strict=True):
     seconds = [sample.seconds for sample in use.timeline]
     mib = [(row.anonymous - use.baseline.anonymous) / 2**20 for row in use.timeline]
     axes.plot(seconds, mib, look, label=name)
-axes.set(xlabel="seconds", ylabel="memory owned (MiB)", ylim=(0, None))
+axes.set(xlabel="seconds of one run", ylabel="memory owned (MiB)", ylim=(0, None))
 figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 

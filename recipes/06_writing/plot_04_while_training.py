@@ -104,7 +104,8 @@ print("resumed after 50 steps, equal after 100, bit for bit")
 #
 # A save has two halves. The snapshot must be taken between two steps and takes as long as memory
 # takes; writing takes as long as the disk takes. In a new process each, train 16 MB, its moments of
-# twice as much, and save at every fifth step: never, flushed to the disk, by DCP, and by a keeper.
+# twice as much, and save at every fourth step, seven times: never, flushed to the disk, by DCP, and
+# by a keeper.
 
 import time
 from statistics import median
@@ -118,15 +119,15 @@ def step_times(way, folder):
     optimizer = torch.optim.Adam(model.parameters())
     state = {"model": model, "optimizer": optimizer}
     keeper, writing, steps, saves = torchlift.Keeper(folder), None, [], []
-    for step in range(-4, 16):  # the first save makes room: it does not count
+    for step in range(-4, 28):  # the first save makes room: it does not count
         start = time.perf_counter()
         model(torch.randn(64, 2000)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         trained = time.perf_counter()
-        if step % 5 == 0 and way == "Keeper":
-            keeper.save(step + 5, state)
-        elif step % 5 == 0 and way != "no saves":
+        if step % 4 == 0 and way == "Keeper":
+            keeper.save(step + 4, state)
+        elif step % 4 == 0 and way != "no saves":
             whole = {name: part.state_dict() for name, part in state.items()}
             if way == "async_save":
                 if writing is not None:
@@ -140,16 +141,18 @@ def step_times(way, folder):
         steps.append(time.perf_counter() - start)
         saves.append(time.perf_counter() - trained)
     keeper.close()
-    return steps[5:], saves[9::5]
+    return steps[4:], saves[4::4]
 
 
 times, waits = {}, {}
+print("a step waits for its save: the median of seven, the least, the most")
 for way in ("no saves", "torch.save", "async_save", "Keeper"):
     with tempfile.TemporaryDirectory() as place:
         child = torchlift.measure.in_child(step_times, way, place)
     times[way], waits[way] = child.value
     if way != "no saves":
-        print(f"{way:<11} a step waits for its save {median(waits[way]):.3f} s")
+        least, *_, most = sorted(waits[way])
+        print(f"{way:<11} {median(waits[way]):.3f} s, {least:.3f} s, {most:.3f} s")
 
 assert median(waits["torch.save"]) > 2 * median(waits["Keeper"])
 
@@ -159,17 +162,22 @@ import matplotlib.pyplot as plt
 
 plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots()
-for way, look in zip(times, ("C0:", "C0-", "C3-.", "C1-"), strict=True):
-    axes.plot(range(1, 16), times[way], look, label=way)
-axes.set(xlabel="step", ylabel="seconds of a step", xticks=(1, 5, 10, 15))
-axes.set_ylim(0, None)
+looks = ("C0:", "C0-", "C3-.", "C1-")
+for i, (way, steps) in enumerate(times.items()):
+    x = [place + 0.08 * (i - 1.5) for place in range(4)]
+    rounds = [sorted(steps[place::4]) for place in range(4)]
+    least, *_, most = zip(*rounds, strict=True)
+    axes.plot(x, list(map(median, rounds)), looks[i], label=way)
+    axes.vlines(x, least, most, looks[i][:2], lw=1)
+axes.set_xticks(range(4), ["saves", "next", "2nd", "3rd"])
+axes.set(xlabel="step, counted from the save", ylabel="seconds", ylim=(0, None))
 figure.legend(loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
-# *Seconds of each training step, with a save at every fifth. A step that saves by torch.save waits
-# for the disk. One that saves by async_save or by a keeper waits for a copy in memory only; the
-# steps that follow share the processor with the writing.*
+# *Seconds of a training step: medians of seven rounds of four steps, thin bars from the quickest to
+# the slowest. A step that saves by torch.save waits for the disk; by async_save or by a keeper it
+# waits for a copy in memory only, and the steps after it share the processor with the writing.*
 #
 # The snapshot is a second copy of the state on the host, which every save uses again; from an
 # accelerator it is pinned. On several ranks the same calls keep a folder for each step, in the

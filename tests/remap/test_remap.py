@@ -143,7 +143,7 @@ def test_the_first_rule_with_an_answer_decides() -> None:
 def test_devices_and_dtypes_by_name_in_one_pass(path) -> None:
     """Norms keep float32 while the rest is halved; integers are never cast."""
     model = torchlift.skeleton(Mixed)
-    dtype = remap.by_key({"": torch.bfloat16, "inner.1": torch.float32})
+    dtype = remap.by_key({"": "bfloat16", "inner.1": torch.float32})
     report = torchlift.load(model, path, device=remap.by_key({"inner": "cpu"}), dtype=dtype)
     assert model.inner[0].weight.dtype is torch.bfloat16
     assert model.inner[1].weight.dtype is torch.float32
@@ -159,6 +159,13 @@ def test_a_rule_without_an_answer_leaves_the_default(path) -> None:
         torchlift.load(model, path, device=nothing, dtype=remap.by_pattern({"^$": torch.half}))
     assert (live.scale.dtype, live.scale.device.type) == (torch.float64, "cpu")
     assert (meta.scale.dtype, meta.scale.device.type) == (torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("make", [remap.by_key, remap.by_pattern])
+def test_a_short_name_of_a_dtype_is_told_the_one_that_torch_has(make) -> None:
+    """It could be the name of a device that this machine has not."""
+    with pytest.raises(PlacementError, match=r"'norm': .* no dtype.*Did you mean 'bfloat16'\?"):
+        make({"norm": "bf16"})
 
 
 RULES = [

@@ -267,9 +267,9 @@ def test_an_interrupt_or_a_source_that_changes_leaves_nothing(
     pwrite = os.pwrite
 
     def disturbed(descriptor: int, data: memoryview, offset: int) -> int:
-        if len(data) > 1 << 20 and happens is KeyboardInterrupt:
+        if len(data) == 128 << 10 and happens is KeyboardInterrupt:
             signal.raise_signal(signal.SIGINT)
-        if len(data) > 1 << 20:
+        if len(data) == 128 << 10:
             os.utime(src, (1, 1))
         return pwrite(descriptor, data, offset)
 

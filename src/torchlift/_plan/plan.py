@@ -239,10 +239,8 @@ def make_plan(
         extra=tuple(outcome.extra),
         hooked=hooked,
     )
-    made_plan = _assemble(origin, tree.groups, matched, work, candidates)
-    if made_plan.deferred and options.dtype is not None and made_plan.hint is None:
-        return replace(made_plan, hint=_DTYPE_LATER)
-    return made_plan
+    later = None if options.dtype is None else _DTYPE_LATER
+    return _assemble(origin, tree.groups, matched, work, candidates, later)
 
 
 def _assemble(
@@ -251,7 +249,9 @@ def _assemble(
     matched: Match,
     work: Work,
     candidates: Mapping[str, Candidate],
+    later: str | None,
 ) -> LoadPlan:
+    """Put the plan together; `later` is the hint where something is left for a later load."""
     loaded: dict[str, KeyReport] = {}
     for step in work.steps:
         path = origin.path
@@ -265,6 +265,13 @@ def _assemble(
     matched_ids = {id(group.tensor) for group, _, _ in matched.pairs}
     placed |= {id(item.group.tensor) for item in work.makings}
     made = [(name, one.keys) for name, one in candidates.items() if one.keys]
+    deferred = [
+        name
+        for group in groups
+        if id(group.tensor) not in placed and not is_lazy(group.tensor)
+        if group.tensor.is_meta or id(group.tensor) in matched_ids
+        for name in group.names
+    ]
     return LoadPlan(
         path=origin.path,
         loaded=loaded,
@@ -272,16 +279,10 @@ def _assemble(
         unexpected_keys=matched.unexpected,
         dropped=matched.dropped,
         mismatched=matched.mismatched,
-        hint=matched.hint,
+        hint=matched.hint or (later if deferred else None),
         tied=tuple(group.names for group in groups if len(group.slots) > 1),
         replayed=[name for group in work.replayed for name in group.names],
-        deferred=[
-            name
-            for group in groups
-            if id(group.tensor) not in placed and not is_lazy(group.tensor)
-            if group.tensor.is_meta or id(group.tensor) in matched_ids
-            for name in group.names
-        ],
+        deferred=deferred,
         renamed={c.key: name for name, c in candidates.items() if not c.keys and c.key != name},
         merged={name: keys for name, keys in made if len(keys) > 1},
         split=_split(made),

@@ -57,7 +57,7 @@ class Options:
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
         dtype: object = self.dtype
-        if isinstance(dtype, str) and dtype != MODEL and _dtype_named(dtype) is None:
+        if isinstance(dtype, str) and dtype != MODEL and dtype_named(dtype) is None:
             raise ValueError(
                 f'dtype={dtype!r}: expected a name such as "bfloat16", or "model"{full_name(dtype)}'
             )
@@ -103,7 +103,7 @@ def target_dtype(
         return default
     if asked == MODEL:
         return tensor.dtype
-    made = _dtype_named(asked) if isinstance(asked, str) else asked
+    made = dtype_named(asked) if isinstance(asked, str) else asked
     if not isinstance(made, torch.dtype) or not made.is_floating_point:
         raise PlacementError(
             "dtype= must give a floating-point dtype",
@@ -113,7 +113,8 @@ def target_dtype(
     return made
 
 
-def _dtype_named(name: str) -> torch.dtype | None:
+def dtype_named(name: str) -> torch.dtype | None:
+    """Return the dtype that torch has under a name, such as ``"bfloat16"``; None: it has none."""
     found = getattr(torch, name.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
 

@@ -28,6 +28,7 @@ from torchlift._transfer.write import (
     NotRemoved,
     SetKind,
     make_durable,
+    start_writeback,
     write_at,
     write_runs,
 )
@@ -460,7 +461,7 @@ def write_sections(descriptor: int, sections: Sequence[Section], advance: Advanc
         IntegrityError: what a file holds is not what it records the checksum of.
         OSError: it cannot be written.
     """
-    nbytes, crcs, shares = 0, array("I"), array("Q")
+    nbytes, begun, crcs, shares = 0, 0, array("I"), array("Q")
     work = Workspace(_BLOCK)
     for base, layout, values in sections:
         for (stored, start), value in zip(layout.payloads, values, strict=True):
@@ -470,6 +471,9 @@ def write_sections(descriptor: int, sections: Sequence[Section], advance: Advanc
                 if value.share:
                     whole = crc32(data, whole)
                 nbytes += write_runs(descriptor, base + start, runs, summed)
+                if nbytes - begun >= _BLOCK:
+                    start_writeback(descriptor)
+                    begun = nbytes
                 advance(len(data))
             if value.crc32 is not None:
                 _compare(value, whole_crc(stored.nbytes, [total.value()]))

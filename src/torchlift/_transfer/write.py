@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
+from functools import cache
 from hashlib import sha256
 from threading import Thread
 from typing import NamedTuple
@@ -26,6 +27,10 @@ from torchlift.formats.crc import PartialCrc
 _MARK = ".torchlift-"  # without it, somebody's own unfinished download could be taken for ours
 _LONGEST = 200  # bytes of NAME in the name of a temporary file, which may have 255 in all
 _CLIPPED = 180  # of a longer one, of which a hash follows
+#: Bytes given to the kernel at a time. Of more, it makes larger pages for its cache, which the host
+#: of a virtual machine has to find first: 2 GiB with fsync took 1.5 s by 128 KiB, 6.3 s by 16 MiB.
+_PIECE = 128 << 10
+_SYNC_FILE_RANGE_WRITE = 2  # start, and wait for nothing
 #: Bytes that take longer to sum up (0.6 ms) than a thread takes to start (0.1 ms).
 _WORTH_A_THREAD = 2 << 20
 
@@ -411,10 +416,30 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """
     view = memoryview(data)
     while view:
-        done = os.pwrite(descriptor, view, offset)
+        done = os.pwrite(descriptor, view[:_PIECE], offset)
         if done <= 0:
             raise OSError("nothing was written")
         view, offset = view[done:], offset + done
+
+
+def start_writeback(descriptor: int) -> None:
+    """Let the disk begin with what was written to a file, so that an fsync has less to wait for.
+
+    Called every 16 MiB: 2 GiB with fsync took 0.94 s instead of 1.43. Linux has a call for that.
+    """
+    _sync_file_range()(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], object]:
+    import ctypes
+
+    try:
+        found = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):  # another system
+        return lambda *_: None
+    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found
 
 
 def write_runs(

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB")
     parser.add_argument("--no-checksum", action="store_true", help="record no checksums")
     parser.add_argument(
-        "--no-verify", action="store_true", help="do not check the checksums of SRC first"
+        "--no-verify", action="store_true", help="do not compare the checksums of SRC"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")

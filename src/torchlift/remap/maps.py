@@ -16,6 +16,7 @@ import torch
 
 from torchlift._model.devices import DISK, usable_device
 from torchlift._plan import check_rule
+from torchlift._plan.rules import dtype_named, full_name
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats import TensorEntry
 from torchlift.remap.names import compiled
@@ -142,7 +143,8 @@ def by_key(mapping: Mapping[str, V]) -> ByKey[V]:
 
     Args:
         mapping: prefix of the model's names, or a whole name -> a device for ``device=``
-            (``"disk"`` leaves it mapped from the file), or a `torch.dtype` for ``dtype=``.
+            (``"disk"`` leaves it mapped from the file), or a `torch.dtype` or its name for
+            ``dtype=``.
 
     Returns:
         A dict that is a rule for ``device=`` or ``dtype=``. `torchlift.plan` and `torchlift.load`
@@ -167,7 +169,7 @@ def by_pattern(mapping: Mapping[str, V]) -> ByPattern[V]:
     about all the rest. A tensor in whose name none is found is left to the default.
 
     Args:
-        mapping: pattern -> a device for ``device=``, or a `torch.dtype` for ``dtype=``.
+        mapping: pattern -> a device for ``device=``, or a `torch.dtype` or its name for ``dtype=``.
 
     Returns:
         A rule for ``device=`` or ``dtype=``.
@@ -297,4 +299,13 @@ def is_accelerator(device: str) -> bool:
 
 
 def _valued(value: Any, entry: str) -> Any:
+    """Return a dtype, also of a name; or what can be a device of some machine."""
+    if isinstance(value, str):
+        value = dtype_named(value) or value
+    if isinstance(value, str) and full_name(value):
+        raise PlacementError(
+            "is mapped to something that is no dtype",
+            entry=entry,
+            found=f"{value!r}{full_name(value)}",
+        )
     return value if isinstance(value, torch.dtype) else checked(value, entry)
