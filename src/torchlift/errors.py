@@ -30,6 +30,19 @@ class CheckpointError(Exception):
         expected: what would have been right, or None.
         found: what was there instead, or None.
         hint: the way out, or None.
+
+    Example:
+        >>> import os, tempfile, torchlift
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.safetensors")
+        >>> with open(path, "w") as file:
+        ...     _ = file.write("<html>Not found</html>")
+        >>> try:
+        ...     torchlift.open(path)
+        ... except CheckpointError as error:
+        ...     print(str(error).replace(path, "model.safetensors"))
+        model.safetensors: a web page or another XML text; expected a file of torch
+        (TorchScript and pt2, too), safetensors, GGUF, numpy or flax, or an *.index.json. A
+        login or error page was saved instead of the file; fetch it again.
     """
 
     def __init__(
@@ -67,11 +80,36 @@ class CheckpointError(Exception):
 
 
 class FormatError(CheckpointError):
-    """The file is malformed, truncated, or not a checkpoint that torchlift reads."""
+    """The file is malformed, truncated, or not a checkpoint that torchlift reads.
+
+    Example:
+        >>> import os, tempfile, torch, torchlift
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save(torch.ones(1000), path)
+        >>> os.truncate(path, 2000)
+        >>> try:
+        ...     torchlift.open(path)
+        ... except FormatError as error:
+        ...     print(error.reason, error.hint, sep="; ")
+        a zip archive without its directory; The file is truncated: an interrupted save or
+        download. Fetch it again.
+    """
 
 
 class UnsafeError(CheckpointError):
-    """Refused: using the file would run code or read outside its directory."""
+    """Refused: using the file would run code or read outside its directory.
+
+    Example:
+        >>> import fractions, os, tempfile, torch, torchlift
+        >>> path = os.path.join(tempfile.mkdtemp(), "sent.pt")
+        >>> torch.save({"weight": torch.ones(2), "ratio": fractions.Fraction(1, 2)}, path)
+        >>> try:
+        ...     torchlift.open(path)["ratio"]
+        ... except UnsafeError as error:
+        ...     print(error.entry, error.reason, sep=": ")
+        ratio: only unpickling could rebuild it, through fractions.Fraction, and that can
+        run code
+    """
 
 
 class MismatchError(CheckpointError):
@@ -82,6 +120,21 @@ class MismatchError(CheckpointError):
         unexpected_keys: names the checkpoint has and the model lacks.
         mismatched: name -> (shape in the model, shape in the checkpoint).
         lists: the names of these kinds, a line for each kind.
+
+    Example:
+        >>> import os, tempfile, torch, torchlift
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save({"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}, path)
+        >>> try:
+        ...     torchlift.load(torch.nn.Linear(3, 2), path)
+        ... except MismatchError as error:
+        ...     print(str(error).replace(path, "model.pt"))
+        ...     print(error.missing_keys)
+        model.pt: nothing in the checkpoint fits the model. The checkpoint's names start
+        with 'module.': pass rename=remap.strip('module.').
+          missing (2): weight, bias
+          unexpected (2): module.weight, module.bias
+        ['weight', 'bias']
     """
 
     def __init__(
@@ -113,11 +166,39 @@ class StateDictMismatch(MismatchError, RuntimeError):
 
 
 class PlacementError(CheckpointError):
-    """A tensor cannot be put where it was asked to go (device, mode, live module)."""
+    """A tensor cannot be put where it was asked to go (device, mode, live module).
+
+    Example:
+        >>> import os, tempfile, torch, torchlift
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> model = torch.nn.Linear(3, 2)
+        >>> torch.save(model.state_dict(), path)
+        >>> try:
+        ...     torchlift.load(model, path, dtype="float16", mode="copy")
+        ... except PlacementError as error:
+        ...     print(error)
+        'weight': cannot be copied in place, because its dtype or device would change; expected
+        torch.float32 on cpu; found torch.float16 on cpu asked for. Load with mode="swap" or
+        mode="auto".
+    """
 
 
 class IntegrityError(CheckpointError):
-    """Bytes are not what a checksum, or the file as it was opened, says they should be."""
+    """Bytes are not what a checksum, or the file as it was opened, says they should be.
+
+    Example:
+        >>> import os, tempfile, torch, torchlift
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+        >>> torch.save({"weight": torch.ones(4)}, path)
+        >>> with open(path, "r+b") as file:
+        ...     _ = file.seek(torchlift.open(path).entries["weight"].chunks[0].offset)
+        ...     _ = file.write(b"!")
+        >>> try:
+        ...     torchlift.convert(path, path.replace("model", "new"))
+        ... except IntegrityError as error:
+        ...     print(error.entry, error.reason, error.expected, error.found, sep="; ")
+        weight; the checksum of its bytes is wrong; crc32 e8681456; crc32 513ffeba
+    """
 
 
 def note(error: Exception, text: str) -> None:
