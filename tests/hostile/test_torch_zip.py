@@ -246,7 +246,8 @@ def jagged(*, tensors=None, kind=None, **given):
     from torch.nested._internal import nested_tensor as njt
 
     names = {"_values": "values", "_offsets": "offsets", "_lengths": "lengths"}
-    state = {attribute: given.get(name) for attribute, name in names.items()} | (tensors or {})
+    state = {attribute: given.get(name) for attribute, name in names.items()}
+    state |= {"_ragged_idx": given.get("_ragged_idx", 1), **(tensors or {})}
     kind = kind or njt.NestedTensor
     return Call(torch._tensor._rebuild_from_type_v2, njt._rebuild_njt, kind, (given,), state)
 
@@ -295,6 +296,7 @@ def write_others(path, obj, indices=(0, 1, 1, 2)):
         (nested(VALUES, INDICES, INDICES), "arguments it does not take"),
         (nested(VALUES, INDICES, INDICES, (0, 0)), "arguments it does not take"),
         (jagged(values=VALUES), "arguments it does not take"),
+        (jagged(offsets=OFFSETS, lengths=OFFSETS), "arguments it does not take"),
         (jagged(values=VALUES, offsets=(0, 1)), "arguments it does not take"),
         (jagged(values=VALUES, offsets=OFFSETS, _ragged_idx="1"), "arguments it does not take"),
         (Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, 5, torch.float32, "xla", False),
@@ -346,6 +348,8 @@ def test_values_that_make_no_tensor_are_refused_when_it_is_asked_for(path, made,
     "made",
     [
         jagged(values=VALUES, offsets=OFFSETS, tensors={"_values": tensor((2,), (1,), 1)}),
+        jagged(values=VALUES, offsets=OFFSETS, tensors={"_lengths": OFFSETS}),
+        jagged(values=VALUES, offsets=OFFSETS, tensors={"_ragged_idx": 2}),
         jagged(values=VALUES, offsets=OFFSETS, tensors={"data": VALUES}),
         jagged(values=VALUES, offsets=OFFSETS, kind=torch.Tensor),
     ],

@@ -431,13 +431,11 @@ def _nested(
 def _jagged(world: TorchWorld, arguments: object) -> object:
     """Return a record of a tensor of rows of several lengths in one dimension."""
     given = _checked(arguments, dict)
-    parts = [given.get(name) for name in ("values", "offsets", "lengths")]
-    parts = [part for part in parts if part is not None]
+    parts = [given.get("values"), given.get("offsets")]
+    parts += [] if given.get("lengths") is None else [given["lengths"]]
     found = _inner(parts, len(parts))
     if isinstance(found, Blocked):
         return found
-    if len(found) < 2:
-        raise TypeError("not the tensors that it takes")
     dim = _checked(given.get("_ragged_idx", 1), int)
     made = _rebuilt("jagged", found, found[0].size, found[0].stride, (dim,))
     made.requires_grad = given.get("requires_grad", False)
@@ -536,11 +534,13 @@ def _from_type(
     wrapper = isinstance(made, RebuiltRef) and made.kind == SUBCLASS
     jagged = isinstance(made, RebuiltRef) and made.kind == "jagged"
     if jagged or (isinstance(new_type, Global) and new_type.name == _JAGGED):
-        tensors = made.tensors if jagged else ()
-        names = zip(("_values", "_offsets", "_lengths"), tensors, strict=False)
+        values, offsets, *rest = made.tensors if jagged else (None, None)
+        given = {"_values": values, "_offsets": offsets, "_lengths": rest[0] if rest else None}
         # The state sets them again; others than those that it was made of would show other numbers.
-        same = isinstance(state, dict) and all(state.get(name) is one for name, one in names)
-        if jagged and isinstance(new_type, Global) and new_type.name == _JAGGED and same:
+        known = state if isinstance(state, dict) else {}
+        same = jagged and known.get("_ragged_idx") == made.facts[0]
+        same = same and all(known.get(name) is one for name, one in given.items())
+        if same and isinstance(new_type, Global) and new_type.name == _JAGGED:
             return made if not _acts(state) else world.block(_JAGGED, True, made, state)
         return world.block(_JAGGED, True, made, state)
     if isinstance(new_type, Blocked):
