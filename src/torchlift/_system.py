@@ -127,17 +127,19 @@ def trim() -> None:
     memory, for which a hole of the same size is too small: sixteen temporaries of 16 MiB, one after
     the other, took 257 MiB, and 17 MiB with this between them. Elsewhere it does nothing.
     """
-    _malloc_trim()(0)
+    c_function("malloc_trim")(0)
 
 
 @cache
-def _malloc_trim() -> Callable[[int], object]:
+def c_function(name: str) -> Callable[..., object]:
+    """Return a function of the C library, or one that does nothing where it has none."""
     import ctypes  # 2 ms, which reading an index does without
 
     try:
-        return ctypes.CDLL(None).malloc_trim
+        found: Callable[..., object] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):  # another C library, or another system
-        return lambda _: None
+        return lambda *_: None
+    return found
 
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

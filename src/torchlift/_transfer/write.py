@@ -8,6 +8,7 @@ more. POSIX only, as ``os.pwrite`` is.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -16,11 +17,11 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
-from functools import cache
 from hashlib import sha256
 from threading import Thread
 from typing import NamedTuple
 
+from torchlift._system import c_function
 from torchlift.errors import CheckpointError
 from torchlift.formats.crc import PartialCrc
 
@@ -427,19 +428,8 @@ def start_writeback(descriptor: int) -> None:
 
     Called every 16 MiB: 2 GiB with fsync took 0.94 s instead of 1.43. Linux has a call for that.
     """
-    _sync_file_range()(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
-
-
-@cache
-def _sync_file_range() -> Callable[[int, int, int, int], object]:
-    import ctypes
-
-    try:
-        found = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError, TypeError):  # another system
-        return lambda *_: None
-    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return found
+    everything = ctypes.c_int64(0)  # from the first byte, to the end
+    c_function("sync_file_range")(descriptor, everything, everything, _SYNC_FILE_RANGE_WRITE)
 
 
 def write_runs(

@@ -533,16 +533,16 @@ def _from_type(
     made: Any = world.call(function, arguments)
     wrapper = isinstance(made, RebuiltRef) and made.kind == SUBCLASS
     jagged = isinstance(made, RebuiltRef) and made.kind == "jagged"
-    if jagged or (isinstance(new_type, Global) and new_type.name == _JAGGED):
+    is_kind = isinstance(new_type, Global) and new_type.name == _JAGGED
+    if jagged or is_kind:
         values, offsets, *rest = made.tensors if jagged else (None, None)
         given = {"_values": values, "_offsets": offsets, "_lengths": rest[0] if rest else None}
         # The state sets them again; others than those that it was made of would show other numbers.
         known = state if isinstance(state, dict) else {}
         same = jagged and known.get("_ragged_idx") == made.facts[0]
         same = same and all(known.get(name) is one for name, one in given.items())
-        if same and isinstance(new_type, Global) and new_type.name == _JAGGED:
-            return made if not _acts(state) else world.block(_JAGGED, True, made, state)
-        return world.block(_JAGGED, True, made, state)
+        same = same and is_kind and not _acts(state)
+        return made if same else world.block(_JAGGED, True, made, state)
     if isinstance(new_type, Blocked):
         if type(made) is TensorRef or (wrapper and made.facts[0] == new_type.name):
             inner = _tensors_inside(world, state, *([] if wrapper else [made]))
