@@ -67,7 +67,7 @@ def read_flax(source: Source) -> Index:
         raise
     if scan.at != source.size:
         raise FormatError("bytes after the end of the map", expected=scan.at, found=source.size)
-    resolver = Resolver(source.path, lambda key, ref: (ref.key, scan.storages[ref.key]))
+    resolver = Resolver(source.path, lambda key, ref: scan.storages[ref.key])
     return _unchunked(index_of(source, "flax-msgpack", root, scan.world, resolver, {}))
 
 

@@ -83,7 +83,7 @@ def read_pt2(source: Source, records: dict[str, Record]) -> Index:
                 found.append(_nested(source, records[whole], under))
             elif config in records:
                 stored = ZipStorages(source, records, top + folder, folder)
-                resolver = Resolver(source.path, stored.find, notes.get("byteorder") == "big")
+                resolver = stored.resolver(notes)
                 found.append(_listed(source, records, config, resolver, top + folder, under))
             else:
                 raise FormatError("a program without its weights", entry=config)

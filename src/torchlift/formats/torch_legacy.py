@@ -28,7 +28,7 @@ from torchlift.formats.torch_pickle import (
     TensorRef,
     TorchWorld,
 )
-from torchlift.formats.torch_zip import Resolver, index_of
+from torchlift.formats.torch_zip import Find, Resolver, index_of
 from torchlift.formats.unpickle import Budget, read_pickle
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -222,14 +222,14 @@ def _machine(info: object) -> dict[str, str]:
     }
 
 
-def _finder(storages: Mapping[str, Storage]) -> Callable[[str, StorageRef], tuple[str, Storage]]:
-    def find(key: str, ref: StorageRef) -> tuple[str, Storage]:
+def _finder(storages: Mapping[str, Storage]) -> Find:
+    def find(key: str, ref: StorageRef) -> Storage:
         storage = storages.get(ref.key)
         if storage is None:
             raise FormatError(
                 "a tensor's storage is missing", entry=key, expected=f"storage {ref.key}"
             )
-        return ref.key, storage
+        return storage
 
     return find
 

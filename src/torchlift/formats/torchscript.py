@@ -23,7 +23,6 @@ from torchlift.formats.torch_pickle import (
     read_torch_pickle,
 )
 from torchlift.formats.torch_zip import (
-    Resolver,
     ZipStorages,
     index_of,
     read_content,
@@ -163,7 +162,7 @@ def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
         if values:
             state[name] = values
     stored = ZipStorages(source, records, top, "")
-    resolver = Resolver(source.path, stored.find, notes.get("byteorder") == "big")
+    resolver = stored.resolver(notes)
     return index_of(source, "torchscript", state, world, resolver, notes)
 
 
