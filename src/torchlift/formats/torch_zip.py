@@ -268,13 +268,13 @@ class Resolver:
 
     def entries(self, refs: dict[str, TensorRef]) -> Mapping[str, TensorEntry]:
         """Return the entries of tensors that are all checked now."""
-        rebuilt: dict[str, TensorRef | RebuiltEntry] = {}
+        rows: dict[str, TensorRef | RebuiltEntry] = {**refs}
         for key, ref in refs.items():
             if type(ref) is TensorRef:
                 self._check(key, ref)
             else:
-                rebuilt[key] = self.rebuilt(key, ref)
-        return Records({**refs, **rebuilt} if rebuilt else refs, self._make)
+                rows[key] = self.rebuilt(key, ref)
+        return Records(rows, self._make)
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """Return the checked entry of one tensor."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torchlift.errors import FormatError
@@ -69,31 +69,41 @@ def read_directory(source: Source) -> dict[str, Record]:
             overlap, or reach outside the archive.
     """
     count, limit, nbytes = _find_directory(source)
+    directory = source.read(limit, nbytes)
+    try:  # as they come, without a list of them: 0.13 s for 100,000, and 0.16 with it
+        return _located(source, _entries(directory, count), count, limit)
+    except FormatError:
+        # One that was changed may list them in another order than that of their bytes.
+        return _located(source, sorted(_entries(directory, count)), count, limit)
+
+
+def _located(
+    source: Source, entries: Iterable[_Entry], count: int, limit: int
+) -> dict[str, Record]:
+    """Read the headers of records that are in the order of their bytes."""
     window = _WINDOW if count and limit // count < _DENSE else 0
     buffer, start, previous_end = b"", 0, 0
     unpack, fixed = LOCAL.unpack_from, LOCAL.size
     made = tuple.__new__  # NamedTuple's own is a function of Python: 0.07 us against 0.17
     records: dict[str, Record] = {}
-    entries = sorted(_entries(source.read(limit, nbytes), count))
-    if entries and entries[0][0]:
-        what, hint = "bytes before the first record", "Remove what is before the archive."
-        raise FormatError(what, entry=_text(entries[0][1]), hint=hint)
     for header, raw, packed, size, crc, method in entries:
         at, length = header - start, fixed + len(raw)
         if at + length > len(buffer):
+            if header and not records:
+                what, hint = "bytes before the first record", "Remove what is before the archive."
+                raise FormatError(what, entry=_text(raw), hint=hint)
             if header + length > limit:
                 raise FormatError("a record's header lies outside the archive", entry=_text(raw))
             buffer = source.read(header, min(max(length, window), limit - header))
             start, at = header, 0
         magic, flags, local_method, n_name, n_extra = unpack(buffer, at)
-        name_at = at + fixed
-        payload = header + fixed + n_name + n_extra
+        payload = header + length + n_extra
         problem = None
         try:
             name = raw.decode()
         except UnicodeDecodeError as error:
             raise FormatError("a record's name is not UTF-8", entry=_text(raw)) from error
-        if magic != LOCAL_MAGIC or buffer[name_at : name_at + n_name] != raw:
+        if magic != LOCAL_MAGIC or n_name != len(raw) or not buffer.startswith(raw, at + fixed):
             problem = "a record's own header is damaged or names another record"
         elif header < previous_end:
             problem = "two records overlap"
@@ -106,19 +116,25 @@ def read_directory(source: Source) -> dict[str, Record]:
         if problem is not None:
             raise FormatError(problem, entry=name)
         previous_end = payload + packed
+        if name in records:
+            raise _twice(name)
         records[name] = made(Record, (name, payload, packed, size, crc, method))
-    if "\0" in "".join(records):
+    text = "".join(records)
+    if "\0" in text:
         name = next(name for name in records if "\0" in name)
         what = "a record's name has a zero byte, at which many programs end it"
         raise FormatError(what, entry=name)
-    if len(set(map(str.lower, records))) < count:
-        counts = Counter(_text(raw).lower() for _, raw, *_ in entries)
-        raise FormatError(
-            "two records have this name, or one that differs only in capital letters",
-            entry=next(name for name in records if counts[name.lower()] > 1),
-            hint="Programs disagree on which of the two counts; write the file again.",
-        )
+    if text != text.lower() and len(small := Counter(map(str.lower, records))) < count:
+        raise _twice(next(name for name in records if small[name.lower()] > 1))
     return records
+
+
+def _twice(name: str) -> FormatError:
+    return FormatError(
+        "two records have this name, or one that differs only in capital letters",
+        entry=name,
+        hint="Programs disagree on which of the two counts; write the file again.",
+    )
 
 
 def read_record(source: Source, record: Record, limit: int) -> bytes:
