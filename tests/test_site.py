@@ -236,7 +236,7 @@ CUT = """
 def test_page_is_accessible_and_fits_at_every_width_and_theme(
     kind: str, browser: Browser, address: str
 ) -> None:
-    """No violation of WCAG A and AA, no error in the console, nothing cut or wider than the page."""
+    """No violation of WCAG A and AA, no error in the console, nothing cut, or wider than a page."""
     browser.open(address + KINDS[kind])
     browser.run(axe() + ";0")
     found: dict[str, Any] = {}
