@@ -147,6 +147,8 @@ html_theme_options = {
     "back_to_top_button": False,
 }
 # What a program printed is not for copying.
-copybutton_selector = 'div[class*="highlight-"]:not(.highlight-none, .highlight-text) pre'
+copybutton_selector = (
+    'div[class*="highlight-"]:not(.highlight-none, .highlight-text) pre, div.tl-command pre'
+)
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -84,7 +84,6 @@ def main(args):
             torchlift.load(model, args.weights, device=device)
         else:
             torchlift.materialize(model, device=device)
-        # After the load: an optimizer made before it would hold parameters on meta.
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}

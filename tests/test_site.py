@@ -17,7 +17,7 @@ from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import html5lib
 import pytest
@@ -269,6 +269,15 @@ def test_search_finds_a_page(browser: Browser, address: str) -> None:
     }""")
     browser.wait_for_load()
     browser.wait_for("document.querySelector('#search-results li a[href*=auto_recipes]')")
+
+
+def test_search_finds_the_page_of_an_error_with_names_of_its_own(
+    browser: Browser, address: str
+) -> None:
+    """What is pasted names files and layers that no page has."""
+    error = "No module named 'ultralytics.nn' Weights only load failed in yolo_x_final.pt"
+    browser.open(address + "search.html?q=" + quote(error))
+    browser.wait_for("document.querySelector('#search-results li a[href*=troubleshooting]')")
 
 
 def test_theme_is_switched_and_kept(browser: Browser, address: str) -> None:

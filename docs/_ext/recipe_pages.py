@@ -184,7 +184,7 @@ def titles_of(pages: Path) -> dict[str, str]:
 
 def link(emphasis: nodes.emphasis, titles: dict[str, str], docname: str) -> None:
     """Let the title of a recipe, or the beginning of one, lead to its page."""
-    text = emphasis.astext().rstrip(".,")
+    text = " ".join(emphasis.astext().split()).rstrip(".,")
     found = [page for title, page in titles.items() if len(text) > 15 and title.startswith(text)]
     if len(found) == 1:
         named = nodes.inline("", emphasis.astext(), classes=["xref", "std", "std-doc"])

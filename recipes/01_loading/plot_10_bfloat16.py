@@ -130,7 +130,9 @@ plt.show()
 # dotted line is the model that is left at the end. Casting each mapped tensor takes just that,
 # torchlift some buffers more, the two usual ways four and three times as much.*
 #
-# ``dtype`` also takes a rule: *Load in bfloat16, and keep the norms in float32*.
+# ``dtype`` also takes a rule: *Load in bfloat16, and keep the norms in float32*. It casts what the
+# file has. A buffer that is in no file stays as its constructor makes it, since some have to be
+# exact; where your model computes with one in bfloat16, ``model.to(torch.bfloat16)`` casts it, too.
 #
 # Any other work on each tensor
 # -----------------------------

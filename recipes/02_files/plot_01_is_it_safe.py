@@ -6,7 +6,7 @@ Somebody sends you a ``.pt`` file. Can you look at it, and take the weights out,
 what its author put in?
 
 Yes: `torchlift.open` reads the index and the bytes of the weights, and calls nothing that the file
-names.
+names. Only the weights inside of a pickled object, such as a whole module, stay where they are.
 """
 
 # %%
@@ -173,6 +173,7 @@ plt.show()
 # - A ``.pt`` file is a program with weights beside it. Opening it with a full unpickler runs it.
 # - `torchlift.open` and ``torchlift inspect`` list what they would have to run, and run none of it.
 # - The weights beside a blocked object load: ``allow_unexpected=`` or ``root=`` leaves it out.
+#   Those inside of one do not: ask whoever sent a whole module for its ``state_dict()``.
 #
 # Use this when
 # -------------

@@ -19,18 +19,23 @@ import torch
 
 import torchlift
 
+
+def build():
+    return torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
+
+
 path = tempfile.mkdtemp() + "/model.pt"
-model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
-torch.save(model.state_dict(), path)
-budgets = {"cpu": "13MiB", "disk": None}  # with a GPU, "cuda:0" comes first
-device_map = torchlift.remap.fit(path, budgets)
+torch.save(build().state_dict(), path)
+model = torchlift.skeleton(build)
+device_map = torchlift.remap.fit(model, {"cpu": "13MiB", "disk": None})
 print(device_map)
 torchlift.load(model, path, device=device_map, source="read")
 print(torchlift.remap.dispatch(model, device_map)(torch.ones(1, 1024)).shape)
 
 # %%
 # Three layers are read into memory that the process owns. The others stay in the file, mapped: the
-# system reads their pages when they are used, and drops them when it needs the room.
+# system reads their pages when they are used, and drops them when it needs the room. With a GPU,
+# ``"cuda:0"`` comes first in the budgets.
 #
 # Killed, in the middle of the load
 # ---------------------------------

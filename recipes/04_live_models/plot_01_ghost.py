@@ -26,9 +26,15 @@ optimizer = torch.optim.Adam(model.parameters())
 torch.save(model.state_dict(), path)
 weight, bias = optimizer.param_groups[0]["params"]
 torchlift.load(model, path)
-print("torchlift.load: ghosts:", int(weight is not model.weight))
+print(
+    "torchlift.load: ghosts:",
+    (weight is not model.weight) + (bias is not model.bias),
+)
 model.load_state_dict(torch.load(path), assign=True)
-print("assign=True:    ghosts:", int(weight is not model.weight))
+print(
+    "assign=True:    ghosts:",
+    (weight is not model.weight) + (bias is not model.bias),
+)
 
 # %%
 # An optimizer has no model. It has a list of parameter *objects*, taken when it was built. Put

@@ -183,6 +183,8 @@ plt.show()
 #
 # - **You load shards on any number of ranks, or on one:** shard a `torchlift.skeleton`, then
 #   `torchlift.load`.
+# - **The folder has a training run:** ``root="model"`` for the weights, and the rest as in *FSDP
+#   optimizer state dict: resume on another number of GPUs*.
 # - **Others will read it:** `torchlift.save` on all ranks, one ordinary safetensors or torch file,
 #   or shards with an index; `torchlift.distributed.save_consolidated` returns each rank's bytes.
 # - **Your code calls** ``dcp.load`` **or** ``dcp.save``: a

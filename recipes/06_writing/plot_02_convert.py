@@ -55,7 +55,8 @@ print(str(report).replace(folder + "/", ""))
 
 # %%
 # The tie is told in the metadata of the file, once for both, so that `torchlift.open` gives it
-# back, and converting to a torch file again does too:
+# back, and converting to a torch file again does too. (Without torchlift, ``load_model`` of
+# safetensors ties again, and ``load_file`` has one of the two names.)
 
 torchlift.convert(folder + "/tied.safetensors", folder + "/again.pt")
 print(torchlift.open(folder + "/again.pt").aliases)

@@ -119,10 +119,11 @@ def load(
             refuses before anything changes where somebody would keep the old content (see
             `torchlift.swap.preflight`); ``"auto"`` takes, per tensor, what preserves references and
             needs the least memory.
-        source: ``"mmap"`` leaves the weights file-backed; ``"read"`` reads them into memory the
-            process owns; ``"auto"`` maps what is on meta on a local file system, and reads on a
-            network one, wherever new memory must be filled anyway because of a cast or a move, and
-            for a live tensor, which is never left mapped without being asked for.
+        source: ``"mmap"`` leaves the weights file-backed (what is copied over a live tensor, as
+            ``"auto"`` does it, is in the tensor's own memory all the same); ``"read"`` reads them
+            into memory the process owns; ``"auto"`` maps what is on meta on a local file system,
+            and reads on a network one, wherever new memory must be filled anyway because of a cast
+            or a move, and for a live tensor, which is never left mapped without being asked for.
         allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
             ``[Int8Tensor]``, for this call, and what they have in their attributes; nothing else
             that the file names is ever called.

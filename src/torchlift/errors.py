@@ -38,7 +38,7 @@ class CheckpointError(Exception):
         ...     _ = file.write("<html>Not found</html>")
         >>> try:
         ...     torchlift.open(path)
-        ... except CheckpointError as error:
+        ... except torchlift.CheckpointError as error:
         ...     print(str(error).replace(path, "model.safetensors"))
         model.safetensors: a web page or another XML text; expected a file of torch
         (TorchScript and pt2, too), safetensors, GGUF, numpy or flax, or an *.index.json. A
@@ -89,7 +89,7 @@ class FormatError(CheckpointError):
         >>> os.truncate(path, 2000)
         >>> try:
         ...     torchlift.open(path)
-        ... except FormatError as error:
+        ... except torchlift.FormatError as error:
         ...     print(error.reason, error.hint, sep="; ")
         a zip archive without its directory; The file is truncated: an interrupted save or
         download. Fetch it again.
@@ -105,7 +105,7 @@ class UnsafeError(CheckpointError):
         >>> torch.save({"weight": torch.ones(2), "ratio": fractions.Fraction(1, 2)}, path)
         >>> try:
         ...     torchlift.open(path)["ratio"]
-        ... except UnsafeError as error:
+        ... except torchlift.UnsafeError as error:
         ...     print(error.entry, error.reason, sep=": ")
         ratio: only unpickling could rebuild it, through fractions.Fraction, and that can
         run code
@@ -127,7 +127,7 @@ class MismatchError(CheckpointError):
         >>> torch.save({"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}, path)
         >>> try:
         ...     torchlift.load(torch.nn.Linear(3, 2), path)
-        ... except MismatchError as error:
+        ... except torchlift.MismatchError as error:
         ...     print(str(error).replace(path, "model.pt"))
         ...     print(error.missing_keys)
         model.pt: nothing in the checkpoint fits the model. The checkpoint's names start
@@ -175,7 +175,7 @@ class PlacementError(CheckpointError):
         >>> torch.save(model.state_dict(), path)
         >>> try:
         ...     torchlift.load(model, path, dtype="float16", mode="copy")
-        ... except PlacementError as error:
+        ... except torchlift.PlacementError as error:
         ...     print(error)
         'weight': cannot be copied in place, because its dtype or device would change; expected
         torch.float32 on cpu; found torch.float16 on cpu asked for. Load with mode="swap" or
@@ -195,7 +195,7 @@ class IntegrityError(CheckpointError):
         ...     _ = file.write(b"!")
         >>> try:
         ...     torchlift.convert(path, path.replace("model", "new"))
-        ... except IntegrityError as error:
+        ... except torchlift.IntegrityError as error:
         ...     print(error.entry, error.reason, error.expected, error.found, sep="; ")
         weight; the checksum of its bytes is wrong; crc32 e8681456; crc32 513ffeba
     """

@@ -37,7 +37,8 @@ class ValueChange:
     largest: float
 
     def __str__(self) -> str:
-        return f"{self.differing:,} of {self.numel:,} values, by at most {self.largest:.3g}"
+        far = "some are NaN" if math.isnan(self.largest) else f"by at most {self.largest:.3g}"
+        return f"{self.differing:,} of {self.numel:,} values, {far}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The suffix of DST says the format: .safetensors; .pt, .pth, .bin or .ckpt for a torch\n"
         "file; .index.json for shards. --format dcp writes a folder. DST appears when it is\n"
-        "whole: after an error or a crash there is what was there before, and you start again.\n"
+        "whole: after an error or a crash there is what was there before. Called again, it starts\n"
+        "anew; of shards, those that were finished stay.\n"
         "Exit status: 0 when it is converted, also where the format does not keep everything,\n"
         "which is listed; 1 when a file is bad, holds nothing to write, or DST is there already;\n"
         "2 for wrong usage; 3 when a value could only be had by running code: leave it out with\n"

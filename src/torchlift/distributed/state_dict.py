@@ -354,8 +354,9 @@ def load_optimizer(
         StateDictMismatch: it does not fit; nothing has changed then.
 
     Example:
-        >>> import os, tempfile
-        >>> model = nn.Linear(2, 1)
+        >>> import os, tempfile, torch
+        >>> from torchlift.distributed import load_optimizer
+        >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         >>> path = os.path.join(tempfile.mkdtemp(), "training.pt")
         >>> torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)

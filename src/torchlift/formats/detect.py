@@ -158,6 +158,10 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         ) from error
 
 
+#: Suffixes that the name of a file of weights has, and that of a repository has not.
+_OF_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".json", ".gguf", ".npz", ".npy")
+
+
 def _elsewhere(name: str) -> str:
     """Return the way out for a path that leads nowhere, and may mean something that it is not."""
     if name[0] == "~":
@@ -165,7 +169,8 @@ def _elsewhere(name: str) -> str:
     if match := re.match(r"([a-z][a-z0-9+.-]+)://", name):
         fetch = "hf download" if match[1] == "hf" else "curl -LO, or the client of its service"
         return f"This is a URL, and files are opened: download it first ({fetch})."
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not os.path.exists(os.path.dirname(name)):
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith(_OF_FILES)
+    if is_name and not os.path.exists(os.path.dirname(name)):
         return (
             "If this is the name of a repository on the Hugging Face Hub, download it first: "
             f"hf download {name} --local-dir {name.rpartition('/')[2]}"

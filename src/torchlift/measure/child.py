@@ -108,6 +108,7 @@ def in_child(
         ModuleNotFoundError: a function is to be sent and cloudpickle is not installed.
 
     Example:
+        >>> import time
         >>> from torchlift import measure
         >>> def work(size):
         ...     block = bytearray(size)
