@@ -228,6 +228,29 @@ def test_an_assertion_of_an_object_that_is_copied_is_raised(tmp_path: Path) -> N
         assert keeper.steps() == [1, 2]
 
 
+def test_conjugate_and_negative_views_are_saved_as_what_they_show(tmp_path: Path) -> None:
+    """torch's stager copies the memory below them, which has other values."""
+    waves = torch.randn(3, dtype=torch.complex64)
+    views = {"conj": waves.conj(), "negative": waves.conj().imag, "plain": waves}
+    model = nn.Module()
+    model.register_buffer("waves", views["conj"])
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, model=model, views=views, seen=Counter("aba"))
+    with torchlift.open(tmp_path / "step-000000001.pt") as ckpt:
+        assert torchlift.diff(ckpt.tree("views"), views).equal
+        assert torch.equal(ckpt["model.waves"], views["conj"])
+        assert repr(ckpt.tree("seen")) == "Counter({'a': 2, 'b': 1})"
+
+
+def test_a_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    """It is no error of Python's that a save, or whoever asks for the last one, raises."""
+    with torchlift.Keeper(tmp_path / "kept", background=False) as keeper:
+        (tmp_path / "kept").rmdir()
+        for ask in (keeper.latest, lambda: keeper.save(1, model=nn.Linear(2, 1))):
+            with pytest.raises(CheckpointError, match="kept: the folder of the checkpoints cannot"):
+                ask()
+
+
 def test_a_save_may_be_skipped_while_another_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.ranks import RankGroup, has_group, world_of
 from torchlift._save import save
-from torchlift._system import leaves
+from torchlift._system import leaves, map_leaves
 from torchlift._transfer.write import make_durable, remove_debris
 from torchlift.distributed.options import StateDictOptions
 from torchlift.distributed.reader import CheckpointReader
@@ -285,7 +285,7 @@ class Keeper:
         if self._stager is None:
             pinned = torch.cuda.is_available()
             self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        state = {"tensors": tensors, "rest": rest}
+        state = {"tensors": _resolved(tensors), "rest": _resolved(rest)}
         try:
             copied: Any = self._stager.stage(state)
         except AssertionError:  # a storage has another size than at the last save
@@ -380,9 +380,21 @@ class Keeper:
         return self._best_of(self._kept())[0]
 
     def _kept(self) -> list[_Kept]:
-        """Return the complete checkpoints in the order of saving, of each step the last one."""
+        """Return the complete checkpoints in the order of saving, of each step the last one.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
         found: dict[int, _Kept] = {}
-        for name in os.listdir(self.directory):
+        try:
+            names = os.listdir(self.directory)
+        except OSError as error:  # somebody has removed it, or its file system is not there
+            raise CheckpointError(
+                "the folder of the checkpoints cannot be read",
+                file=self.directory,
+                found=str(error),
+            ) from error
+        for name in names:
             match, path = _NAME.fullmatch(name), os.path.join(self.directory, name)
             # Which DCP renames to its name when all ranks have written their files.
             complete = match and (match[3] or os.path.exists(os.path.join(path, METADATA)))
@@ -674,6 +686,25 @@ def _read_shards(
     except CheckpointException as error:
         raise CheckpointError("could not be read", file=path, found=str(error)) from error
     return states
+
+
+def _resolved(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states without conjugate and negative views.
+
+    torch's stager copies the memory below them and forgets that it has to be negated.
+    """
+
+    def dense(leaf: Any, _: object) -> Any:
+        return leaf.resolve_conj().resolve_neg() if isinstance(leaf, torch.Tensor) else leaf
+
+    def is_view(leaf: object) -> bool:
+        return isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg())
+
+    # Only these: containers of other classes would become plain ones.
+    return {
+        name: map_leaves(state, dense) if any(map(is_view, leaves(state).values())) else state
+        for name, state in states.items()
+    }
 
 
 def _blank(value: Any) -> Any:
