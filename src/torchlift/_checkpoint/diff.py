@@ -19,7 +19,7 @@ from torchlift._checkpoint.tree import items_of
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.formats import row_major
 
-Comparable = Checkpoint | Mapping[str, Any] | str | bytes | os.PathLike[str] | BinaryIO
+Comparable = Checkpoint | Mapping[str, Any] | str | os.PathLike[str] | BinaryIO
 
 
 @dataclass(frozen=True, slots=True)
