@@ -30,7 +30,7 @@ KINDS = {
     "gallery": "auto_recipes/index.html",
     "recipe": "auto_recipes/06_writing/plot_01_power_cut.html",
     "api": "api/generated/torchlift.load.html",
-    "guide": "guide/quickstart.html",
+    "guide": "guide/migration.html",
 }
 WIDTHS = 390, 1280, 1440
 #: Where axe looks: every width and both themes, without looking twice at what it has seen.
@@ -224,11 +224,19 @@ WIDE = """
 """
 
 
+#: Headings that the page's edge cuts, which makes it no wider.
+CUT = """
+[...document.querySelectorAll("article :is(h1, h2, h3, h4)")].filter(
+  node => node.scrollWidth > node.clientWidth + 1
+).map(node => node.textContent)
+"""
+
+
 @each_kind
 def test_page_is_accessible_and_fits_at_every_width_and_theme(
     kind: str, browser: Browser, address: str
 ) -> None:
-    """No violation of WCAG A and AA, no error in the console, nothing wider than the page."""
+    """No violation of WCAG A and AA, no error in the console, nothing cut, or wider than a page."""
     browser.open(address + KINDS[kind])
     browser.run(axe() + ";0")
     found: dict[str, Any] = {}
@@ -238,6 +246,8 @@ def test_page_is_accessible_and_fits_at_every_width_and_theme(
             browser.wait_for(f"document.documentElement.dataset.theme === '{theme}'")
             if browser.run("document.documentElement.scrollWidth > innerWidth"):
                 found[f"wider than {width}"] = browser.run(WIDE)
+            if cut := browser.run(CUT):
+                found[f"cut at {width}"] = cut
             if (width, theme) in CHECKED:
                 for rule, nodes in browser.run(CHECK):
                     found[f"{rule} at {width}, {theme}"] = nodes

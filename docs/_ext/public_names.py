@@ -154,11 +154,19 @@ def make_signature_readable(
     return args, ret
 
 
+def skip_fields(
+    app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object
+) -> bool | None:
+    """Leave out "Alias for field number 0": the docstring of a named tuple lists its fields."""
+    return True if (obj.__doc__ or "").startswith("Alias for field number") else None
+
+
 def setup(app: Sphinx) -> ExtensionMetadata:
     """Sphinx calls this."""
     app.add_transform(RecordNames)
     app.add_post_transform(RecordLinks)
     app.connect("missing-reference", resolve)
+    app.connect("autodoc-skip-member", skip_fields)
     app.connect("autodoc-process-docstring", set_local_names_as_code, priority=400)
     app.connect("autodoc-process-signature", make_signature_readable)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -228,7 +228,7 @@ class Records(Mapping[str, _Record], Generic[_Row, _Record]):
 
     __slots__ = ("_made", "_make", "_rows")
 
-    def __init__(self, rows: dict[str, _Row], make: Callable[[str, _Row], _Record]) -> None:
+    def __init__(self, rows: Mapping[str, _Row], make: Callable[[str, _Row], _Record]) -> None:
         self._rows = rows
         self._make = make
         self._made: dict[str, _Record] = {}

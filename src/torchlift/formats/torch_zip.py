@@ -266,14 +266,15 @@ class Resolver:
         # No method: the records of an archive are not kept as long as its entries.
         self._make = partial(_entry_of, path, order, prefix, self.storages, self._layouts)
 
-    def entries(self, refs: dict[str, TensorRef]) -> Mapping[str, TensorEntry]:
+    def entries(self, refs: Mapping[str, TensorRef]) -> Mapping[str, TensorEntry]:
         """Return the entries of tensors that are all checked now."""
-        rows: dict[str, TensorRef | RebuiltEntry] = {**refs}
+        rebuilt: dict[str, TensorRef | RebuiltEntry] = {}
         for key, ref in refs.items():
             if type(ref) is TensorRef:
                 self._check(key, ref)
             else:
-                rows[key] = self.rebuilt(key, ref)
+                rebuilt[key] = self.rebuilt(key, ref)
+        rows: Mapping[str, TensorRef | RebuiltEntry] = {**refs, **rebuilt} if rebuilt else refs
         return Records(rows, self._make)
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
