@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,16 @@ def test_the_same_tensors_in_three_formats_are_equal(tmp_path):
             assert found.equal, str(found)
             assert (found.compared, found.nbytes) == (3, 48 + 40)
     assert str(found) == "equal: 3 of 3 tensors alike, 88 B"
+
+
+def test_whatever_can_be_opened_is_compared(tmp_path):
+    """A path of bytes and a file object too; what is neither is refused as by `torchlift.open`."""
+    state = {"weight": torch.ones(2)}
+    torchlift.save(state, tmp_path / "a.pt")
+    with open(tmp_path / "a.pt", "rb") as file:
+        assert torchlift.diff(os.fsencode(tmp_path / "a.pt"), file).equal
+    with pytest.raises(TypeError, match="expected a path or a binary file object, not NoneType"):
+        torchlift.diff(state, None)
 
 
 def test_each_kind_of_difference_is_named(tmp_path):

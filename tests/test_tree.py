@@ -172,6 +172,8 @@ def test_where_the_state_lies_is_pointed_out(tmp_path):
         torchlift.load_optimizer(model, optimizer, tmp_path / "x.pt", root="optimizer")
     with pytest.raises(torchlift.FormatError, match="no optimizer state"):
         torchlift.load_optimizer(model, optimizer, {"step": 3})
+    with pytest.raises(torchlift.FormatError, match=r"no optimizer state.*found a int"):
+        torchlift.load_optimizer(model, optimizer, {"step": 3}, root="step")
     assert same(before, optimizer.state_dict())
 
 

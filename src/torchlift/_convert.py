@@ -116,6 +116,8 @@ def convert(
         tensor([1., 1.], dtype=torch.bfloat16)
     """
     options = Options(rename=rename, dtype=dtype)
+    if dtype == "model":  # which would leave everything as it is
+        raise ValueError("dtype='model': a conversion has no model; expected the name of a dtype")
     target = Target.of(dst, format, max_shard_size)
     with ExitStack() as stack:
         opened = src if isinstance(src, Checkpoint) else stack.enter_context(open_checkpoint(src))

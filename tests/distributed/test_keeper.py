@@ -228,6 +228,52 @@ def test_an_assertion_of_an_object_that_is_copied_is_raised(tmp_path: Path) -> N
         assert keeper.steps() == [1, 2]
 
 
+def test_conjugate_and_negative_views_are_saved_as_what_they_show(tmp_path: Path) -> None:
+    """torch's stager copies the memory below them, which has other values."""
+    waves = torch.randn(3, dtype=torch.complex64)
+    views = {"conj": waves.conj(), "negative": waves.conj().imag, "plain": waves}
+    model = nn.Module()
+    model.register_buffer("waves", views["conj"])
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, model=model, views=views, seen=Counter("aba"))
+    with torchlift.open(tmp_path / "step-000000001.pt") as ckpt:
+        assert torchlift.diff(ckpt.tree("views"), views).equal
+        assert torch.equal(ckpt["model.waves"], views["conj"])
+        assert repr(ckpt.tree("seen")) == "Counter({'a': 2, 'b': 1})"
+
+
+def test_a_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    """It is no error of Python's that a save, or whoever asks for the last one, raises."""
+    with torchlift.Keeper(tmp_path / "kept", background=False) as keeper:
+        (tmp_path / "kept").rmdir()
+        for ask in (keeper.latest, lambda: keeper.save(1, model=nn.Linear(2, 1))):
+            with pytest.raises(CheckpointError, match="kept: the folder of the checkpoints cannot"):
+                ask()
+
+
+def test_another_model_is_named_and_what_fits_of_it_loads(tmp_path: Path) -> None:
+    """A layer was added: the error says the file and what to call instead, and that works."""
+    run = run_of()
+    train(run, 1)
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, run)
+    file = tmp_path / "step-000000001.pt"
+    larger = nn.Sequential(*run_of(seed=1)["model"], nn.Linear(1, 1))
+    optimizer = torch.optim.AdamW(larger.parameters())
+    with pytest.raises(CheckpointError) as caught:
+        keeper.resume(model=larger, optimizer=optimizer)
+    assert str(caught.value) == (
+        f"{file}: the state dict does not fit the model: Missing key(s) '4.weight', '4.bias'. To "
+        "load what fits, call torchlift.load with root='model', which takes rename=, strict=False "
+        "and ignore_mismatched=True, and torchlift.load_optimizer."
+    )
+    assert not optimizer.state
+    torchlift.load(larger, file, root="model", allow_missing=["4.*"])
+    torchlift.load_optimizer(larger, optimizer, file, root="optimizer", strict=False)
+    assert torch.equal(larger[0].weight, run["model"][0].weight)
+    assert optimizer.state[larger[0].weight]["exp_avg"].any()
+
+
 def test_a_save_may_be_skipped_while_another_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +403,7 @@ results = saved_then_loaded(WORKERS, RANKS)
         "what_is_kept_is_complete_and_no_more_than_asked_for",
         "a_rank_that_cannot_write_ends_the_save_on_all",
         "ranks_that_disagree_all_raise",
+        "another_model_is_an_error_that_lists_all_of_it",
         "any_number_of_ranks_goes_on_with_what_another_kept",
     ],
 )
@@ -381,7 +428,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 5
+    assert len(found) == 6
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():

@@ -214,6 +214,39 @@ def ranks_that_disagree_all_raise() -> None:
         assert keeper.resume(run) == 1
 
 
+def another_model_is_an_error_that_lists_all_of_it() -> None:
+    """Names on both sides and shapes; a rank may have names of its own. Nothing has changed."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    run, folder = run_of("fsdp2"), SHARED / f"another-{dist.get_world_size()}"
+    torch.manual_seed(0)
+    other = fully_shard(
+        nn.Sequential(nn.Linear(5, 6), nn.Dropout(), nn.Identity(), nn.Linear(7, 3))
+    )
+    optimizer = torch.optim.AdamW(other.parameters())
+    before = [param.to_local().clone() for param in other.parameters()]
+    stage = nn.ModuleDict({f"on{rank}": nn.Linear(2, 1)})
+    with torchlift.Keeper(folder) as keeper:
+        keeper.save(1, model=run["model"], optimizer=run["optimizer"], stage=stage)
+        with pytest.raises(CheckpointError) as caught:
+            keeper.resume(model=other, optimizer=optimizer)
+        assert str(caught.value) == (
+            f"{folder / 'step-000000001'}: the state dict does not fit the model: Missing key(s) "
+            "'3.weight', '3.bias'; Unexpected key(s) '2.weight', '2.bias'; size mismatch for "
+            "'0.weight: model [6, 5], state dict [7, 5]', '0.bias: model [6], state dict [7]'. To "
+            "load what fits, call torchlift.load with root='model', which takes rename=, "
+            "strict=False and ignore_mismatched=True, and torchlift.load_optimizer."
+        )
+        assert all(map(torch.equal, before, (param.to_local() for param in other.parameters())))
+        momentum = torch.optim.SGD(run["model"].parameters(), momentum=0.9)
+        with pytest.raises(CheckpointError, match=r"could not be loaded; found Missing.*buffer"):
+            keeper.resume(model=run["model"], optimizer=momentum)
+        assert keeper.resume(stage=stage) == 1
+        if rank == last:
+            stage = nn.ModuleDict({"nobody": nn.Linear(2, 1)})
+        with pytest.raises(CheckpointError, match=f"'nobody.bias'; Unexpected.*'on{last}.weight'"):
+            keeper.resume(stage=stage)
+
+
 def one_process_goes_on_where_one_without_a_group_was() -> None:
     """And leaves what that one goes on with."""
     if dist.get_world_size() > 1:
@@ -253,6 +286,7 @@ if __name__ == "__main__":
                 what_is_kept_is_complete_and_no_more_than_asked_for,
                 a_rank_that_cannot_write_ends_the_save_on_all,
                 ranks_that_disagree_all_raise,
+                another_model_is_an_error_that_lists_all_of_it,
                 one_process_goes_on_where_one_without_a_group_was,
             )
         },

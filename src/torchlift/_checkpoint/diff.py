@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from torchlift._checkpoint.tree import items_of
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.formats import row_major
 
-Comparable = Checkpoint | Mapping[str, Any] | str | os.PathLike[str]
+Comparable = Checkpoint | Mapping[str, Any] | str | os.PathLike[str] | BinaryIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
     from other weights.
 
     Args:
-        a: a path, a `Checkpoint` (opened with a ``root``, for a container of a file), or a state
-            dict in memory.
+        a: a path or file that `torchlift.open` reads, a `Checkpoint` (opened with a ``root``, for a
+            container of a file), or a state dict in memory.
         b: what to compare it with.
         rtol: relative tolerance of values, of `b`.
         atol: absolute tolerance of values.
@@ -222,7 +222,7 @@ class _Side:
     @classmethod
     def of(cls, side: Comparable, stack: ExitStack) -> _Side:
         """Return a side of what a caller gave, which is closed with the stack if it is opened."""
-        if isinstance(side, (str, os.PathLike)):
+        if not isinstance(side, Mapping):
             side = stack.enter_context(open(side))
         if isinstance(side, Checkpoint):
             specs = {

@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import reduce
+from operator import and_
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,13 +28,14 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.ranks import RankGroup, has_group, world_of
 from torchlift._save import save
-from torchlift._system import leaves
+from torchlift._system import leaves, map_leaves
 from torchlift._transfer.write import make_durable, remove_debris
-from torchlift.distributed.options import StateDictOptions
+from torchlift.distributed.options import StateDictMismatch, StateDictOptions, model_misfit
 from torchlift.distributed.reader import CheckpointReader
 from torchlift.distributed.state_dict import (
     get_model_state_dict,
@@ -65,6 +68,20 @@ class _Kept(NamedTuple):
     generation: int
     step: int
     path: str
+
+
+class _Misfit(NamedTuple):
+    """What of a model and a checkpoint does not fit on a rank.
+
+    Attributes:
+        missing: names that the checkpoint lacks.
+        unexpected: a bit for each name of the checkpoint that the rank does not have.
+        mismatched: name -> (shape in the model, in the checkpoint).
+    """
+
+    missing: list[str]
+    unexpected: int
+    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class Keeper:
@@ -285,7 +302,7 @@ class Keeper:
         if self._stager is None:
             pinned = torch.cuda.is_available()
             self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        state = {"tensors": tensors, "rest": rest}
+        state = {"tensors": _resolved(tensors), "rest": _resolved(rest)}
         try:
             copied: Any = self._stager.stage(state)
         except AssertionError:  # a storage has another size than at the last save
@@ -356,13 +373,9 @@ class Keeper:
             # of every later one.
             if self._rank == 0 and not os.path.exists(os.path.join(path, METADATA)):
                 shutil.rmtree(path, ignore_errors=True)
-            if isinstance(error, CheckpointException):
-                met, _ = next(iter(error.failures.values()))  # its own text is mostly tracebacks
-                if isinstance(met, CheckpointError):
-                    raise met from error
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError("could not be saved", file=path, found=str(error)) from error
+            raise _cause(error, "could not be saved", path) from error
 
     # ---- find
 
@@ -380,9 +393,21 @@ class Keeper:
         return self._best_of(self._kept())[0]
 
     def _kept(self) -> list[_Kept]:
-        """Return the complete checkpoints in the order of saving, of each step the last one."""
+        """Return the complete checkpoints in the order of saving, of each step the last one.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
         found: dict[int, _Kept] = {}
-        for name in os.listdir(self.directory):
+        try:
+            names = os.listdir(self.directory)
+        except OSError as error:  # somebody has removed it, or its file system is not there
+            raise CheckpointError(
+                "the folder of the checkpoints cannot be read",
+                file=self.directory,
+                found=str(error),
+            ) from error
+        for name in names:
             match, path = _NAME.fullmatch(name), os.path.join(self.directory, name)
             # Which DCP renames to its name when all ranks have written their files.
             complete = match and (match[3] or os.path.exists(os.path.join(path, METADATA)))
@@ -524,16 +549,26 @@ class Keeper:
 
             (models, saved, rng), _ = self._ranks.run(read)
             for module, name, optimizers in models:
-                if not whole:
-                    saved |= _read_shards(path, module, name, optimizers)
-                set_state_dict(
-                    module,
-                    [*optimizers.values()],
-                    model_state_dict=saved[name],
-                    optim_state_dict=_merged([saved[other] for other in optimizers]),
-                    options=StateDictOptions(full_state_dict=whole),
-                    process_group=self._ranks.groups[0] if self._ranks.groups else None,
-                )
+                try:
+                    if not whole:
+                        saved |= self._read_shards(path, module, name, optimizers)
+                    set_state_dict(
+                        module,
+                        [*optimizers.values()],
+                        model_state_dict=saved[name],
+                        optim_state_dict=_merged([saved[other] for other in optimizers]),
+                        options=StateDictOptions(full_state_dict=whole),
+                        process_group=self._ranks.groups[0] if self._ranks.groups else None,
+                    )
+                except StateDictMismatch as error:
+                    error.file = error.file or path
+                    if error.missing_keys or error.unexpected_keys or error.mismatched:
+                        error.hint = (  # of resume all has to fit
+                            f"To load what fits, call torchlift.load with root={name!r}, which "
+                            "takes rename=, strict=False and ignore_mismatched=True, and "
+                            "torchlift.load_optimizer."
+                        )
+                    raise
 
             def load() -> tuple[int, None]:
                 for name, obj in rest.items():
@@ -543,6 +578,73 @@ class Keeper:
                 return int(saved["step"]), None
 
             return self._ranks.run(load)[0]
+
+    def _read_shards(
+        self,
+        path: str,
+        module: nn.Module,
+        name: str,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+    ) -> dict[str, Any]:
+        """Read this rank's shards of a model's and its optimizers' states into new memory.
+
+        Raises:
+            StateDictMismatch: names and shapes of the model do not fit; on all ranks, all of them.
+            CheckpointError: something else is missing, or could not be read.
+        """
+        states: dict[str, Any] = _blank(_states_of(module, name, optimizers))
+        with ExitStack() as stack:
+
+            def compare() -> tuple[tuple[Checkpoint, list[str]], _Misfit]:
+                ckpt = stack.enter_context(open_checkpoint(path))
+                shapes = {
+                    ".".join(map(str, at)): tuple(leaf.shape)
+                    for at, leaf in leaves(states[name]).items()
+                    if isinstance(leaf, torch.Tensor)
+                }
+                saved = {
+                    key.removeprefix(f"{name}."): entry.shape
+                    for key, entry in ckpt.entries.items()
+                    if key.startswith(f"{name}.")
+                }
+                others = {
+                    key: (shape, saved[key])
+                    for key, shape in shapes.items()
+                    if saved.get(key, shape) != shape
+                }
+                nobodys = sum(1 << at for at, key in enumerate(saved) if key not in shapes)
+                missing = [key for key in shapes if key not in saved]
+                return (ckpt, list(saved)), _Misfit(missing, nobodys, others)
+
+            # DCP's planner would tell one of them, and of what the model lacks nothing.
+            (ckpt, names), told = self._ranks.run(compare)
+            missing = list(dict.fromkeys(key for each in told.values() for key in each.missing))
+            others = {key: both for each in told.values() for key, both in each.mismatched.items()}
+            # Unexpected is what no rank takes: the stages of a pipeline share one checkpoint.
+            nobodys = reduce(and_, (each.unexpected for each in told.values()))
+            unexpected = [key for at, key in enumerate(names) if nobodys >> at & 1]
+            if missing or unexpected or others:
+                raise model_misfit(missing, unexpected, others)
+            try:
+                with warnings.catch_warnings():
+                    # What several ranks kept one process may read: no cause for torch's warning.
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                    state_dict_loader.load(
+                        states, storage_reader=CheckpointReader(ckpt), no_dist=not has_group()
+                    )
+            except CheckpointException as error:
+                raise _cause(error, "could not be loaded", path) from error
+        return states
+
+
+def _cause(error: BaseException, reason: str, path: str) -> CheckpointError:
+    """Return what a rank met; the text of DCP's own error is mostly tracebacks."""
+    if isinstance(error, CheckpointException):
+        met, _ = next(iter(error.failures.values()))
+        if isinstance(met, CheckpointError):
+            return met
+        return CheckpointError(reason, file=path, found=str(met))
+    return CheckpointError(reason, file=path, found=str(error))
 
 
 def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> dict[str, object]:
@@ -655,25 +757,23 @@ def _states_of(
     return {name: get_model_state_dict(module), **states}
 
 
-def _read_shards(
-    path: str, module: nn.Module, name: str, optimizers: Mapping[str, torch.optim.Optimizer]
-) -> dict[str, Any]:
-    """Read this rank's shards of the states of a model and its optimizers into memory of its own.
+def _resolved(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states without conjugate and negative views.
 
-    Raises:
-        CheckpointError: something is missing, or could not be read.
+    torch's stager copies the memory below them and forgets that it has to be negated.
     """
-    states: dict[str, Any] = _blank(_states_of(module, name, optimizers))
-    try:
-        with warnings.catch_warnings():
-            # What several ranks kept one process may read: that is no cause for torch's warning.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            state_dict_loader.load(
-                states, storage_reader=CheckpointReader(path), no_dist=not has_group()
-            )
-    except CheckpointException as error:
-        raise CheckpointError("could not be read", file=path, found=str(error)) from error
-    return states
+
+    def dense(leaf: Any, _: object) -> Any:
+        return leaf.resolve_conj().resolve_neg() if isinstance(leaf, torch.Tensor) else leaf
+
+    def is_view(leaf: object) -> bool:
+        return isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg())
+
+    # Only these: containers of other classes would become plain ones.
+    return {
+        name: map_leaves(state, dense) if any(map(is_view, leaves(state).values())) else state
+        for name, state in states.items()
+    }
 
 
 def _blank(value: Any) -> Any:

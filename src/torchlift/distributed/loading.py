@@ -37,7 +37,6 @@ from torchlift.distributed.optimizer_load import (
 )
 from torchlift.distributed.optimizer_state import Saved, normalised
 from torchlift.distributed.options import (
-    MISSING,
     UNEXPECTED,
     LoadCall,
     StateDictMismatch,
@@ -45,6 +44,7 @@ from torchlift.distributed.options import (
     check_value,
     checked,
     misfit,
+    model_misfit,
     several,
 )
 from torchlift.errors import CheckpointError
@@ -272,14 +272,7 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         for key, item in matched.mismatched.items()
     }
     if missing or unexpected or shapes:
-        wrong = [f"{n}: model {list(a)}, state dict {list(b)}" for n, (a, b) in shapes.items()]
-        raise misfit(
-            "model",
-            {MISSING: missing, UNEXPECTED: unexpected, "size mismatch for": wrong},
-            missing_keys=missing,
-            unexpected_keys=unexpected,
-            mismatched=shapes,
-        )
+        raise model_misfit(missing, unexpected, shapes)
 
 
 # ---- what the ranks do together

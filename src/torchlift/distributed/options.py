@@ -217,6 +217,22 @@ def misfit(what: str, problems: Mapping[str, list[str]], **fields: Any) -> State
     )
 
 
+def model_misfit(
+    missing: list[str],
+    unexpected: list[str],
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+) -> StateDictMismatch:
+    """Return the error for a model: names, and (shape in the model, in the state dict) by name."""
+    wrong = [f"{n}: model {list(a)}, state dict {list(b)}" for n, (a, b) in shapes.items()]
+    return misfit(
+        "model",
+        {MISSING: missing, UNEXPECTED: unexpected, "size mismatch for": wrong},
+        missing_keys=missing,
+        unexpected_keys=unexpected,
+        mismatched=shapes,
+    )
+
+
 def check_value(
     name: str, expected: torch.Tensor | None, value: object, options: StateDictOptions
 ) -> None:

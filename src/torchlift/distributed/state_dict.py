@@ -7,7 +7,7 @@ the results wherever torch's are right: a program that changes the import keeps 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -390,7 +390,9 @@ def _optimizer_state(saved: Any) -> Any:
             return {"state": {}, **saved}
         if any(name.startswith(_FLAT) for name in names):
             return saved
-    items = saved.items() if isinstance(saved, Mapping) else enumerate(saved or ())
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(saved, (Mapping, list)):
+        items = saved.items() if isinstance(saved, Mapping) else enumerate(saved)
     found = [
         str(key)
         for key, value in items
