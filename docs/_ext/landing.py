@@ -87,8 +87,9 @@ def picture(run: dict[str, Any]) -> str:
         f'<figure class="tl-picture"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="Memory that a process owns while it loads a file. {escape("; ".join(told))}">'
         f"{''.join(drawn)}</svg><figcaption>Memory that a process owns while it loads a file of "
-        f"{copy / 1e9:.1f} GB, over time, in one run of each way. A dot is a model that is ready. Mapped weights are the "
-        f"file's memory, not the process's.</figcaption><ul>{''.join(legend)}</ul></figure>"
+        f"{copy / 1e9:.1f} GB, over time, in one run of each way. A dot is a model that is ready. "
+        "Mapped weights are the file's memory, not the process's.</figcaption>"
+        f"<ul>{''.join(legend)}</ul></figure>"
     )
 
 

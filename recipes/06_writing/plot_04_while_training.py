@@ -30,9 +30,9 @@ with torchlift.Keeper(folder, keep=2) as keeper:
 print("kept:", keeper.steps())
 
 # %%
-# With a folder that stays, such as ``"run"``, start the same program again and it goes on after step
-# 5: ``resume`` loads the model, the optimizer, whatever else is in ``state`` and the random number
-# generators, and returns the step.
+# With a folder that stays, such as ``"run"``, start the same program again and it goes on after
+# step 5: ``resume`` loads the model, the optimizer, whatever else is in ``state`` and the random
+# number generators, and returns the step.
 #
 # The newest file is the one that was being written
 # -------------------------------------------------

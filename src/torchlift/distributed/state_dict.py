@@ -391,7 +391,7 @@ def _optimizer_state(saved: Any) -> Any:
         if any(name.startswith(_FLAT) for name in names):
             return saved
     items: Iterable[tuple[object, object]] = ()
-    if isinstance(saved, (Mapping, list)):
+    if isinstance(saved, (Mapping, list, tuple)):
         items = saved.items() if isinstance(saved, Mapping) else enumerate(saved)
     found = [
         str(key)
