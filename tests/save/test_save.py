@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -344,6 +345,21 @@ def training() -> dict[str, Any]:
         "seen": {1, 2},
         "empty": {},
     }
+
+
+@pytest.mark.parametrize("format", ["torch-zip", "dcp"])
+def test_numbers_of_numpy_are_numbers(tmp_path: Path, format: str) -> None:
+    """A best loss or a history of them; arrays are refused, with the way out."""
+    path = tmp_path / NAMES[format]
+    history = [np.float32(0.5), {"hits": np.int64(3)}, (np.bool_(True), np.complex64(1j))]
+    state = {"weight": torch.ones(2), "best": np.float64(0.25), "history": history}
+    torchlift.save(state, path, format=format)
+    with torchlift.open(path) as ckpt:
+        found = dict(ckpt.objects)
+    assert found == {"best": 0.25, "history": [0.5, {"hits": 3}, (True, 1j)]}
+    assert type(found["best"]) is float
+    with pytest.raises(PlacementError, match=r"found a numpy\.ndarray\. torch\.from_numpy makes"):
+        torchlift.save({"seeds": np.arange(3)}, path, format=format)
 
 
 def test_a_training_s_state_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -76,6 +76,16 @@ class _Items(NamedTuple):
     items: list[Any]
 
 
+def _number(value: Any) -> Any:
+    """Return the Python number that a scalar of numpy is, such as a best loss; all else as it is.
+
+    Its class is none that ``torch.load`` takes from a file with ``weights_only=True``.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    is_numpys = numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
+    return value.item() if is_numpys else value
+
+
 def _canonical(value: Any, made: dict[int, Any]) -> Any:
     """Return plain data of which equal strings are one object, and no containers more than were."""
     kind = type(value)
@@ -83,7 +93,7 @@ def _canonical(value: Any, made: dict[int, Any]) -> Any:
         # Of one character, C code takes those that `chr` gives, whatever is interned.
         return chr(ord(value)) if len(value) == 1 else sys.intern(value)
     if kind not in _CONTAINERS or kind is torch.Size:
-        return value
+        return _number(value)
     if id(value) in made:
         return made[id(value)]
     if kind is tuple:
@@ -154,16 +164,17 @@ def require_plain(key: str, value: object) -> None:
     """Refuse a value that torch, with ``weights_only=True``, and torchlift could not read back."""
     seen: set[tuple[int, int]] = set()  # what many containers share is looked at once a level
 
-    def refuse(expected: str, found: str) -> NoReturn:
+    def refuse(expected: str, found: str, hint: str = "") -> NoReturn:
         raise PlacementError(
             "cannot be stored in a torch file so that it can be read back without running code",
             entry=key,
             expected=expected,
             found=found,
-            hint="Take it out of what is saved, or flatten what holds it.",
+            hint=hint or "Take it out of what is saved, or flatten what holds it.",
         )
 
     def check(item: Any, depth: int) -> None:
+        item = _number(item)
         if isinstance(item, str) and not is_unicode(item):
             refuse("text", "a lone surrogate, which UTF-8 cannot write")
         if isinstance(item, int) and item.bit_length() >= _MAX_BITS:
@@ -172,7 +183,9 @@ def require_plain(key: str, value: object) -> None:
             return
         if type(item) not in _CONTAINERS:
             found = f"a {type(item).__module__}.{type(item).__qualname__}"
-            refuse("tensors as values of the state dict, or plain data", found)
+            as_tensor = "torch.from_numpy makes a tensor of it, which can be saved."
+            hint = as_tensor if found == "a numpy.ndarray" else ""
+            refuse("tensors as values of the state dict, or plain data", found, hint)
         if depth == MAX_DEPTH:
             refuse(f"at most {MAX_DEPTH} levels of containers, none inside itself", "more")
         seen.add((id(item), depth))

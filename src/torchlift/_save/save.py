@@ -143,8 +143,9 @@ def save(
     dots; of tied names the first has the values and the metadata (``torchlift.ties``) names it for
     the others, from where `torchlift.open` gives all of them. Tensors that share memory in another
     way have values of their own. Tuples with tensors are lists in DCP. No file keeps devices,
-    ``requires_grad`` and subclasses of tensors; mappings of other classes become dicts, and named
-    tuples tuples. What a format does not keep of this state is in the report.
+    ``requires_grad`` and subclasses of tensors; mappings of other classes become dicts, named
+    tuples tuples, and numpy's numbers Python's. What a format does not keep of this state is in the
+    report.
 
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
 
