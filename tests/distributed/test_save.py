@@ -391,11 +391,12 @@ def test_names_in_the_file_are_those_of_the_bare_model(tmp_path: Path) -> None:
 
     bare = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     expected = bare.state_dict()
-    model = torch.compile(nn.Sequential(checkpoint_wrapper(bare[0]), bare[1]), backend="eager")
-    save_consolidated(model, tmp_path / "x.pt")
-    found = torch.load(tmp_path / "x.pt")
-    assert list(found) == list(expected)
-    assert found._metadata["1"] == {"version": 2}
-    assert set(found._metadata) == {"", "0", "1"}
-    save_consolidated(model, tmp_path / "x.safetensors")
-    assert load_file(tmp_path / "x.safetensors").keys() == expected.keys()
+    compiled = torch.compile(nn.Sequential(checkpoint_wrapper(bare[0]), bare[1]), backend="eager")
+    for model in compiled, nn.DataParallel(bare):
+        save_consolidated(model, tmp_path / "x.pt")
+        found = torch.load(tmp_path / "x.pt")
+        assert list(found) == list(expected)
+        assert found._metadata["1"] == {"version": 2}
+        assert set(found._metadata) == {"", "0", "1"}
+        save_consolidated(model, tmp_path / "x.safetensors")
+        assert load_file(tmp_path / "x.safetensors").keys() == expected.keys()

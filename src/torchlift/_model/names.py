@@ -102,7 +102,7 @@ def wrapped_by(module: nn.Module) -> tuple[str | None, bool]:
         >>> wrapped_by(nn.Linear(1, 1))
         (None, True)
     """
-    if isinstance(module, DistributedDataParallel):
+    if isinstance(module, (DistributedDataParallel, nn.DataParallel)):
         return "module", True
     for child, in_keys in ((COMPILED, True), (CHECKPOINTED, False), (FULLY_SHARDED, False)):
         if child in module._modules:
