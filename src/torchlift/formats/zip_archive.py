@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torchlift.errors import FormatError
@@ -70,11 +71,10 @@ def read_directory(source: Source) -> dict[str, Record]:
     """
     count, limit, nbytes = _find_directory(source)
     directory = source.read(limit, nbytes)
-    try:  # as they come, without a list of them: 0.13 s for 100,000, and 0.16 with it
+    with suppress(FormatError):  # as they come, without a list: 0.13 s for 100,000, not 0.16
         return _located(source, _entries(directory, count), count, limit)
-    except FormatError:
-        # One that was changed may list them in another order than that of their bytes.
-        return _located(source, sorted(_entries(directory, count)), count, limit)
+    # One that was changed may list them in another order than that of their bytes.
+    return _located(source, sorted(_entries(directory, count)), count, limit)
 
 
 def _located(
