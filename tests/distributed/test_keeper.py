@@ -228,6 +228,19 @@ def test_an_assertion_of_an_object_that_is_copied_is_raised(tmp_path: Path) -> N
         assert keeper.steps() == [1, 2]
 
 
+def test_a_stager_that_is_closed_after_each_use_is_made_anew(tmp_path: Path) -> None:
+    """That of torch 2.11 and 2.12 is: containers in the state of a later save were an error."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        for step in (1, 2):
+            train(run, 1)
+            keeper.save(step, run)
+            assert keeper._stager is not None
+            keeper._stager.close()
+    with torchlift.open(tmp_path / "step-000000002.pt") as ckpt:
+        assert torchlift.diff(ckpt.tree("model"), run["model"].state_dict()).equal
+
+
 def test_conjugate_and_negative_views_are_saved_as_what_they_show(tmp_path: Path) -> None:
     """torch's stager copies the memory below them, which has other values."""
     waves = torch.randn(3, dtype=torch.complex64)

@@ -132,3 +132,9 @@ def dcp_item(file: str, offset: int, nbytes: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, nbytes)
+
+
+def is_closed(stager: Any) -> bool:
+    """Say whether a `DefaultStager` of checkpoints cannot stage any more."""
+    # Those of torch 2.11 and 2.12 close themselves after each use.
+    return not stager._state_dict_stager._deepcopy_dispatch

@@ -32,6 +32,7 @@ from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.ranks import RankGroup, has_group, world_of
+from torchlift._model.torch_private import is_closed
 from torchlift._save import save
 from torchlift._system import leaves, map_leaves
 from torchlift._transfer.write import make_durable, remove_debris
@@ -298,8 +299,8 @@ class Keeper:
                 raise TypeError(
                     f"{name}: rank 0 saves what is no module and no optimizer, and it has DTensors"
                 )
-        is_new = self._stager is None
-        if self._stager is None:
+        is_new = self._stager is None or is_closed(self._stager)
+        if self._stager is None or is_new:
             pinned = torch.cuda.is_available()
             self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
         state = {"tensors": _resolved(tensors), "rest": _resolved(rest)}
