@@ -118,6 +118,7 @@ def test_a_module_that_is_partly_elsewhere_runs_on_the_accelerator(
     device_map = remap.fit(model, {str(accelerator): budget, rest: None})
     assert set(device_map.values()) == {str(accelerator), rest}
     torchlift.load(model, path, device=device_map)
+    _ = x.to(accelerator) @ x.to(accelerator).T  # libraries take workspaces of their own
     before = torch.accelerator.memory_allocated()
     remap.dispatch(model, device_map)
     with torch.no_grad():
@@ -125,7 +126,7 @@ def test_a_module_that_is_partly_elsewhere_runs_on_the_accelerator(
     assert found.device == x.device
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert any(parameter.is_meta for parameter in model.parameters())
-    assert torch.accelerator.memory_allocated() <= before + (32 << 20)
+    assert torch.accelerator.memory_allocated() <= before + (1 << 20)
 
 
 def test_the_host_can_run_what_it_keeps(tmp_path, accelerator) -> None:

@@ -1,11 +1,13 @@
 """Reads byte ranges of files into tensors, with several threads.
 
 This is the one seam between the plan and the bytes. It knows files, ranges, dtypes and tensors,
-never models or formats, so that direct I/O, pinned staging or a remote store can replace its inside
+never models or formats, so that direct I/O or a remote store can replace its inside
 without a caller noticing.
 
 Measured on 2 cores, 2.1 GB in the page cache: one thread of `read()` into fresh memory 0.9-1.4 s,
-two threads of `preadv` into memory from `torchlift._transfer.pages` 0.14-0.35 s.
+two threads of `preadv` into memory from `torchlift._transfer.pages` 0.14-0.35 s. To an H100 beside
+16 cores, 2.1 GB: staged in pageable memory 0.30 s, in 4 pinned pieces of 8 MiB 0.18, in 8 of 4 MiB
+0.13; cast on the device instead of the host 0.51 -> 0.20. Copying pinned memory alone takes 0.04.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -30,7 +33,7 @@ BUDGET = 64 << 20
 #: Bytes per read of what is staged, or of what small tensors are read together. Larger gains
 #: nothing on a warm cache; smaller costs calls.
 PIECE = 8 << 20
-# Times PIECE of a large tensor at once: setting up fresh memory costs the same for any size.
+# Times that of a large tensor at once: setting up fresh memory costs the same for any size.
 _WHOLE = 4
 _STAGES = 4  # staging buffers of PIECE bytes each: half the budget, the rest is slack
 # Below torch's grain of 32,768 elements a copy is not split over torch's own threads. Every reader
@@ -65,19 +68,26 @@ def read(
             hold undefined bytes.
     """
     todo = sorted(requests, key=lambda request: (request.file, request.offset))
+    on_host = all(request.destination.device.type == "cpu" for request in todo)
+    # To a device in more and smaller pieces: readers fill some while it fetches from others.
+    piece, most = (PIECE, min(_STAGES, _THREADS)) if on_host else (PIECE // 2, 2 * _STAGES)
     jobs = [
         job
         for direct in (True, False)
-        for job in _jobs_of([request for request in todo if request.direct is direct])
+        for job in _jobs_of([request for request in todo if request.direct is direct], piece)
     ]
     descriptors = {file: files.descriptor(file) for file in {request.file for request in todo}}
     report = advance or (lambda _: None)
-    # One stage per reader is enough where they cast themselves; a device is fed while they read on.
-    most = min(_STAGES, _THREADS) if all(job.on_host for job in jobs) else _STAGES
     free = [] if stages is None else stages
-    # Not from the C library, which holds on to some of what is given back.
+    # One read alone is not worth setting up memory that CUDA can fetch from by itself.
+    pinned = len(jobs) > 1 and any(job.cuda_devices for job in jobs)
     while len(free) < min(sum(job.staged for job in jobs), most):
-        free.append(allocate(PIECE, torch.uint8, torch.device("cpu")))
+        # Not from the C library, which holds on to some of what is given back.
+        free.append(
+            torch.empty(piece, dtype=torch.uint8, pin_memory=True)
+            if pinned
+            else allocate(piece, torch.uint8, torch.device("cpu"))
+        )
     with Pages(any(request.fresh for request in todo)) as pages:
         if len(jobs) == 1:  # on this thread: starting others takes longer than reading a little
             (job,) = jobs
@@ -98,6 +108,7 @@ def _read_parallel(
     free: list[torch.Tensor],
 ) -> None:
     running: dict[Future[None], tuple[Job, torch.Tensor | None]] = {}
+    used: deque[tuple[torch.Tensor, list[torch.Event]]] = deque()  # stages, and who fetches from it
     waiting = iter(jobs)
     following: Job | None = next(waiting, None)
     with ThreadPoolExecutor(min(_THREADS, len(jobs)), "torchlift-read") as pool:
@@ -107,7 +118,9 @@ def _read_parallel(
                 # that it uses the caller's stream.
                 while following is not None and len(running) < 4 * _THREADS:
                     if following.staged and not free:
-                        break
+                        if not used:
+                            break
+                        free.append(_fetched(*used.popleft()))
                     job, stage = following, free.pop() if following.staged else None
                     future = pool.submit(_read_one, job, descriptors[job.file], stage, pages)
                     running[future] = (job, stage)
@@ -120,10 +133,19 @@ def _read_parallel(
                         _deliver(job, stage, pages)
                     report(job.asked)
                     if stage is not None:
-                        free.append(stage)
+                        streams = map(torch.accelerator.current_stream, job.cuda_devices)
+                        used.append((stage, [stream.record_event() for stream in streams]))
+            free.extend(_fetched(*one) for one in used)
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _fetched(stage: torch.Tensor, events: Iterable[torch.Event]) -> torch.Tensor:
+    """Return the stage when the devices have fetched what it has."""
+    for event in events:
+        event.synchronize()
+    return stage
 
 
 def _read_one(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
@@ -208,7 +230,12 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
         source = stage[start - job.offset : end - job.offset].view(request.dtype)
         first = (start - request.offset) // request.dtype.itemsize
         target = request.destination[first : first + source.numel()]
-        if target.device.type != "cpu":
+        if target.device.type == "cuda" and source.is_pinned():
+            if source.dtype != target.dtype:
+                # torch would cast on the host, on this thread, into memory that is not pinned.
+                source = source.to(target.device, non_blocking=True)
+            target.copy_(source, non_blocking=True)
+        elif target.device.type != "cpu":
             target.copy_(source)
         else:
             _cast(source, target, pages, request.fresh)
@@ -317,25 +344,31 @@ class Job:
         return sum(end - start for start, end, _ in self.slices)
 
     @property
+    def cuda_devices(self) -> set[torch.device]:
+        """Those that something goes to."""
+        devices = {request.destination.device for *_, request in self.slices}
+        return {device for device in devices if device.type == "cuda"}
+
+    @property
     def on_host(self) -> bool:
         """Whether everything goes to the CPU's memory."""
         return all(request.destination.device.type == "cpu" for *_, request in self.slices)
 
 
-def _jobs_of(requests: Iterable[Request]) -> Iterator[Job]:
+def _jobs_of(requests: Iterable[Request], piece: int) -> Iterator[Job]:
     """Divide and join requests to what is worth one read: in file order, all direct or none."""
     job: Job | None = None
     for request in requests:
         if not request.nbytes:
             continue
         stop = request.offset + request.nbytes
-        if job is not None and (request.rows > 1 or not _joins(job, request)):
+        if job is not None and (request.rows > 1 or not _joins(job, request, piece)):
             yield job
             job = None
         if request.rows > 1:
-            yield from _jobs_of_rows(request)
-        elif job is None and request.nbytes > PIECE:
-            step = _WHOLE * PIECE if request.direct else PIECE
+            yield from _jobs_of_rows(request, piece)
+        elif job is None and request.nbytes > piece:
+            step = _WHOLE * piece if request.direct else piece
             for start in range(request.offset, stop, step):
                 end = min(start + step, stop)
                 yield Job(request.file, start, not request.direct, end, [(start, end, request)])
@@ -348,27 +381,27 @@ def _jobs_of(requests: Iterable[Request]) -> Iterator[Job]:
         yield job
 
 
-def _jobs_of_rows(request: Request) -> Iterator[Job]:
+def _jobs_of_rows(request: Request, piece: int) -> Iterator[Job]:
     """Make jobs of as many rows as are worth one read, or of slices of a long row."""
     row, size = request.nbytes // request.rows, request.dtype.itemsize
-    together = max(1, PIECE // row)
+    together = max(1, piece // row)
     for first in range(0, request.rows, together):
         rows = min(together, request.rows - first)
         start, nbytes = request.offset + first * request.step, rows * row
         target = request.destination[first * row // size :][: nbytes // size]
         some = replace(request, offset=start, nbytes=nbytes, destination=target, rows=rows)
         if rows == 1:
-            yield from _jobs_of([some])
+            yield from _jobs_of([some], piece)
         else:
             end = start + (rows - 1) * request.step + row
             yield Job(request.file, start, not request.direct, end, [(start, start + nbytes, some)])
 
 
-def _joins(job: Job, request: Request) -> bool:
+def _joins(job: Job, request: Request, piece: int) -> bool:
     return (
         request.file == job.file
         and request.offset >= job.end
-        and request.offset + request.nbytes - job.offset <= PIECE
+        and request.offset + request.nbytes - job.offset <= piece
         and len(job.slices) < _MAX_BUFFERS
         # A staged slice is viewed as its dtype, which needs its place in the buffer aligned.
         and (request.direct or (request.offset - job.offset) % request.dtype.itemsize == 0)
