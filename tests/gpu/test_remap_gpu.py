@@ -17,14 +17,6 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def accelerator() -> torch.device:
-    """This machine's, with the number of the current device."""
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.device(kind.type, torch.accelerator.current_device_index())
-
-
-@pytest.fixture
 def path(tmp_path: Path, accelerator: torch.device) -> Path:
     """A checkpoint of `Mixed` that was saved from the accelerator."""
     state = {key: value.to(accelerator) for key, value in randomised(Mixed()).items()}

@@ -1,8 +1,8 @@
 """Reads byte ranges of files into tensors, with several threads.
 
 This is the one seam between the plan and the bytes. It knows files, ranges, dtypes and tensors,
-never models or formats, so that direct I/O or a remote store can replace its inside
-without a caller noticing.
+never models or formats, so that direct I/O or a remote store can replace its inside without a
+caller noticing.
 
 Measured on 2 cores, 2.1 GB in the page cache: one thread of `read()` into fresh memory 0.9-1.4 s,
 two threads of `preadv` into memory from `torchlift._transfer.pages` 0.14-0.35 s. To an H100 beside
@@ -68,9 +68,11 @@ def read(
             hold undefined bytes.
     """
     todo = sorted(requests, key=lambda request: (request.file, request.offset))
-    on_host = all(request.destination.device.type == "cpu" for request in todo)
-    # To a device in more and smaller pieces: readers fill some while it fetches from others.
-    piece, most = (PIECE, min(_STAGES, _THREADS)) if on_host else (PIECE // 2, 2 * _STAGES)
+    kinds = {request.destination.device.type for request in todo}
+    piece, most = PIECE, min(_STAGES, _THREADS)
+    if kinds - {"cpu"}:
+        # In more and smaller pieces: readers fill some while a device fetches from others.
+        piece, most = PIECE // 2, 2 * _STAGES
     jobs = [
         job
         for direct in (True, False)
@@ -80,7 +82,7 @@ def read(
     report = advance or (lambda _: None)
     free = [] if stages is None else stages
     # One read alone is not worth setting up memory that CUDA can fetch from by itself.
-    pinned = len(jobs) > 1 and any(job.cuda_devices for job in jobs)
+    pinned = len(jobs) > 1 and "cuda" in kinds
     while len(free) < min(sum(job.staged for job in jobs), most):
         # Not from the C library, which holds on to some of what is given back.
         free.append(
@@ -129,12 +131,13 @@ def _read_parallel(
                 for future in done:
                     job, stage = running.pop(future)
                     future.result()
-                    if not job.on_host:
+                    if stage is not None and job.on_host:
+                        free.append(stage)
+                    elif stage is not None:
                         _deliver(job, stage, pages)
-                    report(job.asked)
-                    if stage is not None:
                         streams = map(torch.accelerator.current_stream, job.cuda_devices)
                         used.append((stage, [stream.record_event() for stream in streams]))
+                    report(job.asked)
             free.extend(_fetched(*one) for one in used)
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)

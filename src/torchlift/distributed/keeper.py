@@ -310,7 +310,6 @@ class Keeper:
             if is_new:  # or an object of the caller raises it when it is copied
                 raise
             self._stager.close()
-            self._stager = None
             return self._snapshot(objects)
         return copied["tensors"], copied["rest"]
 
