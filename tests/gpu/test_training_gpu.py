@@ -103,6 +103,36 @@ def test_a_live_model_is_filled_where_it_is(tmp_path, accelerator) -> None:
         assert same_bits(model.state_dict()[key].cpu(), value)
 
 
+class Odd(nn.Module):
+    """Large weights: of whole and of broken pieces, strided, in two dtypes; and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Parameter(torch.randn(4, _MIB))
+        self.uneven = nn.Parameter(torch.randn(2 * _MIB + 3))
+        self.strided = nn.Parameter(torch.randn(1024, 2048).T)
+        self.numbers = nn.Buffer(torch.arange(_MIB + 1))
+        self.small = nn.Parameter(torch.randn(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("given", ["file", "state dict"])
+def test_large_live_weights_are_filled_in_pieces(
+    tmp_path, accelerator, given, dtype
+) -> None:
+    """As torch's own load_state_dict fills them, cast on the way."""
+    state = randomised(Odd())
+    model, expected = (Odd().to(accelerator, dtype) for _ in range(2))
+    expected.load_state_dict(state)
+    torch.accelerator.memory.empty_cache()
+    torch.accelerator.memory.reset_peak_memory_stats()
+    before = torch.accelerator.memory.memory_allocated()
+    torchlift.load(model, saved(state, tmp_path) if given == "file" else state)
+    assert equal(model.state_dict(), expected.state_dict())
+    added = torch.accelerator.memory.max_memory_allocated() - before
+    assert added <= model.strided.nbytes + 5 * _MIB  # which torch sends whole
+
+
 @pytest.mark.parametrize("mode", ["assign", "copy", "swap"])
 def test_a_load_is_in_order_with_a_stream_of_the_caller(tmp_path, accelerator, mode) -> None:
     """What was queued before reads the old weights, what comes after the new ones."""

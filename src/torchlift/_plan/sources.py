@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, BinaryIO
 
 import torch
@@ -28,6 +28,7 @@ from torchlift._model.handlers import (
     slice_of,
 )
 from torchlift._plan.steps import Candidate, Copy, Joined, Sent, Value
+from torchlift._transfer import Sender
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import of_model, put_together
 
@@ -340,30 +341,41 @@ class StateSource(Origin):
         return wrap(like, shard_of_value(value, like, candidate.key))
 
 
-def copy_values(copies: Iterable[Copy]) -> None:
+def copy_values(copies: Sequence[Copy]) -> None:
     """Fill every target from tensors in memory; each rank touches only its own slices."""
-    with torch.no_grad():
+    on_cuda = [item for item in copies if item.target.is_cuda]
+    cast = [item.target for item in on_cuda if item.source.dtype != item.target.dtype]
+    targets = [item.target for item in on_cuda]
+    with torch.no_grad(), Sender(targets, cast) if on_cuda else nullcontext() as sender:
         for item in copies:
             source = item.source
             assert not isinstance(source, Sent)
             whole = tuple((0, size) for size in source.shape)
             for values, block in source.slices if isinstance(source, Joined) else [(source, whole)]:
-                place(values, block, item)
+                place(values, block, item, sender)
 
 
-def place(values: torch.Tensor, block: Sequence[Span], item: Copy) -> None:
+def place(
+    values: torch.Tensor, block: Sequence[Span], item: Copy, sender: Sender | None = None
+) -> None:
     """Copy what `values` (the `block` of the whole tensor) and the target have in common."""
-    target = item.target
+    target, copy = item.target, _copy if sender is None else sender.copy
     # A scalar may have been saved with shape [1]; and a slice of a subclass need not be a view.
     if target.dim() != values.dim() or (
         target.shape == values.shape and item.spans == tuple((span,) for span in block)
     ):
         # Not reshaped where it need not be: a subclass may not know how.
-        target.copy_(values if values.shape == target.shape else values.reshape(target.shape))
+        if values.shape != target.shape:
+            values = values.reshape(target.shape)
+        copy(values, target)
         return
     for into, out_of in overlaps(item.spans, block):
         part = slice_of(values, out_of)
-        (target if target.shape == part.shape else target[into]).copy_(part)
+        copy(part, target if target.shape == part.shape else target[into])
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 def whole_copy(source: Any, target: torch.Tensor) -> Copy:

@@ -2,6 +2,7 @@
 
 from torchlift._transfer.files import Files, is_network
 from torchlift._transfer.pages import allocate
+from torchlift._transfer.pinned import Sender
 from torchlift._transfer.reading import (
     BUDGET,
     STAGING,
@@ -12,6 +13,6 @@ from torchlift._transfer.reading import (
 )
 
 __all__ = [
-    "BUDGET", "STAGING", "Files", "Request", "allocate", "is_network", "is_readable", "read",
-    "requests_for",
+    "BUDGET", "STAGING", "Files", "Request", "Sender", "allocate", "is_network", "is_readable",
+    "read", "requests_for",
 ]  # fmt: skip

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ import torch
 
 from torchlift._transfer.files import Files
 from torchlift._transfer.pages import Pages, allocate
+from torchlift._transfer.pinned import THREADS, Stages, pinned
 from torchlift.errors import IntegrityError
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import rows, shortest_run
@@ -40,9 +40,8 @@ _STAGES = 4  # staging buffers of PIECE bytes each: half the budget, the rest is
 # would start a team of them, and on a busy machine these wait for each other: 2.1 GB cast to
 # bfloat16, alternated beside other work, took 1.8 s in the median like this and 4.3 s with them.
 _SERIAL = 32_704
-_THREADS = max(2, min(8, os.cpu_count() or 2))
 #: Anonymous memory, in bytes, that `read` takes at most to stage what is cast or moved.
-STAGING = min(_STAGES, _THREADS) * PIECE
+STAGING = min(_STAGES, THREADS) * PIECE
 
 
 def read(
@@ -69,7 +68,7 @@ def read(
     """
     todo = sorted(requests, key=lambda request: (request.file, request.offset))
     kinds = {request.destination.device.type for request in todo}
-    piece, most = PIECE, min(_STAGES, _THREADS)
+    piece, most = PIECE, min(_STAGES, THREADS)
     if kinds - {"cpu"}:
         # In more and smaller pieces: readers fill some while a device fetches from others.
         piece, most = PIECE // 2, 2 * _STAGES
@@ -82,14 +81,11 @@ def read(
     report = advance or (lambda _: None)
     free = [] if stages is None else stages
     # One read alone is not worth setting up memory that CUDA can fetch from by itself.
-    pinned = len(jobs) > 1 and "cuda" in kinds
+    fetched = len(jobs) > 1 and "cuda" in kinds
     while len(free) < min(sum(job.staged for job in jobs), most):
         # Not from the C library, which holds on to some of what is given back.
-        free.append(
-            torch.empty(piece, dtype=torch.uint8, pin_memory=True)
-            if pinned
-            else allocate(piece, torch.uint8, torch.device("cpu"))
-        )
+        host = torch.device("cpu")
+        free.append(pinned(piece) if fetched else allocate(piece, torch.uint8, host))
     with Pages(any(request.fresh for request in todo)) as pages:
         if len(jobs) == 1:  # on this thread: starting others takes longer than reading a little
             (job,) = jobs
@@ -98,7 +94,7 @@ def read(
             _deliver(job, stage, pages)
             report(job.asked)
         elif jobs:
-            _read_parallel(jobs, descriptors, pages, report, free)
+            _read_parallel(jobs, descriptors, pages, report, Stages(free))
     return sum(request.nbytes for request in todo)
 
 
@@ -107,23 +103,20 @@ def _read_parallel(
     descriptors: Mapping[str, int],
     pages: Pages,
     report: Callable[[int], object],
-    free: list[torch.Tensor],
+    stages: Stages,
 ) -> None:
     running: dict[Future[None], tuple[Job, torch.Tensor | None]] = {}
-    used: deque[tuple[torch.Tensor, list[torch.Event]]] = deque()  # stages, and who fetches from it
     waiting = iter(jobs)
     following: Job | None = next(waiting, None)
-    with ThreadPoolExecutor(min(_THREADS, len(jobs)), "torchlift-read") as pool:
+    with ThreadPoolExecutor(min(THREADS, len(jobs)), "torchlift-read") as pool:
         try:
             while following is not None or running:
                 # Readers cast what stays on the host; what goes to a device is sent from here, so
                 # that it uses the caller's stream.
-                while following is not None and len(running) < 4 * _THREADS:
-                    if following.staged and not free:
-                        if not used:
-                            break
-                        free.append(_fetched(*used.popleft()))
-                    job, stage = following, free.pop() if following.staged else None
+                while following is not None and len(running) < 4 * THREADS:
+                    job, stage = following, stages.take() if following.staged else None
+                    if job.staged and stage is None:
+                        break
                     future = pool.submit(_read_one, job, descriptors[job.file], stage, pages)
                     running[future] = (job, stage)
                     following = next(waiting, None)
@@ -131,24 +124,15 @@ def _read_parallel(
                 for future in done:
                     job, stage = running.pop(future)
                     future.result()
-                    if stage is not None and job.on_host:
-                        free.append(stage)
-                    elif stage is not None:
-                        _deliver(job, stage, pages)
-                        streams = map(torch.accelerator.current_stream, job.cuda_devices)
-                        used.append((stage, [stream.record_event() for stream in streams]))
+                    if stage is not None:
+                        if not job.on_host:
+                            _deliver(job, stage, pages)
+                        stages.put_back(stage, job.cuda_devices)
                     report(job.asked)
-            free.extend(_fetched(*one) for one in used)
+            stages.wait()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-
-
-def _fetched(stage: torch.Tensor, events: Iterable[torch.Event]) -> torch.Tensor:
-    """Return the stage when the devices have fetched what it has."""
-    for event in events:
-        event.synchronize()
-    return stage
 
 
 def _read_one(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:

@@ -22,6 +22,7 @@ from torchlift._plan import (
     place,
     whole_copy,
 )
+from torchlift._transfer import Sender
 from torchlift.errors import PlacementError
 
 T = TypeVar("T")
@@ -154,10 +155,13 @@ class BroadcastSource(StateSource):
             now = None
             if bucket is not None:
                 stage = self._stages[turn % len(self._stages)]
-                for block in bucket if rank() == 0 else ():
-                    source = self._tensors[block.index]
-                    assert isinstance(source, torch.Tensor)
-                    block.view(stage).copy_(source[tuple(slice(*span) for span in block.spans)])
+                if rank() == 0:
+                    with Sender([stage]) as sender:
+                        for block in bucket:
+                            source = self._tensors[block.index]
+                            assert isinstance(source, torch.Tensor)
+                            index = tuple(slice(*span) for span in block.spans)
+                            sender.copy(source[index], block.view(stage))
                 used = stage[: bucket[-1].stop]
                 now = torch.distributed.broadcast(used, 0, self._group, True), bucket, stage
             if before is not None:

@@ -1,0 +1,146 @@
+"""Copies host memory to CUDA devices through pinned memory, which they fetch from by themselves.
+
+Measured on an H100 beside 16 cores, 2.1 GB of a mapped file in the page cache into a live model:
+copied one by one by torch 0.32-0.36 s, through 8 pinned pieces of 4 MiB that 8 threads fill 0.16;
+with one thread for torch, as torchrun gives it, 0.35 and 0.15; cast to bfloat16 then, 0.52 and
+0.15. Where torch's own threads fill the pieces, it is 0.08 s by itself in place of 0.10, and with
+one thread 0.29-0.44. Tensors of 1 MiB gain a factor of 2, of 256 KiB nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+#: Threads that read or copy at a time.
+THREADS = max(2, min(8, os.cpu_count() or 2))
+_PIECE, _COUNT = 4 << 20, 8  # bytes of each stage, and how many: half of what a transfer may use
+_LARGE = 1 << 20  # bytes from which on a tensor is worth it
+
+
+class Stages:
+    """Pieces of memory to stage in, from some of which devices may still fetch.
+
+    Args:
+        free: those that can be used, to which all the others come back.
+    """
+
+    def __init__(self, free: list[torch.Tensor]) -> None:
+        self._free = free
+        self._used: deque[tuple[torch.Tensor, list[torch.Event]]] = deque()
+
+    def take(self) -> torch.Tensor | None:
+        """Return one, when the devices have fetched what it has; None: none has been put back."""
+        if not self._free and self._used:
+            self._reuse()
+        return self._free.pop() if self._free else None
+
+    def put_back(self, stage: torch.Tensor, devices: Iterable[torch.device]) -> None:
+        """Take one from which these devices fetch, each on the current stream."""
+        streams = map(torch.accelerator.current_stream, devices)
+        if events := [stream.record_event() for stream in streams]:
+            self._used.append((stage, events))
+        else:
+            self._free.append(stage)
+
+    def wait(self) -> None:
+        """Wait until the devices have fetched all of it."""
+        while self._used:
+            self._reuse()
+
+    def _reuse(self) -> None:
+        stage, events = self._used.popleft()
+        for event in events:
+            event.synchronize()
+        self._free.append(stage)
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """Return memory that CUDA can fetch from by itself."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+class Sender:
+    """Copies tensors over others; large ones through memory that CUDA devices fetch from.
+
+    What was copied is there when the context ends. The memory that this takes, it takes here,
+    before anything is written.
+
+    Args:
+        targets: what will be written to.
+        cast: those of them that get values of another dtype.
+    """
+
+    def __init__(self, targets: Iterable[torch.Tensor], cast: Iterable[torch.Tensor] = ()) -> None:
+        nbytes = sum(target.nbytes for target in targets if _is_large(target))
+        stages = [pinned(_PIECE) for _ in range(min(_COUNT, -(-nbytes // _PIECE)))]
+        self._stages = Stages(stages)
+        self._pool = ThreadPoolExecutor(THREADS, "torchlift-copy") if stages else None
+        # Pieces are cast where they arrive: torch would cast whole tensors on the host.
+        devices = {target.device for target in cast if _is_large(target)}
+        self._landings = {
+            device: torch.empty(_PIECE, dtype=torch.uint8, device=device) for device in devices
+        }
+        self._filling: deque[tuple[Future[torch.Tensor], torch.Tensor, torch.Tensor]] = deque()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy one over the other, which has its shape: now, or before the context ends."""
+        pool, lands = self._pool, source.dtype == target.dtype or target.device in self._landings
+        if not (
+            pool and lands and _is_large(target) and source.is_cpu and _is_plain(source, target)
+        ):
+            target.copy_(source)
+            return
+        flat = source.detach().view(-1), target.detach().view(-1)
+        count = _PIECE // max(source.itemsize, target.itemsize)
+        for values, into in zip(*(torch.split(each, count) for each in flat), strict=True):
+            while (stage := self._stages.take()) is None:
+                self._send()
+            self._filling.append((pool.submit(_fill, stage, values), stage, into))
+
+    def _send(self) -> None:
+        future, stage, target = self._filling.popleft()
+        values = future.result()
+        # From this thread: in order with what the caller's stream does.
+        if values.dtype != target.dtype:
+            landing = self._landings[target.device][: values.nbytes].view(values.dtype)
+            values = landing.copy_(values, non_blocking=True)
+        target.copy_(values, non_blocking=True)
+        self._stages.put_back(stage, [target.device])
+
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._pool is not None:
+            with self._pool:
+                while self._filling and error is None:
+                    self._send()
+            self._stages.wait()
+
+
+def _is_large(target: torch.Tensor) -> bool:
+    return target.is_cuda and target.nbytes >= _LARGE
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether the values are what is in memory, one behind the other."""
+    return all(
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+        for tensor in tensors
+    )
+
+
+def _fill(stage: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return the values, which are in the stage now."""
+    values = stage[: source.nbytes].view(source.dtype)
+    ctypes.memmove(values.data_ptr(), source.data_ptr(), values.nbytes)
+    return values
