@@ -117,9 +117,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("given", ["file", "state dict"])
-def test_large_live_weights_are_filled_in_pieces(
-    tmp_path, accelerator, given, dtype
-) -> None:
+def test_large_live_weights_are_filled_in_pieces(tmp_path, accelerator, given, dtype) -> None:
     """As torch's own load_state_dict fills them, cast on the way."""
     state = randomised(Odd())
     model, expected = (Odd().to(accelerator, dtype) for _ in range(2))
