@@ -131,6 +131,46 @@ def test_large_live_weights_are_filled_in_pieces(tmp_path, accelerator, given, d
     assert added <= model.strided.nbytes + 5 * _MIB  # which torch sends whole
 
 
+def test_what_lies_in_a_large_weight_is_written_after_it(tmp_path, accelerator) -> None:
+    """As torch's own load_state_dict does, which goes by the order of the names."""
+
+    class Overlapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.full = nn.Buffer(torch.zeros(4 * _MIB, device=accelerator))
+            self.head = nn.Buffer(self.full[:16])
+
+    state = {"full": torch.ones(4 * _MIB), "head": torch.full((16,), 2.0)}
+    model = Overlapping()
+    torchlift.load(model, saved(state, tmp_path))
+    assert model.full[:18].tolist() == [2.0] * 16 + [1.0] * 2
+
+
+def test_numbers_become_integers_as_on_the_host(tmp_path, accelerator) -> None:
+    """A device gives other integers for what is none."""
+    values = torch.tensor([float("nan"), float("inf"), 1e30, -1e30, 2.7, -2.7]).repeat(_MIB)
+
+    class Numbers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = nn.Buffer(torch.zeros(6 * _MIB, dtype=torch.int64, device=accelerator))
+
+    model, expected = Numbers(), Numbers()
+    torchlift.load(model, saved({"numbers": values}, tmp_path))
+    expected.load_state_dict({"numbers": values})
+    assert same_bits(model.numbers.cpu(), expected.numbers.cpu())
+
+
+def test_values_that_are_on_their_way_to_the_host_arrive_first(accelerator) -> None:
+    """A copy to pinned memory that the stream has not done yet."""
+    state = {key: value.to(accelerator) for key, value in randomised(large()).items()}
+    model = large().to(accelerator)
+    for _ in range(200):
+        state["0.weight"] = state["0.weight"] @ torch.eye(1536, device=accelerator)
+    torchlift.load(model, {k: v.to("cpu", non_blocking=True) for k, v in state.items()})
+    assert all(same_bits(v, state[k]) for k, v in model.state_dict().items())
+
+
 @pytest.mark.parametrize("mode", ["assign", "copy", "swap"])
 def test_a_load_is_in_order_with_a_stream_of_the_caller(tmp_path, accelerator, mode) -> None:
     """What was queued before reads the old weights, what comes after the new ones."""

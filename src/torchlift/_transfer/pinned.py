@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -65,48 +67,86 @@ def pinned(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
+class _Copy(NamedTuple):
+    """What is to be copied: as it is, or when it has been filled into its stage."""
+
+    values: torch.Tensor
+    target: torch.Tensor
+    stage: torch.Tensor | None = None
+    filled: Future[None] | None = None
+
+
 class Sender:
     """Copies tensors over others; large ones through memory that CUDA devices fetch from.
 
-    What was copied is there when the context ends. The memory that this takes, it takes here,
-    before anything is written.
+    What was copied is there when the context ends, in the order of the calls. The memory and the
+    threads that this takes, it takes here, before anything is written; without them it copies as
+    torch does, which needs none.
 
     Args:
         targets: what will be written to.
-        cast: those of them that get values of another dtype.
+        cast: those of them that get numbers of another dtype.
     """
 
     def __init__(self, targets: Iterable[torch.Tensor], cast: Iterable[torch.Tensor] = ()) -> None:
         nbytes = sum(target.nbytes for target in targets if _is_large(target))
-        stages = [pinned(_PIECE) for _ in range(min(_COUNT, -(-nbytes // _PIECE)))]
-        self._stages = Stages(stages)
-        self._pool = ThreadPoolExecutor(THREADS, "torchlift-copy") if stages else None
-        # Pieces are cast where they arrive: torch would cast whole tensors on the host.
         devices = {target.device for target in cast if _is_large(target)}
-        self._landings = {
-            device: torch.empty(_PIECE, dtype=torch.uint8, device=device) for device in devices
-        }
-        self._filling: deque[tuple[Future[torch.Tensor], torch.Tensor, torch.Tensor]] = deque()
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: deque[_Copy] = deque()
+        if not nbytes:
+            return
+        ready = threading.Barrier(THREADS)
+        pool = ThreadPoolExecutor(THREADS, "torchlift-copy")
+        try:
+            count = min(_COUNT, -(-nbytes // _PIECE))
+            self._stages = Stages([pinned(_PIECE) for _ in range(count)])
+            # Pieces are cast where they arrive: torch would cast whole tensors on the host.
+            self._landings = {
+                device: torch.empty(_PIECE, dtype=torch.uint8, device=device) for device in devices
+            }
+            for _ in range(THREADS):
+                pool.submit(ready.wait)
+            self._pool = pool
+        except RuntimeError:  # no memory, or no threads
+            ready.abort()
+            pool.shutdown()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy one over the other, which has its shape: now, or before the context ends."""
-        pool, lands = self._pool, source.dtype == target.dtype or target.device in self._landings
-        if not (
-            pool and lands and _is_large(target) and source.is_cpu and _is_plain(source, target)
-        ):
-            target.copy_(source)
+        if self._pool is None or not self._is_worth_it(source, target):
+            if self._waiting and target.is_cuda:  # it may be a part of what is yet to be written
+                self._waiting.append(_Copy(source, target))
+            else:
+                target.copy_(source)
             return
         flat = source.detach().view(-1), target.detach().view(-1)
         count = _PIECE // max(source.itemsize, target.itemsize)
         for values, into in zip(*(torch.split(each, count) for each in flat), strict=True):
             while (stage := self._stages.take()) is None:
                 self._send()
-            self._filling.append((pool.submit(_fill, stage, values), stage, into))
+            staged = stage[: values.nbytes].view(values.dtype)
+            filled = self._pool.submit(_fill, staged, values)
+            self._waiting.append(_Copy(staged, into, stage, filled))
+
+    def _is_worth_it(self, source: torch.Tensor, target: torch.Tensor) -> bool:
+        if not (_is_large(target) and _is_plain(source) and source.is_cpu) or source.is_pinned():
+            return False
+        # Floats that fit no integer become others on a device than on the host.
+        floats = source.is_floating_point() and target.is_floating_point()
+        return source.dtype == target.dtype or (floats and target.device in self._landings)
+
+    def flush(self) -> None:
+        """Queue all of it on the devices' streams."""
+        while self._waiting:
+            self._send()
 
     def _send(self) -> None:
-        future, stage, target = self._filling.popleft()
-        values = future.result()
+        values, target, stage, filled = self._waiting.popleft()
         # From this thread: in order with what the caller's stream does.
+        if stage is None or filled is None:
+            target.copy_(values)
+            return
+        filled.result()
         if values.dtype != target.dtype:
             landing = self._landings[target.device][: values.nbytes].view(values.dtype)
             values = landing.copy_(values, non_blocking=True)
@@ -119,28 +159,25 @@ class Sender:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self._pool is not None:
             with self._pool:
-                while self._filling and error is None:
-                    self._send()
+                if error is None:
+                    self.flush()
             self._stages.wait()
 
 
 def _is_large(target: torch.Tensor) -> bool:
-    return target.is_cuda and target.nbytes >= _LARGE
+    return target.is_cuda and _is_plain(target) and target.nbytes >= _LARGE
 
 
-def _is_plain(*tensors: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the values are what is in memory, one behind the other."""
-    return all(
+    return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
+        and not tensor.is_quantized
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
-        for tensor in tensors
     )
 
 
-def _fill(stage: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return the values, which are in the stage now."""
-    values = stage[: source.nbytes].view(source.dtype)
-    ctypes.memmove(values.data_ptr(), source.data_ptr(), values.nbytes)
-    return values
+def _fill(stage: torch.Tensor, source: torch.Tensor) -> None:
+    ctypes.memmove(stage.data_ptr(), source.data_ptr(), source.nbytes)

@@ -151,25 +151,25 @@ class BroadcastSource(StateSource):
         buckets = list(_buckets(chosen, self._tensors, BUDGET // 2))
         self.reserve()
         before: tuple[Any, list[_Block], torch.Tensor] | None = None
-        for turn, bucket in enumerate([*buckets, None]):
-            now = None
-            if bucket is not None:
-                stage = self._stages[turn % len(self._stages)]
-                if rank() == 0:
-                    with Sender([stage]) as sender:
-                        for block in bucket:
-                            source = self._tensors[block.index]
-                            assert isinstance(source, torch.Tensor)
-                            index = tuple(slice(*span) for span in block.spans)
-                            sender.copy(source[index], block.view(stage))
-                used = stage[: bucket[-1].stop]
-                now = torch.distributed.broadcast(used, 0, self._group, True), bucket, stage
-            if before is not None:
-                work, arrived, stage = before
-                if work is not None:
-                    work.wait()
-                yield arrived, stage
-            before = now
+        with Sender(self._stages if rank() == 0 else ()) as sender:
+            for turn, bucket in enumerate([*buckets, None]):
+                now = None
+                if bucket is not None:
+                    stage = self._stages[turn % len(self._stages)]
+                    for block in bucket if rank() == 0 else ():
+                        source = self._tensors[block.index]
+                        assert isinstance(source, torch.Tensor)
+                        index = tuple(slice(*span) for span in block.spans)
+                        sender.copy(source[index], block.view(stage))
+                    sender.flush()
+                    used = stage[: bucket[-1].stop]
+                    now = torch.distributed.broadcast(used, 0, self._group, True), bucket, stage
+                if before is not None:
+                    work, arrived, stage = before
+                    if work is not None:
+                        work.wait()
+                    yield arrived, stage
+                before = now
 
 
 @dataclass(frozen=True, slots=True)
