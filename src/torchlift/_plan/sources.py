@@ -343,10 +343,9 @@ class StateSource(Origin):
 
 def copy_values(copies: Sequence[Copy]) -> None:
     """Fill every target from tensors in memory; each rank touches only its own slices."""
-    on_cuda = [item for item in copies if item.target.is_cuda]
-    cast = [item.target for item in on_cuda if item.source.dtype != item.target.dtype]
-    targets = [item.target for item in on_cuda]
-    with torch.no_grad(), Sender(targets, cast) if on_cuda else nullcontext() as sender:
+    targets = [item.target for item in copies if item.target.is_cuda]
+    cast = (item.target for item in copies if item.source.dtype != item.target.dtype)
+    with torch.no_grad(), Sender(targets, cast) if targets else nullcontext() as sender:
         for item in copies:
             source = item.source
             assert not isinstance(source, Sent)

@@ -21,7 +21,8 @@ import torch
 
 #: Threads that read or copy at a time.
 THREADS = max(2, min(8, os.cpu_count() or 2))
-_PIECE, _COUNT = 4 << 20, 8  # bytes of each stage, and how many: half of what a transfer may use
+#: Bytes of each stage, and how many: threads fill some while a device fetches from others.
+STAGE, COUNT = 4 << 20, 8
 _LARGE = 1 << 20  # bytes from which on a tensor is worth it
 
 
@@ -68,12 +69,11 @@ def pinned(nbytes: int) -> torch.Tensor:
 
 
 class _Copy(NamedTuple):
-    """What is to be copied: as it is, or when it has been filled into its stage."""
+    """What is to be copied: as it is, or when it is in the stage that `filled` gives."""
 
     values: torch.Tensor
     target: torch.Tensor
-    stage: torch.Tensor | None = None
-    filled: Future[None] | None = None
+    filled: Future[torch.Tensor] | None = None
 
 
 class Sender:
@@ -98,11 +98,11 @@ class Sender:
         ready = threading.Barrier(THREADS)
         pool = ThreadPoolExecutor(THREADS, "torchlift-copy")
         try:
-            count = min(_COUNT, -(-nbytes // _PIECE))
-            self._stages = Stages([pinned(_PIECE) for _ in range(count)])
+            count = min(COUNT, -(-nbytes // STAGE))
+            self._stages = Stages([pinned(STAGE) for _ in range(count)])
             # Pieces are cast where they arrive: torch would cast whole tensors on the host.
             self._landings = {
-                device: torch.empty(_PIECE, dtype=torch.uint8, device=device) for device in devices
+                device: torch.empty(STAGE, dtype=torch.uint8, device=device) for device in devices
             }
             for _ in range(THREADS):
                 pool.submit(ready.wait)
@@ -120,13 +120,12 @@ class Sender:
                 target.copy_(source)
             return
         flat = source.detach().view(-1), target.detach().view(-1)
-        count = _PIECE // max(source.itemsize, target.itemsize)
+        count = STAGE // max(source.itemsize, target.itemsize)
         for values, into in zip(*(torch.split(each, count) for each in flat), strict=True):
             while (stage := self._stages.take()) is None:
                 self._send()
             staged = stage[: values.nbytes].view(values.dtype)
-            filled = self._pool.submit(_fill, staged, values)
-            self._waiting.append(_Copy(staged, into, stage, filled))
+            self._waiting.append(_Copy(staged, into, self._pool.submit(_fill, stage, values)))
 
     def _is_worth_it(self, source: torch.Tensor, target: torch.Tensor) -> bool:
         if not (_is_large(target) and _is_plain(source) and source.is_cpu) or source.is_pinned():
@@ -141,12 +140,12 @@ class Sender:
             self._send()
 
     def _send(self) -> None:
-        values, target, stage, filled = self._waiting.popleft()
+        values, target, filled = self._waiting.popleft()
         # From this thread: in order with what the caller's stream does.
-        if stage is None or filled is None:
+        if filled is None:
             target.copy_(values)
             return
-        filled.result()
+        stage = filled.result()
         if values.dtype != target.dtype:
             landing = self._landings[target.device][: values.nbytes].view(values.dtype)
             values = landing.copy_(values, non_blocking=True)
@@ -179,5 +178,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _fill(stage: torch.Tensor, source: torch.Tensor) -> None:
+def _fill(stage: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     ctypes.memmove(stage.data_ptr(), source.data_ptr(), source.nbytes)
+    return stage

@@ -23,7 +23,7 @@ import torch
 
 from torchlift._transfer.files import Files
 from torchlift._transfer.pages import Pages, allocate
-from torchlift._transfer.pinned import THREADS, Stages, pinned
+from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, pinned
 from torchlift.errors import IntegrityError
 from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import rows, shortest_run
@@ -70,8 +70,7 @@ def read(
     kinds = {request.destination.device.type for request in todo}
     piece, most = PIECE, min(_STAGES, THREADS)
     if kinds - {"cpu"}:
-        # In more and smaller pieces: readers fill some while a device fetches from others.
-        piece, most = PIECE // 2, 2 * _STAGES
+        piece, most = STAGE, COUNT
     jobs = [
         job
         for direct in (True, False)
