@@ -6,7 +6,6 @@ Standard library only.
 from __future__ import annotations
 
 import gc
-import math
 import re
 import signal
 import threading
@@ -152,8 +151,11 @@ def human(nbytes: float) -> str:
         >>> human(500), human(3 * 2**29)
         ('500 B', '1.5 GiB')
     """
-    unit = min(int(math.log2(max(nbytes, 1))) // 10, len(_BINARY) - 1)
-    return f"{nbytes / 1024**unit:.{min(unit, 1)}f} {_BINARY[unit]}"
+    unit = 0
+    # As it is shown, rounded: 1,048,575 bytes are 1.0 MiB, and not 1024.0 KiB.
+    while round(nbytes, min(unit, 1)) >= 1024 and unit < len(_BINARY) - 1:
+        nbytes, unit = nbytes / 1024, unit + 1
+    return f"{nbytes:.{min(unit, 1)}f} {_BINARY[unit]}"
 
 
 def count_of(number: int, noun: str) -> str:

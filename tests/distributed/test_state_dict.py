@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import inspect
 import itertools
+import pickle
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -47,6 +48,17 @@ def test_options_are_torch_s_and_either_class_is_accepted() -> None:
     model = torch.compile(two_layers(), backend="eager")
     found = ours.get_model_state_dict(model, options=theirs.StateDictOptions(cpu_offload=True))
     assert found.keys() == theirs.get_model_state_dict(model, options=StateDictOptions()).keys()
+
+
+def test_the_report_of_optimizers_belongs_to_one_result() -> None:
+    """Of what was loaded without any, too: a list in it is nobody else's."""
+    model = two_layers()
+    one, two = (ours.set_model_state_dict(model, model.state_dict()) for _ in range(2))
+    bare = type(one)([], []), type(one)([], [])  # type: ignore[call-arg]
+    for first, second in ((one, two), bare):
+        first.optimizer.loaded.append("weight")  # type: ignore[attr-defined]
+        assert second.optimizer.loaded == []  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(one)).optimizer.loaded == ["weight"]
 
 
 def test_options_that_contradict_each_other_are_an_error() -> None:

@@ -187,12 +187,20 @@ def test_an_empty_checkpoint_is_shown(tmp_path):
         (0, "0 B"),
         (1023, "1023 B"),
         (1024, "1.0 KiB"),
+        (2**21, "2.0 MiB"),
         (3 << 29, "1.5 GiB"),
+        (5 << 50, "5.0 PiB"),
         (1 << 70, "1048576.0 PiB"),
+        (1023.4, "1023 B"),
+        (1023.7, "1.0 KiB"),
+        (1023.9 * 2**10, "1023.9 KiB"),
+        *((2**power - 1, f"1.0 {unit}") for power, unit in ((20, "MiB"), (30, "GiB"), (40, "TiB"))),
+        (2**50 - 2**20, "1.0 PiB"),
+        (2**60 - 1, "1024.0 PiB"),
     ],
 )
 def test_sizes_are_in_the_unit_that_fits(nbytes, text):
-    """Binary units, one decimal."""
+    """Binary units, one decimal; the unit is that of the number as it is shown."""
     assert human(nbytes) == text
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import io
+import re
 import tracemalloc
 from dataclasses import dataclass
 from typing import Any
@@ -158,6 +160,35 @@ def test_a_class_may_have_another_name_in_files(path: Any) -> None:
     name = f"{Int8.__module__}.Int8"
     same(torchlift.open(path, allow=[(Int8, name)])["w"], weights(Int8))
     assert torchlift.open(path, allow=[(Int8, "other.Name")]).blocked_keys
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "file object", "shards"])
+def test_tensors_of_allowed_classes_are_listed_where_the_file_has_them(
+    tmp_path: Any, kind: str
+) -> None:
+    """As `torch.load` lists them; below a container, and after a shard without any, too."""
+    state = {"a": weights(Int8), "b": torch.ones(1), "c": {"d": weights(Int8), "e": torch.ones(1)}}
+    path = tmp_path / "model.pt"
+    torch.save(state, path, _use_new_zipfile_serialization=kind != "legacy")
+    given: Any = path
+    before: list[str] = []
+    if kind == "shards":
+        given, before = tmp_path / "shards", ["z"]
+        given.mkdir()
+        torch.save({"z": torch.ones(1)}, given / "pytorch_model-00001-of-00002.bin")
+        torch.save(state, given / "pytorch_model-00002-of-00002.bin")
+    elif kind == "file object":
+        given = io.BytesIO(path.read_bytes())
+    keys = [*before, "a", "b", "c.d", "c.e"]
+    with torchlift.open(given, allow=[Int8]) as ckpt:
+        assert list(ckpt) == list(ckpt.entries) == list(ckpt.state_dict()) == keys
+        table = str(ckpt).partition("\nkey ")[2]
+        assert re.findall(r"(?m)^ *([a-z]) ", table) == [*before, "a", "b", "c", "d", "e"]
+        assert list(ckpt.tree()) == ([*before, "a", "b", "c"] if kind != "shards" else keys)
+        assert list(ckpt.tree("c")) == ["d", "e"]
+    if kind != "file object":
+        assert list(torchlift.open(given, root="c", allow=[Int8])) == ["d", "e"]
+        assert list(torchlift.open(given)) == [*before, "b", "c.e"]
 
 
 @pytest.mark.parametrize("allow", [Int8, "int8_weights.Int8", ["int8_weights.Int8"], [len], [1]])

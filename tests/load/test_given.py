@@ -266,11 +266,20 @@ def test_a_counter_that_batch_norm_makes_up_is_no_sign_that_anything_fits():
         torchlift.load(model, {"other": torch.ones(1)}, strict=False)
 
 
-def test_what_is_no_tensor_is_named_once():
-    """Neither as missing nor as unexpected, with advice about names."""
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("door", ["memory", "file"])
+def test_what_is_no_tensor_is_named_once(tmp_path, door, strict):
+    """Neither as missing nor as unexpected, with advice about names; and never passed over."""
+    given = {**state(1), "0.bias": 3}
+    if door == "file":
+        torch.save(given, tmp_path / "x.pt")
+        given = tmp_path / "x.pt"
+    model = build()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(torchlift.MismatchError, match="no tensor in the checkpoint") as caught:
-        torchlift.load(build(), {**state(1), "0.bias": 3})
+        torchlift.load(model, given, strict=strict)
     assert "unexpected" not in str(caught.value)
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear, torch.optim.SGD([torch.ones(1)]), None])

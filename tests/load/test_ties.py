@@ -153,6 +153,26 @@ def test_names_of_a_tie_with_different_values_are_an_error_that_shows_both(
         assert torch.equal(model.embed.weight, before)
 
 
+@pytest.mark.parametrize(
+    ("door", "dtype", "change"),
+    [
+        ("memory", torch.float32, lambda values: values.view(torch.int32)),
+        ("memory", torch.complex64, torch.conj),
+        ("file", torch.complex64, torch.conj),
+    ],
+)
+def test_the_same_bytes_are_not_the_same_values(
+    door: str, dtype: torch.dtype, change: Any, tmp_path: Path
+) -> None:
+    """Of another dtype they are other numbers, and conjugated, too."""
+    values, model = torch.randn(5, 4, dtype=dtype), Tied()
+    model.embed.weight = model.head.weight = nn.Parameter(torch.zeros(5, 4, dtype=dtype))
+    state = {"embed.weight": values, "head.weight": change(values)}
+    with pytest.raises(torchlift.MismatchError, match="ties two keys that have different values"):
+        torchlift.load(model, state if door == "memory" else write(state, tmp_path))
+    torchlift.load(model, {"embed.weight": values, "head.weight": values.view(5, 4)})
+
+
 def test_the_hint_for_a_conflict_works(tmp_path: Path) -> None:
     """Dropping the wrong one with rename= loads the other."""
     path = write({"embed.weight": torch.zeros(5, 4), "head.weight": torch.ones(5, 4)}, tmp_path)

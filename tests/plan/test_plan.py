@@ -254,21 +254,6 @@ def test_long_lists_are_shortened_when_printed(tmp_path):
     assert len(made.unexpected_keys) == 9
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (2**21, "2.0 MiB"),
-        (3 << 30, "3.0 GiB"),
-        (5 << 50, "5.0 PiB"),
-    ],
-)
-def test_sizes_are_printed_for_people(nbytes, text):
-    """Units of 1024 with their proper names."""
-    assert human(nbytes) == text
-
-
 def test_a_forgotten_prefix_is_pointed_out_even_without_strict(tmp_path):
     """A load that loads nothing must not look like success."""
     path = tmp_path / "wrapped.pt"

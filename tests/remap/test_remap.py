@@ -200,7 +200,6 @@ def test_a_rule_prints_as_the_call_that_makes_it_and_travels_between_processes(r
         (remap.by_key({"inner": "cpu", "iner.0": "cpu"}), "'iner.0': .* Did you mean 'inner.0'"),
         (remap.by_key({"inner.1": "cpu", "inner.10": "cpu"}), "'inner.10': is mapped, but no ten"),
         (remap.by_key({"scale": "nochip:0"}), "'scale': cannot go .* 'nochip:0'"),
-        (remap.by_key({"inner": "meta"}), "'inner': cannot go .* holds no values"),
         (remap.by_location({"cuda:1": "nochip"}), "'cuda:1': cannot go .* 'nochip'"),
         (remap.by_pattern({"^sc": "nochip"}), r"'\^sc': cannot go .* 'nochip'"),
         (remap.first_of(remap.by_key({"scal": "cpu"}), "cpu"), "'scal': .* Did you mean 'scale'"),
@@ -218,6 +217,29 @@ def test_a_map_that_cannot_be_followed_is_one_error_that_names_its_entry(
         with pytest.raises(PlacementError, match=message):
             act(model, path, device=rule)
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        remap.by_key({"inner": "cpu", "": "meta"}),
+        remap.by_key({"inner": "cpu", "": torch.device("meta")}),
+        remap.by_pattern({"^inner": "cpu", "": "meta:0"}),
+        remap.first_of(remap.by_key({"inner": "cpu"}), remap.by_location({"": "meta"})),
+        remap.first_of(remap.by_key({"inner": "cpu"}), "meta"),
+    ],
+    ids=repr,
+)
+def test_a_map_leaves_for_a_later_load_what_it_sends_to_meta(path, rule) -> None:
+    """As ``device="meta"`` does; to run from there is still refused."""
+    model = torchlift.skeleton(Mixed)
+    later = [name for name in state_of(Mixed()) if not name.startswith("inner")]
+    assert torchlift.plan(model, path, device=rule).deferred == later
+    assert torchlift.load(model, path, device=rule).deferred == later
+    assert {name for name, value in tensors_of(model).items() if value.is_meta} == {*later}
+    assert torchlift.load(model, path).deferred == []
+    with pytest.raises(PlacementError, match=r"cannot go .* holds no values"):
+        remap.dispatch(model, {"": "meta"})
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")

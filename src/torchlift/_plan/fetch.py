@@ -23,7 +23,7 @@ from torchlift._plan.decide import (
     untransformed,
 )
 from torchlift._plan.plan import LoadPlan
-from torchlift._plan.sources import Origin
+from torchlift._plan.sources import Origin, is_in_place
 from torchlift._plan.steps import (
     Advance,
     Candidate,
@@ -375,17 +375,21 @@ def _check_ties(step: Step, origin: Origin) -> None:
 
 
 def _same_values(one: Candidate, two: Candidate, origin: Origin) -> bool:
-    a, b = one.entry, two.entry
-    if a and b and (a.dtype, a.shape, a.stride, a.chunks) == (b.dtype, b.shape, b.stride, b.chunks):
+    a, b = (item.entry and _content(item.entry) for item in (one, two))
+    if a and a == b:
         return True
     if one.value is not None and (one.value is two.value or origin.collective):
         return True
     left, right = origin.tensor(one), origin.tensor(two)
-    if left.data_ptr() == right.data_ptr() and left.stride() == right.stride():
+    if is_in_place(left, right):
         return True
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     return torch.equal(_bytes_of(left), _bytes_of(right))  # bits, so that a NaN equals itself
+
+
+def _content(entry: TensorEntry) -> tuple[object, ...]:
+    return entry.dtype, entry.shape, entry.stride, entry.chunks, entry.encoding
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

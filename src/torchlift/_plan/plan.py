@@ -389,7 +389,7 @@ def _check(matched: Match, path: str, options: Options) -> None:
     # What a module's own code makes up (BatchNorm its counter) is no sign that anything fits.
     nothing = not matched.fits and bool(missing)
     odd = [name for name in missing if name in matched.unexpected]
-    if not (wrong or nothing or (options.strict and (missing or unexpected))):
+    if not (wrong or nothing or odd or (options.strict and (missing or unexpected))):
         return
     lists, ways, alike = [], [], None
     missing, unexpected = ([n for n in names if n not in odd] for names in (missing, unexpected))

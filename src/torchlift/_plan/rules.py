@@ -152,7 +152,7 @@ def asked_device(
 
 def is_deferred(asked: object) -> bool:
     """Return whether a device rule leaves a tensor for a later load."""
-    return isinstance(asked, (str, torch.device)) and str(asked) == "meta"
+    return isinstance(asked, (str, torch.device)) and str(asked).partition(":")[0] == "meta"
 
 
 def target_device(

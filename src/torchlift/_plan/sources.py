@@ -392,7 +392,7 @@ def apart(copies: Iterable[Copy]) -> list[Copy]:
     written: set[int] = set()
     for item in copies:
         read, into = _memory(item.source), _memory(item.target)
-        if not read or read != into or not _is_in_place(item.source, item.target):
+        if not read or read != into or not is_in_place(item.source, item.target):
             needed.append((read, item))
             written |= into
     return [
@@ -418,12 +418,13 @@ def _memory(source: Value) -> set[int]:
     return {source.untyped_storage().data_ptr()} if has_memory(source) else set()
 
 
-def _is_in_place(one: Value, two: torch.Tensor) -> bool:
+def is_in_place(one: Value, two: torch.Tensor) -> bool:
+    """Return whether the numbers of one are, in its memory, already those of the other."""
     if not isinstance(one, torch.Tensor):
         return False
     if is_wrapper(one) or is_wrapper(two):
         pairs = zip(inner_tensors(one), inner_tensors(two), strict=False)
-        return type(one) is type(two) and all(_is_in_place(a, b) for a, b in pairs)
+        return type(one) is type(two) and all(is_in_place(a, b) for a, b in pairs)
     return (
         one.data_ptr() == two.data_ptr()
         and (one.dtype, one.device, one.shape, one.stride())

@@ -41,6 +41,7 @@ from torchlift.distributed.options import (
     LoadCall,
     StateDictMismatch,
     StateDictOptions,
+    bad_value,
     check_value,
     checked,
     misfit,
@@ -257,7 +258,11 @@ def _engine_options(job: _Job) -> Options:
 
 def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
     """Refuse names and shapes that do not fit, and values that are laid out in another way."""
-    names, chosen = job.names, job.options
+    names, chosen, values = job.names, job.options, job.state.model or {}
+    extra = set(matched.unexpected)
+    for name in map(names.canonical, filter(extra.__contains__, matched.missing)):
+        # As in torch, not strict means that names may be missing, not that values may be wrong.
+        raise bad_value(name, f"a {type(values.get(name)).__name__}")
     if chosen.strict and chosen.ignore_frozen_params:
         # What was read with the same options lacks them; on meta there is no value to keep.
         left_out = {name for name in names.frozen if not names.tensors[name].is_meta}

@@ -233,6 +233,17 @@ def model_misfit(
     )
 
 
+def bad_value(name: str, found: str) -> StateDictMismatch:
+    """Return the error for a value that no tensor of a model can take."""
+    return StateDictMismatch(
+        "a value of the state dict cannot be copied",
+        entry=name,
+        expected="a dense tensor with values",
+        found=found,
+        hint="Make it one (torch.as_tensor, to_dense, dequantize, to_padded_tensor).",
+    )
+
+
 def check_value(
     name: str, expected: torch.Tensor | None, value: object, options: StateDictOptions
 ) -> None:
@@ -245,13 +256,7 @@ def check_value(
     odd = oddity(held(value)) if isinstance(value, torch.Tensor) else None
     like = None if expected is None or expected.is_meta else oddity(expected)
     if odd and odd != like:  # one of the same odd kind takes it
-        raise StateDictMismatch(
-            "a value of the state dict cannot be copied",
-            entry=name,
-            expected="a dense tensor with values",
-            found=f"a tensor that is {odd}",
-            hint="Make it dense (to_dense, dequantize, to_padded_tensor), with values.",
-        )
+        raise bad_value(name, f"a tensor that is {odd}")
     if is_dtensor(expected) and not is_dtensor(value) and not options.full_state_dict:
         raise StateDictMismatch(
             "the state dict has another layout than the model",

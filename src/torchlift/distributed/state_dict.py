@@ -51,7 +51,10 @@ class LoadedKeys(_IncompatibleKeys):
         optimizer: the `OptimizerReport`.
     """
 
-    optimizer: OptimizerReport = OptimizerReport()
+    optimizer: OptimizerReport
+
+    def __init__(self, *_: Iterable[str]) -> None:
+        self.optimizer = OptimizerReport()
 
 
 def get_model_state_dict(

@@ -43,7 +43,8 @@ class Flat:
     """What a checkpoint's object tree holds, by dotted key, in file order.
 
     Attributes:
-        tensors, objects, templates: see `Index`.
+        tensors: every tensor, those of subclasses, too.
+        objects, templates: see `Index`.
         blocked: key -> the name of the global that its value would have needed; of a key that
             several paths give, `AMBIGUOUS`.
         inside: key of such a value -> the number of tensors in it, where there are any; each tensor
@@ -132,7 +133,7 @@ class _Flattener:
             cost = ENTRY * (len(value.tensors) + value.weight) + STEP * numbers
             self.budget.spend(cost, key)
         if isinstance(value, RebuiltRef) and value.kind == SUBCLASS:
-            self.flat.subclasses[key] = value
+            self.flat.tensors[key] = self.flat.subclasses[key] = value
             self.flat.blocked[key] = str(value.facts[0])
             if count := self._count(value):
                 self.flat.inside[key] = count

@@ -356,6 +356,7 @@ class Index:
             caller may allow by name.
         aside: containers at the top that hold no model, such as an optimizer's state: a load that
             names no root leaves them out.
+        order: keys of entries and of subclasses in file order, where there are any of these.
         templates: key of a module's extra state -> its containers as they were, with a ``Leaf`` for
             every value. Dotted keys alone do not tell a list from a dict, nor 1 from "1".
         tree: the one object that was saved, made of records of the pickle; None where a
@@ -375,6 +376,7 @@ class Index:
     blocked_keys: Mapping[str, str] = field(default_factory=dict)
     blocked_tensors: Mapping[str, int] = field(default_factory=dict)
     subclasses: Mapping[str, TensorEntry] = field(default_factory=dict)
+    order: Mapping[str, None] = field(default_factory=dict, repr=False)
     templates: Mapping[str, object] = field(default_factory=dict)
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
@@ -424,6 +426,9 @@ def join(
                 raise FormatError(conflict, entry=key, found=f"again in {index.path}")
         for name, values in merged.items():
             values.update(getattr(index, name))
+    if any(index.order for index in indexes):
+        keys = (key for index in indexes for key in index.order or index.entries)
+        merged["order"] = dict.fromkeys(keys)
     blocked = tuple(dict.fromkeys(name for index in indexes for name in index.blocked))
     return Index(path=path, format=format, metadata=metadata, blocked=blocked, **merged)
 
@@ -456,6 +461,7 @@ def under(index: Index, root: str) -> Index | None:
         blocked_keys=blocked_keys,
         blocked_tensors=inside(index.blocked_tensors),
         subclasses=subclasses,
+        order=inside(index.order),
         blocked=_globals_in(blocked_keys),
         storages=used_by({**entries, **subclasses}, index.storages),
         templates={key: _strip_leaves(tree, prefix) for key, tree in templates.items()},
@@ -515,10 +521,11 @@ def allowing(index: Index, classes: Mapping[str, type]) -> Index:
     }
     if not found:
         return index
+    entries = {**index.entries, **found}
     blocked = {key: name for key, name in index.blocked_keys.items() if key not in found}
     return replace(
         index,
-        entries={**index.entries, **found},
+        entries={key: entries[key] for key in (*index.order, *entries) if key in entries},
         subclasses={k: entry for k, entry in index.subclasses.items() if k not in found},
         blocked_keys=blocked,
         blocked_tensors={k: n for k, n in index.blocked_tensors.items() if k in blocked},

@@ -133,10 +133,14 @@ def index_of(
     """
     _refuse_module(root)
     flat = flatten(root, source.budget)
+    tensors, order = flat.tensors, dict[str, None]()
+    if flat.subclasses:
+        order = dict.fromkeys(tensors)
+        tensors = {key: ref for key, ref in tensors.items() if key not in flat.subclasses}
     return Index(
         path=source.path,
         format=format,
-        entries=resolver.entries(flat.tensors),
+        entries=resolver.entries(tensors),
         storages=resolver.storages,
         files={source.path: source.stamp},
         objects=flat.objects,
@@ -146,6 +150,7 @@ def index_of(
         blocked_keys=flat.blocked,
         blocked_tensors=flat.inside,
         subclasses={key: resolver.rebuilt(key, ref) for key, ref in flat.subclasses.items()},
+        order=order,
         templates=flat.templates,
         tree=(root,),
     )

@@ -16,7 +16,7 @@ import torch
 
 from torchlift._model.devices import DISK, usable_device
 from torchlift._plan import check_rule
-from torchlift._plan.rules import dtype_named, full_name
+from torchlift._plan.rules import dtype_named, full_name, is_deferred
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats import TensorEntry
 from torchlift.remap.names import compiled
@@ -57,7 +57,7 @@ class _Map(dict[str, V]):
             PlacementError: the first entry that is wrong.
         """
         for entry, value in self.items():
-            if not isinstance(value, torch.dtype):
+            if not isinstance(value, torch.dtype) and not is_deferred(value):
                 usable_device(value, entry, present=present)
 
 
@@ -143,8 +143,8 @@ def by_key(mapping: Mapping[str, V]) -> ByKey[V]:
 
     Args:
         mapping: prefix of the model's names, or a whole name -> a device for ``device=``
-            (``"disk"`` leaves it mapped from the file), or a `torch.dtype` or its name for
-            ``dtype=``.
+            (``"disk"`` leaves it mapped from the file, ``"meta"`` for a later load), or a
+            `torch.dtype` or its name for ``dtype=``.
 
     Returns:
         A dict that is a rule for ``device=`` or ``dtype=``. `torchlift.plan` and `torchlift.load`
