@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import io
 import json
 import os
 import pickle
 import resource
 import struct
+import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import pytest
 import torch
-from checkpoint_files import Call, same_bits, tensor, write_safetensors, write_zip
-from damaged_files import damage
+from checkpoint_files import Call, deflated, same_bits, tensor, write_safetensors, write_zip
+from damaged_files import damage, flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from int8_weights import Int8
 from safetensors.torch import save_file
 from small_models import Mixed, saved, tensors_of
 from torch import nn
 
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, UnsafeError
+from torchlift.measure import in_child
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
@@ -437,6 +446,176 @@ def test_entries_travel_between_processes(nested):
     """An entry is plain data."""
     entries = dict(torchlift.open(nested).entries)
     assert pickle.loads(pickle.dumps(entries)) == entries
+
+
+class Waiting(torch.utils.data.Dataset[list[float]]):
+    """A data set that has a checkpoint open."""
+
+    def __init__(self, ckpt: torchlift.Checkpoint) -> None:
+        self.ckpt = ckpt
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return self.ckpt["layer.bias"] + 1
+
+
+def facts_of(ckpt: torchlift.Checkpoint) -> tuple[object, ...]:
+    """What a checkpoint is, and says that it holds, without anything of this process."""
+    values = {key: value.tolist() for key, value in ckpt.state_dict().items()}
+    return ckpt.path, ckpt.format, ckpt.root, dict(ckpt.entries), dict(ckpt.objects), values
+
+
+@pytest.fixture(params=["file", "shards", "dcp"])
+def layout(request, tmp_path) -> Path:
+    """A model below a container, as a file, in shards, and as DCP has it."""
+    state = {"model": {"layer.weight": torch.ones(2, 3), "layer.bias": torch.zeros(2)}, "epoch": 4}
+    if request.param == "file":
+        return saved(state, tmp_path)
+    folder = tmp_path / "folder"
+    if request.param == "dcp":
+        torchlift.save(state, folder, format="dcp")
+    else:
+        folder.mkdir()
+        for at, (key, value) in enumerate(state["model"].items(), 1):
+            save_file({f"model.{key}": value}, folder / f"model-0000{at}-of-00002.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("root", [None, "model"])
+@pytest.mark.parametrize("by", [pickle, cloudpickle])
+def test_a_checkpoint_travels_as_its_path_and_is_opened_again(layout, monkeypatch, root, by):
+    """With the container that was taken; what travels is small, whatever the file's size."""
+    monkeypatch.chdir(layout.parent)
+    ckpt = torchlift.open(layout.name, root=root)
+    sent = by.dumps(ckpt)
+    monkeypatch.chdir("/")
+    assert facts_of(pickle.loads(sent)) == facts_of(ckpt)
+    assert facts_of(copy.deepcopy(ckpt)) == facts_of(ckpt)
+    assert len(sent) < 1000
+
+
+def test_a_spawned_process_gets_a_checkpoint(layout):
+    """A worker of a data loader, and any other process that is not forked."""
+    ckpt = torchlift.open(layout, root="model")
+    assert in_child(facts_of, ckpt).value == facts_of(ckpt)
+    if layout.suffix == ".pt":
+        loader = torch.utils.data.DataLoader(
+            Waiting(ckpt), num_workers=1, multiprocessing_context="spawn"
+        )
+        assert [batch.tolist() for batch in loader] == [[[1.0, 1.0]]]
+
+
+def test_classes_that_were_allowed_travel_with_a_checkpoint(tmp_path):
+    """Each by its name, with the one that files have for it."""
+    weight = Int8(torch.ones(2, 3, dtype=torch.int8), torch.ones(2, 1))
+    path = saved({"weight": weight}, tmp_path)
+    ckpt = torchlift.open(path, allow=[(Int8, "int8_weights.Int8")])
+    again = pickle.loads(pickle.dumps(ckpt))
+    assert again.allow == ckpt.allow
+    assert type(again["weight"]) is Int8
+
+
+@pytest.mark.parametrize("how", ["other", "junk", "gone"])
+def test_another_content_is_no_checkpoint_that_was_sent(layout, how):
+    """What was opened here is what is opened there, or an error says that it is not."""
+    sent = pickle.dumps(torchlift.open(layout))
+    files = [layout] if layout.is_file() else sorted(layout.glob("[!.]*"))
+    if how == "gone":
+        files[-1].unlink()
+    else:
+        content = files[-1].read_bytes()
+        files[-1].write_bytes(content if how == "other" else b"junk")
+    with pytest.raises(IntegrityError) as caught:
+        pickle.loads(sent)
+    assert str(layout) in str(caught.value)
+
+
+def test_a_set_of_other_files_is_no_checkpoint_that_was_sent(tmp_path):
+    """The files that it had are as they were, and there is an index that names another one."""
+    save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00001.safetensors")
+    sent = pickle.dumps(torchlift.open(tmp_path))
+    save_file({"b": torch.ones(1)}, tmp_path / "other.safetensors")
+    index = {"metadata": {}, "weight_map": {"b": "other.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(IntegrityError, match="other files belong to it"):
+        pickle.loads(sent)
+
+
+def test_a_checkpoint_without_a_path_says_why_it_cannot_travel(nested):
+    """Of a file object, whatever is behind it; and a closed one is closed."""
+    buffer = io.BytesIO(nested.read_bytes())
+    with nested.open("rb") as file, torchlift.open(nested) as closed:
+        opened = [torchlift.open(buffer), torchlift.open(file)]
+    for ckpt, name in zip(opened, ("<BytesIO>", str(nested)), strict=True):
+        with ckpt, pytest.raises(CheckpointError, match="cannot be pickled: only this") as caught:
+            pickle.dumps(ckpt)
+        assert caught.value.file == name
+    with pytest.raises(CheckpointError, match="is closed"):
+        pickle.dumps(closed)
+
+
+class Unnamed(io.BytesIO):
+    name = 3
+
+
+@pytest.mark.parametrize("kind", [io.BytesIO, Unnamed, "moved"])
+def test_errors_about_a_file_object_name_what_was_passed(tmp_path, nested, kind):
+    """Its name or its class, in whatever a caller gets to see, and never a temporary copy."""
+    content = nested.read_bytes()
+    shown = str(tmp_path / "moved.pt") if kind == "moved" else f"<{kind.__name__}>"
+
+    def given(content: bytes) -> Any:
+        if kind != "moved":
+            return kind(content)
+        (tmp_path / "moved.pt").write_bytes(b"before" + content)
+        file = stack.enter_context((tmp_path / "moved.pt").open("rb"))
+        file.seek(6)
+        return file
+
+    packed = deflated(nested, tmp_path / "packed.pt")
+    with zipfile.ZipFile(packed) as archive:
+        sums = [
+            struct.pack("<I", item.CRC) for item in archive.infolist() if "/data/" in item.filename
+        ]
+    damaged = functools.reduce(
+        lambda data, crc: data.replace(crc, b"crc?"), sums, packed.read_bytes()
+    )
+    flip(nested, "model.layer.weight")
+    flipped = nested.read_bytes()
+    index = json.dumps({"weight_map": {"a": "a.safetensors"}}).encode()
+    model = nn.Linear(3, 2)
+    acts: list[Callable[[], object]] = [
+        lambda: torchlift.open(given(b"junk")),
+        lambda: torchlift.open(given(content[:-100])),
+        lambda: torchlift.open(given(index)),
+        lambda: torchlift.open(given(content), root="none"),
+        lambda: ckpt.tree("none"),
+        lambda: torchlift.load(model, given(content)),
+        lambda: stack.enter_context(torchlift.open(given(damaged))).state_dict(),
+        lambda: torchlift.load(model, given(damaged), root="model.layer"),
+        lambda: torchlift.convert(given(flipped), tmp_path / "new.pt"),
+        lambda: torchlift.convert(given(flipped), tmp_path / "new.pt", dtype="float16"),
+    ]
+    with ExitStack() as stack:
+        ckpt = stack.enter_context(torchlift.open(given(content)))
+        assert ckpt.path == shown
+        assert str(ckpt).startswith(shown)
+        for act in acts:
+            with pytest.raises(CheckpointError) as caught:
+                act()
+            assert caught.value.file == shown, repr(caught.value)
+            assert os.path.join(tempfile.gettempdir(), "tmp") not in str(caught.value)
+
+
+def test_a_file_object_is_no_index_of_files_beside_a_temporary_one():
+    """What lies in the folder for temporary files is nobody's shard."""
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as beside:
+        save_file({"a": torch.ones(1)}, beside.name)
+        index = {"weight_map": {"a": os.path.basename(beside.name)}}
+        with pytest.raises(FormatError, match="a text file, not a checkpoint"):
+            torchlift.open(io.BytesIO(json.dumps(index).encode()))
 
 
 def test_a_stored_record_that_a_zip_tool_rewrote_still_reads(tmp_path):

@@ -351,9 +351,11 @@ def require_intact(ckpt: Checkpoint, only: Collection[str] | None = None) -> int
     if not report.ok:
         first, total = report.failed[0], len(report.checked) + len(report.records)
         storage = ckpt.index.storages.get(first.name)
+        where = storage.file if storage is not None else ckpt.path
+        stamp = ckpt.index.files.get(where)
         raise IntegrityError(
             f"checksums are wrong in {len(report.failed)} of {total} records",
-            file=storage.file if storage is not None else ckpt.path,
+            file=(stamp and stamp.shown) or where,
             entry=first.name,
             expected=f"crc32 {first.expected:08x}",
             found=first.what,

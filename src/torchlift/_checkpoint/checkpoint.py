@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar, overload
@@ -20,13 +21,21 @@ from typing import Any, BinaryIO, TypeVar, overload
 import torch
 
 from torchlift._checkpoint.tree import Tree, with_arrays
-from torchlift._system import printable
+from torchlift._system import clipped_list, printable
 from torchlift._transfer import Files
-from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError, did_you_mean
+from torchlift.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    PlacementError,
+    UnsafeError,
+    did_you_mean,
+)
 from torchlift.formats import (
     AMBIGUOUS,
     SUBCLASS,
     Chunk,
+    FileStamp,
     Index,
     RebuiltEntry,
     Record,
@@ -63,7 +72,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     anonymous memory until it is written to, and writing never changes the file.
 
     Attributes:
-        path: the file or directory, absolute.
+        path: the file or directory, absolute; of a file object that is none, its name or class.
         format: ``"torch-zip"``, ``"torch-legacy"``, ``"torchscript"``, ``"pt2"``,
             ``"safetensors"``, ``"sharded"``, ``"dcp"``, ``"gguf"``, ``"npz"``, ``"flax-msgpack"``
             or ``"zero"``.
@@ -74,6 +83,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     A tensor that is deflated in the file is inflated into memory whenever it is asked for, and
     shares that memory with those of other keys that look into the same storage.
+
+    It can be pickled where it was opened by a path: that is opened again in the other process, such
+    as a worker of a data loader, and refused where the files are not those of this one.
 
     What torch makes of other tensors (sparse in any layout, quantised, nested) or of none (on meta)
     is listed with dtype, shape and bytes, and made when it is asked for. A storage is a tensor of
@@ -104,6 +116,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self.blocked = tuple(self._index.blocked)
         self._views: MappedViews | None = self.views()
         self._kept = ExitStack()
+        self._given: str | None = None  # the path that `open` was given
 
     def __getitem__(self, key: str) -> torch.Tensor:
         entry = self.entries.get(key)
@@ -146,6 +159,16 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     # By identity: a mapping would compare tensors, whose truth value is an error.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
+
+    def __reduce__(self) -> tuple[object, ...]:
+        self.mapped()
+        if self._given is None:
+            raise CheckpointError(
+                "cannot be pickled: only this process has what it was opened from",
+                file=self.path,
+                hint="Save that to a file, and open its path.",
+            )
+        return _opened_again, (self._given, self.root, self.allow, dict(self._index.files))
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -752,28 +775,63 @@ def open(
     if isinstance(path, bytes) and (0 in path or len(path) > 4096):
         raise TypeError("that is the content of a file: pass its path, or io.BytesIO(content)")
     if isinstance(path, (str, bytes, os.PathLike)):
-        return Checkpoint(read_index(path), root=root, allow=allow)
+        made = Checkpoint(read_index(path), root=root, allow=allow)
+        made._given = os.path.abspath(os.fsdecode(path))
+        return made
     if not hasattr(path, "read"):
         raise TypeError(f"expected a path or a binary file object, not {type(path).__name__}")
     with ExitStack() as stack:
-        made = Checkpoint(read_index(_path_of(path, stack)), root=root, allow=allow)
+        made = Checkpoint(_index_of(path, stack), root=root, allow=allow)
         made._kept = stack.pop_all()
     return made
 
 
-def _path_of(file: BinaryIO, stack: ExitStack) -> str:
-    """Return the path of an open file, or of a copy that lives as long as the stack."""
+def _opened_again(
+    path: str, root: str | None, allow: Allow, files: Mapping[str, FileStamp]
+) -> Checkpoint:
+    """Open what another process had open.
+
+    Raises:
+        IntegrityError: a file is gone, or not the one that was opened there.
+    """
+    for file, stamp in files.items():  # before it is read: it may be no checkpoint any more
+        with Files({file: stamp}) as one:
+            one.descriptor(file)
+    made = open(path, root=root, allow=allow)
+    if made.index.files != files:
+        raise IntegrityError(
+            "other files belong to it than when it was opened",
+            file=path,
+            expected=clipped_list(files),
+            found=clipped_list(made.index.files),
+            hint="Open the checkpoint again once nobody writes to it.",
+        )
+    return made
+
+
+def _index_of(file: BinaryIO, stack: ExitStack) -> Index:
+    """Return the index of an open file, or of a copy that lives as long as the stack."""
     name = getattr(file, "name", None)
     if isinstance(name, str) and os.path.isfile(name) and not file.tell():
+        is_itself = False
         with suppress(OSError):  # no descriptor of its own: it reads out of something else
-            if os.path.samestat(os.stat(name), os.fstat(file.fileno())):
-                return name
+            is_itself = os.path.samestat(os.stat(name), os.fstat(file.fileno()))
+        if is_itself:
+            return read_index(name)
+    # A caller does not know the copy, which may be gone before the error is read.
+    shown = os.fsdecode(name) if isinstance(name, (str, bytes)) else f"<{type(file).__name__}>"
     copy = stack.enter_context(tempfile.NamedTemporaryFile())  # noqa: SIM115 - the stack closes it
     start = file.tell()
     shutil.copyfileobj(file, copy)
     file.seek(start)
     copy.flush()
-    return copy.name
+    try:
+        index = read_index(copy.name, alone=True)
+    except CheckpointError as error:
+        error.file = shown
+        raise
+    files = {path: replace(stamp, shown=shown) for path, stamp in index.files.items()}
+    return replace(index, path=shown, files=files)
 
 
 def not_dense(entry: RebuiltEntry, path: str) -> PlacementError:

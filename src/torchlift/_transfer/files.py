@@ -93,11 +93,12 @@ class Files:
                     whole[at : at + len(block)] = block
                     at += len(block)
         except OSError as error:
-            raise IntegrityError(f"cannot be read ({error.strerror})", file=file) from error
+            reason = f"cannot be read ({error.strerror})"
+            raise IntegrityError(reason, file=stamp.shown or file) from error
         except FormatError as error:
             raise IntegrityError(
                 error.reason,
-                file=file,
+                file=stamp.shown or file,
                 entry=record.name,
                 expected=error.expected,
                 found=error.found,
@@ -120,7 +121,7 @@ class Files:
 
     def _mapped(self, file: str) -> mmap.mmap:
         was_open = file in self._descriptors
-        area = self._maps[file] = _map(self._checked(file), file, self._stamps[file].size)
+        area = self._maps[file] = _map(self._checked(file), file, self._stamps[file])
         if not was_open:
             # The map has a descriptor of its own. Two for each of a thousand shards would be more
             # than most systems allow.
@@ -140,24 +141,24 @@ def _open(file: str, stamp: FileStamp) -> int:
     except OSError as error:
         raise IntegrityError(
             f"cannot be opened any more ({error.strerror})",
-            file=file,
+            file=stamp.shown or file,
             hint=_way_out(error, "The checkpoint's files must stay in place until it is loaded."),
         ) from error
 
 
-def _map(descriptor: int, file: str, size: int) -> mmap.mmap:
+def _map(descriptor: int, file: str, stamp: FileStamp) -> mmap.mmap:
     try:
         if os.name != "posix":
-            return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+            return mmap.mmap(descriptor, stamp.size, access=mmap.ACCESS_COPY)
         # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM + swap,
         # although nothing is ever written to most of it. The constant is missing before Python
         # 3.13.
         flags = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
-        return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(descriptor, stamp.size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
         raise IntegrityError(
             f"cannot be mapped ({error.strerror})",
-            file=file,
+            file=stamp.shown or file,
             hint=_way_out(error, 'Load with source="read", which needs no map.'),
         ) from error
 

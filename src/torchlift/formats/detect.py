@@ -112,7 +112,7 @@ _MOST_FOLDERS = 1000
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def read_index(path: str | os.PathLike[str]) -> Index:
+def read_index(path: str | os.PathLike[str], *, alone: bool = False) -> Index:
     """Read the index of a checkpoint file or directory, whatever its format.
 
     Neither torch nor an unpickler is involved, and no weight is read. The time is that of reading
@@ -120,6 +120,7 @@ def read_index(path: str | os.PathLike[str]) -> Index:
 
     Args:
         path: a file or a directory. Its name does not matter, only its content.
+        alone: whether it stands in no folder of its own, so that it is no index of other files.
 
     Returns:
         The index; byte offsets count from the start of each file.
@@ -143,7 +144,9 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     absolute = os.path.abspath(name)
     try:
         with collection_paused(), errors_name(absolute):
-            return _read_directory(absolute) if os.path.isdir(absolute) else _read_file(absolute)
+            if os.path.isdir(absolute):
+                return _read_directory(absolute)
+            return _read_file(absolute, Budget() if alone else None)
     except FileNotFoundError as error:
         raise FormatError(
             "no such file or directory",

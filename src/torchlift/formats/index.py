@@ -265,6 +265,7 @@ class FileStamp:
         device: the file system.
         inode: the file on it.
         ctime_ns: when content or attributes changed last, which only the system sets.
+        shown: what errors call it where it is a copy that nobody knows, or None.
     """
 
     size: int
@@ -272,6 +273,7 @@ class FileStamp:
     device: int
     inode: int
     ctime_ns: int
+    shown: str | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, file: int | str) -> FileStamp:
@@ -294,7 +296,7 @@ class FileStamp:
         if found != self:
             raise IntegrityError(
                 "the file changed after it was opened",
-                file=file,
+                file=self.shown or file,
                 expected=self._text(),
                 found=found._text(),
                 hint="Open the checkpoint again once nobody writes to it.",
