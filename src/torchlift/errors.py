@@ -11,13 +11,60 @@ from __future__ import annotations
 import difflib
 import heapq
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torchlift._system import printable
 
 _LONGEST = 300  # characters of one name or value in a message
 _MOST_COMPARED = 50  # names, with one that does not exist
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument that a hint names; it shows as Python has it.
+
+    Attributes:
+        name: such as ``"rename"``.
+        value: what is behind the equals sign.
+        steps: the value as data, for who spells it otherwise: of ``rename`` a prefix to strip, or a
+            pattern and its replacement.
+    """
+
+    name: str
+    value: str = ""
+    steps: tuple[str | tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
+
+
+class Hint(str):
+    """A way out that names arguments.
+
+    Attributes:
+        fragments: what it is made of, in this order.
+
+    Example:
+        >>> hint = Hint("Leave ", Argument("root"), " out.")
+        >>> print(hint, hint.spelled(lambda argument: f"--{argument.name}"), sep="; ")
+        Leave root= out.; Leave --root out.
+    """
+
+    fragments: tuple[str | Argument, ...]
+
+    def __new__(cls, *fragments: str | Argument) -> Hint:
+        """Return the text of all fragments, as Python has them."""
+        made = super().__new__(cls, "".join(map(str, fragments)))
+        inner = ((f.fragments if isinstance(f, Hint) else (f,)) for f in fragments)
+        made.fragments = tuple(chain.from_iterable(inner))
+        return made
+
+    def spelled(self, spell: Callable[[Argument], str]) -> str:
+        """Return the text with every argument as somebody else writes it."""
+        return "".join(spell(f) if isinstance(f, Argument) else f for f in self.fragments)
 
 
 class CheckpointError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from small_models import saved
 from torch import nn
 
 from torchlift import cli
+from torchlift._plan import suggestion
+from torchlift.cli.output import spelled
 
 MODEL = """
 from torch import nn
@@ -169,12 +172,20 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
     ("words", "status", "message"),
     [
         (["--budget", "cuda:0=1KiB"], 1, "does not fit: 4.2 KiB in all, budgets of 1.0 KiB"),
-        (["--budget", "cdua=1KiB"], 1, "'cdua': is mapped to something that is no device"),
+        (["--budget", "cdua=1KiB"], 2, "'cdua': is mapped to something that is no device"),
+        (["--budget", "meta"], 2, "--budget: 'meta': budgets: the device holds no values"),
+        (["--budget", "cpu", "--budget", "cpu=1GB"], 2, "--budget: a device is given twice"),
+        (["--budget", "cpu=1KiB"], 1, "give a smaller --dtype, or add --budget disk for what"),
+        (["--no-split", "3"], 2, "--no-split: needs --budget"),
+        (["--device-map", '{"3": "gpu"}'], 2, "--device-map: '3': is mapped to something that"),
+        (["--device-map", '{"3": "float16"}'], 2, "expected devices; --dtype takes dtypes"),
+        (["--device", "gpu"], 2, "--device: 'gpu': is mapped to something that is no device"),
+        (["--device", ""], 2, "--device: '': is mapped to something that is no device"),
         (["--budget", "cuda:0=much"], 2, "budgets['cuda:0']: not a size such as 2GiB"),
         (["--device-map", '{"33": "cpu"}'], 1, "Did you mean '3'?"),
         (["--device-map", "{"], 2, "Expecting property name"),
         (["--device-map", "nowhere.json"], 1, "nowhere.json: No such file"),
-        (["--device", "cuda:x"], 1, "no device"),
+        (["--device", "cuda:x"], 2, "no device"),
         (["--device", "cpu", "--budget", "cpu"], 2, "not allowed with argument"),
         (["--dtype", "int8"], 2, "--dtype 'int8': not a floating-point dtype"),
         (["--dtype", "fp16"], 2, "floating-point dtype of torch. Did you mean 'float16'?"),
@@ -193,6 +204,67 @@ def test_what_cannot_be_planned_is_one_line_and_a_status(run, path, words, statu
     assert (found, out) == (status, "")
     assert message in err
     assert "Traceback" not in err
+
+
+TWO = ["--model", "torch.nn:Linear", "--model-args", '{"in_features": 2, "out_features": 2}']
+
+
+@pytest.mark.parametrize("mesh", [[], ["--mesh", "fsdp=2"]], ids=["devices", "mesh"])
+@pytest.mark.parametrize(
+    ("before", "words", "ways"),
+    [
+        ("module.", [], ["--strip module"]),
+        ("ema.module.", ["--root", "ema"], ["--root ema.module", "--strip module"]),
+        ("ema.module.", ["--root", "ema.module"], []),
+    ],
+)
+def test_a_way_out_is_spelled_as_the_command_has_it_and_works(
+    run, tmp_path, before, words, ways, mesh
+) -> None:
+    """Each name of a list on a line of its own; the options that it names are taken as they are."""
+    state = {f"{before}{key}": value for key, value in nn.Linear(2, 2).state_dict().items()}
+    path = saved({**state, "ema.step.x": torch.ones(1)} if "ema" in before else state, tmp_path)
+    found, _, err = run(path, *TWO, *mesh, *words, wrapped=False)
+    assert found == (1 if ways else 0)
+    for way in ways:
+        assert way in err
+        assert "\n  missing (" in err
+        assert "\n  unexpected (" in err
+        assert "=remap" not in err
+        assert "root=" not in err
+        again = [*words[2 * way.startswith("--root") :], *shlex.split(way)]
+        again += ["--no-strict"] * ("ema" in before)
+        assert run(path, *TWO, *mesh, *again, wrapped=False)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("missing", "unexpected", "words"),
+    [
+        ("n.weight", "n.gamma", "pass --rename '(?<![^.])gamma(?![^.])=weight'."),
+        ("fc.weight", "module.fc.gamma", "--rename '(?<![^.])module[.]=' --rename"),
+        ("model.weight", "weight", "pass --rename '^=model.'."),
+    ],
+)
+def test_rules_for_names_are_options_of_their_own(missing, unexpected, words) -> None:
+    """A pattern and what replaces it, quoted for a shell; without the option they are Python's."""
+    hint = suggestion([missing], [unexpected])
+    assert words in str(spelled(hint, ["--rename"]))
+    assert str(spelled(hint, [])) == f"{hint[:-1]} in Python."
+    assert spelled(None, []) is None
+
+
+def test_what_the_command_has_no_option_for_is_said_to_be_python_s(run, tmp_path) -> None:
+    """In JSON, too, where the hint has a field of its own."""
+    path = saved(nn.Linear(3, 2).state_dict(), tmp_path)
+    _, out, err = run(path, *TWO, "--json", wrapped=False)
+    assert "Pass ignore_mismatched=True in Python to skip" in err
+    assert json.loads(out)["error"]["hint"] in err
+    path = saved({**nn.Linear(2, 2).state_dict(), "other": torch.ones(1)}, tmp_path)
+    found, _, err = run(path, *TWO, wrapped=False)
+    assert "Pass --no-strict.\n  unexpected (1): other" in err
+    _, _, err = run(path, "--root", "other", wrapped=False)
+    assert "Leave --root out, or pass --rename to choose" in err
+    assert cli.main(["inspect", str(path), "--root", "other"]) == found == 1
 
 
 @pytest.mark.parametrize("mesh", [[], ["--mesh", "fsdp=2"]], ids=["devices", "mesh"])

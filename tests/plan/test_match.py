@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import Mixed, Scalar, Tied, Two, entry
+from small_models import Mixed, Scalar, Tied, Two, entry, saved
 from torch import nn
 
+import torchlift
 from torchlift import remap
 from torchlift._model.slots import collect
 from torchlift._plan import Candidate, look_alikes, match, renamed, suggestion
@@ -207,6 +208,28 @@ def test_a_container_with_other_things_beside_it_is_a_root():
     """As Lightning saves: the weights of the module's child `model`, epoch and optimizer."""
     found = [f"state_dict.model.{key}" for key in BERT] + ["optimizer_states.0.state.0.exp_avg"]
     assert "pass root='state_dict.model' to leave the rest of it out" in suggestion(BERT, found)
+
+
+@pytest.mark.parametrize("door", ["memory", "file", "several", "simulate"])
+def test_the_root_that_a_hint_names_counts_from_where_root_does(tmp_path, door):
+    """Below ``root="ema"`` it is ``root="ema.module"``; of a checkpoint opened there, it is not."""
+    model = nn.Linear(2, 2)
+    given = {"ema": {"module": {**model.state_dict()}, "steps": torch.ones(1)}}
+    path = saved(given, tmp_path)
+    source = {"memory": given, "several": [path, given]}.get(door, path)
+    act = torchlift.load
+    if door == "simulate":
+
+        def act(model, source, root):
+            return torchlift.distributed.simulate(source, "fsdp=2", model=model, root=root)
+
+    with pytest.raises(MismatchError, match=r"pass root='ema\.module' to leave"):
+        act(model, source, root="ema")
+    act(model, source, root="ema.module")
+    with torchlift.open(path, root="ema") as ckpt:
+        with pytest.raises(MismatchError, match="pass root='module' to leave"):
+            torchlift.load(model, ckpt)
+        torchlift.load(model, ckpt, root="module")
 
 
 def test_names_that_are_spelled_alike_are_named():

@@ -24,8 +24,10 @@ from torchlift._checkpoint.tree import Tree, with_arrays
 from torchlift._system import clipped_list, printable
 from torchlift._transfer import Files
 from torchlift.errors import (
+    Argument,
     CheckpointError,
     FormatError,
+    Hint,
     IntegrityError,
     PlacementError,
     UnsafeError,
@@ -288,17 +290,20 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         module, _, kind = name.rpartition(".")
         if key in self._index.subclasses:
-            hint = f"Where you know the class, name it: allow=[{kind}], from {module}."
+            allow = Argument("allow", f"[{kind}]")
+            hint = Hint("Where you know the class, name it: ", allow, f", from {module}.")
         else:
-            hint = "There is nothing else in it. "
+            hint = Hint("There is nothing else in it. ")
             if self.entries or self._index.objects:
-                hint = (
-                    "Load without it: allow_unexpected=[...] with its name, or root= for a part of "
-                    "the file. "
+                left_out = Argument("allow_unexpected", "[...] with its name")
+                root = Argument("root")
+                hint = Hint(
+                    "Load without it: ", left_out, ", or ", root, " for a part of the file. "
                 )
-            hint += (
+            hint = Hint(
+                hint,
                 "torch.load(path, weights_only=False) would make it, and run whatever the file "
-                "asks for: only where you trust who wrote it."
+                "asks for: only where you trust who wrote it.",
             )
         return UnsafeError(
             f"only unpickling could rebuild it, through {name}, and that can run code",

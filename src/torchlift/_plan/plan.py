@@ -40,7 +40,7 @@ from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
 from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._system import Facts, clipped_list, human
 from torchlift._transfer import STAGING
-from torchlift.errors import MismatchError
+from torchlift.errors import Argument, Hint, MismatchError
 from torchlift.formats import RebuiltEntry
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
@@ -223,7 +223,7 @@ def make_plan(
     if options.strict and (matched.missing or matched.unexpected) and hooked:
         # They may excuse a name, and get to see the loaded module only if nothing is wrong.
         run_post_hooks(tree, matched.missing, matched.unexpected)
-    matched.hint = _hint(matched, tree.modules[0], options)
+    matched.hint = _hint(matched, tree.modules[0], options, origin.root)
     (check or _check)(matched, origin.path, options)
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
@@ -371,14 +371,14 @@ def _new_bytes(step: Step) -> int:
     return math.prod(shape) * step.dtype.itemsize
 
 
-def _hint(matched: Match, model: nn.Module, options: Options) -> str | None:
+def _hint(matched: Match, model: nn.Module, options: Options, root: str | None) -> str | None:
     """Return what would bring names together that do not fit, or None."""
     missing, unexpected = matched.missing, matched.unexpected
     if matched.fits:  # what is allowed is meant to be so; that nothing fits, nobody means
         missing, unexpected = _not_allowed(matched, options)
     if not missing or not unexpected:
         return None
-    found = suggestion(missing, unexpected)
+    found = suggestion(missing, unexpected, root)
     return found or (_library_hint(model) if options.rename is None else None)
 
 
@@ -391,27 +391,28 @@ def _check(matched: Match, path: str, options: Options) -> None:
     odd = [name for name in missing if name in matched.unexpected]
     if not (wrong or nothing or odd or (options.strict and (missing or unexpected))):
         return
-    lists, ways, alike = [], [], None
+    lists, ways, alike = [], list[str | Argument](), None
     missing, unexpected = ([n for n in names if n not in odd] for names in (missing, unexpected))
     if odd:
         lists.append(f"no tensor in the checkpoint ({len(odd)}): {clipped_list(odd)}")
         ways.append("tensors under these names (torch.from_numpy makes one of an array)")
     if missing:
         lists.append(f"missing ({len(missing)}): {clipped_list(missing)}")
-        ways.append("allow_missing=[...] with the names that may be")
+        ways.append(Argument("allow_missing", "[...] with the names that may be"))
     if unexpected:
         lists.append(f"unexpected ({len(unexpected)}): {clipped_list(unexpected)}")
-        ways.append("allow_unexpected=[...] with the names that may be")
+        ways.append(Argument("allow_unexpected", "[...] with the names that may be"))
     if missing and unexpected:
-        ways = ["rename= with the rule that brings the names together"]
+        ways = [Hint(Argument("rename"), " with the rule that brings the names together")]
         alike = look_alikes(missing, unexpected)
     if wrong:
         lists.append(f"mismatched ({len(wrong)}): {clipped_list(map(str, wrong.values()), '; ')}")
-        ways.append("ignore_mismatched=True to skip what has another shape")
+        skipping = Argument("ignore_mismatched", "True")
+        ways.append(Hint(skipping, " to skip what has another shape"))
     hint = matched.hint
     if hint is None:
-        hint = f"{alike}: if it is the same, pass" if alike else "Pass"
-        hint += f" {' and '.join(ways)}."
+        start = f"{alike}: if it is the same, pass " if alike else "Pass "
+        hint = Hint(start, ways[0], *(f for way in ways[1:] for f in (" and ", way)), ".")
     fits = "nothing in the checkpoint fits" if nothing else "the checkpoint does not fit"
     raise MismatchError(
         f"{fits} the model",
@@ -480,4 +481,5 @@ def _library_hint(model: nn.Module) -> str | None:
     bases = {(base.__module__, base.__name__) for base in type(model).__mro__}
     if ("transformers.modeling_utils", "PreTrainedModel") not in bases:
         return None
-    return "transformers converts its files while it loads: pass rename=remap.transformers(model)."
+    rename = Argument("rename", "remap.transformers(model)")
+    return Hint("transformers converts its files while it loads: pass ", rename, ".")

@@ -65,6 +65,7 @@ def sources(
             for layer in layers
         ]
         origin = _layered(opened)
+        origin.root = root
         stack.callback(origin.close)
         yield origin
 
@@ -184,6 +185,7 @@ class Origin:
 
     Attributes:
         path: for errors and reports.
+        root: the container that was asked for.
         paths: key -> the one of several sources that it comes from.
         checkpoints: whose files it reads.
         candidates: key -> where its values are.
@@ -197,6 +199,7 @@ class Origin:
 
     views: MappedViews
     path = IN_MEMORY
+    root: str | None = None
     paths: Mapping[str, str] = {}
     checkpoints: Sequence[Checkpoint] = ()
     blocked: Mapping[str, str] = {}

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from torchlift._model.torch_private import CHECKPOINTED, COMPILED, FULLY_SHARDED
-from torchlift.errors import nearest
+from torchlift.errors import Argument, Hint, nearest
 
 #: Names of each side from which rules are guessed; what they do is counted on all names.
 _LOOKED_AT = 2000
@@ -20,12 +20,19 @@ _WRAPPERS = dict.fromkeys(("module", COMPILED, CHECKPOINTED, FULLY_SHARDED), "")
 Edits = Mapping[str, str]
 
 
-def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
+def suggestion(
+    missing: Iterable[str], unexpected: Iterable[str], root: str | None = None
+) -> Hint | None:
     r"""Return the one rename or root that would bring the two lists together, or None.
 
+    Args:
+        missing: names of the model.
+        unexpected: names of the checkpoint, below `root`.
+        root: the container that was asked for.
+
     Example:
-        >>> suggestion(["fc.weight"], ["module.fc.weight"])
-        "The checkpoint's names start with 'module.': pass rename=remap.strip('module.')."
+        >>> print(suggestion(["fc.weight"], ["module.fc.weight"]))
+        The checkpoint's names start with 'module.': pass rename=remap.strip('module.').
         >>> print(suggestion(["norm.weight"], ["norm.gamma"]).partition(": ")[2])
         pass rename=remap.rules([('(?<![^.])gamma(?![^.])', 'weight')]).
     """
@@ -34,17 +41,22 @@ def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
     add, added = _prefix(extra, lacking)
     if drop and dropped >= added:
         rest = _edits_between(lacking, [name.removeprefix(drop) for name in extra])
-        strip = f"remap.strip({drop!r})" + (f" | {_rules(rest)}" if rest else "")
+        strip = _rename(rest, drop)
         if rest or all(name.startswith(drop) for name in extra):
-            return f"The checkpoint's names start with {drop!r}: pass rename={strip}."
-        return (
-            f"Of the checkpoint's names some start with {drop!r}: pass root={drop[:-1]!r} to leave "
-            f"the rest of it out, or rename={strip}."
+            return Hint(f"The checkpoint's names start with {drop!r}: pass ", strip, ".")
+        inner = f"{root}.{drop[:-1]}" if root else drop[:-1]
+        return Hint(
+            f"Of the checkpoint's names some start with {drop!r}: pass ",
+            Argument("root", repr(inner), (inner,)),
+            " to leave the rest of it out, or ",
+            strip,
+            ".",
         )
     if add:
-        return (
-            f"The model's names start with {add!r} and the checkpoint's do not: "
-            f"pass rename=lambda key: {add!r} + key."
+        return Hint(
+            f"The model's names start with {add!r} and the checkpoint's do not: pass ",
+            Argument("rename", f"lambda key: {add!r} + key", (("^", add),)),
+            ".",
         )
     edits = _edits_between(lacking, extra)
     if not edits:
@@ -53,7 +65,7 @@ def suggestion(missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
         f"{old!r} looks like {new!r}" if new else f"{old!r} is in the checkpoint's names only"
         for old, new in edits.items()
     ]
-    return f"{', '.join(told)}: pass rename={_rules(edits)}."
+    return Hint(f"{', '.join(told)}: pass ", _rename(edits), ".")
 
 
 def look_alikes(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
@@ -134,10 +146,11 @@ def _edited(name: str, edits: Edits) -> str:
     return ".".join(filter(None, (edits.get(part, part) for part in name.split("."))))
 
 
-def _rules(edits: Edits) -> str:
+def _rename(edits: Edits, drop: str = "") -> Argument:
     # Whole components, which may have any character but a dot; \b ends at a hyphen.
     pairs = [
         (f"(?<![^.]){re.escape(old)}" + ("(?![^.])" if new else "[.]"), new.replace("\\", r"\\"))
         for old, new in edits.items()
     ]
-    return f"remap.rules({pairs!r})"
+    steps = [f"remap.strip({drop!r})"] * bool(drop) + [f"remap.rules({pairs!r})"] * bool(pairs)
+    return Argument("rename", " | ".join(steps), (*[drop] * bool(drop), *pairs))

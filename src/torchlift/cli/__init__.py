@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torchlift
 from torchlift._system import printable
+from torchlift.cli.output import spelled
 from torchlift.errors import CheckpointError, UnsafeError
 
 #: name -> (what it does, module). The module is imported only when its command is the one to run,
@@ -89,7 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CheckpointError, OSError) as error:
-        print(f"torchlift: {printable(_describe(error))}", file=sys.stderr)
+        is_ours = isinstance(error, CheckpointError)
+        if isinstance(error, CheckpointError):
+            error.hint = spelled(error.hint, args.parser._option_string_actions)
+        # Our errors escape every name, and list names on lines of their own.
+        print(f"torchlift: {printable(_describe(error), lines=is_ours)}", file=sys.stderr)
         if args.json:
             _print_error(error)
         return args.trouble or (3 if isinstance(error, UnsafeError) else 1)

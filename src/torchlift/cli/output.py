@@ -1,10 +1,47 @@
-"""JSON that every parser accepts."""
+"""JSON that every parser accepts, and hints in the words of the command."""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
+from collections.abc import Container
 from typing import Any
+
+from torchlift.errors import Argument, Hint
+
+#: Argument of a function -> the option that means the same.
+_OPTIONS = {
+    "allow_missing": "--no-strict",
+    "allow_unexpected": "--no-strict",
+    "budgets": "--budget",
+    "dtype": "--dtype",
+    "rename": "--rename",
+    "root": "--root",
+}
+
+
+def spelled(hint: str | None, options: Container[str]) -> str | None:
+    """Return a hint with arguments as a command calls them.
+
+    Args:
+        hint: of an error or a plan.
+        options: those that the command has; what it has not is said to be Python's.
+    """
+
+    def option(argument: Argument) -> str:
+        name = _OPTIONS.get(argument.name, "")
+        is_code = bool(argument.value) and not argument.steps and name != "--no-strict"
+        if name not in options or is_code:
+            return f"{argument} in Python"
+        words = []
+        for step in argument.steps:
+            is_prefix = name == "--rename" and isinstance(step, str)
+            value = step.removesuffix(".") if isinstance(step, str) else "=".join(step)
+            words += ["--strip" if is_prefix else name, shlex.quote(value)]
+        return " ".join(words or [name])
+
+    return hint.spelled(option) if isinstance(hint, Hint) else hint
 
 
 def print_json(data: dict[str, Any]) -> None:

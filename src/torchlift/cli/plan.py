@@ -72,6 +72,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.device_map is not None:
         args.device_map = json_object("--device-map", args.device_map)
     check_names(args)
+    if args.no_split and not args.budget and args.mesh is None:
+        raise UsageError("--no-split: needs --budget, such as --budget cuda:0=20GiB")
     if args.mesh is None:
         if args.parallelize is not None:
             raise UsageError("--parallelize: needs --mesh, such as --mesh fsdp=8,tp=2")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +16,15 @@ from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._plan import DtypeRule, Options, Rename, names_of, plan_only
 from torchlift._system import human
+from torchlift.cli import UsageError
 from torchlift.cli.factory import make_model, make_parallelize
+from torchlift.cli.output import spelled
 from torchlift.cli.rules import dtype_of, rename_of
+from torchlift.errors import PlacementError
 from torchlift.remap import by_key, fit
-from torchlift.remap.fitting import Fit, Inventory, placed, take
-from torchlift.remap.maps import checked, spelled
+from torchlift.remap.fitting import Fit, Inventory, limits_of, placed, take
+from torchlift.remap.maps import checked
+from torchlift.remap.maps import spelled as spelled_device
 
 
 def answer(args: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
@@ -29,7 +35,8 @@ def answer(args: argparse.Namespace) -> tuple[str, str, dict[str, Any]]:
     """
     rename, dtype = rename_of(args), dtype_of(args)
     planned = _on_devices if args.mesh is None else _on_mesh
-    with open_checkpoint(args.path, root=args.root) as ckpt:
+    # As a whole: what is looked for below the root is told by its name in the file.
+    with open_checkpoint(args.path) as ckpt:
         text, data = planned(args, ckpt, dtype, rename)
         return ckpt.path, text, {"format": ckpt.format, **data}
 
@@ -43,6 +50,7 @@ def _on_mesh(
     found = simulate(
         ckpt,
         args.mesh,
+        root=args.root,
         model=make_model(args.model, args.model_args) if args.model is not None else None,
         parallelize=make_parallelize(args.parallelize) if args.parallelize is not None else None,
         rename=rename,
@@ -58,17 +66,18 @@ def _on_devices(
     """Return, as text and as data, what goes to which device, and with a model how it is loaded."""
     plan = None
     if args.model is None:
+        ckpt = Checkpoint(ckpt.index, root=args.root)
         inventory = take(ckpt, dtype, rename)
         placement = _place(args, ckpt, inventory, dtype, rename)
     else:
         model = make_model(args.model, args.model_args)
         options = Options(rename, None, dtype, strict=not args.no_strict, present=False)
-        loaded = plan_only(model, ckpt, options).loaded
+        loaded = plan_only(model, ckpt, options, root=args.root).loaded
         # A meta tensor takes the checkpoint's dtype: the sizes are those of what will be loaded.
         becomes = {name: getattr(torch, report.dtype) for name, report in loaded.items()}
         inventory = take(model, lambda entry: becomes.get(entry.key), None)
         placement = _place(args, model, inventory, lambda entry: becomes.get(entry.key), None)
-        plan = plan_only(model, ckpt, replace(options, device=placement))
+        plan = plan_only(model, ckpt, replace(options, device=placement), root=args.root)
     items = inventory.items
     dtypes = Counter(str(item.dtype).removeprefix("torch.") for item in items)
     counted = ", ".join(f"{name} ({count:,})" for name, count in dtypes.most_common())
@@ -93,10 +102,20 @@ def _on_devices(
         "device_map": dict(placement),
     }
     if plan is not None:
-        lines.append(str(plan))
+        options = args.parser._option_string_actions
+        lines.append(str(replace(plan, hint=spelled(plan.hint, options))))
         costs = {"bytes_to_read": plan.bytes_to_read, "peak_bytes": plan.peak_bytes}
         data["plan"] = {**names_of(plan), **costs}
     return "\n".join(lines), data
+
+
+@contextmanager
+def _means_a_device(option: str) -> Iterator[None]:
+    """Make wrong usage of what can be no device on any machine."""
+    try:
+        yield
+    except PlacementError as error:
+        raise UsageError(f"{option}: {error}") from error
 
 
 def _place(
@@ -109,11 +128,18 @@ def _place(
     if args.budget:
         split = [text.partition("=") for text in args.budget]
         budgets = {device: size if equals else None for device, equals, size in split}
+        if len(budgets) < len(split):
+            raise UsageError("--budget: a device is given twice")
+        with _means_a_device("--budget"):
+            limits_of(budgets)
         return fit(source, budgets, args.no_split, dtype=dtype, rename=rename)
-    asked = args.device_map if args.device_map is not None else {"": args.device or "cpu"}
-    if args.device is not None:
-        checked(args.device, "--device")
-    rule = by_key(asked)
+    device = "cpu" if args.device is None else args.device
+    with _means_a_device("--device"):
+        checked(device, device)
+    with _means_a_device("--device-map"):
+        rule = by_key({"": device} if args.device_map is None else args.device_map)
+    if any(isinstance(value, torch.dtype) for value in rule.values()):
+        raise UsageError("--device-map: expected devices; --dtype takes dtypes")
     rule.check(inventory.names, present=False)
-    where = {name: spelled(rule.at(name) or "cpu") for name in inventory.names}
+    where = {name: spelled_device(rule.at(name) or "cpu") for name in inventory.names}
     return placed(inventory, where, dict.fromkeys(where.values()))

@@ -203,10 +203,11 @@ def simulate(
             raise ValueError("root=, rename= and model= are for a checkpoint, not for a module")
         model, tensors = source, list(_of_module(source, dtype))
     else:
-        with checkpoint(source, root) as ckpt:
+        with checkpoint(source, None, whole=True) as whole, checkpoint(whole, root) as ckpt:
             if model is not None:
                 words: dict[str, Any] = {"strict": strict, "ignore_mismatched": ignore_mismatched}
-                made = plan(model, ckpt, rename=rename, dtype=dtype, source="read", **words)
+                words |= {"root": root, "rename": rename, "dtype": dtype, "source": "read"}
+                made = plan(model, whole, **words)
                 tensors = list(_of_plan(model, made, rewritten(ckpt.entries, rename, ckpt.path)))
             elif strict and not ignore_mismatched:
                 tensors = list(_of_checkpoint(ckpt, rename, dtype))

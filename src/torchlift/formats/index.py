@@ -17,7 +17,14 @@ from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchlift._system import clipped_list, count_of
-from torchlift.errors import FormatError, IntegrityError, UnsafeError, did_you_mean
+from torchlift.errors import (
+    Argument,
+    FormatError,
+    Hint,
+    IntegrityError,
+    UnsafeError,
+    did_you_mean,
+)
 
 #: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
 ITEMSIZE: dict[str, int] = {
@@ -35,6 +42,8 @@ AMBIGUOUS = "a name of its own"
 
 #: The encoding of a tensor whose class only a caller can allow.
 SUBCLASS = "subclass"
+
+_ROOT = Argument("root")
 
 #: Encodings that leave every element in its place.
 _ELEMENTWISE = frozenset({"deflated", "big-endian", "conjugate", "negative"})
@@ -541,8 +550,11 @@ def ambiguity(path: str, key: str) -> FormatError:
         "two tensors or objects have this key once containers are joined by dots",
         file=path,
         entry=key,
-        hint="Load without it: allow_unexpected=[...] with its name. Or rename one of them in the "
-        "program that saved the file.",
+        hint=Hint(
+            "Load without it: ",
+            Argument("allow_unexpected", "[...] with its name"),
+            ". Or rename one of them in the program that saved the file.",
+        ),
     )
 
 
@@ -565,7 +577,9 @@ def select(index: Index, root: str) -> Index:
             "it is a leaf of the checkpoint, not a container",
             file=index.path,
             entry=root,
-            hint="Leave root= out, or pass rename= to choose among the keys.",
+            hint=Hint(
+                "Leave ", _ROOT, " out, or pass ", Argument("rename"), " to choose among the keys."
+            ),
         )
     if index.blocked_keys.get(root) == AMBIGUOUS:
         raise ambiguity(index.path, root)
@@ -576,7 +590,7 @@ def select(index: Index, root: str) -> Index:
             file=index.path,
             entry=root,
             found=f"{count_of(count, 'tensor')} in it" if count else None,
-            hint="What is in it cannot be told apart; leave root= out to see the rest.",
+            hint=Hint("What is in it cannot be told apart; leave ", _ROOT, " out to see the rest."),
         )
     tops = sorted({key.split(".", 1)[0] for key in [*index.entries, *index.objects]})
     raise FormatError(
@@ -584,7 +598,7 @@ def select(index: Index, root: str) -> Index:
         file=index.path,
         entry=root,
         found="at the top: " + (clipped_list(tops) or "nothing"),
-        hint=did_you_mean(root, tops) or "Pass one of these as root=, or leave root out.",
+        hint=did_you_mean(root, tops) or Hint("Pass one of these as ", _ROOT, ", or leave it out."),
     )
 
 

@@ -21,7 +21,7 @@ from torchlift._model.slots import collect, is_lazy, walk
 from torchlift._model.torch_private import storage_key
 from torchlift._plan import DtypeRule, Rename, entry_like, rewritten, target_dtype
 from torchlift._system import Facts, Summary, count_of, human, parse_size
-from torchlift.errors import PlacementError, did_you_mean
+from torchlift.errors import Argument, Hint, PlacementError, did_you_mean
 from torchlift.formats import of_model
 from torchlift.remap.maps import (
     ByKey,
@@ -136,7 +136,7 @@ def fit(
         >>> device_map["encoder"], device_map.used["cuda:0"] < 100 * 2**20
         ('cuda:0', True)
     """
-    limits = _limits(budgets)
+    limits = limits_of(budgets)
     inventory = take(model_or_ckpt, dtype, rename)
     hard = _hard_paths(inventory, no_split)
     room = max(float("inf") if size is None else size for size in limits.values())
@@ -161,7 +161,15 @@ def fit(
     return placed(inventory, where, limits, reserved=best.reserved, main=best.main)
 
 
-def _limits(budgets: Mapping[Device, str | int | None] | Mapping[str, str | int | None]) -> _Limits:
+def limits_of(
+    budgets: Mapping[Device, str | int | None] | Mapping[str, str | int | None],
+) -> _Limits:
+    """Return device -> bytes, or None for no limit.
+
+    Raises:
+        PlacementError: what can be no device, or none with values; one given twice.
+        ValueError: a size is none, or there is no device.
+    """
     limits: dict[str, int | None] = {}
     for device, size in budgets.items():
         name = spelled(checked(device, str(device)))
@@ -608,5 +616,11 @@ def _misfit(inventory: Inventory, found: _Arrangement, limits: _Limits) -> Place
         f"{human(left)} are left over, and the next to place{tied} takes {human(first.nbytes)}",
         file=inventory.path,
         entry=first.units[0] or first.items[0].names[0],
-        hint='Raise a budget, give a smaller dtype=, or add "disk": None for what fits nowhere.',
+        hint=Hint(
+            "Raise a budget, give a smaller ",
+            Argument("dtype"),
+            ", or add ",
+            Argument("budgets", '{..., "disk": None}', ("disk",)),
+            " for what fits nowhere.",
+        ),
     )
