@@ -598,7 +598,8 @@ def select(index: Index, root: str) -> Index:
         file=index.path,
         entry=root,
         found="at the top: " + (clipped_list(tops) or "nothing"),
-        hint=did_you_mean(root, tops) or Hint("Pass one of these as ", _ROOT, ", or leave it out."),
+        hint=did_you_mean(root, tops)
+        or Hint("Pass one of these as ", _ROOT, ", or leave root out."),
     )
 
 
