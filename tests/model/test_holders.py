@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_code import in_code
 from small_models import saved
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import torchlift
-from torchlift import PlacementError, measure, swap
+from torchlift import PlacementError, swap
 
 
 def network() -> nn.Sequential:
@@ -167,7 +168,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
     code = "torchlift.load(model, args[0], mode=args[1], dtype=torch.bfloat16, source='read')"
     finish = "result = [str(p.dtype) for p in optimizer.param_groups[0]['params'][:1]]"
-    child = measure.in_child(code, str(path), mode, setup=setup, finish=finish)
+    child = in_code(code, str(path), mode, setup=setup, finish=finish)
     assert child.value == ["torch.bfloat16"]
     assert child.memory.added_anonymous / 2**20 < 256 + 16 + 64
 
