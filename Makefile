@@ -99,7 +99,7 @@ unit: $(WHEEL)  ## the tests, against the built wheel
 compat: $(WHEEL)  ## the unit tests on the oldest torch that pyproject.toml admits, by COMPAT_PYTHON
 	@rm -rf build/compat
 	$(COMPAT_PYTHON) -m venv build/compat
-	build/compat/bin/python -m pip install --quiet "torch==$(OLDEST_TORCH)" "$$(ls build/wheel/*.whl)[test]"
+	build/compat/bin/python -m pip install --quiet "torch==$(OLDEST_TORCH)" "$$(ls build/wheel/*.whl)[test,recipes,docs]"
 	$(SCRATCH) PATH="$(CURDIR)/build/compat/bin:$$PATH" \
 	  build/compat/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not real" $(PYTEST_ARGS)
 

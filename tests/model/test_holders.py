@@ -50,7 +50,8 @@ def test_an_average_goes_on_with_the_loaded_model(wanted, mode):
     assert same(model, reference)
     average.update_parameters(model)
     for was, now, new in zip(before, average.parameters(), model.parameters(), strict=True):
-        assert torch.allclose(now, (was + new) / 2)
+        # Numbers that nearly cancel have no relative precision to hold them to.
+        assert torch.allclose(now, (was + new) / 2, atol=1e-6)
     held = list(average.parameters())
     torchlift.load(average, path, mode=mode, strict=False, rename=lambda key: "module." + key)
     assert same(average, reference)
