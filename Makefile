@@ -13,6 +13,8 @@ PYTEST_ARGS ?=
 PORT ?= 8000
 WORKERS ?= 2
 BROWSER ?= chromium
+COMPAT_PYTHON ?= $(PYTHON)
+OLDEST_TORCH := $(shell sed -n 's/^dependencies = .*"torch>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
 
 # Nothing below may reach for a network once the environment stands, nor see a package outside of it.
 export HF_HUB_OFFLINE := 1
@@ -38,7 +40,7 @@ SPHINX := -m sphinx -c . -n -T -W --keep-going
 # Checkpoints that tests and recipes write go when their target ends: a full disk is no result.
 SCRATCH := export TMPDIR="$$(mktemp -d)"; trap 'rm -rf "$$TMPDIR"' EXIT;
 
-.PHONY: help venv gallery test lint types unit doctest html site nbval notebooks html-noplot linkcheck \
+.PHONY: help venv gallery test lint types unit compat doctest html site nbval notebooks html-noplot linkcheck \
 	cheatsheet serve pins clean
 
 help:  ## this list
@@ -91,6 +93,15 @@ unit: $(WHEEL)  ## the tests, against the built wheel
 	$(SCRATCH) PYTHONPATH="$(CURDIR)/build/wheel-site:$(CURDIR)/.venv/apart" \
 	  TORCHLIFT_SITE="$(CURDIR)/build/wheel-site" \
 	  $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# What the oldest torch lacks is skipped in the tests, each with its reason. Not pinned: what a user's
+# pip finds beside that torch.
+compat: $(WHEEL)  ## the unit tests on the oldest torch that pyproject.toml admits, by COMPAT_PYTHON
+	@rm -rf build/compat
+	$(COMPAT_PYTHON) -m venv build/compat
+	build/compat/bin/python -m pip install --quiet "torch==$(OLDEST_TORCH)" "$$(ls build/wheel/*.whl)[test,recipes,docs]"
+	$(SCRATCH) PATH="$(CURDIR)/build/compat/bin:$$PATH" \
+	  build/compat/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not real" $(PYTEST_ARGS)
 
 doctest: $(WHEEL)  ## the examples in docstrings
 	@rm -rf build/doctest && mkdir -p build/doctest

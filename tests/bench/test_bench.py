@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_code import in_code
 from safetensors.torch import load_file
 
-from torchlift import FormatError, bench, measure
+from torchlift import FormatError, bench
 from torchlift._system import parse_size
-from torchlift.bench import WAYS, Way, loading, sharded
+from torchlift.bench import WAYS, Way, loading
 from torchlift.bench.compare import Comparison, Result
 from torchlift.cli import main
 
@@ -95,7 +96,7 @@ def test_the_numbers_depend_on_the_seed_and_differ_between_tensors(tmp_path) -> 
 @pytest.mark.parametrize("format", FORMATS)
 def test_generating_takes_no_memory_of_its_own(tmp_path, format) -> None:
     """256 MiB are written with less than 8 MiB of anonymous memory."""
-    child = measure.in_child(
+    child = in_code(
         "bench.make_checkpoint(args[0], nbytes=256 << 20, format=args[1])",
         str(tmp_path / "big"),
         format,
@@ -423,13 +424,3 @@ def test_a_way_that_fails_makes_the_status_1(tmp_path, capsys, monkeypatch) -> N
     torch.save({"weight": torch.ones(3), "extra": Foreign()}, path)
     assert main(["bench", str(path), "--only", "torch-load", "--repeat", "1"]) == 1
     assert "failed: " in capsys.readouterr().out
-
-
-def test_the_sharded_comparison_runs_each_way_in_processes_of_its_own(monkeypatch, capsys):
-    """One line for each way, with the slowest rank's time and the most that one took."""
-    ways = {name: sharded._WAYS[name] for name in ("broadcast_from_rank0", "torchlift read")}
-    monkeypatch.setattr(sharded, "_WAYS", ways)
-    assert sharded.main(["--ranks", "1", "--size", "8MiB", "--repeat", "1"]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["way", "seconds", "faster", "anonymous", "memory", "per", "rank"]
-    assert [line[:22].strip() for line in lines] == ["broadcast_from_rank0", "torchlift read"]

@@ -533,12 +533,19 @@ def test_bash_completes_commands_options_and_values() -> None:
         (["torchlift", "inspect", "--sort", "s"], ["size", "shape"]),
         (["torchlift", "completion", "f"], ["fish"]),
     ]:
-        asked = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _torchlift"
+        asked = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_torchlift"
         done = subprocess.run(
             ["bash", "-c", f"{script}\n{asked}\nprintf '%s\n' \"${{COMPREPLY[@]}}\""],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stdout.split() == expected
+
+
+def test_without_shtab_completion_says_what_to_install(monkeypatch, capsys) -> None:
+    """It is a package of its own, and no other command needs it."""
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert "pip install shtab" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -549,7 +556,7 @@ def test_every_option_of_every_command_is_in_a_completion(shell) -> None:
         assert name in script
         options = set(re.findall(r"--([a-z-]+)", torchlift(name, "--help").stdout.split("\n\n")[0]))
         for option in options:
-            assert f"--{option}" in script or f"-l {option} " in script
+            assert f"--{option}" in script or re.search(f"-l '?{option}\\b", script)
     syntax = [shell, "--no-execute"] if shell == "fish" else [shell, "-n"]
     if shutil.which(shell):
         subprocess.run(syntax, input=script, text=True, check=True)

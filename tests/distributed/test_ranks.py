@@ -229,5 +229,5 @@ def test_without_cloudpickle_the_error_says_how_to_get_it(monkeypatch) -> None:
     """It is an optional dependency."""
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "torchlift\[recipes\]"') as caught:
-        on_ranks(2, dist.get_rank)
+        on_ranks(2, lambda: dist.get_rank())
     assert caught.value.name == "cloudpickle"

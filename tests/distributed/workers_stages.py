@@ -196,12 +196,8 @@ def few_messages_over_one_communicator() -> None:
         sent = len(operations)
         assert sent == expected * (world - 1 if rank == 0 else 1), (budget, sent)
         assert all(operation.tensor.numel() <= budget // 8 for operation in operations)
-        # What a simulation of the same mesh says without a cluster.
         if rank == 0:
             assert len(found) == 40
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gather, "BUDGET", budget)
-                assert ours.simulate(model).messages["gather"] == sent
     dist.barrier()
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_code import in_code
 from torch import nn
 from zero_files import Zero
 
 import torchlift
-from torchlift import measure
 from torchlift.distributed import StateDictOptions, set_optimizer_state_dict
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats import read_index
@@ -177,7 +177,7 @@ def test_a_load_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
     values = {f"w{at}": torch.full((1021, 2049), float(at)) for at in range(8)}
     path = Zero(3, 3, [values]).write(tmp_path / "run")
     setup = "import torch, torchlift, torchlift._plan.fetch\nfrom torchlift import measure"
-    for added, total in measure.in_child(_LOADED, str(path), setup=setup).value:
+    for added, total in in_code(_LOADED, str(path), setup=setup).value:
         assert total == 7 * 1021 * 2049
         assert added < sum(value.nbytes for value in values.values()) + (24 << 20)
 

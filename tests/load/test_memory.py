@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_code import in_code
 
-from torchlift import measure
 from torchlift.bench import make_checkpoint
 
 MIB = 1 << 20
@@ -123,7 +123,7 @@ def measured(tmp_path_factory) -> dict[str, list[float]]:
         full = {"kind": "meta", "transform": None, **case}
         cases.append({**full, "path": path, "stack": stack})
     code = "result = [forked(case) for case in args[0]]"
-    answers = measure.in_child(code, cases, setup=SETUP).value
+    answers = in_code(code, cases, setup=SETUP).value
     return dict(zip(CASES, answers, strict=True))
 
 

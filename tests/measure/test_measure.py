@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from in_code import in_code
 
 from torchlift import measure
 from torchlift.measure import sampling
@@ -30,14 +32,14 @@ def added_mib(child: measure.ChildResult) -> tuple[float, float]:
 
 def test_touched_memory_is_counted_as_anonymous_to_within_2_mib() -> None:
     """100 MiB written in a new process raise its anonymous peak by 100 MiB, nothing else."""
-    anonymous, mapped = added_mib(measure.in_child("block = bytearray(100 << 20)"))
+    anonymous, mapped = added_mib(in_code("block = bytearray(100 << 20)"))
     assert anonymous == pytest.approx(100, abs=2)
     assert mapped < 2
 
 
 def test_memory_that_is_only_reserved_is_not_counted() -> None:
     """An anonymous mapping costs nothing until it is touched."""
-    anonymous, _ = added_mib(measure.in_child("m = mmap.mmap(-1, 1 << 30)", setup="import mmap"))
+    anonymous, _ = added_mib(in_code("m = mmap.mmap(-1, 1 << 30)", setup="import mmap"))
     assert anonymous < 2
 
 
@@ -50,7 +52,7 @@ with open(args[0], "rb") as file:
     m = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 result = sum(m[i] for i in range(0, len(m), 4096))
 """
-    anonymous, mapped = added_mib(measure.in_child(code, str(path), setup="import mmap"))
+    anonymous, mapped = added_mib(in_code(code, str(path), setup="import mmap"))
     assert mapped == pytest.approx(64, abs=2)
     assert anonymous < 2
 
@@ -58,7 +60,7 @@ result = sum(m[i] for i in range(0, len(m), 4096))
 def test_a_spike_of_20_ms_is_caught() -> None:
     """Memory that is gone again after 20 ms is in the peak, though not in the end value."""
     code = "block = bytearray(80 << 20); time.sleep(0.02); del block"
-    use = measure.in_child(code, setup="import time").memory
+    use = in_code(code, setup="import time").memory
     assert use.added_anonymous / MIB == pytest.approx(80, abs=2)
     assert use.timeline[-1].anonymous - use.baseline.anonymous < 2 * MIB
 
@@ -67,7 +69,7 @@ def test_a_spike_inside_c_code_that_holds_the_lock_is_caught_by_the_helper_proce
     """A helper process sees what happens while no thread of this process can run."""
     # hash() of a temporary bytes object: made, read for some 100 ms, and freed under the lock.
     code = "result = hash(b'x' * (300 << 20))"
-    anonymous, _ = added_mib(measure.in_child(code))
+    anonymous, _ = added_mib(in_code(code))
     assert anonymous == pytest.approx(300, abs=4)
 
 
@@ -79,7 +81,7 @@ with torchlift.measure.memory(interval=3600.0) as inner:
     hash(b'x' * (200 << 20))
 result = [inner.added_anonymous, inner.unseen]
 """
-    added, unseen = measure.in_child(code).value
+    added, unseen = in_code(code).value
     assert added < 2 * MIB
     assert unseen / MIB == pytest.approx(200, abs=4)
 
@@ -108,7 +110,7 @@ after = use.peak_anonymous
 time.sleep(0.01)
 result = [before, during, after, use.peak_anonymous]
 """
-    before, during, after, later = measure.in_child(code, sampler).value
+    before, during, after, later = in_code(code, sampler).value
     assert before + 30 * MIB < during <= after == later
 
 
@@ -239,22 +241,27 @@ def test_where_nothing_can_be_known_every_number_is_nan(monkeypatch, sampler) ->
 def test_a_child_returns_its_value_output_and_time() -> None:
     """Value, printed text and seconds come back; print does not disturb the answer."""
     code = "print('out'); print('err', file=sys.stderr); result = {'sum': sum(args)}"
-    child = measure.in_child(code, 1, 2, 3, setup="import sys")
+    child = in_code(code, 1, 2, 3, setup="import sys")
     assert child.value == {"sum": 6}
     assert (child.stdout, child.stderr) == ("out\n", "err\n")
     assert 0 < child.seconds < 60
 
 
-def test_a_child_can_call_an_importable_function() -> None:
-    """`module:function` is imported in the child and called with the arguments."""
-    assert measure.in_child("os.path:join", "a", "b").value == os.path.join("a", "b")
+def test_a_function_that_can_be_imported_needs_no_cloudpickle(monkeypatch) -> None:
+    """It travels by its name; what a script or a function defines cannot."""
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert measure.in_child(os.path.join, "a", "b").value == os.path.join("a", "b")
+    with pytest.raises(ModuleNotFoundError, match="in_child sends functions"):
+        measure.in_child(lambda: 1)
 
 
 def test_a_child_finds_the_modules_that_its_parent_finds(tmp_path, monkeypatch) -> None:
     """A folder that the parent put on sys.path is on the child's too."""
     (tmp_path / "my_recipe_helpers.py").write_text("def answer():\n    return 42\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert measure.in_child("my_recipe_helpers:answer").value == 42
+    helpers = importlib.import_module("my_recipe_helpers")
+    monkeypatch.delitem(sys.modules, "my_recipe_helpers")
+    assert measure.in_child(helpers.answer).value == 42
 
 
 def test_a_function_is_sent_with_all_that_it_refers_to() -> None:
@@ -285,7 +292,7 @@ def test_what_cannot_be_sent_is_told_before_anything_starts() -> None:
 
 def test_setup_is_not_part_of_the_measurement() -> None:
     """What setup allocates is in the baseline, not in the added memory."""
-    child = measure.in_child("result = len(block)", setup="block = bytearray(b'x' * (64 << 20))")
+    child = in_code("result = len(block)", setup="block = bytearray(b'x' * (64 << 20))")
     assert child.value == 64 * MIB
     assert child.memory.added_anonymous < 2 * MIB
     assert child.memory.baseline.anonymous > 64 * MIB
@@ -294,7 +301,7 @@ def test_setup_is_not_part_of_the_measurement() -> None:
 def test_a_child_can_mark_its_timeline() -> None:
     """`use.mark` in the child's code comes back as a mark with its memory."""
     code = "use.mark('before'); block = bytearray(b'x' * (64 << 20)); use.mark('after')"
-    before, after = measure.in_child(code).memory.marks
+    before, after = in_code(code).memory.marks
     assert (before.label, after.label) == ("before", "after")
     assert after.anonymous - before.anonymous > 62 * MIB
 
@@ -302,7 +309,7 @@ def test_a_child_can_mark_its_timeline() -> None:
 def test_a_failing_child_raises_with_its_traceback() -> None:
     """The error carries the exit status and everything the child printed."""
     with pytest.raises(measure.ChildError, match="ZeroDivisionError") as caught:
-        measure.in_child("print('before'); 1 / 0")
+        in_code("print('before'); 1 / 0")
     assert caught.value.returncode == 1
     assert caught.value.stdout == "before\n"
     assert "exited with status 1" in str(caught.value)
@@ -311,22 +318,20 @@ def test_a_failing_child_raises_with_its_traceback() -> None:
 def test_a_killed_child_raises_with_the_signal() -> None:
     """A child that the kernel kills (out of memory, say) is reported as such."""
     with pytest.raises(measure.ChildError, match="killed by signal 9"):
-        measure.in_child("os.kill(os.getpid(), 9)", setup="import os")
+        in_code("os.kill(os.getpid(), 9)", setup="import os")
 
 
 def test_a_child_that_hangs_is_killed() -> None:
     """After the timeout the child is gone and the error says how long it had."""
     with pytest.raises(measure.ChildError, match=r"still running after 0\.5 s") as caught:
-        measure.in_child("time.sleep(60)", setup="import time", timeout=0.5)
+        in_code("time.sleep(60)", setup="import time", timeout=0.5)
     assert caught.value.returncode is None
 
 
-def test_what_is_not_json_is_refused_on_both_sides() -> None:
-    """Arguments and values cross the process border as JSON, and nothing else does."""
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        measure.in_child("pass", object())
-    with pytest.raises(measure.ChildError, match="not JSON serializable"):
-        measure.in_child("result = object()")
+def test_a_value_that_cannot_be_sent_back_is_told() -> None:
+    """The child says what the function returned, and why it cannot travel."""
+    with pytest.raises(measure.ChildError, match="what the function returned cannot be sent"):
+        measure.in_child(threading.Lock)
 
 
 def test_a_function_in_a_child_can_mark_its_timeline() -> None:

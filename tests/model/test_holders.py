@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_code import in_code
 from small_models import saved
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import torchlift
-from torchlift import PlacementError, measure, swap
+from torchlift import PlacementError, swap
 
 
 def network() -> nn.Sequential:
@@ -49,7 +50,8 @@ def test_an_average_goes_on_with_the_loaded_model(wanted, mode):
     assert same(model, reference)
     average.update_parameters(model)
     for was, now, new in zip(before, average.parameters(), model.parameters(), strict=True):
-        assert torch.allclose(now, (was + new) / 2)
+        # Numbers that nearly cancel have no relative precision to hold them to.
+        assert torch.allclose(now, (was + new) / 2, atol=1e-6)
     held = list(average.parameters())
     torchlift.load(average, path, mode=mode, strict=False, rename=lambda key: "module." + key)
     assert same(average, reference)
@@ -167,7 +169,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
     code = "torchlift.load(model, args[0], mode=args[1], dtype=torch.bfloat16, source='read')"
     finish = "result = [str(p.dtype) for p in optimizer.param_groups[0]['params'][:1]]"
-    child = measure.in_child(code, str(path), mode, setup=setup, finish=finish)
+    child = in_code(code, str(path), mode, setup=setup, finish=finish)
     assert child.value == ["torch.bfloat16"]
     assert child.memory.added_anonymous / 2**20 < 256 + 16 + 64
 

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_code import in_code
 from small_models import saved, state_of
 from torch import nn
 
 import torchlift
-from torchlift import measure, remap
+from torchlift import remap
 from torchlift._model.slots import Group, collect
 from torchlift.errors import PlacementError
 from torchlift.remap.dispatching import Spread, run, stops
@@ -247,7 +248,7 @@ from torch import nn
 make = lambda: nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
 """
     # In a process of its own, whose freed memory the measured one cannot use again.
-    measure.in_child("torch.save(make().state_dict(), args[0])", path, setup=make)
+    in_code("torch.save(make().state_dict(), args[0])", path, setup=make)
     setup = (
         make
         + """
@@ -266,6 +267,6 @@ torchlift.load(model, args[0], device=remap.by_key({"": "disk"}))
 remap.dispatch(model, device_map)
 with torch.no_grad(): result = list(model(torch.ones(1, 2048)).shape)
 """
-    child = measure.in_child(code, path, setup=setup)
+    child = in_code(code, path, setup=setup)
     assert child.value == [1, 2048]
     assert child.memory.added_anonymous < 32 * 2**20

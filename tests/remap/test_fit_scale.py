@@ -11,10 +11,11 @@ import torch
 from device_files import used
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_code import in_code
 from torch import nn
 
 import torchlift
-from torchlift import measure, remap
+from torchlift import remap
 from torchlift._model.slots import collect
 from torchlift.errors import PlacementError
 
@@ -119,7 +120,7 @@ found = remap.fit(model, {"cuda:0": "80GiB", "cuda:1": "40GiB", "cpu": "64GiB"},
                   dtype=torch.bfloat16)
 result = [found.nbytes, found.used["cuda:0"], sorted(set(found.values()))]
 """
-    child = measure.in_child(code, setup=setup)
+    child = in_code(code, setup=setup)
     nbytes, first, devices = child.value
     assert nbytes == 2 * 70_553_706_496 + 512  # the rotary frequencies stay float32
     assert first <= 80 * 2**30

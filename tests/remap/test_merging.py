@@ -17,6 +17,7 @@ import torch
 from checkpoint_files import deflated, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_code import in_code
 from ranks import run_workers
 from safetensors.torch import save_file
 from torch import nn
@@ -404,7 +405,6 @@ RULE = remap.merge(["{e}.gate", "{e}.up"], "experts", stack=0, cat=1)
 
 def test_merging_takes_the_memory_of_the_result_and_no_second_copy(tmp_path) -> None:
     """128 MiB of experts fused: the destination and the fixed budget, as planned."""
-    from torchlift import measure
 
     mib = 1 << 20
     state = {f"{e}.{name}": torch.ones(1024, 1024) for e in range(16) for name in ("gate", "up")}
@@ -417,7 +417,7 @@ result = planned
 """
     for dtype, size in ((None, 128), ("bfloat16", 64)):
         path = str(tmp_path / "model.safetensors")
-        child = measure.in_child(code, path, dtype, setup=SETUP)
+        child = in_code(code, path, dtype, setup=SETUP)
         added = child.memory.added_anonymous
         assert 0.9 * size * mib <= added <= (size + 64) * mib
         assert size * mib <= child.value <= (size + 64) * mib

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from in_code import in_code
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from save_states import same_bits
 from zero_files import Zero
 
 import torchlift
-from torchlift import measure, remap
+from torchlift import remap
 from torchlift.cli import main
 from torchlift.errors import (
     CheckpointError,
@@ -415,7 +416,7 @@ def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
         ("x.pth", "y", {"format": "dcp"}),
     ]:
         arguments = str(tmp_path / src), str(tmp_path / dst), options
-        child = measure.in_child(_CONVERT, *arguments, setup=_SETUP)
+        child = in_code(_CONVERT, *arguments, setup=_SETUP)
         assert child.memory.added_anonymous < 64 << 20, (src, dst, options)
 
 

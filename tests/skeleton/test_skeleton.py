@@ -16,11 +16,11 @@ import pytest
 import torch
 from checkpoint_files import same_bits
 from constructions import FACTORIES
+from in_code import in_code
 from same_model import all_tensors, assert_same_tensors, scrambled
 from torch import nn
 
 import torchlift
-from torchlift import measure
 from torchlift._model.slots import ModuleTree
 
 MIB = 2**20
@@ -513,7 +513,7 @@ table = model.model.rotary_emb.inv_freq
 result = [numel, names, table.is_meta, float(table[1])]
 """
     setup = _LLAMA.replace("args[0] * 2", "11008")
-    child = measure.in_child(code, 4096, 32, setup=setup)
+    child = in_code(code, 4096, 32, setup=setup)
     numel, names, is_meta, second = child.value
     assert numel > 6_700_000_000
     assert names == ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"]
@@ -535,8 +535,7 @@ result = sorted(set(sys.modules) - before)
     recorded = "model = torchlift.skeleton(LlamaForCausalLM, config)"
     setup = _LLAMA + "import torchlift._skeleton.skeleton"
     both = [
-        measure.in_child(count.format(build=build), 64, 2, setup=setup).value
-        for build in (plain, recorded)
+        in_code(count.format(build=build), 64, 2, setup=setup).value for build in (plain, recorded)
     ]
     extra = set(both[1]) - set(both[0])
     assert {name for name in extra if not name.startswith("torchlift")} == set()
@@ -552,7 +551,7 @@ torchlift.materialize(model)
 heavy = ("sympy", "torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
 result = [name for name in heavy if name in sys.modules]
 """
-    assert measure.in_child(code, setup="import torch, torchlift").value == []
+    assert in_code(code, setup="import torch, torchlift").value == []
 
 
 @pytest.mark.slow
@@ -576,7 +575,7 @@ model = torchlift.skeleton(Model)
 """
     part = 48  # beyond what malloc keeps for reuse when it is freed
     code = "torchlift.materialize(model, names=args or None)"
-    everything = measure.in_child(code, setup=setup).memory.added_anonymous / MIB
+    everything = in_code(code, setup=setup).memory.added_anonymous / MIB
     assert 4 * part <= everything < 4 * part + 1.5 * part
-    alone = measure.in_child(code, "small", setup=setup).memory.added_anonymous / MIB
+    alone = in_code(code, "small", setup=setup).memory.added_anonymous / MIB
     assert alone < 2

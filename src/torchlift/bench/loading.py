@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import torchlift
-from torchlift import load, skeleton
+from torchlift._checkpoint import open as open_checkpoint
+from torchlift._load import load
+from torchlift._skeleton.skeleton import skeleton
 from torchlift._system import leaves
 from torchlift.formats import TensorEntry
 
@@ -70,7 +71,7 @@ class Job:
     def __init__(self, path: str, root: str | None) -> None:
         self.path = path
         self.root = root
-        with torchlift.open(path, root=root) as ckpt:
+        with open_checkpoint(path, root=root) as ckpt:
             self.entries = list(ckpt.entries.values())
             self.has_objects = bool(ckpt.objects)
             self.nbytes = ckpt.nbytes

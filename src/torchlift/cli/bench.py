@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
+from typing import Literal
 
 from torchlift._system import parse_size, printable
 from torchlift.bench import WAYS, Comparison, Result, compare
@@ -58,14 +59,18 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed or comparison.different else 0
 
 
-def _generate(path: str, nbytes: int, format: str) -> None:
+def _generate(path: str, nbytes: int, format: Literal["torch-zip", "safetensors"]) -> None:
     """Make a checkpoint in a process of its own: this one does without torch."""
-    code = "make_checkpoint(args[0], nbytes=args[1], format=args[2])"
-    setup = "from torchlift.bench import make_checkpoint"
     try:
-        in_child(code, path, nbytes, format, setup=setup)
+        in_child(_make, path, nbytes, format)
     except ChildError as error:
         raise UsageError(f"--generate: {str(error).splitlines()[-1]}") from error
+
+
+def _make(path: str, nbytes: int, format: Literal["torch-zip", "safetensors"]) -> None:
+    from torchlift.bench import make_checkpoint
+
+    make_checkpoint(path, nbytes=nbytes, format=format)
 
 
 def _compare(args: argparse.Namespace, path: str) -> Comparison:

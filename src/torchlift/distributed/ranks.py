@@ -70,7 +70,7 @@ def on_ranks(
         ValueError: `count` is not a whole number from 1 on, or `timeout` is not above 0.
         TypeError: the function or an argument cannot be sent to another process, or a variable is
             no text.
-        ModuleNotFoundError: cloudpickle is not installed.
+        ModuleNotFoundError: it takes cloudpickle, which is not installed.
         RuntimeError: a rank raised, or died. The message has its number and its traceback; the
             other ranks are ended.
         TimeoutError: not all ranks were done in time.
@@ -221,23 +221,28 @@ def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
 
     Raises:
         TypeError: some of it cannot be sent.
-        ModuleNotFoundError: cloudpickle is not installed.
+        ModuleNotFoundError: it takes cloudpickle, which is not installed.
     """
     try:
-        import cloudpickle
-    except ModuleNotFoundError as error:
+        from cloudpickle import dumps
+    except ModuleNotFoundError:  # what can be imported by name travels by name
+        dumps = pickle.dumps
+    reason: Exception = AttributeError("it is in a script or a notebook")
+    try:
+        found: bytes = dumps(content)
+        if dumps is not pickle.dumps or b"__main__" not in found:
+            return found
+    except Exception as error:
+        reason = error
+    if dumps is pickle.dumps:
         raise ModuleNotFoundError(
             f"{caller} sends functions to other processes with cloudpickle, and cloudpickle is not "
             'installed: pip install "torchlift[recipes]"',
             name="cloudpickle",
-        ) from error
-    try:
-        found: bytes = cloudpickle.dumps(content)
-    except Exception as error:
-        raise TypeError(
-            f"{what} cannot be sent to another process: {type(error).__name__}: {error}"
-        ) from None
-    return found
+        ) from reason
+    raise TypeError(
+        f"{what} cannot be sent to another process: {type(reason).__name__}: {reason}"
+    ) from None
 
 
 # ---- a rank

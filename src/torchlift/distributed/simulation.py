@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint, dtype_of
-from torchlift._model.dtensor import Spans, blocks, is_dtensor, local_shape, shard_spans
+from torchlift._model.dtensor import Spans, is_dtensor, local_shape, shard_spans
 from torchlift._model.names import Names
 from torchlift._model.slots import Group, ModuleTree, collect
 from torchlift._model.torch_private import shard_order
@@ -43,8 +43,6 @@ from torchlift._plan import (
     target_dtype,
 )
 from torchlift._system import Facts, Summary, count_of, human
-from torchlift.distributed import gather
-from torchlift.distributed.broadcast import ALIGNMENT, BUDGET, packed
 from torchlift.formats import Chunk, TensorEntry
 from torchlift.formats.boxes import cut, row_major, run_count, steps_in_file
 
@@ -73,11 +71,6 @@ class Simulation(Summary):
         nbytes: bytes in the checkpoint of the tensors that are loaded.
         local_bytes: for each rank the bytes of the parameters and buffers that it has after the
             load, also of those that no file provides; without what FSDP adds to uneven shards.
-        messages: what travels over the network: ``"gather"``, the messages in which rank 0 receives
-            a full state dict, and ``"broadcast"``, those in which it sends one to all. A load from
-            files sends no weights.
-        communicators: process groups over which ranks agree before a load changes anything, all
-            ranks taken together; gathering and sending take one, of all ranks.
         plan: with a model and a checkpoint, how the names and shapes of the two fit; else None.
     """
 
@@ -87,8 +80,6 @@ class Simulation(Summary):
     files: dict[str, tuple[int, int]]
     nbytes: int
     local_bytes: tuple[int, ...] = ()
-    messages: dict[str, int] = field(default_factory=dict)
-    communicators: int = 0
     plan: LoadPlan | None = field(default=None, repr=False)
 
     @property
@@ -117,13 +108,7 @@ class Simulation(Summary):
             f"all together {human(sum(self.bytes))}, {self.amplification:.2f} times the file"
             f"{'s' if len(self.files) > 1 else ''}",
             f"{count_of(len(self.files), 'file')}, at most {most:,} byte ranges from one",
-            f"{count_of(self.communicators, 'process group')} to agree over",
         ]
-        if self.messages:
-            lines.append(
-                f"rank 0 gathers all of it in {count_of(self.messages['gather'], 'message')}, or "
-                f"sends it in {count_of(self.messages['broadcast'], 'message')}"
-            )
         if self.plan is not None:
             lines.append(
                 f"each rank holds {human(min(self.local_bytes))} to "
@@ -217,9 +202,7 @@ def simulate(
     totals, files = _count(stages)
     read, requests, local = (tuple(column.tolist()) for column in totals.unbind(1))
     nbytes = sum(tensor.entry.nbytes for tensor in tensors if tensor.entry.chunks)
-    messages = {"gather": _gather_messages(stages), "broadcast": _broadcast_messages(tensors)}
-    groups = _communicators(stages)
-    return Simulation(sizes, read, requests, files, nbytes, local, messages, groups, made)
+    return Simulation(sizes, read, requests, files, nbytes, local, made)
 
 
 def parse_mesh(mesh: Mapping[str, int] | str) -> dict[str, int]:
@@ -569,91 +552,3 @@ def _count_part(entry: TensorEntry, chunk: Chunk, spans: Spans) -> tuple[int, in
     alone = replace(entry, chunks=(replace(chunk, stride=steps_in_file(entry, chunk)),))
     part = cut(alone, spans)
     return sum(math.prod(c.shape) for c in part.chunks) * entry.itemsize, run_count(part)
-
-
-# ---- what travels between ranks
-
-
-def _travels(tensor: _Tensor) -> int:
-    """Return how often a tensor is in a state dict: once for each of its names."""
-    return len(tensor.names) if tensor.entry.chunks or tensor.is_parameter else 0
-
-
-def _gather_messages(stages: list[_Stage]) -> int:
-    """Count the messages in which rank 0 receives what the ranks have; see `messages_to`.
-
-    All ranks fill their messages at the same time: one addition for each tensor, on all ranks.
-    """
-    world, limit = sum(len(ranks) for ranks, _ in stages), gather.longest_message()
-    used = torch.zeros(world, dtype=torch.int64)
-    count = torch.zeros_like(used)
-    tables: dict[object, torch.Tensor] = {}
-    seen: set[int] = set()
-    for ranks, layouts in stages:
-        for tensor, layout in layouts:
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            shape = tensor.entry.shape
-            kind = shape, tensor.itemsize, layout, int(ranks[0])
-            if kind not in tables:
-                sizes = _sent_by_each(shape, tensor.itemsize, layout, int(ranks[0]), world, limit)
-                tables[kind] = sizes
-            for sizes in tables[kind].unbind(0) if _travels(tensor) else ():
-                for _ in range(_travels(tensor)):
-                    start = used + -used % ALIGNMENT
-                    new = (sizes > 0) & ((used == 0) | (start + sizes > limit))
-                    count += new
-                    used = torch.where(sizes > 0, torch.where(new, 0, start) + sizes, used)
-    return int(count.sum())
-
-
-def _sent_by_each(
-    shape: tuple[int, ...], itemsize: int, layout: _Layout, who: int, world: int, limit: int
-) -> torch.Tensor:
-    """Return the bytes of each block of a tensor that each rank sends to rank 0."""
-    ranks = layout.ranks if layout.sizes else ()
-    told = gather.TensorLayout(
-        shape, torch.uint8, (), who, ranks, layout.sizes, layout.placements, layout.order
-    )
-    sent: dict[int, list[int]] = {}
-    for owner, spans in told.owners(0):
-        for _, here in gather.local_blocks(spans, max(1, limit // itemsize)) if owner else ():
-            nbytes = itemsize * math.prod(s.stop - s.start for s in here)
-            sent.setdefault(owner, []).append(nbytes)
-    found = torch.zeros(max(map(len, sent.values()), default=0), world, dtype=torch.int64)
-    for owner, sizes in sent.items():
-        found[: len(sizes), owner] = torch.tensor(sizes)
-    return found
-
-
-def _broadcast_messages(tensors: list[_Tensor]) -> int:
-    """Count the buckets in which rank 0 sends a full state dict, each tensor of it once."""
-    limit = BUDGET // 2
-    items = (
-        (None, tensor.itemsize * math.prod(stop - start for start, stop in spans))
-        for tensor in tensors
-        if _travels(tensor)
-        for spans in blocks(tensor.entry.shape, limit // tensor.itemsize)
-    )
-    return sum(1 for _ in packed(items, limit))
-
-
-def _communicators(stages: list[_Stage]) -> int:
-    """Count the process groups of which `RankGroup` takes those that reach all of a model's ranks.
-
-    A mesh of all ranks needs none but the default one; another one has a line of ranks along each
-    dimension, and so have those beside it.
-    """
-    world = sum(len(ranks) for ranks, _ in stages)
-    lines: set[tuple[int, tuple[int, ...], int]] = set()
-    for number, (_, layouts) in enumerate(stages):
-        meshes = {(layout.ranks, layout.sizes) for _, layout in layouts if layout.sizes}
-        if any(len(ranks) == world for ranks, _ in meshes):
-            return 1
-        for ranks, sizes in meshes:
-            grid = torch.tensor(ranks).view(sizes)
-            for axis in range(len(sizes)):
-                line = tuple(grid.movedim(axis, -1).reshape(-1, sizes[axis])[0].tolist())
-                lines.add((number, line, len(stages[number][0]) // len(line)))
-    return sum(copies for _, _, copies in lines)
