@@ -269,7 +269,6 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
         module_versions={},
         templates={},
         tree=None,
-        tree_root="",
     )
 
 
