@@ -10,7 +10,14 @@ import torch
 
 from torchlift.errors import CheckpointError, FormatError, PlacementError
 from torchlift.formats import Array, Index, Leaf, TensorEntry, select
-from torchlift.formats.flatten import MISSING, ROOT_TENSOR, Containers, below, name_text
+from torchlift.formats.flatten import (
+    MISSING,
+    ROOT_TENSOR,
+    Containers,
+    below,
+    flatten_state,
+    name_text,
+)
 from torchlift.formats.torch_pickle import (
     ArrayRef,
     Blocked,
@@ -147,6 +154,28 @@ class Tree(Values):
 
     def blocked(self, record: Blocked, key: str | None) -> object:
         raise self.refusal(key or "")
+
+
+class _Objects(Tree):
+    """The containers of an index, with what is no tensor as it was saved, and the rest as it is."""
+
+    def tensor(self, record: object, key: str | None) -> object:
+        return record
+
+    def blocked(self, record: Blocked, key: str | None) -> object:
+        return record
+
+
+def objects_as_saved(index: Index) -> dict[str, object]:
+    """Return key -> leaf that is no tensor, as it was saved; none where a format has names only.
+
+    A dtype is one, where the index has its name.
+    """
+    if index.tree is None:
+        return {}
+    saved = _Objects(index, lambda entry: entry, lambda key: FormatError("")).rebuild(None)
+    objects = flatten_state(saved, Containers((TensorRef, StorageRef, Leaf))).objects
+    return {key: value for key, value in objects.items() if key in index.objects}
 
 
 def array_of(array: Array) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes
 from torchlift._checkpoint import open as open_checkpoint
+from torchlift._checkpoint.tree import objects_as_saved
 from torchlift._model.dtensor import (
     Span,
     everything,
@@ -48,6 +49,7 @@ from torchlift.formats.source import errors_name
 #: What a caller may pass as a checkpoint.
 Given = Checkpoint | str | os.PathLike[str] | BinaryIO | Mapping[str, Any]
 
+_EXTRA_STATE = "_extra_state"
 #: What messages and reports call a state dict.
 IN_MEMORY = "the state dict"
 
@@ -166,8 +168,8 @@ def _extra_state(key: str) -> str:
         >>> _extra_state("a._extra_state.scale.0"), _extra_state("a.weight")
         ('a._extra_state', '')
     """
-    at = f".{key}.".find("._extra_state.")
-    return key[: at + len("_extra_state")] if at >= 0 else ""
+    at = f".{key}.".find(f".{_EXTRA_STATE}.")
+    return key[: at + len(_EXTRA_STATE)] if at >= 0 else ""
 
 
 class Origin:
@@ -240,7 +242,7 @@ class FileSource(Origin):
 
     def __init__(self, ckpt: Checkpoint) -> None:
         candidates = {key: Candidate(key, entry) for key, entry in ckpt.entries.items()}
-        super().__init__(candidates, ckpt.objects, ckpt.index.module_versions)
+        super().__init__(candidates, _objects_of(ckpt), ckpt.index.module_versions)
         self.path = ckpt.path
         self.checkpoints = (ckpt,)
         self.blocked = ckpt.blocked_keys
@@ -259,6 +261,14 @@ class FileSource(Origin):
 
     def close(self) -> None:
         self.views.close()
+
+
+def _objects_of(ckpt: Checkpoint) -> Mapping[str, object]:
+    """Return the leaves of a checkpoint; of an extra state, as the module has saved them."""
+    if not ckpt.index.templates:
+        return ckpt.objects
+    saved = objects_as_saved(ckpt.index)
+    return ChainMap({key: saved[key] for key in saved if _EXTRA_STATE in key}, ckpt.objects)  # type: ignore[arg-type]
 
 
 class _Layers(FileSource):
@@ -284,8 +294,11 @@ class _Layers(FileSource):
         candidates, objects = dict(self.candidates), dict[str, object]()
         self.blocked, self.templates = dict(self.blocked), dict(self.templates)
         for number, layer in enumerate(layers):
+            me = str(number)
+            if isinstance(layer, Checkpoint) and layer.index.templates:
+                found = _objects_of(layer)
+                objects |= {k: found[k] for k in found if _EXTRA_STATE in k and owner[k] == me}
             if isinstance(layer, StateSource):
-                me = str(number)
                 candidates |= {k: v for k, v in layer.candidates.items() if owner[k] == me}
                 objects |= {k: v for k, v in layer.objects.items() if owner[k] == me}
                 self.blocked |= {k: v for k, v in layer.blocked.items() if owner[k] == me}
