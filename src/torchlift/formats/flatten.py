@@ -186,7 +186,9 @@ class _Flattener:
         plain_tensor, cost = self.plain_tensor, 0
         for name, value in items:
             key = prefix + (name if type(name) is str else self._text(name, prefix))
-            if key in tensors or key in objects or key in blocked:
+            is_known = key in tensors or key in objects or key in blocked
+            # What is in a container of that name has names of its own.
+            if is_known and self.containers.items(value, depth) is None:
                 # Neither is the one that is meant; what has a name of its own is not in doubt.
                 for known in (tensors, objects, self.flat.inside, self.flat.subclasses):
                     known.pop(key, None)
