@@ -237,13 +237,20 @@ def expected(name: str, format: str, root: str | None) -> dict[str, Any]:
 ROOTS = [(name, root) for name, (_, roots) in CONTENTS.items() for root in (None, *roots)]
 
 
+class Files(dict[str, dict[str, Path]]):
+    """Content -> format -> file or folder, written when one is asked for."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self.factory = factory
+
+    def __missing__(self, name: str) -> dict[str, Path]:
+        self[name] = written(name, self.factory.mktemp("doors"))
+        return self[name]
+
+
 @pytest.fixture(scope="module", name="files")
-def _files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
-    """Content -> format -> file or folder."""
-    return {name: written(name, tmp_path_factory.mktemp("doors")) for name in CONTENTS}
-
-
-Files = dict[str, dict[str, Path]]
+def _files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory)
 
 
 @pytest.mark.parametrize(("name", "root"), ROOTS)
@@ -404,7 +411,7 @@ def test_two_ranks_get_and_save_the_same(
 ) -> None:
     """As one process does: values, reports, and what is in the files."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    paths = {name: str(each["zip"]) for name, each in files.items()}
+    paths = {name: str(files[name]["zip"]) for name in CONTENTS}
     one, two = on_ranks(
         2, on_a_rank, paths, str(tmp_path), environment={"PYTHONWARNINGS": "ignore"}
     )
