@@ -150,7 +150,8 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
 
     One pair of tensors is in memory at a time, mapped where the format allows it. A NaN is equal to
     a NaN, and 0.0 to -0.0. Where dtypes differ, values are compared as float64: so a cast is told
-    from other weights.
+    from other weights. What is no tensor is compared by its values, too: nested plain data whatever
+    the order of names, and numpy's arrays; an int is not the float of its value.
 
     Args:
         a: a path or file that `torchlift.open` reads, a `Checkpoint` (opened with a ``root``, for a
