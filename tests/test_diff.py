@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,6 +21,7 @@ from safetensors.torch import save_file
 
 import torchlift
 from torchlift._checkpoint.diff import ValueChange
+from torchlift.cli import main
 from torchlift.formats import ITEMSIZE
 
 
@@ -229,3 +233,95 @@ def test_sparse_tensors_are_compared_by_their_values(tmp_path):
     assert torchlift.diff(tmp_path / "one.pt", kinds(two), atol=0.5).changed["csr"].value == (
         ValueChange(1, 24, 7.0)
     )
+
+
+def test_containers_in_memory_are_looked_into(tmp_path: Path) -> None:
+    """As those of a file are: nested dicts, lists of dicts, names that are no text."""
+    one = {"a": {"w": torch.zeros(2), "n": 1}, "l": [{"w": torch.ones(2)}, {0: torch.ones(1)}]}
+    two = {"a": {"w": torch.ones(2), "n": 1}, "l": [{"w": torch.ones(2)}, {0: torch.zeros(1)}]}
+    torch.save(two, tmp_path / "two.pt")
+    for other in (two, tmp_path / "two.pt"):
+        found = torchlift.diff(one, other)
+        assert list(found.changed) == ["a.w", "l.1.0"]
+        assert found.compared == 3
+    long = {"deep": {f"k{at}": torch.zeros(100) for at in range(50)}}
+    other = {"deep": {**long["deep"], "k25": torch.ones(100)}}
+    assert list(torchlift.diff(long, other).changed) == ["deep.k25"]
+    assert torchlift.diff({1: 2}, {"1": 2}).equal, "the names of a checkpoint are text"
+
+
+NUMBERS = np.arange(5000.0)
+VALUES = [
+    (NUMBERS, NUMBERS + (NUMBERS == 2500), NUMBERS.copy()),
+    (NUMBERS, NUMBERS.astype(np.float32), NUMBERS[::-1][::-1]),
+    (np.array([1, np.nan]), np.array([1, 2.0]), np.array([1, np.nan])),
+    (np.array(["a", "b"]), np.array(["a", "c"]), np.array(["a", "b"])),
+    (np.array([2**62]), np.array([2**62 + 1]), np.array([2**62])),
+    ([0.1, [2.0]], [0.1 + 1e-12, [2.0]], [0.1, [2.0]]),
+    (math.nan, 0.0, float("nan")),
+    (math.inf, -math.inf, float("inf")),
+    (1, 1.0, 1),
+    (1, True, 1),
+    ((1, 2), [1, 2], (1, 2)),
+    ([{"a": 1, "b": 2}], [{"a": 1, "b": 3}], [{"b": 2, "a": 1}]),
+    ([{1: 2}], [{"1": 2}], [{1: 2}]),
+    ([list(range(2000))], [[*range(1999), 0]], [list(range(2000))]),
+    ({"x", "y", "z"}, {"x", "y"}, {"z", "y", "x"}),
+    (2.5 + 1j, 2.5 - 1j, 2.5 + 1j),
+    (torch.float16, torch.bfloat16, torch.float16),
+    (torch.device("cuda:1"), torch.device("cuda"), torch.device("cuda", 1)),
+    (np.float32(0.1), 0.1, float(np.float32(0.1))),
+    (10**300, 10**300 + 1, 10**300),
+]
+
+
+@pytest.mark.parametrize("where", ["memory", "files", "both"])
+@pytest.mark.parametrize(("value", "other", "same"), VALUES)
+def test_values_that_are_no_tensors_are_compared_as_values(
+    tmp_path: Path, value: Any, other: Any, same: Any, where: str
+) -> None:
+    """Not by their text, which is clipped for long arrays and has an order for sets."""
+
+    def given(value: Any, name: str) -> Any:
+        if where == "memory" or (where == "both" and name == "one"):
+            return {"w": torch.ones(1), "v": value}
+        torch.save({"w": torch.ones(1), "v": value}, tmp_path / name)
+        return tmp_path / name
+
+    one = given(value, "one")
+    assert list(torchlift.diff(one, given(other, "two")).changed) == ["v"]
+    assert torchlift.diff(one, given(same, "three")).equal
+
+
+def test_tolerances_are_for_numbers_that_are_no_tensors_too() -> None:
+    """In lists, dicts and arrays; what is infinite or no number is near to itself only."""
+    one = {"a": [1.0, {"x": 100}], "n": np.array([1.0, np.inf]), "i": 7}
+    two = {"a": [1.05, {"x": 101}], "n": np.array([1.05, np.inf]), "i": 7}
+    assert list(torchlift.diff(one, two).changed) == ["a", "n"]
+    assert torchlift.diff(one, two, rtol=0.1).equal
+    assert not torchlift.diff({"a": 1.0}, {"a": math.inf}, rtol=0.5, atol=9.0).equal
+    assert not torchlift.diff({"a": 1.0}, {"a": math.nan}, rtol=0.5, atol=9.0).equal
+
+
+def test_what_compares_by_raising_is_not_equal() -> None:
+    """An object with a tensor in it, which only its class could compare."""
+
+    @dataclass
+    class Held:
+        values: torch.Tensor
+
+    one = {"x": Held(torch.ones(2))}
+    assert torchlift.diff(one, one).equal
+    assert list(torchlift.diff(one, {"x": Held(torch.ones(2))}).changed) == ["x"]
+
+
+def test_a_difference_of_arrays_can_be_printed_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As text, where JSON has no such value."""
+    for name, number in (("one", 1), ("two", 2)):
+        torch.save({"a": np.array([number]), "l": [b"x", number]}, tmp_path / name)
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "two"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["changed"]["a"]["object"] == ["[1]", "[2]"]
+    assert found["changed"]["l"]["object"] == [["b'x'", 1], ["b'x'", 2]]

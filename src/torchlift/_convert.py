@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, BinaryIO
@@ -26,10 +26,12 @@ from torchlift._plan import (
     target_dtype,
 )
 from torchlift._save import Becomes, SaveReport, Target, finish, from_files
-from torchlift._system import printable
+from torchlift._system import clipped_list, printable
 from torchlift.errors import CheckpointError, MismatchError, PlacementError, did_you_mean
 from torchlift.formats import Index, TensorEntry, of_model, select, used_by
 
+#: Keys of tensors, and others.
+_Keys = tuple[Collection[str], Collection[str]]
 #: What a format without a place for it does not keep.
 _AN_OBJECT = "it is no tensor"
 #: Formats in which metadata is the author's, and not the format's own.
@@ -98,7 +100,8 @@ def convert(
     Raises:
         UnsafeError: a value that the format could hold can only be had by running code; leave it
             out by `exclude`. safetensors hold tensors: there a value without any is ``lost``.
-        MismatchError: patterns fit nothing, or two keys get one name.
+        MismatchError: patterns fit nothing, two keys get one name, or nothing is left of all the
+            tensors that the source has.
         PlacementError: the format cannot hold a name or a value, or there is none to write.
         FormatError, IntegrityError: the source is damaged, or changes meanwhile.
         CheckpointError: there is something at `dst`, or it is the source, and not `overwrite`; or
@@ -123,13 +126,18 @@ def convert(
         opened = src if isinstance(src, Checkpoint) else stack.enter_context(open_checkpoint(src))
         _check_apart(opened.index, target, overwrite)
         index = opened.index if root is None else select(opened.index, root)
+        tensors = (opened.index.entries, ()), (index.entries, ())
+        _require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
         lost: dict[str, str] = {}
         dropped = _dropped(index, include, exclude)
+        read = {key: entry for key, entry in index.entries.items() if key not in dropped}
         if target.only_tensors and index.aside:
             lost |= dict.fromkeys(index.aside, _ASIDE)
             model = of_model(index)
             dropped |= {*index.entries, *index.objects} - {*model.entries, *model.objects}
-        read = {key: entry for key, entry in index.entries.items() if key not in dropped}
+            before, read = read, {key: entry for key, entry in read.items() if key not in dropped}
+            what = f"format={target.format!r} is for what belongs to a model"
+            _require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
         if options.rename is not None:
             index, dropped = _renamed(index, options.rename, dropped), set()
         if not verify:
@@ -176,6 +184,29 @@ def convert(
             check=check,
             progress=progress,
             written=not dry_run,
+        )
+
+
+def _require_kept(path: str, before: _Keys, after: _Keys, leaves_out: str, filters: str) -> None:
+    """Refuse a filter that leaves no tensor of a source with some, or nothing of one without.
+
+    Args:
+        path: of the source.
+        before: keys of tensors, and others, before the filter.
+        after: those after it.
+        leaves_out: which filter it is, and a verb.
+        filters: what the caller passed.
+
+    Raises:
+        MismatchError: nothing is left.
+    """
+    kind = 0 if before[0] else 1
+    if before[kind] and not after[kind]:
+        raise MismatchError(
+            f"{leaves_out} everything{' that is a tensor' * (not kind)}: {printable(filters, 300)}",
+            file=path,
+            found=f"left out: {clipped_list(before[kind])}",
+            hint="Look at the keys with torchlift inspect, and ask for some of them.",
         )
 
 
@@ -238,8 +269,9 @@ def _dropped(index: Index, include: Patterns, exclude: Patterns) -> set[str]:
                 hint=did_you_mean(pattern, keys) or "Look at the keys with torchlift inspect.",
             )
     left = allowed(keys, include) - allowed(keys, exclude)
-    if keys and not left:
-        raise MismatchError("the patterns leave out everything", file=index.path)
+    filters = f"include={list(include)!r}, exclude={list(exclude)!r}"
+    kept = left & index.entries.keys(), left
+    _require_kept(index.path, (index.entries, keys), kept, "the patterns leave out", filters)
     return {key for key in keys if key not in left}
 
 
@@ -258,8 +290,7 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
     for key, name in names.items():
         if name in made:
             raise same_name(name, made[name].keys[0], key, index.path)
-    if not made and not names:
-        raise MismatchError("rename drops everything", file=index.path)
+    _require_kept(index.path, (kept, rest), (made, names), "rename drops", f"rename={rename!r}")
     return replace(
         index,
         entries={name: replace(item.entry, key=name) for name, item in made.items()},
@@ -269,7 +300,6 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
         module_versions={},
         templates={},
         tree=None,
-        tree_root="",
     )
 
 

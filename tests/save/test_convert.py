@@ -358,6 +358,77 @@ def test_two_keys_of_one_name_and_patterns_that_fit_nothing_are_errors(tmp_path:
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
+@pytest.mark.parametrize("source", ["x.pt", "dcp", "x.safetensors"])
+@pytest.mark.parametrize("command", [False, True])
+def test_a_root_may_be_the_beginning_of_names(tmp_path: Path, source: str, command: bool) -> None:
+    """As for `open`: also onto the source itself, from a tree that is saved, and in the tree."""
+    state = {"encoder.0.w": torch.ones(2), "encoder.0.b": torch.zeros(2), "head.w": torch.ones(3)}
+    format = {"x.pt": "torch-zip", "dcp": "dcp", "x.safetensors": "safetensors"}[source]
+    src = tmp_path / source
+    torchlift.save(state, src, format=format)
+    with torchlift.open(src) as ckpt:
+        assert ckpt.tree("encoder.0").keys() == {"w", "b"}
+    with torchlift.open(src, root="encoder") as ckpt:
+        assert torchlift.save(ckpt, tmp_path / "saved.pt").tensors == 2
+    if command:
+        arguments = [str(src), str(src), "--root", "encoder", "--overwrite", "--format", format]
+        assert main(["convert", *arguments]) == 0
+    else:
+        report = torchlift.convert(src, src, root="encoder", overwrite=True, format=format)
+        assert (report.tensors, report.lost) == (2, {})
+    for path in (src, tmp_path / "saved.pt"):
+        with torchlift.open(path) as ckpt:
+            assert sorted(ckpt) == ["0.b", "0.w"]
+            assert torch.equal(ckpt["0.w"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "told", "left_out"),
+    [
+        ({"root": "config"}, r"root leaves out everything that is a tensor: root='config'", "m.w"),
+        ({"include": ["epoch"]}, r"patterns leave out .* include=\['epoch'\]", "m.w"),
+        ({"exclude": ["m.*"]}, r"patterns leave out .* exclude=\['m\.\*'\]", "m.w"),
+        ({"rename": lambda key: None if "m." in key else key}, r"rename drops everything", "m.w"),
+    ],
+)
+@pytest.mark.parametrize("dst", ["x.pt", "y.pt", "y.safetensors", "y"])
+def test_a_filter_that_leaves_no_tensor_is_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], told: str, left_out: str, dst: str
+) -> None:
+    """Before anything is written, the source itself above all; a dry run says so, too."""
+    state = {"m": {"w": torch.ones(2), "b": torch.ones(1)}, "epoch": 3, "config": {"lr": 0.1}}
+    torch.save(state, tmp_path / "x.pt")
+    before = (tmp_path / "x.pt").read_bytes()
+    format = "dcp" if dst == "y" else None
+    for dry_run in (True, False):
+        with pytest.raises(MismatchError, match=told) as caught:
+            torchlift.convert(
+                tmp_path / "x.pt", tmp_path / dst, format=format, overwrite=True, dry_run=dry_run,
+                **options,
+            )  # fmt: skip
+        assert left_out in str(caught.value.found)
+        assert caught.value.file == str(tmp_path / "x.pt")
+    assert os.listdir(tmp_path) == ["x.pt"]
+    assert (tmp_path / "x.pt").read_bytes() == before
+
+
+def test_of_a_source_without_tensors_what_there_is_is_kept(tmp_path: Path) -> None:
+    """Nothing is lost of it."""
+    torch.save({"config": {"lr": 0.1}, "epoch": 3}, tmp_path / "x.pt")
+    torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", root="config")
+    assert torch.load(tmp_path / "y.pt") == {"lr": 0.1}
+    torchlift.save({}, tmp_path / "empty.pt")
+    assert torchlift.convert(tmp_path / "empty.pt", tmp_path / "z.pt").tensors == 0
+
+
+def test_leaving_out_a_key_keeps_a_container_of_that_name(tmp_path: Path) -> None:
+    """A leaf and a container may have one name once names are joined by dots."""
+    torch.save({"a": {"b": 1}, "a.b": {"x": torch.ones(2)}}, tmp_path / "x.pt")
+    report = torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", exclude=["a.b"])
+    assert report.tensors == 1
+    assert list(torchlift.open(tmp_path / "y.pt")) == ["a.b.x"]
+
+
 def test_metadata_of_safetensors_stays_or_is_told(tmp_path: Path) -> None:
     """It is the author's."""
     save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors", {"format": "pt", "by": "me"})

@@ -259,7 +259,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """Return the containers as they were saved: integer keys, lists, dtypes, devices, slices.
 
         Args:
-            root: only what is under this container, without that prefix.
+            root: only what is under this container, without that prefix, as for `open`; or one
+                value by its key.
 
         Returns:
             The object that was saved, with mapped tensors; a dict of all keys where the format has
@@ -757,7 +758,8 @@ def open(
             names; the optimizer's state comes below ``optimizer`` and what else the training saved
             below ``training``, which loads into models leave out.
         root: keep only what is under this container and strip it: ``root="model"`` turns
-            ``model.layer.weight`` into ``layer.weight``. None keeps everything.
+            ``model.layer.weight`` into ``layer.weight``, also where that is one name with dots in
+            it. None keeps everything.
         allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
             ``[Int8Tensor]``, and classes of what they have in their attributes: these are called
             with what the file has for them, when a tensor is asked for, and nothing else is. Only

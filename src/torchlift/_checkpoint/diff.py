@@ -6,18 +6,24 @@ import ctypes
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, dense_of, open
-from torchlift._checkpoint.tree import items_of
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.formats import row_major
+from torchlift.formats.flatten import Containers, flatten_state, items_of, name_text
+from torchlift.formats.source import errors_name
+
+#: What errors call a state dict.
+_IN_MEMORY = "the state dict"
 
 Comparable = Checkpoint | Mapping[str, Any] | str | os.PathLike[str] | BinaryIO
 
@@ -144,7 +150,8 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
 
     One pair of tensors is in memory at a time, mapped where the format allows it. A NaN is equal to
     a NaN, and 0.0 to -0.0. Where dtypes differ, values are compared as float64: so a cast is told
-    from other weights.
+    from other weights. What is no tensor is compared by its values, too: nested plain data whatever
+    the order of names, and numpy's arrays; an int is not the float of its value.
 
     Args:
         a: a path or file that `torchlift.open` reads, a `Checkpoint` (opened with a ``root``, for a
@@ -230,7 +237,9 @@ class _Side:
                 for key, entry in side.entries.items()
             }
             return cls(side, specs, side.objects, side.blocked_keys)
-        tensors = {key: value for key, value in side.items() if isinstance(value, torch.Tensor)}
+        with errors_name(_IN_MEMORY):
+            flat = flatten_state(side, Containers((torch.Tensor,), Mapping))
+        tensors = flat.tensors
         specs = {
             key: _Spec(
                 tuple(value.shape),
@@ -240,7 +249,7 @@ class _Side:
             )
             for key, value in tensors.items()
         }
-        return cls(tensors, specs, {k: v for k, v in side.items() if k not in tensors}, ())
+        return cls(tensors, specs, flat.objects, flat.blocked)
 
     def unfolded(self, other: _Side) -> _Side:
         """Return the side with its plain containers as far apart as the other side's are.
@@ -259,7 +268,7 @@ class _Side:
             items = items_of(value) if key in parents and key not in theirs else []
             if not items:
                 objects[key] = value
-            todo += [(f"{key}.{name}", item) for name, item in reversed(items)]
+            todo += [(f"{key}.{name_text(name)}", item) for name, item in reversed(items)]
         return replace(self, objects=objects)
 
     def keys(self) -> dict[str, None]:
@@ -275,7 +284,7 @@ def _change(key: str, one: _Side, two: _Side, rtol: float, atol: float) -> Chang
     first, second = one.specs.get(key), two.specs.get(key)
     if first is None and second is None:
         pair = one.objects[key], two.objects[key]
-        return Change(object=pair) if repr(pair[0]) != repr(pair[1]) else Change()
+        return Change() if same_value(*pair, rtol, atol) else Change(object=pair)
     if first is None or second is None:
         return Change(kind=("object", "tensor") if first is None else ("tensor", "object"))
     dtypes = first.dtype, second.dtype
@@ -283,6 +292,71 @@ def _change(key: str, one: _Side, two: _Side, rtol: float, atol: float) -> Chang
     if first.shape != second.shape:
         return Change(shape=(first.shape, second.shape), dtype=dtype)
     return Change(dtype=dtype, value=_values(one.tensors[key], two.tensors[key], rtol, atol))
+
+
+def same_value(a: Any, b: Any, rtol: float = 0.0, atol: float = 0.0) -> bool:
+    """Return whether two values that are no tensors are the same, of a file or in memory.
+
+    Containers are by what is in them, whatever the order of names, numbers and numpy's arrays by
+    their values within the tolerances; a NaN is the same as a NaN, and 1 is not 1.0 or True.
+
+    Example:
+        >>> same_value({"a": [1, math.nan]}, {"a": [1, math.nan]}), same_value([0.1], [0.1 + 1e-12])
+        (True, False)
+    """
+    a, b = _plain(a), _plain(b)
+    if a is b:
+        return True
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        one, two = (
+            {(type(plain := _plain(name)), plain): item for name, item in each.items()}
+            for each in (a, b)
+        )
+        return one.keys() == two.keys() and all(
+            same_value(item, two[name], rtol, atol) for name, item in one.items()
+        )
+    for kind in (list, tuple):
+        if isinstance(a, kind) and isinstance(b, kind):
+            pairs = zip(a, b, strict=False)
+            return len(a) == len(b) and all(same_value(*pair, rtol, atol) for pair in pairs)
+    if type(a) is not type(b):
+        return False
+    if type(a) in (int, float, complex):
+        return _near(a, b, rtol, atol)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(a, numpy.ndarray):
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        if a.dtype.kind in "biufc" and a.dtype.itemsize <= (16 if a.dtype.kind == "c" else 8):
+            native = a.dtype.newbyteorder("=")
+            x, y = (torch.from_numpy(each.astype(native, order="C")) for each in (a, b))
+            return _values(x, y, rtol, atol) is None
+        return same_value(a.tolist(), b.tolist(), rtol, atol)
+    try:
+        return bool(a == b)
+    except (RuntimeError, TypeError, ValueError):  # of tensors or arrays in it
+        return False
+
+
+def _near(a: Any, b: Any, rtol: float, atol: float) -> bool:
+    """Return whether two numbers of one class are the same within tolerances."""
+    if a == b or (a != a and b != b):
+        return True
+    if type(a) is int:  # of any length, where a float would overflow
+        return bool(abs(a - b) <= Fraction(atol) + Fraction(rtol) * abs(b))
+    return bool(abs(b) < math.inf and abs(a - b) <= atol + rtol * abs(b))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in memory as a file would show it."""
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, slice)):
+        return str(value)
+    if numpy is not None and isinstance(value, (numpy.number, numpy.bool_)):
+        return value.item()
+    if numpy is not None and isinstance(value, numpy.dtype):
+        return f"numpy.dtype({value.str.lstrip('<>|=')})"
+    return value
 
 
 def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> ValueChange | None:

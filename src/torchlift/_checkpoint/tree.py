@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from torchlift.errors import CheckpointError, FormatError, PlacementError
-from torchlift.formats import Array, Index, TensorEntry, select
-from torchlift.formats.flatten import ROOT_TENSOR, key_text
+from torchlift.formats import Array, Index, Leaf, TensorEntry, select
+from torchlift.formats.flatten import (
+    MISSING,
+    ROOT_TENSOR,
+    Containers,
+    below,
+    flatten_state,
+    name_text,
+)
 from torchlift.formats.torch_pickle import (
     ArrayRef,
     Blocked,
@@ -21,6 +28,8 @@ from torchlift.formats.torch_pickle import (
     NumpyDtype,
     OrderedRecord,
     SliceText,
+    StorageRef,
+    TensorRef,
 )
 
 #: In place of a value that is left out.
@@ -40,6 +49,7 @@ class Values:
 
     def __init__(self) -> None:
         self._arrays: dict[int, object] = {}
+        self._containers = Containers((TensorRef, StorageRef, Leaf))
 
     def tensor(self, record: object, key: str | None) -> object:
         """Return a tensor."""
@@ -51,11 +61,12 @@ class Values:
 
     def made(self, value: Any, key: str | None) -> Any:
         """Return what a record stands for, and containers with what theirs stand for."""
-        if key in self.dropped:
+        # A container of that name has other keys, which are not left out with it.
+        if key in self.dropped and self._containers.items(value) is None:
             return _DROPPED
         if isinstance(value, dict):
             every = [
-                (self.made(name, None), self.made(item, _joined(key, _text(name))))
+                (self.made(name, None), self.made(item, _joined(key, name_text(name))))
                 for name, item in value.items()
             ]
             pairs = [pair for pair in every if pair[1] is not _DROPPED]
@@ -129,24 +140,11 @@ class Tree(Values):
         """
         assert self.index.tree is not None
         (saved,) = self.index.tree
-        full = ".".join(filter(None, (self.index.tree_root, root)))
-        found = self._below(saved, "", full) if full else saved
-        if found is None and root is not None:
-            select(self.index, root)
+        found = saved if root is None else below(saved, root)
+        if found is MISSING and root is not None:
+            select(self.index, root)  # says what there is instead
         made = self.made(found, root)
         return {} if made is _DROPPED else made
-
-    def _below(self, value: object, prefix: str, root: str) -> object:
-        """Return the container with a dotted name, which may have dots in its own names."""
-        for name, item in items_of(value):
-            key = f"{prefix}{_text(name)}"
-            if key == root:
-                return item
-            if root.startswith(key + "."):
-                found = self._below(item, key + ".", root)
-                if found is not None:
-                    return found
-        return None
 
     def tensor(self, record: object, key: str | None) -> object:
         entry = self.index.entries.get(ROOT_TENSOR if key is None else key)
@@ -156,6 +154,28 @@ class Tree(Values):
 
     def blocked(self, record: Blocked, key: str | None) -> object:
         raise self.refusal(key or "")
+
+
+class _Objects(Tree):
+    """The containers of an index, with what is no tensor as it was saved, and the rest as it is."""
+
+    def tensor(self, record: object, key: str | None) -> object:
+        return record
+
+    def blocked(self, record: Blocked, key: str | None) -> object:
+        return record
+
+
+def objects_as_saved(index: Index) -> dict[str, object]:
+    """Return key -> leaf that is no tensor, as it was saved; none where a format has names only.
+
+    A dtype is one, where the index has its name.
+    """
+    if index.tree is None:
+        return {}
+    saved = _Objects(index, lambda entry: entry, lambda key: FormatError("")).rebuild(None)
+    objects = flatten_state(saved, Containers((TensorRef, StorageRef, Leaf))).objects
+    return {key: value for key, value in objects.items() if key in index.objects}
 
 
 def array_of(array: Array) -> Any:
@@ -194,16 +214,5 @@ def with_arrays(value: Any, made: dict[int, object]) -> Any:
     return type(value)([with_arrays(item, made) for item in value]) if is_list else value
 
 
-def items_of(value: object) -> list[tuple[object, object]]:
-    """Return what a plain container has, with names or numbers; nothing of anything else."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
-
-
 def _joined(key: str | None, name: str) -> str:
     return name if key is None else f"{key}.{name}"
-
-
-def _text(name: object) -> str:
-    return name if type(name) is str else key_text(name, "")

@@ -12,6 +12,7 @@ import torch
 
 from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes
 from torchlift._checkpoint import open as open_checkpoint
+from torchlift._checkpoint.tree import objects_as_saved
 from torchlift._model.dtensor import (
     Span,
     everything,
@@ -28,13 +29,27 @@ from torchlift._model.handlers import (
     slice_of,
 )
 from torchlift._plan.steps import Candidate, Copy, Joined, Sent, Value
+from torchlift._system import leaves
 from torchlift._transfer import Sender
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import of_model, put_together
+from torchlift.formats.flatten import (
+    MISSING,
+    Containers,
+    Flat,
+    below,
+    flat_under,
+    flatten_state,
+    items_of,
+    name_text,
+    no_container,
+)
+from torchlift.formats.source import errors_name
 
 #: What a caller may pass as a checkpoint.
 Given = Checkpoint | str | os.PathLike[str] | BinaryIO | Mapping[str, Any]
 
+_EXTRA_STATE = "_extra_state"
 #: What messages and reports call a state dict.
 IN_MEMORY = "the state dict"
 
@@ -59,7 +74,7 @@ def sources(
         if not layers:
             raise TypeError("an empty list of checkpoints")
         opened = [
-            StateSource(*flat_state(layer, root), whole=True)
+            StateSource.of_flat(flat_state(layer, root))
             if isinstance(layer, Mapping) and not isinstance(layer, Checkpoint)
             else stack.enter_context(checkpoint(layer, root, allow=allow))
             for layer in layers
@@ -101,49 +116,27 @@ def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow: Allow) -> Ch
 
 
 def container(state: Any, root: str | None) -> Any:
-    """Return what a nested state has under a dotted name.
+    """Return what a state in memory has below a root, in its containers.
 
     Raises:
         FormatError: `root` names nothing in it.
     """
-    for name in root.split(".") if root else ():
-        at = int(name) if name.isdecimal() and isinstance(state, (list, tuple)) else name
-        try:
-            state = state[at]
-        except (LookupError, TypeError) as error:
-            where = f"there is no such container: {error}"
-            raise FormatError(where, file=IN_MEMORY, entry=root) from error
-    return state
+    found = state if root is None else below(state, root)
+    if found is MISSING:
+        names = [name_text(name) for name, _ in items_of(state)]
+        raise no_container(IN_MEMORY, str(root), names)
+    return found
 
 
-def flat_state(
-    state: Mapping[str, Any], root: str | None
-) -> tuple[dict[str, Any], Mapping[str, Mapping[str, object]]]:
-    """Return a state dict's leaves by dotted key, and the metadata that torch keeps beside it.
+def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
+    """Return a state dict's leaves by dotted key, as a file of it would have them.
 
     Raises:
-        FormatError: `root` names nothing in it, or two values have one key.
+        FormatError: `root` names nothing in it, or it contains itself.
     """
-    state = container(state, root)
-    if not isinstance(state, Mapping):
-        raise FormatError("not a state dict", file=IN_MEMORY, entry=root)
-    flat: dict[str, Any] = {}
-
-    def visit(values: Mapping[str, Any], prefix: str) -> None:
-        for key, value in values.items():
-            # The extra state of a module may be a dict, and is one value.
-            name = f"{prefix}{key}"
-            if isinstance(value, Mapping) and value and not name.endswith("_extra_state"):
-                visit(value, f"{name}.")
-            elif name in flat:
-                what = "two values have this key once containers are joined by dots"
-                hint = "Rename one of them, or pass the container that is meant."
-                raise FormatError(what, file=IN_MEMORY, entry=name, hint=hint)
-            else:
-                flat[name] = value
-
-    visit(state, "")
-    return flat, getattr(state, "_metadata", None) or {}
+    with errors_name(IN_MEMORY):
+        flat = flatten_state(state, Containers((torch.Tensor, Sent), Mapping))
+    return flat if root is None else flat_under(flat, root, IN_MEMORY)
 
 
 def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
@@ -153,7 +146,7 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
     owner: dict[str, str] = {}
     for number, layer in enumerate(layers):
         keys = layer.candidates if isinstance(layer, StateSource) else layer.entries
-        blocked = () if isinstance(layer, StateSource) else layer.blocked_keys
+        blocked = layer.blocked if isinstance(layer, StateSource) else layer.blocked_keys
         owner |= dict.fromkeys((*keys, *layer.objects, *blocked), str(number))
     # The extra state of a module is one value, however many keys it has in each.
     last: dict[str, str] = {}
@@ -176,8 +169,8 @@ def _extra_state(key: str) -> str:
         >>> _extra_state("a._extra_state.scale.0"), _extra_state("a.weight")
         ('a._extra_state', '')
     """
-    at = f".{key}.".find("._extra_state.")
-    return key[: at + len("_extra_state")] if at >= 0 else ""
+    at = f".{key}.".find(f".{_EXTRA_STATE}.")
+    return key[: at + len(_EXTRA_STATE)] if at >= 0 else ""
 
 
 class Origin:
@@ -252,7 +245,7 @@ class FileSource(Origin):
 
     def __init__(self, ckpt: Checkpoint) -> None:
         candidates = {key: Candidate(key, entry) for key, entry in ckpt.entries.items()}
-        super().__init__(candidates, ckpt.objects, ckpt.index.module_versions)
+        super().__init__(candidates, _objects_of(ckpt), ckpt.index.module_versions)
         self.path = ckpt.path
         self.checkpoints = (ckpt,)
         self.blocked = ckpt.blocked_keys
@@ -271,6 +264,14 @@ class FileSource(Origin):
 
     def close(self) -> None:
         self.views.close()
+
+
+def _objects_of(ckpt: Checkpoint) -> Mapping[str, object]:
+    """Return the leaves of a checkpoint; of an extra state, as the module has saved them."""
+    if not ckpt.index.templates:
+        return ckpt.objects
+    saved = objects_as_saved(ckpt.index)
+    return ChainMap({key: saved[key] for key in saved if _EXTRA_STATE in key}, ckpt.objects)  # type: ignore[arg-type]
 
 
 class _Layers(FileSource):
@@ -294,11 +295,21 @@ class _Layers(FileSource):
         self.paths = paths
         self.checkpoints = [layer for layer in layers if isinstance(layer, Checkpoint)]
         candidates, objects = dict(self.candidates), dict[str, object]()
+        self.blocked, self.templates = dict(self.blocked), dict(self.templates)
         for number, layer in enumerate(layers):
+            me = str(number)
+            if isinstance(layer, Checkpoint) and layer.index.templates:
+                found = _objects_of(layer)
+                objects |= {k: found[k] for k in found if _EXTRA_STATE in k and owner[k] == me}
             if isinstance(layer, StateSource):
-                me = str(number)
                 candidates |= {k: v for k, v in layer.candidates.items() if owner[k] == me}
                 objects |= {k: v for k, v in layer.objects.items() if owner[k] == me}
+                self.blocked |= {k: v for k, v in layer.blocked.items() if owner[k] == me}
+                self.templates |= {
+                    key: tree
+                    for key, tree in layer.templates.items()
+                    if all(owner[leaf.key] == me for leaf in leaves(tree).values())
+                }
         self.versions = {
             name: version
             for layer in layers
@@ -333,6 +344,18 @@ class StateSource(Origin):
         objects = {key: value for key, value in state.items() if key not in tensors}
         super().__init__(candidates, objects, versions or {})
         self._whole = whole
+
+    @classmethod
+    def of_flat(cls, flat: Flat[Any]) -> StateSource:
+        """Return the source of whole tensors that a caller passed, in whatever containers."""
+        made = cls({**flat.tensors, **flat.objects}, flat.versions, whole=True)
+        made.blocked, made.templates = flat.blocked, flat.templates
+        return made
+
+    def refusal(self, key: str) -> CheckpointError:
+        what = "two values have this key once containers are joined by dots"
+        hint = "Rename one of them, or pass the container that is meant."
+        return FormatError(what, file=self.path, entry=key, hint=hint)
 
     def tensor(self, candidate: Candidate, like: torch.Tensor | None = None) -> torch.Tensor:
         value = super().tensor(candidate)

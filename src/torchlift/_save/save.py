@@ -471,6 +471,8 @@ def from_files(
     if index.tree is not None:
         tree = Tree(index, lambda entry: entry, ckpt.refusal, dropped).rebuild(None)
     taken = take_apart(tree, plain=not target.only_tensors)
+    # The containers and the keys of an index are two accounts of one content.
+    assert taken.tensors.keys() == index.entries.keys() - dropped
 
     def dtype_as_it_is(entry: TensorEntry) -> torch.dtype:
         return dtype_of(entry, index.path)

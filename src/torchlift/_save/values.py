@@ -22,7 +22,14 @@ from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Shared, require_plain
 from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE, Chunk, Index, Leaf, RebuiltEntry, TensorEntry
-from torchlift.formats.flatten import ROOT_OBJECT, ROOT_TENSOR, key_text
+from torchlift.formats.flatten import (
+    ROOT_OBJECT,
+    ROOT_TENSOR,
+    Containers,
+    items_of,
+    key_text,
+    name_text,
+)
 from torchlift.formats.layout import Stored, is_unicode
 from torchlift.formats.torch_zip import repeats_too_often
 
@@ -219,7 +226,9 @@ class Taken:
         paths: key -> the names of the containers that lead to it.
         containers: key of a container -> what names joined by dots do not tell of it.
         kinds: key of a container -> what no file tells of it.
-        followed: id -> a container that was looked into, and whether it holds what must be copied.
+        rule: which values are containers.
+        states: id -> an object or a container that was looked into, and what is saved of it.
+        classes: id -> a container, and the class that no file tells of it.
         copies: how often a container was met again.
     """
 
@@ -230,7 +239,9 @@ class Taken:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     containers: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
-    followed: dict[int, tuple[object, bool]] = field(default_factory=dict)
+    rule: Containers = field(default_factory=lambda: Containers((torch.Tensor, TensorEntry)))
+    states: dict[int, tuple[object, Any]] = field(default_factory=dict)
+    classes: dict[int, tuple[object, str]] = field(default_factory=dict)
     copies: Counter[int] = field(default_factory=Counter)
 
 
@@ -249,43 +260,35 @@ def take_apart(saved: object, *, plain: bool = True) -> Taken:
             contain themselves.
     """
     taken = Taken(plain)
-    taken.template = _copied(saved, "", (), taken)
+    taken.template = _copied(_stated(saved, "", 0, taken), "", (), taken)
     return taken
 
 
 def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> Any:
-    value = _state_of(value)
     notes = getattr(value, "_metadata", None)
-    if _is_kind(value):
-        made = dict if isinstance(value, Mapping) else tuple
-        taken.kinds[key or "(all)"] = f"a {type(value).__name__}, which becomes a {made.__name__}"
-        value = made(value)
-    if len(path) > MAX_DEPTH:
-        raise PlacementError(
-            "containers nest too deep, or contain themselves",
-            entry=key,
-            expected=f"at most {MAX_DEPTH} levels",
-        )
-    if type(value) in _PAIR and (value or not path):
+    if id(value) in taken.classes:
+        taken.kinds[key or "(all)"] = taken.classes[id(value)][1]
+    _check_depth(len(path), key)
+    items = taken.rule.items(value)
+    if isinstance(value, dict) and (items is not None or not path):
         if any(type(name) is not str for name in value):
             taken.containers[key] = TEXT_NAMES
         if path and not key:
             taken.containers.setdefault(key, EMPTY_NAME)
         _count(value, key, taken)
-        made = type(value)()
-        for name, item in value.items():
+        made: Any = type(value)()
+        for name, item in items or ():
             made[name] = _copied(item, _joined(key, _text(name)), (*path, _text(name)), taken)
         if notes is not None:
             require_plain(_joined(key, "_metadata"), notes)
             made._metadata = notes
         return made
-    if type(value) in (list, tuple) and _has_tensor(value, 0, taken.followed):
+    if items is not None and type(value) in (list, tuple):
         _count(value, key, taken)
         is_tuple = type(value) is tuple
         taken.containers[key] = TUPLE_NAMES if is_tuple else "a list, whose positions become names"
         return type(value)(
-            _copied(item, _joined(key, str(at)), (*path, at), taken)
-            for at, item in enumerate(value)
+            _copied(item, _joined(key, str(at)), (*path, at), taken) for at, item in items
         )
     is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
     is_unnamed = bool(path) and not key
@@ -306,6 +309,46 @@ def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> 
             require_plain(key, value)
         taken.objects[key] = value
     return Leaf(key)
+
+
+def _stated(value: Any, key: str, depth: int, taken: Taken) -> Any:
+    """Return containers in which every object has become its state; what has none in it stays.
+
+    Each is asked for its state once, wherever it is.
+    """
+    _check_depth(depth, key)
+    if isinstance(value, (torch.Tensor, TensorEntry, str, bool, int, float, type(None))):
+        return value
+    if id(value) in taken.states:
+        return taken.states[id(value)][1]
+    given, value = value, _state_of(value)
+    found = value
+    if _is_kind(value):
+        found = (dict if isinstance(value, Mapping) else tuple)(value)
+    if type(found) in (*_PAIR, list, tuple):
+        old = list(items_of(found))
+        new = [_stated(i, _joined(key, name_text(n)), depth + 1, taken) for n, i in old]
+        if any(made is not item for made, (_, item) in zip(new, old, strict=True)):
+            notes = getattr(found, "_metadata", None)
+            is_dict = isinstance(found, dict)
+            found = type(found)(dict(zip(found, new, strict=True)) if is_dict else new)
+            if notes is not None:
+                found._metadata = notes
+    if _is_kind(value):
+        what = f"a {type(value).__name__}, which becomes a {type(found).__name__}"
+        taken.kinds[key or "(all)"] = what
+        taken.classes[id(found)] = found, what
+    taken.states[id(given)] = given, found
+    return found
+
+
+def _check_depth(depth: int, key: str) -> None:
+    if depth > MAX_DEPTH:
+        raise PlacementError(
+            "containers nest too deep, or contain themselves",
+            entry=key,
+            expected=f"at most {MAX_DEPTH} levels",
+        )
 
 
 def _state_of(value: Any) -> Any:
@@ -336,23 +379,6 @@ def _count(value: object, key: str, taken: Taken) -> None:
             entry=key,
             expected=f"at most {_MAX_COPIES:,} places",
         )
-
-
-def _has_tensor(value: Any, depth: int, followed: dict[int, tuple[object, bool]]) -> bool:
-    if depth > MAX_DEPTH:
-        return True  # and is refused where it is followed
-    if id(value) not in followed:
-        followed[id(value)] = value, True  # where it is inside itself, it is refused there, too
-        items = value.values() if isinstance(value, dict) else value
-        found = any(
-            isinstance(item, (torch.Tensor, TensorEntry))
-            or callable(getattr(item, "state_dict", None))
-            or _is_kind(item)
-            or (type(item) in (*_PAIR, list, tuple) and _has_tensor(item, depth + 1, followed))
-            for item in items
-        )
-        followed[id(value)] = value, found
-    return followed[id(value)][1]
 
 
 def _joined(key: str, name: str) -> str:

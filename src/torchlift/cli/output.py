@@ -63,9 +63,9 @@ def _lines(value: Any) -> str:
 
 def _text(value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=True, allow_nan=False)
+        return json.dumps(value, ensure_ascii=True, allow_nan=False, default=str)
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=True, allow_nan=False)
+        return json.dumps(_finite(value), ensure_ascii=True, allow_nan=False, default=str)
 
 
 def _finite(data: Any) -> Any:

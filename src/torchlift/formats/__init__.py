@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchlift.formats.boxes import cut, row_major, steps_in_file
 from torchlift.formats.detect import read_index
+from torchlift.formats.flatten import select, under
 from torchlift.formats.index import (
     AMBIGUOUS,
     ITEMSIZE,
@@ -21,8 +22,6 @@ from torchlift.formats.index import (
     ambiguity,
     matching,
     of_model,
-    select,
-    under,
     used_by,
 )
 from torchlift.formats.sharded import put_together

@@ -1,19 +1,35 @@
-"""Nested containers -> dotted keys.
+"""Nested containers -> dotted keys, and what lies below one: one rule for files and for memory.
 
-Dicts are always flattened, and an empty one stays as the object ``{}``. Lists and tuples are
+Mappings are always flattened, and an empty one stays as the object ``{}``. Lists and tuples are
 flattened by position when a tensor is anywhere inside; otherwise the whole list is one object, so
 that an optimizer's ``param_groups`` stay what they are. A storage is a tensor of all its numbers.
-A file that holds a bare tensor has the key ``tensor``; one that holds a bare object, ``object``.
+What is a bare tensor has the key ``tensor``; a bare object, ``object``.
+
+A root is a dotted prefix of these keys, whether the prefix is the name of a container, of several
+in each other, or the beginning of names with dots in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
-from torchlift.errors import FormatError
-from torchlift.formats.index import AMBIGUOUS, QUANTIZED, SUBCLASS, Leaf
+from torchlift._system import clipped_list, count_of
+from torchlift.errors import Argument, CheckpointError, FormatError, Hint, UnsafeError, did_you_mean
+from torchlift.formats.index import (
+    AMBIGUOUS,
+    QUANTIZED,
+    SUBCLASS,
+    Index,
+    Leaf,
+    ambiguity,
+    globals_in,
+    used_by,
+)
 from torchlift.formats.torch_pickle import (
     ArrayRef,
     Blocked,
@@ -28,6 +44,8 @@ from torchlift.formats.unpickle import ENTRY, STEP, Budget, check_key
 
 #: The keys of a file whose top-level object is not a container.
 ROOT_TENSOR, ROOT_OBJECT = "tensor", "object"
+#: In place of what is not there.
+MISSING = object()
 
 _MAX_DEPTH = 100
 _EXTRA_STATE = "_extra_state"
@@ -37,10 +55,12 @@ _HOLDING = (TensorRef, Blocked)
 _TEXTS = (str, bytes, bytearray)
 _SCALARS = (bool, int, float, complex, *_TEXTS)
 
+_Tensor = TypeVar("_Tensor")
+
 
 @dataclass(slots=True)
-class Flat:
-    """What a checkpoint's object tree holds, by dotted key, in file order.
+class Flat(Generic[_Tensor]):
+    """What nested containers hold, by dotted key, in order.
 
     Attributes:
         tensors: every tensor, those of subclasses, too.
@@ -53,21 +73,59 @@ class Flat:
         versions: torch's per-module ``_metadata``.
     """
 
-    tensors: dict[str, TensorRef] = field(default_factory=dict)
+    tensors: dict[str, _Tensor] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
     blocked: dict[str, str] = field(default_factory=dict)
     inside: dict[str, int] = field(default_factory=dict)
-    subclasses: dict[str, TensorRef] = field(default_factory=dict)
+    subclasses: dict[str, _Tensor] = field(default_factory=dict)
     versions: dict[str, dict[str, object]] = field(default_factory=dict)
     templates: dict[str, object] = field(default_factory=dict)
+
+
+class Containers:
+    """Which values are containers, whose items have keys of their own, and which are one value.
+
+    Args:
+        tensors: types of tensors.
+        mappings: types of mappings.
+    """
+
+    def __init__(self, tensors: tuple[type, ...], mappings: type | tuple[type, ...] = dict) -> None:
+        self.tensors, self.mappings = tensors, mappings
+        # With the container itself: while it lives, no other one has its identity.
+        self._tensors_inside: dict[int, tuple[object, bool]] = {}
+
+    def items(self, value: Any, depth: int = 0) -> Iterable[tuple[Any, Any]] | None:
+        """Return the names of a container's items and the items; None of what is one value."""
+        if isinstance(value, self.mappings):
+            return value.items() if value else None  # type: ignore[attr-defined]
+        if isinstance(value, (list, tuple)) and self.has_tensor(value, depth):
+            return enumerate(value)
+        return None
+
+    def has_tensor(self, value: Any, depth: int) -> bool:
+        """Return whether a tensor is anywhere inside; each container is looked at once."""
+        if isinstance(value, self.tensors):
+            return True
+        is_mapping = isinstance(value, self.mappings)
+        if not (is_mapping or isinstance(value, (list, tuple))):
+            return False
+        if id(value) not in self._tensors_inside:
+            _check_depth(depth)
+            # No until known: a container that contains itself must not be followed for ever.
+            self._tensors_inside[id(value)] = value, False
+            items = value.values() if is_mapping else value
+            found = any(self.has_tensor(item, depth + 1) for item in items)
+            self._tensors_inside[id(value)] = value, found
+        return self._tensors_inside[id(value)][1]
 
 
 class _NotPlain(Exception):
     """A value that cannot be rebuilt without running code; the argument names what it needs."""
 
 
-def flatten(root: object, budget: Budget) -> Flat:
-    """Flatten an object tree.
+def flatten(root: object, budget: Budget) -> Flat[TensorRef]:
+    """Flatten what a pickle describes.
 
     Args:
         root: what a `Machine` returned.
@@ -78,41 +136,67 @@ def flatten(root: object, budget: Budget) -> Flat:
         FormatError: the tree nests too deep, contains itself, or unfolds to far more than was
             stored.
     """
-    return _Flattener(budget).run(root)
+    return _RecordFlattener(Containers(_TENSORS), budget).run(root)
+
+
+def flatten_state(state: object, containers: Containers) -> Flat[Any]:
+    """Flatten a state in memory as it would be from a file; values that are no tensors stay.
+
+    Raises:
+        FormatError: it nests too deep, or contains itself.
+
+    Example:
+        >>> flat = flatten_state({"a": [1, b"t"], 2: {"b": [3]}}, Containers((bytes,)))
+        >>> flat.tensors, flat.objects
+        ({'a.1': b't'}, {'a.0': 1, '2.b': [3]})
+    """
+    return _Flattener(containers, _Unpriced()).run(state)
+
+
+class _Unpriced(Budget):
+    """Of what is in memory already: whoever made it has paid."""
+
+    def spend(self, amount: int, entry: str | None = None) -> None:
+        """Take nothing."""
 
 
 class _Flattener:
-    def __init__(self, budget: Budget) -> None:
-        self.flat = Flat()
-        self.budget = budget
-        self._tensors_inside: dict[int, bool] = {}
-        self._counted: dict[int, object] = {}
+    """The walk through containers, for values that stay as they are."""
 
-    def run(self, root: object) -> Flat:
-        if isinstance(root, dict):
-            self._children(root.items(), "", 0)
+    #: The type that most tensors have, for which nothing else is asked.
+    plain_tensor: type | None = None
+
+    def __init__(self, containers: Containers, budget: Budget) -> None:
+        self.flat: Flat[Any] = Flat()
+        self.containers, self.budget = containers, budget
+
+    def run(self, root: Any) -> Flat[Any]:
+        items = self.containers.items(root)
+        if items is not None or isinstance(root, self.containers.mappings):
+            self._children(items or (), "", 0)
             self._versions(root, "")
-        elif isinstance(root, (list, tuple)) and self._has_tensor(root, 0):
-            self._children(enumerate(root), "", 0)
         else:
-            self._visit(ROOT_TENSOR if isinstance(root, _TENSORS) else ROOT_OBJECT, root, 0)
+            is_tensor = isinstance(root, self.containers.tensors)
+            self._visit(ROOT_TENSOR if is_tensor else ROOT_OBJECT, root, 0)
         return self.flat
 
     def _children(self, items: Iterable[tuple[object, object]], prefix: str, depth: int) -> None:
         """Visit (name, value) pairs below a key."""
         _check_depth(depth, prefix)
         tensors, blocked, objects = self.flat.tensors, self.flat.blocked, self.flat.objects
-        cost = 0
+        plain_tensor, cost = self.plain_tensor, 0
         for name, value in items:
             key = prefix + (name if type(name) is str else self._text(name, prefix))
-            if key in tensors or key in objects or key in blocked:
+            is_known = key in tensors or key in objects or key in blocked
+            # What is in a container of that name has names of its own.
+            if is_known and self.containers.items(value, depth) is None:
                 # Neither is the one that is meant; what has a name of its own is not in doubt.
                 for known in (tensors, objects, self.flat.inside, self.flat.subclasses):
                     known.pop(key, None)
                 self.budget.spend(len(key) + STEP, key)
                 blocked[key] = AMBIGUOUS
                 continue
-            if type(value) is TensorRef:
+            if type(value) is plain_tensor:
                 tensors[key] = value
                 cost += len(key) + ENTRY
             else:
@@ -120,11 +204,76 @@ class _Flattener:
                 self._visit(key, value, depth)
         self.budget.spend(cost, prefix)
 
-    def _visit(self, key: str, value: object, depth: int) -> None:
+    def _visit(self, key: str, value: Any, depth: int) -> None:
         """File one value under its key, or descend into it."""
-        if key.endswith(_EXTRA_STATE) and isinstance(value, (dict, list, tuple)):
+        items = self.containers.items(value, depth)
+        if key.endswith(_EXTRA_STATE) and isinstance(value, (Mapping, list, tuple)):
             with suppress(_NotPlain):
                 self.flat.templates[key] = self._template(key, value, depth)
+        if items is not None:
+            self._children(items, key + ".", depth + 1)
+            self._versions(value, key)
+        else:
+            self._file(key, value, depth)
+
+    def _file(self, key: str, value: Any, depth: int) -> None:
+        """File what is one value under its key."""
+        is_tensor = isinstance(value, self.containers.tensors)
+        (self.flat.tensors if is_tensor else self.flat.objects)[key] = value
+
+    def _template(self, key: str, value: Any, depth: int) -> object:
+        """Return the containers of a value, with a `Leaf` for what has a key of its own."""
+        inner = depth + 1
+        self.budget.spend(len(key) + STEP, key)
+        _check_depth(inner, key)
+        items = self.containers.items(value, depth)
+        if items is None:
+            return Leaf(key)
+        if isinstance(value, self.containers.mappings):
+            return {
+                self._plain(name, key, inner): self._template(
+                    f"{key}.{name if type(name) is str else self._text(name, key)}", item, inner
+                )
+                for name, item in items
+            }
+        kind = list if isinstance(value, list) else tuple
+        return kind([self._template(f"{key}.{at}", item, inner) for at, item in items])
+
+    def _plain(self, value: Any, key: str, depth: int) -> Any:
+        """Return a value as it is told of."""
+        return value
+
+    def _versions(self, container: Any, prefix: str) -> None:
+        """Collect the per-module metadata of a state dict."""
+        metadata = _metadata_of(container)
+        if not isinstance(metadata, Mapping):
+            return
+        for name, local in metadata.items():
+            if type(name) is str and isinstance(local, Mapping):
+                path = f"{prefix}.{name}" if prefix and name else prefix or name
+                self.budget.spend(len(path) + STEP, path)
+                with suppress(_NotPlain):
+                    plain = {
+                        k if type(k) is str else self._text(k, path): self._plain(v, path, 1)
+                        for k, v in local.items()
+                    }
+                    self.flat.versions[path] = plain
+
+    def _text(self, name: object, prefix: str) -> str:
+        """Return the text of a dictionary key that is not a string."""
+        return name_text(name)
+
+
+class _RecordFlattener(_Flattener):
+    """The walk through the records of a pickle, of which plain copies are kept."""
+
+    plain_tensor = TensorRef
+
+    def __init__(self, containers: Containers, budget: Budget) -> None:
+        super().__init__(containers, budget)
+        self._counted: dict[int, object] = {}
+
+    def _file(self, key: str, value: Any, depth: int) -> None:
         if isinstance(value, StorageRef) and value.dtype not in QUANTIZED:
             numel = value.view[1] if value.view else value.numel
             value = TensorRef(value, value.dtype or "uint8", 0, (numel,), (1,))
@@ -140,11 +289,6 @@ class _Flattener:
         elif isinstance(value, TensorRef):
             self.budget.spend(ENTRY, key)
             self.flat.tensors[key] = value
-        elif isinstance(value, dict) and value:
-            self._children(value.items(), key + ".", depth + 1)
-            self._versions(value, key)
-        elif isinstance(value, (list, tuple)) and self._has_tensor(value, depth):
-            self._children(enumerate(value), key + ".", depth + 1)
         else:
             try:
                 self.flat.objects[key] = self._plain(value, key, depth)
@@ -169,39 +313,6 @@ class _Flattener:
             elif not isinstance(item, TensorRef):
                 left += item.inside if isinstance(item, Blocked) else item
         return count
-
-    def _template(self, key: str, value: object, depth: int) -> object:
-        """Return the containers of a value, with a `Leaf` for what has a key of its own."""
-        inner = depth + 1
-        self.budget.spend(len(key) + STEP, key)
-        _check_depth(inner, key)
-        if isinstance(value, dict) and value:
-            return {
-                self._plain(name, key, inner): self._template(
-                    f"{key}.{name if type(name) is str else self._text(name, key)}", item, inner
-                )
-                for name, item in value.items()
-            }
-        if isinstance(value, (list, tuple)) and self._has_tensor(value, depth):
-            kind = list if isinstance(value, list) else tuple
-            return kind(
-                [self._template(f"{key}.{at}", item, inner) for at, item in enumerate(value)]
-            )
-        return Leaf(key)
-
-    def _has_tensor(self, value: object, depth: int) -> bool:
-        """Return whether a tensor is anywhere inside; each container is looked at once."""
-        if not isinstance(value, (dict, list, tuple)):
-            return isinstance(value, _TENSORS)
-        known = self._tensors_inside.get(id(value))
-        if known is None:
-            _check_depth(depth)
-            # No until known: a container that contains itself must not be followed for ever.
-            self._tensors_inside[id(value)] = False
-            items = value.values() if isinstance(value, dict) else value
-            known = any(self._has_tensor(item, depth + 1) for item in items)
-            self._tensors_inside[id(value)] = known
-        return known
 
     def _plain(self, value: object, key: str, depth: int) -> object:
         """Return a copy of a value made of plain Python objects only."""
@@ -234,21 +345,6 @@ class _Flattener:
         kind = next(kind for kind in _CONTAINERS[1:] if isinstance(value, kind))
         return kind([self._plain(item, key, depth + 1) for item in value])
 
-    def _versions(self, container: object, prefix: str) -> None:
-        """Collect the per-module metadata of a state dict."""
-        if not isinstance(container, OrderedRecord) or not isinstance(container.metadata, dict):
-            return
-        for name, local in container.metadata.items():
-            if type(name) is str and isinstance(local, dict):
-                path = f"{prefix}.{name}" if prefix and name else prefix or name
-                self.budget.spend(len(path) + STEP, path)
-                with suppress(_NotPlain):
-                    plain = {
-                        k if type(k) is str else self._text(k, path): self._plain(v, path, 1)
-                        for k, v in local.items()
-                    }
-                    self.flat.versions[path] = plain
-
     def _text(self, name: object, prefix: str) -> str:
         """Return the text of a dictionary key that is not a string."""
         if isinstance(name, (bytes, tuple)):
@@ -267,15 +363,252 @@ def _check_depth(depth: int, key: str | None = None) -> None:
 
 def key_text(name: object, prefix: str) -> str:
     """Return the text of a dictionary key that is not a string."""
-    if name is None or isinstance(name, (int, float)):
-        return str(name)
-    if isinstance(name, (Global, Blocked)):
-        return name.name
+    if name is None or isinstance(name, (int, float, str, Global, Blocked)):
+        return name_text(name)
     if isinstance(name, (bytes, tuple)) and len(name) < 1000:
-        return repr(name)
+        return name_text(name)
     raise FormatError(
         "a dictionary key that cannot be part of a name",
         entry=prefix.removesuffix("."),
         expected="a string or a number",
         found=f"a {'storage' if isinstance(name, StorageRef) else type(name).__name__}",
+    )
+
+
+def name_text(name: object) -> str:
+    """Return the text of a name, of a file's records or in memory, where it may be of any class.
+
+    Example:
+        >>> name_text("a"), name_text(1), name_text((1, "b"))
+        ('a', '1', "(1, 'b')")
+    """
+    if type(name) is str:
+        return name
+    return name.name if isinstance(name, (Global, Blocked)) else str(name)
+
+
+def items_of(value: object) -> list[tuple[Any, Any]]:
+    """Return what a plain container has, with names or numbers; nothing of anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, (list, tuple)) else []
+
+
+# -- what lies below a root
+
+
+def under(index: Index, root: str) -> Index | None:
+    """Return what an index has below the container `root`, with that prefix stripped, or None.
+
+    Storages that only other keys use are left out, so that sizes are those of what is left.
+    """
+    entries, subclasses = (
+        {key: replace(entry, key=key) for key, entry in _inside(found, root).items()}
+        for found in (index.entries, index.subclasses)
+    )
+    objects, blocked_keys = _inside(index.objects, root), _inside(index.blocked_keys, root)
+    if not (entries or objects or blocked_keys):
+        return None
+    templates = _inside(index.templates, root)
+    return replace(
+        index,
+        entries=entries,
+        objects=objects,
+        blocked_keys=blocked_keys,
+        blocked_tensors=_inside(index.blocked_tensors, root),
+        subclasses=subclasses,
+        order=_inside(index.order, root),
+        blocked=globals_in(blocked_keys),
+        storages=used_by({**entries, **subclasses}, index.storages),
+        templates={key: _strip_leaves(tree, f"{root}.") for key, tree in templates.items()},
+        module_versions=_paths_inside(index.module_versions, root),
+        aside=(),
+        tree=None if index.tree is None else (below(index.tree[0], root),),
+    )
+
+
+def flat_under(flat: Flat[_Tensor], root: str, path: str) -> Flat[_Tensor]:
+    """Return what a state in memory has below the container `root`, with that prefix stripped.
+
+    Args:
+        flat: what `flatten_state` returned.
+        root: the container.
+        path: what an error calls the state.
+
+    Raises:
+        FormatError: there is no such container, or two values have this key.
+    """
+    made: Flat[_Tensor] = Flat(
+        _inside(flat.tensors, root),
+        _inside(flat.objects, root),
+        _inside(flat.blocked, root),
+        versions=_paths_inside(flat.versions, root),
+        templates={
+            key: _strip_leaves(tree, f"{root}.")
+            for key, tree in _inside(flat.templates, root).items()
+        },
+    )
+    if not (made.tensors or made.objects or made.blocked):
+        raise no_container(path, root, (*flat.tensors, *flat.objects), flat.blocked)
+    return made
+
+
+def select(index: Index, root: str) -> Index:
+    """Return what is under the container `root`, with that prefix stripped.
+
+    Raises:
+        FormatError: there is no such container, or two values have this key.
+        UnsafeError: only unpickling could rebuild it.
+    """
+    selected = under(index, root)
+    if selected is None:
+        keys = (*index.entries, *index.objects)
+        raise no_container(index.path, root, keys, index.blocked_keys, index.blocked_tensors)
+    return selected
+
+
+def below(saved: object, root: str) -> Any:
+    """Return what containers have under a dotted prefix of keys, or `MISSING`.
+
+    It is the container of that name where there is one; where names with dots in them begin with
+    it, or several containers have it, it is a dict with what all of them have.
+
+    Example:
+        >>> below({"a.b": 1, "a": {"c": 2}}, "a"), below({"a": {"b.c": [3]}}, "a.b")
+        ({'b': 1, 'c': 2}, {'c': [3]})
+    """
+    found: list[tuple[object, object]] = []
+    _find(saved, root, found)
+    # A leaf of this name is not below it.
+    found = [pair for pair in found if items_of(pair[1])] or found
+    if len(found) == 1:
+        return found[0][1]
+    if not found:
+        return MISSING
+    if not items_of(found[0][1]):
+        return Blocked(AMBIGUOUS)
+    made = _emptied(found[0][0])
+    for _, container in found:
+        for name, item in items_of(container):
+            _put(made, name_text(name), item)
+    return made
+
+
+def _find(value: object, root: str, found: list[tuple[object, object]]) -> None:
+    """Collect what lies under a prefix, each with the container that it is in."""
+    loose = _emptied(value)
+    for name, item in items_of(value):
+        key = name_text(name)
+        if key == root:
+            found.append((value, item))
+        elif root.startswith(f"{key}."):
+            _find(item, root[len(key) + 1 :], found)
+        elif key.startswith(f"{root}."):
+            if not loose:
+                found.append((value, loose))
+            loose[key[len(root) + 1 :]] = item
+    notes = _metadata_of(value)
+    if loose and isinstance(notes, Mapping):
+        inside = {name: note for name, note in notes.items() if type(name) is str}
+        _set_metadata(loose, _paths_inside(inside, root))
+
+
+def _emptied(container: object) -> dict[Any, Any]:
+    """Return an empty container of a kind, for what has names."""
+    kinds = (OrderedRecord, OrderedDict)
+    return next((kind() for kind in kinds if isinstance(container, kind)), {})
+
+
+def _put(made: dict[Any, Any], name: str, item: object) -> None:
+    """Put an item into a container in which its name may be another container's already."""
+    if name not in made:
+        made[name] = item
+        return
+    if items_of(made[name]) and not items_of(item):
+        made[name], item = item, made[name]
+    inner = items_of(item)
+    for below_it, value in inner:
+        _put(made, f"{name}.{name_text(below_it)}", value)
+    if not inner:
+        made[name] = Blocked(AMBIGUOUS)
+
+
+def _metadata_of(container: Any) -> Any:
+    """Return what torch attaches to a state dict, of which a file has a record."""
+    if isinstance(container, OrderedRecord):
+        return container.metadata
+    return getattr(container, "_metadata", None)
+
+
+def _set_metadata(container: Any, notes: object) -> None:
+    if isinstance(container, OrderedRecord):
+        container.metadata = notes
+    elif isinstance(container, OrderedDict):
+        container._metadata = notes  # type: ignore[attr-defined]
+
+
+def _inside(values: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """Return what has keys below a root, under the rest of them."""
+    prefix = f"{root}."
+    return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+
+
+def _paths_inside(versions: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """Return what is told of a module and of those in it; its own path is the empty one then."""
+    own = {"": versions[root]} if root in versions else {}
+    return {**own, **_inside(versions, root)}
+
+
+def _strip_leaves(tree: object, prefix: str) -> object:
+    if isinstance(tree, Leaf):
+        return Leaf(tree.key.removeprefix(prefix))
+    if isinstance(tree, dict):
+        return {key: _strip_leaves(value, prefix) for key, value in tree.items()}
+    assert isinstance(tree, (list, tuple))
+    return type(tree)([_strip_leaves(value, prefix) for value in tree])
+
+
+def no_container(
+    path: str,
+    root: str,
+    keys: Collection[str],
+    blocked: Mapping[str, str] = MappingProxyType({}),
+    inside: Mapping[str, int] = MappingProxyType({}),
+) -> CheckpointError:
+    """Return the error that says what there is instead of a container."""
+    argument = Argument("root")
+    if root in keys:
+        return FormatError(
+            "it is a leaf of the checkpoint, not a container",
+            file=path,
+            entry=root,
+            hint=Hint(
+                "Leave ",
+                argument,
+                " out, or pass ",
+                Argument("rename"),
+                " to choose among the keys.",
+            ),
+        )
+    if blocked.get(root) == AMBIGUOUS:
+        return ambiguity(path, root)
+    if root in blocked:
+        count = inside.get(root)
+        return UnsafeError(
+            f"only unpickling could rebuild it, through {blocked[root]}",
+            file=path,
+            entry=root,
+            found=f"{count_of(count, 'tensor')} in it" if count else None,
+            hint=Hint(
+                "What is in it cannot be told apart; leave ", argument, " out to see the rest."
+            ),
+        )
+    tops = sorted({key.split(".", 1)[0] for key in keys})
+    return FormatError(
+        "there is no such container",
+        file=path,
+        entry=root,
+        found="at the top: " + (clipped_list(tops) or "nothing"),
+        hint=did_you_mean(root, tops)
+        or Hint("Pass one of these as ", argument, ", or leave root out."),
     )

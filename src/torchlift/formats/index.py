@@ -16,15 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torchlift._system import clipped_list, count_of
-from torchlift.errors import (
-    Argument,
-    FormatError,
-    Hint,
-    IntegrityError,
-    UnsafeError,
-    did_you_mean,
-)
+from torchlift.errors import Argument, FormatError, Hint, IntegrityError
 
 #: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
 ITEMSIZE: dict[str, int] = {
@@ -42,8 +34,6 @@ AMBIGUOUS = "a name of its own"
 
 #: The encoding of a tensor whose class only a caller can allow.
 SUBCLASS = "subclass"
-
-_ROOT = Argument("root")
 
 #: Encodings that leave every element in its place.
 _ELEMENTWISE = frozenset({"deflated", "big-endian", "conjugate", "negative"})
@@ -372,7 +362,6 @@ class Index:
             every value. Dotted keys alone do not tell a list from a dict, nor 1 from "1".
         tree: the one object that was saved, made of records of the pickle; None where a
             format has names only.
-        tree_root: the container of the tree that the index is of.
     """
 
     path: str
@@ -391,7 +380,6 @@ class Index:
     templates: Mapping[str, object] = field(default_factory=dict)
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
-    tree_root: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -442,44 +430,6 @@ def join(
         merged["order"] = dict.fromkeys(keys)
     blocked = tuple(dict.fromkeys(name for index in indexes for name in index.blocked))
     return Index(path=path, format=format, metadata=metadata, blocked=blocked, **merged)
-
-
-def under(index: Index, root: str) -> Index | None:
-    """Return what an index has below the container `root`, with that prefix stripped, or None.
-
-    Storages that only other keys use are left out, so that sizes are those of what is left.
-    """
-    prefix = root + "."
-
-    def inside(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
-
-    entries, subclasses = (
-        {key: replace(entry, key=key) for key, entry in inside(found).items()}
-        for found in (index.entries, index.subclasses)
-    )
-    objects, blocked_keys = inside(index.objects), inside(index.blocked_keys)
-    if not (entries or objects or blocked_keys):
-        return None
-    versions = inside(index.module_versions)
-    if root in index.module_versions:
-        versions[""] = index.module_versions[root]
-    templates = inside(index.templates)
-    return replace(
-        index,
-        entries=entries,
-        objects=objects,
-        blocked_keys=blocked_keys,
-        blocked_tensors=inside(index.blocked_tensors),
-        subclasses=subclasses,
-        order=inside(index.order),
-        blocked=_globals_in(blocked_keys),
-        storages=used_by({**entries, **subclasses}, index.storages),
-        templates={key: _strip_leaves(tree, prefix) for key, tree in templates.items()},
-        module_versions=versions,
-        aside=(),
-        tree_root=f"{index.tree_root}.{root}".removeprefix("."),
-    )
 
 
 def used_by(
@@ -540,7 +490,7 @@ def allowing(index: Index, classes: Mapping[str, type]) -> Index:
         subclasses={k: entry for k, entry in index.subclasses.items() if k not in found},
         blocked_keys=blocked,
         blocked_tensors={k: n for k, n in index.blocked_tensors.items() if k in blocked},
-        blocked=_globals_in(blocked),
+        blocked=globals_in(blocked),
     )
 
 
@@ -558,49 +508,9 @@ def ambiguity(path: str, key: str) -> FormatError:
     )
 
 
-def _globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
+def globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the globals that blocked values would have needed, each once."""
     return tuple(dict.fromkeys(name for name in blocked_keys.values() if name != AMBIGUOUS))
-
-
-def select(index: Index, root: str) -> Index:
-    """Return what is under the container `root`, with that prefix stripped.
-
-    Raises:
-        FormatError: there is no such container, or two values have this key.
-        UnsafeError: only unpickling could rebuild it.
-    """
-    selected = under(index, root)
-    if selected is not None:
-        return selected
-    if root in index.entries or root in index.objects:
-        raise FormatError(
-            "it is a leaf of the checkpoint, not a container",
-            file=index.path,
-            entry=root,
-            hint=Hint(
-                "Leave ", _ROOT, " out, or pass ", Argument("rename"), " to choose among the keys."
-            ),
-        )
-    if index.blocked_keys.get(root) == AMBIGUOUS:
-        raise ambiguity(index.path, root)
-    if root in index.blocked_keys:
-        count = index.blocked_tensors.get(root)
-        raise UnsafeError(
-            f"only unpickling could rebuild it, through {index.blocked_keys[root]}",
-            file=index.path,
-            entry=root,
-            found=f"{count_of(count, 'tensor')} in it" if count else None,
-            hint=Hint("What is in it cannot be told apart; leave ", _ROOT, " out to see the rest."),
-        )
-    tops = sorted({key.split(".", 1)[0] for key in [*index.entries, *index.objects]})
-    raise FormatError(
-        "there is no such container",
-        file=index.path,
-        entry=root,
-        found="at the top: " + (clipped_list(tops) or "nothing"),
-        hint=did_you_mean(root, tops)
-        or Hint("Pass one of these as ", _ROOT, ", or leave root out."),
-    )
 
 
 def matching(index: Index, patterns: Sequence[str]) -> Index:
@@ -617,16 +527,7 @@ def matching(index: Index, patterns: Sequence[str]) -> Index:
         objects=chosen(index.objects),
         blocked_keys=blocked_keys,
         blocked_tensors=chosen(index.blocked_tensors),
-        blocked=_globals_in(blocked_keys),
+        blocked=globals_in(blocked_keys),
         subclasses=(some := chosen(index.subclasses)),
         storages=used_by({**entries, **some}, index.storages),
     )
-
-
-def _strip_leaves(tree: object, prefix: str) -> object:
-    if isinstance(tree, Leaf):
-        return Leaf(tree.key.removeprefix(prefix))
-    if isinstance(tree, dict):
-        return {key: _strip_leaves(value, prefix) for key, value in tree.items()}
-    assert isinstance(tree, (list, tuple))
-    return type(tree)([_strip_leaves(value, prefix) for value in tree])

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
-from torchlift.formats.index import Index, TensorEntry, under, used_by
+from torchlift.formats.flatten import under
+from torchlift.formats.index import Index, TensorEntry, used_by
 from torchlift.formats.sharded import claimed, locate
 from torchlift.formats.source import dense_shape
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
