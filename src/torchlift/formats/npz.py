@@ -56,6 +56,8 @@ def read_npz(source: Source, records: Mapping[str, Record]) -> Index:
     for name, record in records.items():
         if not name.endswith(".npy"):
             raise FormatError("a record that is no array of numpy's", entry=name)
+        if name.removesuffix(".npy") in records:  # numpy looks for a record of the whole name first
+            raise FormatError("an array has the name of another one's record", entry=name)
         check_method(record)
     return _index(source, {name.removesuffix(".npy"): at for name, at in records.items()})
 
