@@ -119,7 +119,7 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
         most = next(inflated(source.read, record, _MOST), b"")
     head = most[:12]
     size = 2 if head[6:7] == b"\1" else 4
-    if len(head) < 12 or head[:6] != MAGIC or head[6] not in (1, 2, 3):
+    if len(head) < 12 or head[:6] != MAGIC or head[6:8] not in (b"\1\0", b"\2\0", b"\3\0"):
         raise FormatError("not an array of numpy's", entry=key, found=repr(head))
     (length,) = struct.unpack_from("<H" if size == 2 else "<I", head, 8)
     start = 8 + size + length

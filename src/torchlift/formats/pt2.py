@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import Index, Record, TensorEntry, join
+from torchlift.formats.index import ITEMSIZE, Index, Record, TensorEntry, join
 from torchlift.formats.source import Source, errors_name, parse_json
 from torchlift.formats.torch_pickle import StorageRef, TensorRef
 from torchlift.formats.torch_zip import (
@@ -189,6 +189,12 @@ def _tensor(meta: Any, tensor: Any, path: str, stored: Record) -> TensorRef:
     location, index = _field(device, "type", str), device.get("index")
     location = f"{location}:{index}" if type(index) is int else location
     shape = tuple(map(_whole, _field(tensor, "sizes", list)))
+    if stored.nbytes % ITEMSIZE[_DTYPES[number]]:
+        raise FormatError(
+            "a record that is no whole number of elements",
+            expected=f"a multiple of {ITEMSIZE[_DTYPES[number]]} bytes of {_DTYPES[number]}",
+            found=f"{stored.nbytes} bytes",
+        )
     if not stored.nbytes and 0 not in shape:
         raise FormatError(
             "a weight that was not saved: torch would take zeros instead",

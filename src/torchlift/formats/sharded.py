@@ -192,7 +192,7 @@ def locate_all(directory: str, names: Iterable[str]) -> dict[str, str]:
     # Before the system is asked about each: a few bytes of an index spell one name in another way.
     plain = {name: posixpath.normpath(name) if _stays(name) else name for name in names}
     paths = {name: _inside_of(directory, name) for name in dict.fromkeys(plain.values())}
-    if lacking := [name for name, path in paths.items() if not os.path.exists(path)]:
+    if lacking := sorted(name for name, path in paths.items() if not os.path.exists(path)):
         raise missing(lacking, len(paths), len(paths) - len(lacking))
     found: dict[str, str] = {}
     first: dict[tuple[int, int], str] = {}

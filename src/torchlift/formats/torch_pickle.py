@@ -49,11 +49,15 @@ STORED_SIZE = {dtype: ITEMSIZE[QUANTIZED.get(dtype or "uint8", dtype or "uint8")
 #: Views that store other numbers than they show: torch's name -> that in ``TensorEntry.encoding``.
 LAZY = {"conj": "conjugate", "neg": "negative"}
 
+#: How the names of dtypes begin that can have gradients.
+_GRADED = ("float", "bfloat", "complex")
+
 #: Attributes of a tensor that show other numbers once they are set, or make it something else.
 ACTING = ("__class__", "__dict__", "data", "imag", "names", "real", "requires_grad")
 
 #: Types whose instances are plain tensors, whatever attributes were set on them.
-_PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+_PARAMETER = "torch.nn.parameter.Parameter"
+_PLAIN_TYPES = ("torch.Tensor", _PARAMETER, "torch.nn.parameter.Buffer")
 
 #: Ragged rows in one tensor, which `torch.load` rebuilds too, and what marking a dimension as
 #: dynamic, as their cached lengths are, leaves in a tensor's attributes.
@@ -424,7 +428,7 @@ def _tensor(
     _checked(storage, StorageRef)
     assert isinstance(storage, StorageRef)
     dtype = _strided(storage.dtype or "uint8")
-    made = TensorRef(storage, dtype, offset, size, stride, _checked(requires_grad, bool))
+    made = TensorRef(storage, dtype, offset, size, stride, _graded(requires_grad, dtype))
     if metadata:
         metadata = _checked(metadata, dict)
         assert isinstance(metadata, dict)
@@ -435,14 +439,22 @@ def _tensor(
     return made
 
 
+def _graded(requires_grad: object, dtype: str) -> object:
+    """Return whether a tensor requires gradients, which only some numbers can."""
+    if _checked(requires_grad, bool) and not dtype.startswith(_GRADED):
+        raise TypeError("gradients of whole numbers")
+    return requires_grad
+
+
 def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
     dtype = arguments[6] if len(arguments) > 6 else None
     if isinstance(dtype, Blocked):
         return Blocked(dtype.name, called=True)
     name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
-    made = _tensor(world, *arguments[:6], *arguments[7:])
+    *given, requires_grad, hooks = arguments[:6]
+    made = _tensor(world, *given, False, hooks, *arguments[7:])
     if isinstance(made, TensorRef):
-        made.dtype = name
+        made.dtype, made.requires_grad = name, _graded(requires_grad, name)
     return made
 
 
@@ -570,7 +582,8 @@ def _parameter(
         return data
     if _acts(state):
         return world.block("torch._utils._rebuild_parameter_with_state", True, data)
-    return replace(_checked(data, TensorRef), requires_grad=requires_grad, is_parameter=True)
+    made: TensorRef = _checked(data, TensorRef)
+    return replace(made, requires_grad=_graded(requires_grad, made.dtype), is_parameter=True)
 
 
 def _from_type(
@@ -608,6 +621,8 @@ def _from_type(
         raise TypeError("a class that torch would not make it of")
     if _acts(state):
         return world.block("torch._tensor._rebuild_from_type_v2", True, made, state)
+    if isinstance(made, TensorRef) and isinstance(new_type, Global):
+        made = replace(made, is_parameter=new_type.name == _PARAMETER)
     return made
 
 
@@ -651,7 +666,12 @@ def _acts(state: object) -> bool:
     """Return whether setting the attributes of a tensor would change more than attributes."""
     states = state if isinstance(state, tuple) else (state,)
     return any(
-        some and (not isinstance(some, dict) or any(name in some for name in ACTING))
+        some
+        and (
+            not isinstance(some, dict)
+            or any(name in some for name in ACTING)
+            or not all(type(name) is str for name in some)
+        )
         for some in states
     )
 
@@ -783,7 +803,9 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.Size": lambda world, items=(): tuple(_checked(items, list, tuple)),
+    "torch.Size": lambda world, items=(): tuple(
+        [_checked(size, int) for size in _checked(items, list, tuple)]
+    ),
     "torch.device": _device,
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
     "torch.serialization._get_layout": lambda world, name: LayoutName(_short(name)),
@@ -985,6 +1007,7 @@ class _TensorStep:
             or (name is None) is not (not put_name)
             or (name is None and not _rebuilds(m.stack[-1]))
             or length[0] != len(key)
+            or (grad == b"\x88" and not (known[0] or "uint8").startswith(_GRADED))
             or expected is None
             or int.from_bytes(puts, "little") != first * expected[0] + expected[1]
         ):
