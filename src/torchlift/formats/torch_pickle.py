@@ -451,10 +451,10 @@ def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
     if isinstance(dtype, Blocked):
         return Blocked(dtype.name, called=True)
     name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
-    *given, requires_grad, hooks = arguments[:6]
-    made = _tensor(world, *given, False, hooks, *arguments[7:])
+    # Whether it can have gradients is a question of its own dtype, not of its storage's.
+    made = _tensor(world, *(*arguments[:4], False, arguments[5], *arguments[7:]))
     if isinstance(made, TensorRef):
-        made.dtype, made.requires_grad = name, _graded(requires_grad, name)
+        made.dtype, made.requires_grad = name, _graded(arguments[4], name)
     return made
 
 
