@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ class Tree(Values):
         super().__init__()
         self.index, self.view, self.refusal, self.dropped = index, view, refusal, dropped
         self.path = index.path
+        self._copies: dict[TensorEntry, object] = {}
 
     def rebuild(self, root: str | None) -> Any:
         """Return the object below a container of the index, or all of it.
@@ -133,7 +135,11 @@ class Tree(Values):
         found = self._below(saved, "", full) if full else saved
         if found is None and root is not None:
             select(self.index, root)
-        made = self.made(found, root)
+        try:
+            made = self.made(found, root)
+        except RecursionError as error:  # what is beside the items of an OrderedDict can, too
+            what = "containers nest too deep, or contain themselves"
+            raise FormatError(what, file=self.path) from error
         return {} if made is _DROPPED else made
 
     def _below(self, value: object, prefix: str, root: str) -> object:
@@ -152,7 +158,13 @@ class Tree(Values):
         entry = self.index.entries.get(ROOT_TENSOR if key is None else key)
         if entry is None:
             raise self.refusal(key or "")
-        return self.view(entry)
+        if "negative" not in entry.encoding:
+            return self.view(entry)
+        # It is a copy, unlike in torch: one for all keys that are it, so that a tie stays one.
+        same = replace(entry, key="")
+        if same not in self._copies:
+            self._copies[same] = self.view(entry)
+        return self._copies[same]
 
     def blocked(self, record: Blocked, key: str | None) -> object:
         raise self.refusal(key or "")
