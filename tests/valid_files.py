@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import pickletools
+import random
 import struct
 import warnings
 import zipfile
@@ -40,6 +41,9 @@ from torchlift.formats.zip_archive import (
 
 Parts = list[bytes]
 
+#: What means something wherever it is: marks, calls, the largest numbers.
+_BYTES = [0, 1, 0x28, 0x52, 0x7F, 0x80, 0xFF]
+
 
 # Parts and files ----------------------------------------------------------------------------------
 
@@ -50,6 +54,15 @@ def _changed(content: bytes, changes: bytes) -> bytes:
     for at in range(0, len(changes) - 2, 3):
         found[int.from_bytes(changes[at : at + 2], "little") % len(found)] = changes[at + 2]
     return bytes(found)
+
+
+def changed(part: bytes, draw: random.Random) -> bytes:
+    """The same bytes with a few replaced, a run of them removed or doubled, or others put in."""
+    start, end = sorted(draw.choices(range(len(part) + 1), k=2))
+    run = part[start:end]
+    others = bytes(draw.choices(_BYTES, k=draw.randint(1, 4)))
+    other = draw.choice([others, others, others, b"", run * 2, part[start - 8 : start]])
+    return part[:start] + other + part[start + len(others) if other is others else end :]
 
 
 def _archive(parts: Parts) -> bytes:

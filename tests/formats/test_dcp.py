@@ -529,3 +529,83 @@ def test_items_like_others_are_checked_as_if_they_were_the_first(tmp_path: Path)
     file.write_bytes(data)
     with pytest.raises(FormatError, match=r"'w7'|data/"):
         torchlift.open(tmp_path)
+
+
+def _ranks(tmp_path: Path) -> Path:
+    """A checkpoint of three ranks, each with metadata of its own."""
+    for rank in range(3):
+        dcp.save({f"w{rank}": torch.ones(2)}, checkpoint_id=tmp_path / str(rank), no_dist=True)
+        place = metadata_of(tmp_path / str(rank))
+        for info in place.storage_data.values():
+            info.relative_path = f"__{rank}_0.distcp"
+        (tmp_path / f"__{rank}.metadata").write_bytes(pickle.dumps(place))
+        os.rename(tmp_path / str(rank) / "__0_0.distcp", tmp_path / f"__{rank}_0.distcp")
+        (tmp_path / str(rank) / ".metadata").unlink()
+        (tmp_path / str(rank)).rmdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_the_metadata_of_a_rank_that_is_missing_is_named(tmp_path: Path, rank: int) -> None:
+    """Its keys would be missing without a word; the last one is known by its data."""
+    assert sorted(torchlift.open(_ranks(tmp_path))) == ["w0", "w1", "w2"]
+    (tmp_path / f"__{rank}.metadata").unlink()
+    match = f"'__{rank}.metadata': a rank's metadata is missing; expected 3 files; found 2"
+    with pytest.raises(FormatError, match=match):
+        torchlift.open(tmp_path)
+
+
+def test_data_without_metadata_is_no_checkpoint(saved: Path) -> None:
+    """It is written last; what else is in the folder is not the checkpoint."""
+    (saved / ".metadata").unlink()
+    torch.save({"iteration": 3}, saved / "common.pt")
+    with pytest.raises(FormatError, match=r"without its metadata.*__0_0\.distcp"):
+        torchlift.open(saved)
+
+
+def test_every_file_of_data_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Not only the first one, and how many there should be."""
+    _ranks(tmp_path)
+    for rank in (0, 2):
+        (tmp_path / f"__{rank}_0.distcp").unlink()
+    match = "2 shards are missing; expected 3 files; found 1, without __0_0.distcp, __2_0.distcp"
+    with pytest.raises(FormatError, match=match):
+        torchlift.open(tmp_path)
+
+
+def test_the_last_of_two_items_with_one_place_counts(tmp_path: Path) -> None:
+    """The metadata is a pickled dict: torch sees what was put under an equal key last."""
+    state = {"a": torch.full((2,), 1.0), "b": torch.full((2,), 2.0)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    metadata = metadata_of(tmp_path)
+    metadata.storage_data = _Twice(metadata.storage_data)
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(metadata)
+    (tmp_path / ".metadata").write_bytes(buffer.getvalue())
+    theirs = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    dcp.load(theirs, checkpoint_id=tmp_path, no_dist=True)
+    assert theirs["a"].tolist() == [1, 1]
+    assert torchlift.open(tmp_path)["a"].tolist() == [1, 1]
+
+
+class _Twice(dict[Any, Any]):
+    """Pickled as a dict in which one place comes twice: first as another one, then as it is."""
+
+    def items(self) -> Any:
+        (first, one), (second, other) = super().items()
+        return [(first, other), (second, other), (type(first)(first.fqn, first.offset), one)]
+
+
+class _Pickler(pickle._Pickler):  # type: ignore[name-defined]
+    dispatch = {**pickle._Pickler.dispatch, _Twice: pickle._Pickler.save_dict}  # type: ignore[attr-defined] # noqa: RUF012
+
+
+def test_a_record_of_metadata_with_arguments_or_two_states_is_refused(saved: Path) -> None:
+    """No pickler writes them, and they would mean something to torch."""
+    data = (saved / ".metadata").read_bytes()
+    name = b"_StorageInfo"
+    at = data.index(name)
+    call = data.index(b")\x81", at)
+    (saved / ".metadata").write_bytes(data[:call] + b"K\1\x85\x81" + data[call + 2 :])
+    with pytest.raises(FormatError, match="made with arguments"):
+        torchlift.open(saved)

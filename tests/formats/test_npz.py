@@ -141,3 +141,18 @@ def test_a_damaged_file_is_read_or_refused(tmp_path_factory, array, data):
         bad[at] = data.draw(st.integers(0, 255))
     path.write_bytes(bytes(bad))
     read_or_refused(path)
+
+
+def test_a_name_that_is_another_ones_record_is_refused(tmp_path: Path) -> None:
+    """Under ``a.npy`` numpy gives the record of that name, and not the array that is called so."""
+    np.savez(tmp_path / "a.npz", **{"a": np.ones(1), "a.npy": np.zeros(1)})
+    assert np.load(tmp_path / "a.npz")["a.npy"].tolist() == [1]
+    with pytest.raises(FormatError, match="the name of another one's record"):
+        read_index(tmp_path / "a.npz")
+
+
+def test_a_version_that_numpy_does_not_read_is_refused(tmp_path: Path) -> None:
+    """There are three."""
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\1\1" + npy("{}")[8:])
+    with pytest.raises(FormatError, match="not an array of numpy's"):
+        read_index(tmp_path / "a.npy")

@@ -64,7 +64,9 @@ def test_an_incomplete_set_is_refused(sharded):
     (sharded / INDEX).unlink()
     (sharded / "s-00001-of-00002.safetensors").rename(sharded / "s-00001-of-00003.safetensors")
     (sharded / "s-00002-of-00002.safetensors").rename(sharded / "s-00003-of-00003.safetensors")
-    with pytest.raises(FormatError, match=r"not complete.*without number \[2\]"):
+    with pytest.raises(
+        FormatError, match="a shard is missing; expected 3 files; found 2, without s-00002-of"
+    ):
         read_index(sharded)
 
 
@@ -303,3 +305,57 @@ def test_every_error_is_a_checkpoint_error():
     """Both kinds can be caught as one."""
     assert issubclass(UnsafeError, CheckpointError)
     assert issubclass(FormatError, CheckpointError)
+
+
+def _shards(directory, names):
+    for name in names:
+        save_file({name: torch.zeros(1)}, directory / name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model-00001-of-00008.safetensors", "model-00000-of-00008.safetensors",
+     "model.fp16-00001-of-00008.safetensors", "model-00001-of-00008.fp16.safetensors"],
+)  # fmt: skip
+def test_one_shard_of_a_set_is_no_checkpoint(tmp_path, name):
+    """A folder of nothing but it is refused, with the names of the others; its path is opened."""
+    _shards(tmp_path, [name])
+    with pytest.raises(FormatError, match="7 shards are missing") as caught:
+        read_index(tmp_path)
+    assert caught.value.entry in (name.replace("1-", "2-", 1), name.replace("0-", "1-", 1))
+    assert caught.value.expected == "8 files"
+    assert caught.value.found.startswith("1, without model")
+    assert caught.value.found.endswith("and 2 more")
+    assert list(read_index(tmp_path / name).entries) == [name]
+
+
+def test_one_torch_shard_of_a_set_is_no_checkpoint(tmp_path):
+    """As safetensors, and with what a trainer leaves beside it."""
+    torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    with pytest.raises(FormatError, match="found 1, without pytorch_model-00001-of-00002"):
+        read_index(tmp_path)
+
+
+def test_a_set_of_a_billion_is_refused_at_once(tmp_path):
+    """The names of the others are not made."""
+    _shards(tmp_path, ["m-000000007-of-999999999.safetensors"])
+    with pytest.raises(FormatError, match=r"999999998 shards are missing.*and 999999993 more"):
+        read_index(tmp_path)
+
+
+def test_a_set_that_counts_from_nought_is_one(tmp_path):
+    """Some writers do."""
+    _shards(tmp_path, [f"m-0000{at}-of-00002.safetensors" for at in range(2)])
+    assert len(read_index(tmp_path).entries) == 2
+
+
+def test_every_shard_that_an_index_names_and_that_is_missing_is_named(sharded):
+    """Not only the first one, and how many there should be."""
+    write_index(sharded, {f"k{at}": f"s-{at}.safetensors" for at in range(9)})
+    with pytest.raises(FormatError, match="9 shards are missing") as caught:
+        read_index(sharded)
+    assert caught.value.expected == "9 files"
+    assert caught.value.found == (
+        "0, without s-0.safetensors, s-1.safetensors, s-2.safetensors, s-3.safetensors, "
+        "s-4.safetensors and 4 more"
+    )

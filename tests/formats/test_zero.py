@@ -243,10 +243,10 @@ RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 RANK_0, MODEL = RANK_1.replace("1", "0", 1), "mp_rank_00_model_states.pt"
 FOLDERS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "the last rank is missing": (_remove(RANK_1), FormatError,
-        r"without the files of every rank; expected \*_optim_states.pt of 2 ranks; found 1, "
-        "none of rank 1"),
-    "the first rank is missing": (_remove(RANK_0), FormatError, "none of rank 0"),
-    "the model is missing": (_remove(MODEL), FormatError, r"_model_states.pt of 1 ranks; found 0"),
+        f"'{RANK_1}': a rank's file is missing; expected 2 files; found 1, without {RANK_1}"),
+    "the first rank is missing": (_remove(RANK_0), FormatError, f"found 1, without {RANK_0}"),
+    "the model is missing": (_remove(MODEL), FormatError,
+        r"expected 1 file; found 0, without \*mp_rank_00_model_states.pt"),
     "parallel in other ways": (_copy(MODEL, "mp_rank_01_model_states.pt"), FormatError,
         "'mp_rank_01_model_states.pt': .*split by tensor or pipeline parallelism.*ds_to_univ"),
     "more ranks": (_copy(RANK_0, "zero_pp_rank_2_mp_rank_00_optim_states.pt"), FormatError,

@@ -13,9 +13,8 @@ from checkpoint_files import assert_in_bounds
 from guarded import answers, guard, look
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from valid_files import FORMATS, Parts
+from valid_files import FORMATS, Parts, changed
 
-_BYTES = [0, 1, 0x28, 0x52, 0x7F, 0x80, 0xFF]
 #: A folder of a test is used for all examples: each writes all files again.
 _often = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -42,15 +41,6 @@ def examine(path: Path) -> None:
         index = look(str(path))
     if index is not None:
         assert_in_bounds(index)
-
-
-def changed(part: bytes, draw: random.Random) -> bytes:
-    """The same bytes with a few replaced, a run of them removed or doubled, or others put in."""
-    start, end = sorted(draw.choices(range(len(part) + 1), k=2))
-    run = part[start:end]
-    others = bytes(draw.choices(_BYTES, k=draw.randint(1, 4)))
-    other = draw.choice([others, others, others, b"", run * 2, part[start - 8 : start]])
-    return part[:start] + other + part[start + len(others) if other is others else end :]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -191,7 +191,7 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "legacy and junk": (put(pickled(MAGIC) + b"junk" * 99),
         FORMAT, "the protocol", "the pickle refers to something it has not made"),
     "tar and junk": (put(bytes(257) + b"ustar" + b"junk" * 99),
-        FORMAT, "", "a member of the tar has an impossible size"),
+        FORMAT, "", "the header of a member of the tar is damaged"),
     "safetensors and junk": (put(bytes(8) + b"{" + b"junk" * 99),
         FORMAT, None, "the header is not valid JSON"),
     "GGUF and junk": (put(b"GGUF" + b"junk" * 99),

@@ -246,3 +246,44 @@ def test_a_program_without_its_weights_is_refused(path):
         archive.writestr("m/version", "6")
         archive.writestr("m/models/model.json", json.dumps({}))
     refused(path, "without its weights")
+
+
+def test_two_dtypes_in_one_record_are_refused(path):
+    """torch reads the record as the first, and gives both tensors that dtype."""
+    write_program(path, {"a": weight((2,), (1,)), "b": weight((4,), (1,), dtype=6)})
+    assert refused(path, "two dtypes, and torch reads one").entry == "b"
+
+
+def test_a_record_that_is_no_whole_number_of_elements_is_refused(path):
+    """As torch refuses it."""
+    write_program(path, {"a": weight((2,), (1,))}, {"data/weights/weight_0": bytes(15)})
+    assert refused(path, "no whole number of elements").entry == "a"
+
+
+def test_a_program_of_a_big_endian_machine_is_refused(path):
+    """torch takes its numbers as they are."""
+    write_program(path, {"a": weight()}, {"byteorder": b"big"})
+    assert refused(path, "big-endian machine").entry == "m/byteorder"
+
+
+def test_a_constant_that_is_no_tensor_to_torch_is_listed(path):
+    """What it is stands in the name of its record."""
+    config = json.dumps({"config": {"c": weight(path_name="custom_obj_0")}}).encode()
+    write_program(path, {}, {"data/constants/model_constants_config.json": config,
+                             "data/constants/custom_obj_0": bytes(16)})  # fmt: skip
+    assert dict(torchlift.open(path).blocked_keys) == {"CONSTANTS.c": "torch.ScriptObject"}
+
+
+def test_a_version_of_programs_that_torch_does_not_read_is_refused(path):
+    """It could mean something else by the same words."""
+    write_program(path, {"a": weight()}, {"archive_version": b"0"})
+    assert list(torchlift.open(path)) == ["a"]
+    write_program(path, {"a": weight()}, {"archive_version": b"9"})
+    refused(path, "torch does not read")
+
+
+@pytest.mark.parametrize("record", ["data.pkl", "constants.pkl"])
+def test_a_file_of_two_formats_is_refused(path, record):
+    """torch.load would read another content than torch.export.load."""
+    write_program(path, {"a": weight()}, {record: pickled({"w": 1}), "version": b"3"})
+    refused(path, "an archive that is two")

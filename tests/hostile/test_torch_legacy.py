@@ -302,3 +302,84 @@ def test_a_count_larger_than_the_file_is_refused(path):
     """Before anything is made of it."""
     write_tar(path, {**members_of(), "tensors": pickled(2**60)})
     assert refused(path, "an impossible count").entry == "tensors"
+
+
+# ---- what torch, and tarfile for it, reads in another way
+
+
+def _header_changed(path, member, start, content):
+    """Change a tar's header of a member, with the sum set right again."""
+    data = bytearray(path.read_bytes())
+    with tarfile.open(path) as archive:
+        at = archive.getmember(member).offset
+        at = (
+            archive.getmember(member).offset_data - 512 if data[at + 156 : at + 157] == b"x" else at
+        )
+    data[at + start : at + start + len(content)] = content
+    data[at + 148 : at + 156] = b" " * 8
+    data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture
+def tar(path):
+    """A tar of one tensor."""
+    state, storages = {"w": TarId("2")}, [(1, "cpu", torch.FloatStorage, 4, VALUES)]
+    return write_tar(path, tar_members(state, storages, [(2, 1, (2, 2), (2, 1), 0)]))
+
+
+def test_a_folder_with_a_size_is_refused(path, tar):
+    """tarfile takes what is behind it for the next member, and others skip it."""
+    folder = tarfile.TarInfo("folder")
+    folder.type, folder.size = tarfile.DIRTYPE, 512
+    members = tar_members({}, [], [])
+    refused(write_tar(path, members, folder), "impossible size")
+    write_tar(path, {**members, "older.": bytes(512)})
+    _header_changed(_header_changed(path, "older.", 156, b"\0"), "older.", 5, b"/")
+    refused(path, "impossible size")
+
+
+def test_a_name_ends_at_its_first_zero(tar):
+    """As tarfile ends it: the member is one of the four, and not a fifth."""
+    _header_changed(tar, "storages", len("storages"), b"\0x")
+    assert torchlift.open(tar)["w"].tolist() == torch.load(tar, weights_only=False)["w"].tolist()
+
+
+def test_the_folders_of_a_long_name_are_a_part_of_it(tar):
+    """tarfile would not find the member that the short field alone names."""
+    with pytest.raises(UnsafeError, match="leaves the directory"):
+        read_index(_header_changed(tar, "storages", 345, b"elsewhere"))
+    with pytest.raises(KeyError):
+        torch.load(tar, weights_only=False)
+
+
+def test_a_size_ends_at_its_first_zero(tar):
+    """A number behind it is none to tarfile."""
+    refused(_header_changed(tar, "tensors", 124, b"\0" + b"0000001000\0"), "impossible size")
+
+
+def test_a_stream_that_is_a_tar_too_is_refused(path):
+    """torch looks for a tar first, and for nothing of one but the sum of its header."""
+    info = {"little_endian": True, "pad": "x" * 1000}
+    write_legacy(path, {"w": legacy_tensor()}, head=(MAGIC, PROTOCOL, info))
+    assert torchlift.open(path)["w"].tolist() == [[1, 2], [3, 4]]
+    data = bytearray(path.read_bytes())
+    data[124:136] = data[136:148] = b"00000000000\0"
+    data[100:124], data[329:345] = b"0000644\0" * 3, b"0000000\0" * 2
+    data[148:157] = b" " * 8 + b"0"
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    path.write_bytes(data)
+    with tarfile.open(path) as archive:  # what torch takes it for
+        assert archive.getnames()
+    refused(path, "a tar archive, too")
+
+
+def test_a_view_with_the_key_of_a_storage_is_refused(path):
+    """torch keeps both in one table, where the first that has a key counts."""
+    view = legacy_id(view=("1", 0, 2))
+    tensor = legacy_tensor((2,), (1,), identity=view)
+    other = legacy_tensor(identity=legacy_id("1"))
+    storages = {"0": (4, VALUES), "1": (4, VALUES[::-1])}
+    write_legacy(path, {"w": tensor, "v": other}, storages)
+    assert refused(path, "a view of a storage has the key of a storage").entry == "1"

@@ -15,6 +15,7 @@ import torch
 from checkpoint_files import Call, StorageId, pickled, same_bits, tensor, write_zip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from second_readers import OWNERS, Refused, by_owner, differences, made, valid
 from torch._tensor import _rebuild_from_type_v2
 from torch._utils import _rebuild_parameter_with_state
 
@@ -347,3 +348,152 @@ def test_a_changed_file_shows_what_torch_reads(
     path = tmp_path / "x.pt"
     path.write_bytes(bytes(content))
     assert _agree(path)
+
+
+# Pickles whose meaning depends on when or how something is looked at: name -> opcodes. ------------
+
+
+def _rebuilt(size: bytes = b"K\1\x85", metadata: bytes = b"", kind: bytes = b"Float") -> bytes:
+    """A tensor over the only storage, of eight bytes' worth of elements or fewer."""
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n((X\7\0\0\0storagectorch\n" + kind + b"Storage\n"
+        b"X\1\0\0\0" + b"0X\3\0\0\0cpuK\4tQK\0" + size + b"K\1\x85\x89"
+        b"ccollections\nOrderedDict\n)R" + metadata + b"tR"
+    )  # fmt: skip
+
+
+def _key(name: bytes) -> bytes:
+    return b"X" + struct.pack("<I", len(name)) + name
+
+
+_LIST = b"](K\4eq\1"  # [4], remembered
+_MORE = b"h\1(K\4e"  # the same list, with a 4 more
+_SIZES = _rebuilt().replace(b"K\1\x85K\1\x85", _LIST + b"](K\1eq\2")
+_LATER = {
+    "sizes and strides that grow after the call": (
+        b"(" + _key(b"w") + _SIZES + _key(b"s") + _MORE + _key(b"t") + b"h\2(K\4eu", "both"),
+    "attributes that are set after the call": (
+        b"(" + _key(b"w") + b"ctorch._utils\n_rebuild_parameter_with_state\n(" + _rebuilt()
+        + b"\x89ccollections\nOrderedDict\n)R}q\3tR" + _key(b"s") + b"h\3" + _key(b"data")
+        + b"K\1su", "both"),
+    "an OrderedDict whose pairs grow after the call": (
+        b"(" + _key(b"w") + b"ccollections\nOrderedDict\n](" + _key(b"a") + _rebuilt()
+        + b"\x86eq\4\x85R" + _key(b"s") + b"h\4(" + _key(b"b") + b"K\1\x86eu", "both"),
+    "metadata that says no": (
+        b"(" + _key(b"w") + _rebuilt(metadata=b"}" + _key(b"neg") + b"\x89s") + b"u", "both"),
+    "metadata that says no to a conjugate": (
+        b"(" + _key(b"w") + _rebuilt(metadata=b"}" + _key(b"conj") + b"\x89s",
+                                     kind=b"ComplexFloat") + b"u", "both"),
+    "metadata that grows after the call": (
+        b"(" + _key(b"w") + _rebuilt(metadata=b"}q\5") + _key(b"m") + b"h\5" + _key(b"neg")
+        + b"\x88su", "both"),
+    "an OrderedDict whose state replaces a method": (
+        _key(b"o") + b"ccollections\nOrderedDict\n)R}" + _key(b"keys") + b"Nsbs", "refused"),
+    "an OrderedDict with attributes": (
+        _key(b"o") + b"ccollections\nOrderedDict\n)R}" + _key(b"version") + b"K\1sbs", "both"),
+    "an octal number": (_key(b"n") + b"I010\ns", "refused"),
+    "a hexadecimal number": (_key(b"n") + b"I0x10\ns", "refused"),
+    "a number with a sign": (_key(b"n") + b"I-8\ns", "both"),
+    "a place in the memo that is negative": (_key(b"n") + b"p-1\nNs", "neither"),
+    "a device beside the text that names it": (
+        b"(" + _key(b"l") + b"](}(" + _key(b"cpu") + b"K\1ctorch\ndevice\n" + _key(b"cpu")
+        + b"\x85RK\2ueu", "both"),
+    "gradients of whole numbers": (
+        b"(" + _key(b"w") + _rebuilt(kind=b"Int").replace(b"\x89", b"\x88") + b"u", "neither"),
+    "fewer arguments than it takes": (
+        _key(b"w") + _rebuilt().replace(b"\x89ccollections\nOrderedDict\n)R", b"") + b"s",
+        "neither"),
+    "a type that makes a tensor a parameter": (
+        _key(b"w") + b"ctorch._tensor\n_rebuild_from_type_v2\n("
+        + _rebuilt()[:-2].replace(b"v2\n(", b"v2\nctorch.nn.parameter\nParameter\n(", 1)
+        + b"t}tRs", "both"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _LATER)
+def test_a_pickle_means_what_it_means_to_torch(tmp_path: Path, name: str) -> None:
+    """What a call was given is what it was at the call; what decides is what decides for torch."""
+    opcodes, expected = _LATER[name]
+    kind = 8 if b"ComplexFloat" in opcodes else 4
+    numbers = struct.pack("<8f", *range(1, 9))[: 4 * kind]
+    path = write_zip(tmp_path / "x.pt", data=b"\x80\2}" + opcodes + b".", storages={"0": numbers})
+    assert differences("torch-zip", path) == (expected, [])
+
+
+def test_sizes_are_those_at_the_call(tmp_path: Path) -> None:
+    """torch reads four elements; a list that has become longer would show other ones."""
+    data = b"\x80\2}" + _LATER["sizes and strides that grow after the call"][0] + b"."
+    path = write_zip(tmp_path / "x.pt", data=data, storages={"0": struct.pack("<4f", 1, 2, 3, 4)})
+    assert torchlift.open(path)["w"].tolist() == [1, 2, 3, 4]
+
+
+class Kept(torch.Tensor):
+    """A class that a caller allows."""
+
+
+def test_the_state_of_a_subclass_is_that_at_the_call(tmp_path: Path) -> None:
+    """What the pickle puts into it later is no attribute of the tensor, as with torch.load."""
+    name = f"{Kept.__module__}\nKept\n".encode()
+    typed = (b"ctorch._tensor\n_rebuild_from_type_v2\n("
+             + _rebuilt()[:-2].replace(b"v2\n(", b"v2\nc" + name + b"(", 1)
+             + b"t}q\7" + _key(b"mine") + b"K\1stR")  # fmt: skip
+    data = b"\x80\2}(" + _key(b"w") + typed + _key(b"s") + b"h\7" + _key(b"late") + b"K\2su."
+    path = write_zip(tmp_path / "x.pt", data=data, storages={"0": bytes(16)})
+    with torch.serialization.safe_globals([Kept]):
+        theirs = torch.load(path, weights_only=True)["w"]
+    with torchlift.open(path, allow=[Kept]) as ckpt:
+        assert vars(ckpt["w"]) == vars(theirs) == {"mine": 1}
+
+
+#: Format -> files of it that each test run compares; what takes long to read is compared less.
+_COUNTS = {
+    "programs": 500, "wide programs": 500, "legacy programs": 250, "torch-zip": 150,
+    "torch-legacy": 150, "torch-tar": 60, "torchscript": 30, "pt2": 12, "safetensors": 300,
+    "dcp": 20, "gguf": 8, "npz": 100, "npy": 200, "flax-msgpack": 300,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch says of its own formats
+@pytest.mark.parametrize("name", OWNERS)
+def test_the_owner_of_a_format_reads_the_same(tmp_path: Path, name: str) -> None:
+    """Random pickles, and files with something changed: the same from both readers, or refused."""
+    seeds = valid(name, tmp_path)
+    place = tmp_path / "opened"
+    place.mkdir()
+    verdicts = collections.Counter[str]()
+    for seed in range(_COUNTS[name]):
+        verdict, found = differences(name, made(name, seed, place, seeds))
+        assert not found, f"{name} {seed}: {found}"
+        verdicts[verdict] += 1
+    assert verdicts["both"] > _COUNTS[name] / 20
+
+
+def test_the_readers_that_are_compared_do_differ_where_files_do(tmp_path: Path) -> None:
+    """A comparison that finds nothing ever is none: here it is asked of two other files."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "x")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OWNERS, "torch-zip", {"another": lambda path: {"w": torch.zeros(2)}})
+        assert differences("torch-zip", tmp_path / "x")[0] == "different"
+    with pytest.raises(Refused):
+        by_owner(lambda path: torch.load(path, weights_only=True), tmp_path / "none")
+
+
+def test_tied_negative_views_are_one_tensor_in_a_tree(tmp_path: Path) -> None:
+    """What changes one of them changes the other, as in what torch loads."""
+    view = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert view.is_neg()
+    torch.save({"x": view, "y": view}, tmp_path / "x.pt")
+    with torchlift.open(tmp_path / "x.pt") as ckpt:
+        tree = ckpt.tree()
+    assert tree["x"].tolist() == [-2, 4]
+    assert tree["x"].data_ptr() == tree["y"].data_ptr()
+
+
+def test_metadata_that_contains_itself_is_refused_by_its_tree(tmp_path: Path) -> None:
+    """It is beside the items of an OrderedDict, where nobody looks for containers."""
+    inner = b"}q\x09" + _key(b"a") + b"h\x09s"
+    state = b"}" + _key(b"_metadata") + inner + b"sb"
+    data = b"\x80\2}" + _key(b"o") + b"ccollections\nOrderedDict\n)R" + state + b"s."
+    ckpt = torchlift.open(write_zip(tmp_path / "x.pt", data=data))
+    with ckpt, pytest.raises(FormatError, match="contain themselves"):
+        ckpt.tree()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -131,6 +132,7 @@ class Tree(Values):
         super().__init__()
         self.index, self.view, self.refusal, self.dropped = index, view, refusal, dropped
         self.path = index.path
+        self._copies: dict[TensorEntry, object] = {}
 
     def rebuild(self, root: str | None) -> Any:
         """Return the object below a container of the index, or all of it.
@@ -143,14 +145,24 @@ class Tree(Values):
         found = saved if root is None else below(saved, root)
         if found is MISSING and root is not None:
             select(self.index, root)  # says what there is instead
-        made = self.made(found, root)
+        try:
+            made = self.made(found, root)
+        except RecursionError as error:  # what is beside the items of an OrderedDict can, too
+            what = "containers nest too deep, or contain themselves"
+            raise FormatError(what, file=self.path) from error
         return {} if made is _DROPPED else made
 
     def tensor(self, record: object, key: str | None) -> object:
         entry = self.index.entries.get(ROOT_TENSOR if key is None else key)
         if entry is None:
             raise self.refusal(key or "")
-        return self.view(entry)
+        if "negative" not in entry.encoding:
+            return self.view(entry)
+        # It is a copy, unlike in torch: one for all keys that are it, so that a tie stays one.
+        same = replace(entry, key="")
+        if same not in self._copies:
+            self._copies[same] = self.view(entry)
+        return self._copies[same]
 
     def blocked(self, record: Blocked, key: str | None) -> object:
         raise self.refusal(key or "")

@@ -27,7 +27,7 @@ from torchlift.formats.index import (
     join,
     row_major,
 )
-from torchlift.formats.sharded import claimed, locate, locate_all
+from torchlift.formats.sharded import MOST_MISSING, claimed, locate, locate_all, missing
 from torchlift.formats.source import Source, dense_shape, errors_name, whole_numbers
 from torchlift.formats.torch_pickle import Blocked, Global, TorchWorld
 from torchlift.formats.torch_zip import read_torch_zip
@@ -42,6 +42,7 @@ METADATA, SUFFIX = ".metadata", ".distcp"
 
 _CONFLICT = "two tensors or objects have this key"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata", re.ASCII)
+_DATA = re.compile(r"__(\d{1,9})_\d+\.distcp", re.ASCII)
 
 _DCP, _MEGATRON = (
     "torch.distributed.checkpoint.",
@@ -70,6 +71,8 @@ _RECORDS = {
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": "TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": "_MEM_FORMAT_ENCODING",
 }  # fmt: skip
+#: Those that are members of an enum, made of its value.
+_ENUMS = ("WriteItemType", "_MEM_FORMAT_ENCODING")
 _PATHS = {
     f"pathlib{inner}.{kind}"
     for inner in ("", "._local")
@@ -113,6 +116,8 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
         UnsafeError: a global that is not part of such metadata, or a file outside the directory.
     """
     metadata = _Metadata()
+    if names[0] != METADATA:
+        _check_ranks(path, names)
     for name in names:
         file = locate(path, name)
         with errors_name(file), Source(file, metadata.budget) as source:
@@ -123,6 +128,18 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
             common = claimed(_COMMON, read_torch_zip(source), {})
         index = join(path, "dcp", [index, common], index.metadata, _CONFLICT)
     return index
+
+
+def _check_ranks(path: str, names: Sequence[str]) -> None:
+    """Refuse a directory of which a rank's metadata is missing, and its keys with it."""
+    ranks = {int(match[1]) for match in map(_OF_RANK.fullmatch, names) if match}
+    stored = {int(match[1]) for match in map(_DATA.fullmatch, os.listdir(path)) if match}
+    count = 1 + max(ranks | stored)
+    lacking = (rank for rank in range(count) if rank not in ranks)
+    if some := list(itertools.islice(lacking, MOST_MISSING)):
+        raise missing(
+            [f"__{rank}{METADATA}" for rank in some], count, len(ranks), "rank's metadata"
+        )
 
 
 @dataclass(slots=True)
@@ -183,9 +200,10 @@ class _Metadata:
                     found=f"{tensor.dtype} {list(tensor.shape)}",
                 )
             known.boxes.update(tensor.boxes)
-        for place, info in root.mapping("storage_data").items():
-            key, start = _place(place)
-            self.items.setdefault((key, start), _item(key, info))
+        # Of two items with one place the last counts, as for torch; of two ranks, either.
+        items = {(where := _place(at)): _item(where[0], info)
+                 for at, info in root.mapping("storage_data").items()}  # fmt: skip
+        self.items = {**items, **self.items}
         version = root.get("version")
         self.version = self.version or (version if isinstance(version, str) else None)
         paths = root.get("planner_data")
@@ -199,7 +217,7 @@ class _Record:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.state: object = {}
+        self.state: object = None
 
     def get(self, name: str) -> Any:
         """Return an attribute, or None."""
@@ -233,20 +251,24 @@ class _World(TorchWorld):
     def call(self, function: object, arguments: object, keywords: object = None) -> object:
         name = function.name if isinstance(function, Global) else ""
         if name in _RECORDS:
+            if arguments != () and _RECORDS[name] not in _ENUMS:
+                # Its attributes come later, in its state: dataclasses are pickled like this.
+                raise FormatError("a record of the metadata is made with arguments", entry=name)
             return _Record(_RECORDS[name])
         if name in _PATHS:
             # Only text: what nests forty pairs is short in the file and endless as text.
             texts = arguments if isinstance(arguments, tuple) else ()
-            self.charge(texts)
-            return "/".join(text for text in texts if type(text) is str)
+            return "/".join(text for text in self.taken(texts) if type(text) is str)
         return super().call(function, arguments, keywords)
 
     def build(self, target: object, state: object) -> None:
         if isinstance(target, _Record):
+            if target.state is not None:  # what was looked up by its first one is not found again
+                raise FormatError("a record of the metadata has two states", entry=target.kind)
             # Dataclasses with slots, and old pickles, wrap the dict: (None, attributes).
             if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
                 state = state[1]
-            target.state = state
+            (target.state,) = self.taken((state,))
         else:
             super().build(target, state)
 

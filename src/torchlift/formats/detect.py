@@ -14,14 +14,21 @@ from dataclasses import replace
 
 from torchlift._system import collection_paused, printable
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
-from torchlift.formats.dcp import metadata_files, read_dcp
+from torchlift.formats.dcp import METADATA, SUFFIX, metadata_files, read_dcp
 from torchlift.formats.flax_msgpack import is_flax, read_flax
 from torchlift.formats.gguf import read_gguf
-from torchlift.formats.index import Index
+from torchlift.formats.index import Index, Record
 from torchlift.formats.npz import MAGIC, read_npy, read_npz
 from torchlift.formats.pt2 import read_pt2
 from torchlift.formats.safetensors import read_safetensors
-from torchlift.formats.sharded import is_index, locate, read_set, read_sharded
+from torchlift.formats.sharded import (
+    MOST_MISSING,
+    is_index,
+    locate,
+    missing,
+    read_set,
+    read_sharded,
+)
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy, read_torch_tar
 from torchlift.formats.torch_zip import read_torch_zip
@@ -96,7 +103,7 @@ _DAMAGE = (
     ValueError, struct.error, zlib.error,
 )  # fmt: skip
 
-_SHARD = re.compile(r"(.+)-(\d{2,9})-of-(\d{2,9})(\.\w+)", re.ASCII)
+_SHARD = re.compile(r"(.+)-(\d{2,9})-of-(\d{2,9})((?:\.\w+)+)", re.ASCII)
 _INDEX = ".index.json"
 #: Of several indexes or files, as Hugging Face repositories have them, these are the model.
 _PREFERRED = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
@@ -220,22 +227,30 @@ def _read_zip(source: Source) -> Index:
     """Read an archive of any kind; its records say of which."""
     records = read_directory(source)
     first = next(iter(records), "")
-    for name, read in _ZIPS:
-        if first[: first.find("/") + 1] + name in records:
-            return read(source, records)
+    top = first[: first.find("/") + 1]
+    kinds = {name: read for name, read in _ZIPS.items() if top + name in records}
+    if read_pt2 in kinds.values() and len({*kinds.values()}) > 1:
+        raise FormatError(
+            "an archive that is two: torch.load reads one and torch.export.load the other",
+            found=", ".join(kinds),
+            hint="Programs disagree on what is in such a file; write it again.",
+        )
+    for read in kinds.values():
+        return read(source, records)
     if first.endswith(".npy"):
         return read_npz(source, records)
-    if first[: first.find("/") + 1] + "data.pkl" not in records and (error := _foreign_in(records)):
+    if error := _foreign_in(records):
         raise error
     return read_torch_zip(source, records=records)
 
 
-#: A record in the top directory of an archive -> its reader; without any, torch.save wrote it.
-_ZIPS = (
-    ("constants.pkl", read_torchscript),
-    ("archive_format", read_pt2),
-    ("serialized_state_dict.pt", read_pt2),
-)
+#: A record in the top directory of an archive -> its reader; the first one that is there counts.
+_ZIPS: dict[str, Callable[[Source, dict[str, Record]], Index]] = {
+    "constants.pkl": read_torchscript,
+    "archive_format": read_pt2,
+    "serialized_state_dict.pt": read_pt2,
+    "data.pkl": lambda source, records: read_torch_zip(source, records=records),
+}
 
 _Reader = tuple[Callable[[bytes], bool], Callable[[Source], Index]]
 
@@ -305,6 +320,13 @@ def _read_directory(path: str) -> Index:
         UnsafeError: a link leads out of the directory.
     """
     names = sorted(os.listdir(path))
+    if (data := [name for name in names if name.endswith(SUFFIX)]) and not metadata_files(names):
+        raise FormatError(
+            "the data of a distributed checkpoint, without its metadata",
+            expected=f"the file {METADATA}, which is written last",
+            found=_listed(data),
+            hint="The save was interrupted, or not all of it was copied: save or fetch it again.",
+        )
     variants = {name: variant for name in names if (variant := _variant(name))}
     if "model_index.json" in names and (components := _components(path, names)):
         raise _several("a directory of components, each with a checkpoint", components, path)
@@ -368,7 +390,7 @@ def _read_index_in(path: str, names: list[str]) -> Index:
 
 
 def _read_files(path: str, names: list[str]) -> Index:
-    if len(names) > 1 and _is_complete_set(names):
+    if _is_complete_set(names) and len(names) > 1:
         return read_set(path, names, _read_file)
     return _read_file(locate(path, _preferred(path, names, _PREFERRED)), Budget())
 
@@ -432,7 +454,7 @@ def _preferred(path: str, names: list[str], preferred: Sequence[str]) -> str:
 
 
 def _is_complete_set(names: list[str]) -> bool:
-    """Return whether the names are exactly ``x-1-of-N`` to ``x-N-of-N``.
+    """Return whether the names are exactly ``x-1-of-N`` to ``x-N-of-N``, or count from 0.
 
     Raises:
         FormatError: they are of one set, but not all of it.
@@ -442,13 +464,14 @@ def _is_complete_set(names: list[str]) -> bool:
     if len(sets) != 1 or not all(matches):
         return False
     ((stem, total, suffix),) = sets
-    numbers = {int(m[2]) for m in matches if m}
-    missing = [n for n in range(1, min(int(total), 10_000) + 1) if n not in numbers]
-    if missing or len(numbers) != int(total):
-        raise FormatError(
-            "a set of shards that is not complete",
-            expected=f"{int(total)} files {stem}-...-of-{total}{suffix}",
-            found=f"{len(numbers)}, without number {missing[:5]}",
-            hint="Fetch the missing ones.",
-        )
+    numbers = {int(m[2]): len(m[2]) for m in matches if m}
+    first, width = min(1, *numbers), max(numbers.values())
+    every = range(first, first + int(total))
+    if not all(number in every for number in numbers):
+        return False
+    if len(numbers) < len(every):
+        # Of a name that speaks of a billion files, no more are looked at than make a message.
+        some = (n for n in every[: len(numbers) + MOST_MISSING] if n not in numbers)
+        names = [f"{stem}-{n:0{width}}-of-{total}{suffix}" for n in some]
+        raise missing(names, len(every), len(numbers))
     return True

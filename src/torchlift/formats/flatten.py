@@ -576,7 +576,7 @@ def no_container(
     inside: Mapping[str, int] = MappingProxyType({}),
 ) -> CheckpointError:
     """Return the error that says what there is instead of a container."""
-    argument = Argument("root")
+    this = Argument("root")
     if root in keys:
         return FormatError(
             "it is a leaf of the checkpoint, not a container",
@@ -584,7 +584,7 @@ def no_container(
             entry=root,
             hint=Hint(
                 "Leave ",
-                argument,
+                this,
                 " out, or pass ",
                 Argument("rename"),
                 " to choose among the keys.",
@@ -599,9 +599,7 @@ def no_container(
             file=path,
             entry=root,
             found=f"{count_of(count, 'tensor')} in it" if count else None,
-            hint=Hint(
-                "What is in it cannot be told apart; leave ", argument, " out to see the rest."
-            ),
+            hint=Hint("What is in it cannot be told apart; leave ", this, " out to see the rest."),
         )
     tops = sorted({key.split(".", 1)[0] for key in keys})
     return FormatError(
@@ -610,5 +608,5 @@ def no_container(
         entry=root,
         found="at the top: " + (clipped_list(tops) or "nothing"),
         hint=did_you_mean(root, tops)
-        or Hint("Pass one of these as ", argument, ", or leave root out."),
+        or Hint("Pass one of these as ", this, ", or leave root out."),
     )

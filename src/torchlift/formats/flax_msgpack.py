@@ -117,8 +117,8 @@ class _Scan(Cursor):
         found: dict[Any, Any] = {}
         for _ in range(count):
             key = self.value(depth + 1)
-            if type(key) is not str:
-                self.world.budget.hash(key)
+            if type(key) not in (str, bytes):  # msgpack refuses others unless it is told not to
+                raise FormatError("a name in a map is not text", found=f"a {type(key).__name__}")
             if key in found:
                 raise FormatError("a name occurs twice in one map", entry=str(key))
             self.path.append(str(key))

@@ -56,6 +56,8 @@ def read_npz(source: Source, records: Mapping[str, Record]) -> Index:
     for name, record in records.items():
         if not name.endswith(".npy"):
             raise FormatError("a record that is no array of numpy's", entry=name)
+        if name.removesuffix(".npy") in records:  # numpy looks for a record of the whole name first
+            raise FormatError("an array has the name of another one's record", entry=name)
         check_method(record)
     return _index(source, {name.removesuffix(".npy"): at for name, at in records.items()})
 
@@ -117,7 +119,7 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
         most = next(inflated(source.read, record, _MOST), b"")
     head = most[:12]
     size = 2 if head[6:7] == b"\1" else 4
-    if len(head) < 12 or head[:6] != MAGIC or head[6] not in (1, 2, 3):
+    if len(head) < 12 or head[:6] != MAGIC or head[6:8] not in (b"\1\0", b"\2\0", b"\3\0"):
         raise FormatError("not an array of numpy's", entry=key, found=repr(head))
     (length,) = struct.unpack_from("<H" if size == 2 else "<I", head, 8)
     start = 8 + size + length

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import Index, Record, TensorEntry, join
+from torchlift.formats.index import ITEMSIZE, Index, Record, TensorEntry, join
 from torchlift.formats.source import Source, errors_name, parse_json
 from torchlift.formats.torch_pickle import StorageRef, TensorRef
 from torchlift.formats.torch_zip import (
     Resolver,
     ZipStorages,
+    look_up,
     read_content,
     read_notes,
     read_torch_zip,
@@ -32,6 +33,10 @@ _KINDS = (
 _OLD = (("serialized_state_dict.pt", ""), ("serialized_constants.pt", CONSTANTS))
 
 _STRIDED = 7
+#: Of the archive (torch/csrc/export/pt2_archive_constants.h).
+_VERSIONS = (b"0",)
+#: How the record of a constant is called that is a tensor; any other is an object of a class.
+_CONSTANT = "tensor_"
 
 #: Numbers of the schema (torch/_export/serde/schema.py, ``ScalarType``).
 _DTYPES = {
@@ -61,7 +66,17 @@ def read_pt2(source: Source, records: dict[str, Record]) -> Index:
         return _joined(source, found, {})
     first = next(iter(records))
     top = first[: first.find("/") + 1]
+    version = look_up(records, top + "archive_version")
+    if version and read_content(source, version).strip() not in _VERSIONS:
+        raise FormatError("a version of exported programs that torch does not read", entry=top)
     notes = read_notes(source, records, top)
+    if notes.get("byteorder") == "big":
+        raise FormatError(
+            "an exported program of a big-endian machine, whose numbers torch does not turn around",
+            entry=f"{top}byteorder",
+            expected="little",
+            hint="Export it again on a little-endian machine.",
+        )
     models = [
         name.removeprefix(f"{top}models/").removesuffix(".json")
         for name in records
@@ -124,6 +139,7 @@ def _listed(
     blocked: dict[str, str] = {}
     nested: list[Index] = []
     opened: set[str] = set()
+    dtypes: dict[str, str] = {}
     for name, meta in listed.items():
         key = f"{under}.{name}" if under else name
         source.budget.spend(len(under), under)  # one name of a program, before many keys
@@ -133,7 +149,8 @@ def _listed(
             if stored is None:
                 raise FormatError("a tensor's record is missing", expected=folder + path)
             tensor = meta.get("tensor_meta")
-            if tensor is None:
+            is_object = folder.endswith(_KINDS[1][1]) and not path.startswith(_CONSTANT)
+            if tensor is None or is_object:
                 blocked[key] = "torch.ScriptObject"
             elif _field(meta, "use_pickle", bool):
                 if path in opened:  # each would be read again
@@ -143,7 +160,14 @@ def _listed(
             elif _field(tensor, "layout", int) != _STRIDED:
                 blocked[key] = "torch._utils._rebuild_sparse_tensor"
             else:
-                entries[key] = resolver.entry(key, _tensor(meta, tensor, path, stored))
+                ref = _tensor(meta, tensor, path, stored)
+                if dtypes.setdefault(path, ref.dtype) != ref.dtype:
+                    raise FormatError(
+                        "two tensors in one record have two dtypes, and torch reads one of them",
+                        expected=f"{dtypes[path]}, as at first",
+                        found=ref.dtype,
+                    )
+                entries[key] = resolver.entry(key, ref)
     mine = Index(
         path=source.path,
         format="pt2",
@@ -165,6 +189,12 @@ def _tensor(meta: Any, tensor: Any, path: str, stored: Record) -> TensorRef:
     location, index = _field(device, "type", str), device.get("index")
     location = f"{location}:{index}" if type(index) is int else location
     shape = tuple(map(_whole, _field(tensor, "sizes", list)))
+    if stored.nbytes % ITEMSIZE[_DTYPES[number]]:
+        raise FormatError(
+            "a record that is no whole number of elements",
+            expected=f"a multiple of {ITEMSIZE[_DTYPES[number]]} bytes of {_DTYPES[number]}",
+            found=f"{stored.nbytes} bytes",
+        )
     if not stored.nbytes and 0 not in shape:
         raise FormatError(
             "a weight that was not saved: torch would take zeros instead",

@@ -11,11 +11,11 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torchlift._system import printable
+from torchlift._system import count_of, printable
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, RebuiltEntry, TensorEntry, join
 from torchlift.formats.source import Source, parse_json
@@ -131,6 +131,14 @@ def locate(directory: str, name: str) -> str:
         UnsafeError: absolute, ``..``, a backslash, a drive, or a link that leads elsewhere.
         FormatError: no such file.
     """
+    path = _inside_of(directory, name)
+    if not os.path.exists(path):
+        raise missing([name], 1, 0)
+    return path
+
+
+def _inside_of(directory: str, name: str) -> str:
+    """Return the path of a shard that may be missing; see `locate`."""
     path = os.path.join(directory, name)
     problem = found = None
     if not name or name.startswith("/") or any(char in name for char in "\\:\0"):
@@ -147,9 +155,32 @@ def locate(directory: str, name: str) -> str:
             found=found,
             hint="Where you trust it, open that file itself, or copy it next to the index.",
         )
-    if not os.path.exists(path):
-        raise FormatError("a shard is missing", entry=name, expected=path, hint="Fetch it again.")
     return path
+
+
+#: Names of files that are missing, in one message.
+MOST_MISSING = 6
+
+
+def missing(names: Sequence[str], expected: int, found: int, what: str = "shard") -> FormatError:
+    """Return the error that names files of a checkpoint that are not there.
+
+    Args:
+        names: of the missing files, all or the first ones.
+        expected: number of files that the checkpoint is in.
+        found: number of those that are there.
+        what: what they are, in the singular.
+    """
+    count = expected - found
+    shown = ", ".join(printable(name, 200) for name in names[: MOST_MISSING - 1])
+    more = f" and {count - MOST_MISSING + 1} more" if count >= MOST_MISSING else ""
+    return FormatError(
+        f"a {what} is missing" if count == 1 else f"{count} {what}s are missing",
+        entry=names[0],
+        expected=count_of(expected, "file"),
+        found=f"{found}, without {shown}{more}",
+        hint="The save was interrupted, or not all of it was copied: fetch what is missing.",
+    )
 
 
 def locate_all(directory: str, names: Iterable[str]) -> dict[str, str]:
@@ -160,10 +191,12 @@ def locate_all(directory: str, names: Iterable[str]) -> dict[str, str]:
     names = dict.fromkeys(names)
     # Before the system is asked about each: a few bytes of an index spell one name in another way.
     plain = {name: posixpath.normpath(name) if _stays(name) else name for name in names}
+    paths = {name: _inside_of(directory, name) for name in dict.fromkeys(plain.values())}
+    if lacking := sorted(name for name, path in paths.items() if not os.path.exists(path)):
+        raise missing(lacking, len(paths), len(paths) - len(lacking))
     found: dict[str, str] = {}
     first: dict[tuple[int, int], str] = {}
-    for name in dict.fromkeys(plain.values()):
-        path = locate(directory, name)
+    for name, path in paths.items():
         status = os.stat(path)
         found[name] = first.setdefault((status.st_dev, status.st_ino), path)
     return {name: found[plain[name]] for name in names}

@@ -57,6 +57,12 @@ def is_tar(head: bytes) -> bool:
     return head.startswith(_TAR_MAGIC, _TAR_MAGIC_AT)
 
 
+def _is_summed(header: bytes) -> bool:
+    """Return whether a block is a header to who looks at nothing but its sum, as torch does."""
+    found = sum(header[:148]) + sum(header[156:]) + 8 * 32
+    return len(header) == _BLOCK and found == _number_in(header[148:156])
+
+
 class _Stream:
     """Pickles and bytes that follow each other.
 
@@ -148,11 +154,15 @@ class _Stream:
 
 
 class _StreamWorld(TorchWorld):
-    """Persistent ids of a stream."""
+    """Persistent ids of a stream.
+
+    Attributes:
+        views: key of a view -> the storage's key, the first element and how many.
+    """
 
     def __init__(self, budget: Budget) -> None:
         super().__init__(budget)
-        self._views: dict[str, tuple[str, int, int]] = {}
+        self.views: dict[str, tuple[str, int, int]] = {}
 
     def persistent(self, identity: object) -> object:
         """Return the storage, or the class of a module, that a persistent id describes."""
@@ -164,7 +174,7 @@ class _StreamWorld(TorchWorld):
         if not isinstance(ref, StorageRef) or identity[5] is None:
             return ref
         key, start, numel = _fields(identity[5], (str, int, int), "a view of a storage", ref.key)
-        if self._views.setdefault(key, (ref.key, start, numel)) != (ref.key, start, numel):
+        if self.views.setdefault(key, (ref.key, start, numel)) != (ref.key, start, numel):
             raise FormatError("two views of storages have one key", entry=key)
         return replace(ref, view=(start, numel))
 
@@ -191,6 +201,11 @@ def read_torch_legacy(source: Source) -> Index:
         UnsafeError: a pickle of plain numbers names a global.
     """
     stream = _Stream(source, "the storages")
+    if _is_summed(source.read(0, min(_BLOCK, source.size))):
+        raise FormatError(
+            "a stream of pickles that is a tar archive, too",
+            hint="torch reads the archive and other programs the stream; write the file again.",
+        )
     for what, expected in (("the magic number", _MAGIC), ("the protocol", _PROTOCOL)):
         found = stream.plain(what)
         if type(found) is not int or found != expected:
@@ -200,6 +215,8 @@ def read_torch_legacy(source: Source) -> Index:
     keys = stream.plain("the storage keys")
     if not isinstance(keys, list):
         raise FormatError("the storage keys are not a list", found=f"a {type(keys).__name__}")
+    if both := world.views.keys() & world.storages.keys():
+        raise FormatError("a view of a storage has the key of a storage", entry=min(both))
     storages: dict[str, Storage] = {}
     for key in keys:
         ref = world.storages.get(key) if type(key) is str else None
@@ -364,10 +381,14 @@ def _members(source: Source) -> dict[str, Source]:
         header = source.read(at, _BLOCK)
         if not header.strip(b"\0"):
             break
-        name = header[:100].rstrip(b"\0").decode("utf-8", "replace")
-        kind, size = header[156:157], _octal(header[124:136], name)
-        if _octal(header[148:156], name) != sum(header[:148]) + sum(header[156:]) + 8 * 32:
+        name = header[:100].partition(b"\0")[0].decode("utf-8", "replace")
+        kind, size = header[156:157], _number_in(header[124:136])
+        if not _is_summed(header):
             raise FormatError("the header of a member of the tar is damaged", entry=name)
+        is_folder = kind == b"5" or (kind == b"\0" and name.endswith("/"))
+        if size is None or (is_folder and size):  # a folder has no content to skip, to tarfile
+            found = header[124:136]
+            raise FormatError("a member of the tar has an impossible size", entry=name, found=found)
         start = at + _BLOCK
         if start + size > source.size:
             raise FormatError(
@@ -382,10 +403,11 @@ def _members(source: Source) -> dict[str, Source]:
             what = "an extended header of the tar"
             if not _EXTENDED.fullmatch(source.window(start, size).read_all(1 << 16, what)):
                 raise FormatError(f"{what} that torch does not write", entry=name)
-        if kind in b"x5":  # of the next member, and a directory
+        if kind == b"x" or is_folder:  # an extended header is one of the next member
             continue
         name = name.removeprefix("./")
-        if kind not in b"0\0" or name.startswith("/") or ".." in name.split("/"):
+        is_elsewhere = header[345:346] != b"\0" or name.startswith("/") or ".." in name.split("/")
+        if kind not in b"0\0" or is_elsewhere:  # the rest of a long name, its folders, is there
             raise UnsafeError(
                 "a member of the tar is a link or a device, or leaves the directory",
                 entry=name,
@@ -399,8 +421,7 @@ def _members(source: Source) -> dict[str, Source]:
     return members
 
 
-def _octal(field: bytes, name: str) -> int:
-    text = field.strip(b" \0")
-    if not text.isdigit() or b"8" in text or b"9" in text:
-        raise FormatError("a member of the tar has an impossible size", entry=name, found=field)
-    return int(text, 8)
+def _number_in(field: bytes) -> int | None:
+    """Return the octal number in a header, or None."""
+    text = field.partition(b"\0")[0].strip(b" ")
+    return int(text, 8) if re.fullmatch(b"[0-7]+", text) else None

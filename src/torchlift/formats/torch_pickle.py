@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchlift._system import clipped_list
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, QUANTIZED, SUBCLASS, Array
 from torchlift.formats.unpickle import (
@@ -47,11 +49,15 @@ STORED_SIZE = {dtype: ITEMSIZE[QUANTIZED.get(dtype or "uint8", dtype or "uint8")
 #: Views that store other numbers than they show: torch's name -> that in ``TensorEntry.encoding``.
 LAZY = {"conj": "conjugate", "neg": "negative"}
 
+#: How the names of dtypes begin that can have gradients.
+_GRADED = ("float", "bfloat", "complex")
+
 #: Attributes of a tensor that show other numbers once they are set, or make it something else.
 ACTING = ("__class__", "__dict__", "data", "imag", "names", "real", "requires_grad")
 
 #: Types whose instances are plain tensors, whatever attributes were set on them.
-_PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+_PARAMETER = "torch.nn.parameter.Parameter"
+_PLAIN_TYPES = ("torch.Tensor", _PARAMETER, "torch.nn.parameter.Buffer")
 
 #: Ragged rows in one tensor, which `torch.load` rebuilds too, and what marking a dimension as
 #: dynamic, as their cached lengths are, leaves in a tensor's attributes.
@@ -63,6 +69,9 @@ _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 _MAX_BLOCKED = 10_000
 
+
+#: Names that mean something in every OrderedDict.
+_OF_DICTS = frozenset(dir(OrderedDict))
 
 #: Levels of containers in what a subclass keeps beside its tensors.
 _MAX_INSIDE = 50
@@ -98,19 +107,32 @@ class Blocked:
         self.state: dict[Any, Any] | None = None
 
 
-class DeviceName(str):
+class _Named(str):
+    """Something of torch or Python, by its name; as a key it is another one than that text."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+class DeviceName(_Named):
     """A ``torch.device``, by its name."""
 
     __slots__ = ()
 
 
-class LayoutName(str):
+class LayoutName(_Named):
     """A ``torch.layout``, by its name."""
 
     __slots__ = ()
 
 
-class SliceText(str):
+class SliceText(_Named):
     """A slice, as its text; a tuple of its numbers is beside it."""
 
     arguments: tuple[int | None, ...]
@@ -124,6 +146,13 @@ class OrderedRecord(dict[Any, Any]):
     def __init__(self) -> None:
         super().__init__()
         self.metadata: object = None
+
+    def copy(self) -> OrderedRecord:
+        """Return another one of the same items."""
+        made = OrderedRecord()
+        made.update(self)
+        made.metadata = self.metadata
+        return made
 
 
 class CountRecord(dict[Any, Any]):
@@ -188,10 +217,11 @@ class RebuiltRef(TensorRef):
 
 @dataclass(slots=True, eq=False)
 class NumpyDtype:
-    """A numpy dtype: its code, such as ``"f8"``, and byte order."""
+    """A numpy dtype: its code, such as ``"f8"``, byte order, and whether an array is of it."""
 
     code: str
     order: str = "<"
+    is_used: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -246,25 +276,36 @@ class TorchWorld:
             # set.__new__(set, [1]) is an empty set: what a call gives is not what torch would show.
             what = "a global is not called, but its class is told to make an object"
             raise FormatError(what, entry=function.name)
-        self.charge(arguments)
         handler = _CALLS.get(function.name)
         if handler is None:
             return self.block(function.name, True, arguments)
         try:
-            return handler(self, *arguments)
+            return handler(self, *self.taken(arguments))
         except (TypeError, ValueError, UnicodeError, OverflowError) as error:
             raise FormatError(
                 "a global is called with arguments it does not take", entry=function.name
             ) from error
 
-    def charge(self, arguments: tuple[object, ...]) -> None:
-        """Pay for a call, which may copy and walk over what it is given."""
+    def taken(self, arguments: tuple[object, ...], inside: bool = False) -> tuple[object, ...]:
+        """Pay for a call, and return its arguments as they are now.
+
+        What the pickle puts into a list or dict after the call is not in the result, as for torch.
+        What is in them stays the same object: torch copies the attributes of a tensor, no deeper.
+        """
         self.budget.spend(STEP * (1 + len(arguments)))
+        now = []
         for argument in arguments:
-            if isinstance(argument, (list, tuple, dict, set, frozenset)):
+            if isinstance(argument, (list, dict, set)):
+                self.budget.spend(STEP * len(argument))
+                argument = argument.copy()
+            elif type(argument) is tuple and not inside:
+                argument = self.taken(argument, True)
+            elif isinstance(argument, (tuple, frozenset)):
                 self.budget.spend(STEP * len(argument))
             elif isinstance(argument, (str, bytes, bytearray)):
                 self.budget.spend(len(argument))
+            now.append(argument)
+        return tuple(now)
 
     def persistent(self, identity: object) -> object:
         """Return the storage that a persistent id describes."""
@@ -315,6 +356,9 @@ class TorchWorld:
         if isinstance(target, OrderedRecord):
             if not isinstance(state, dict):
                 raise FormatError("the state of an OrderedDict is not a dict")
+            if hidden := state.keys() & _OF_DICTS:  # what asks it for its keys asks these instead
+                what = "the state of an OrderedDict replaces its methods"
+                raise FormatError(what, found=clipped_list(sorted(hidden)))
             target.metadata = state.get("_metadata", target.metadata)
         elif isinstance(target, Blocked):
             target.inside.append(state)
@@ -325,6 +369,8 @@ class TorchWorld:
             if target.array is not None:  # the same bytes may be those of many arrays
                 self.budget.spend(len(target.array.data))
         elif isinstance(target, NumpyDtype):
+            if target.is_used:  # numpy would read the arrays of it anew
+                raise FormatError("the state of a numpy dtype comes after its use")
             if isinstance(state, tuple) and len(state) > 1 and isinstance(state[1], str):
                 target.order = state[1][:1]
         else:
@@ -361,14 +407,20 @@ def _short(value: object) -> str:
     return str(value)
 
 
+def _tensor_v1(
+    world: TorchWorld, storage: object, offset: object, size: object, stride: object
+) -> TensorRef | Blocked:
+    return _tensor(world, storage, offset, size, stride, False, None)
+
+
 def _tensor(
     world: TorchWorld,
     storage: object,
     offset: object,
     size: object,
     stride: object,
-    requires_grad: object = False,
-    hooks: object = None,
+    requires_grad: object,
+    hooks: object,
     metadata: object = None,
 ) -> TensorRef | Blocked:
     if isinstance(storage, Blocked):
@@ -376,13 +428,22 @@ def _tensor(
     _checked(storage, StorageRef)
     assert isinstance(storage, StorageRef)
     dtype = _strided(storage.dtype or "uint8")
-    made = TensorRef(storage, dtype, offset, size, stride, requires_grad)
-    if metadata is not None and any(_checked(metadata, dict).values()):
+    made = TensorRef(storage, dtype, offset, size, stride, _graded(requires_grad, dtype))
+    if metadata:
+        metadata = _checked(metadata, dict)
         assert isinstance(metadata, dict)
         if not metadata.keys() <= LAZY.keys():  # what a backend keeps beside its tensors
             return world.block("torch._utils._rebuild_tensor_v2 with metadata", True, made)
-        made.lazy = tuple(LAZY[name] for name in LAZY if metadata.get(name))
+        # torch looks whether a name is there, and not at what it says.
+        made.lazy = tuple(LAZY[name] for name in LAZY if name in metadata)
     return made
+
+
+def _graded(requires_grad: object, dtype: str) -> object:
+    """Return whether a tensor requires gradients, which only some numbers can."""
+    if _checked(requires_grad, bool) and not dtype.startswith(_GRADED):
+        raise TypeError("gradients of whole numbers")
+    return requires_grad
 
 
 def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
@@ -390,9 +451,10 @@ def _tensor_v3(world: TorchWorld, *arguments: Any) -> TensorRef | Blocked:
     if isinstance(dtype, Blocked):
         return Blocked(dtype.name, called=True)
     name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
-    made = _tensor(world, *arguments[:6], *arguments[7:])
+    # Whether it can have gradients is a question of its own dtype, not of its storage's.
+    made = _tensor(world, *(*arguments[:4], False, arguments[5], *arguments[7:]))
     if isinstance(made, TensorRef):
-        made.dtype = name
+        made.dtype, made.requires_grad = name, _graded(arguments[4], name)
     return made
 
 
@@ -520,7 +582,8 @@ def _parameter(
         return data
     if _acts(state):
         return world.block("torch._utils._rebuild_parameter_with_state", True, data)
-    return replace(_checked(data, TensorRef), requires_grad=requires_grad, is_parameter=True)
+    made: TensorRef = _checked(data, TensorRef)
+    return replace(made, requires_grad=_graded(requires_grad, made.dtype), is_parameter=True)
 
 
 def _from_type(
@@ -558,6 +621,8 @@ def _from_type(
         raise TypeError("a class that torch would not make it of")
     if _acts(state):
         return world.block("torch._tensor._rebuild_from_type_v2", True, made, state)
+    if isinstance(made, TensorRef) and isinstance(new_type, Global):
+        made = replace(made, is_parameter=new_type.name == _PARAMETER)
     return made
 
 
@@ -568,7 +633,7 @@ def _wrapper(
     """Return a record of a tensor that shows what its class makes of the tensors in its state."""
     shown = _checked(dtype, Global, Blocked).name.removeprefix("torch.")
     name = _checked(kind, Blocked).name
-    if shown not in ITEMSIZE or layout != "torch.strided":
+    if shown not in ITEMSIZE or str(layout) != "torch.strided":
         return world.block(name, True, dtype, size)
     nowhere = StorageRef(shown, "", _short(device), 0)
     return RebuiltRef(
@@ -601,7 +666,12 @@ def _acts(state: object) -> bool:
     """Return whether setting the attributes of a tensor would change more than attributes."""
     states = state if isinstance(state, tuple) else (state,)
     return any(
-        some and (not isinstance(some, dict) or any(name in some for name in ACTING))
+        some
+        and (
+            not isinstance(some, dict)
+            or any(name in some for name in ACTING)
+            or not all(type(name) is str for name in some)
+        )
         for some in states
     )
 
@@ -623,10 +693,17 @@ def _set(world: TorchWorld, items: object = ()) -> set[Any]:
 
 def _copied(world: TorchWorld, items: object = None) -> dict[Any, Any]:
     """Return a dict of its own: what is put into the argument later is not in it."""
-    copied = dict(_checked(items or {}, dict))
+    copied: dict[Any, Any] = {} if items is None else dict(_checked(items, dict))
     for key in copied:
         world.budget.hash(key)
     return copied
+
+
+def _default_dict(
+    world: TorchWorld, factory: object = None, items: object = None
+) -> dict[Any, Any]:
+    _checked(factory, Global, Blocked, type(None))
+    return _copied(world, items)
 
 
 def _device(world: TorchWorld, kind: object, index: object = None) -> DeviceName:
@@ -635,6 +712,8 @@ def _device(world: TorchWorld, kind: object, index: object = None) -> DeviceName
 
 
 def _slice(world: TorchWorld, *arguments: Any) -> SliceText:
+    if not 1 <= len(arguments) <= 3:
+        raise TypeError("not the numbers of a slice")
     texts = [str(_checked(a, int, type(None))) for a in arguments]
     made = SliceText(f"slice({', '.join(texts)})")
     made.arguments = arguments
@@ -688,6 +767,7 @@ def _array(state: object) -> Array | None:
     )
     if not isinstance(dtype, NumpyDtype) or not isinstance(data, bytes):
         return None
+    dtype.is_used = True
     code = dtype.code.lstrip("<>|=")
     if code not in _NUMPY_NUMBERS and not re.fullmatch("[SU][1-9][0-9]{0,8}", code):
         return None
@@ -710,7 +790,7 @@ _NUMPY_LETTERS = {
 _NUMPY_NUMBERS = _NUMPY_LETTERS.keys() - {"?"} | {"f16", "c8", "c16", "c32"}
 
 _CALLS: dict[str, Callable[..., object]] = {
-    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor": _tensor_v1,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_sparse_tensor": _sparse,
@@ -723,12 +803,14 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,
-    "torch.Size": lambda world, items=(): tuple(_checked(items, list, tuple)),
+    "torch.Size": lambda world, items=(): tuple(
+        [_checked(size, int) for size in _checked(items, list, tuple)]
+    ),
     "torch.device": _device,
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
     "torch.serialization._get_layout": lambda world, name: LayoutName(_short(name)),
     "collections.OrderedDict": _ordered_dict,
-    "collections.defaultdict": lambda world, factory=None, items=None: _copied(world, items),
+    "collections.defaultdict": _default_dict,
     "collections.Counter": lambda world, items=None: CountRecord(_copied(world, items)),
     "builtins.set": _set,
     "builtins.frozenset": lambda world, items=(): frozenset(_set(world, items)),
@@ -747,8 +829,8 @@ _CALLS: dict[str, Callable[..., object]] = {
 }
 
 _TENSOR_CALLS = (
-    _tensor, _tensor_v3, _sparse, _nested, _jagged, _meta, _quantized, _on_device, _parameter,
-    _wrapper,
+    _tensor_v1, _tensor, _tensor_v3, _sparse, _nested, _jagged, _meta, _quantized, _on_device,
+    _parameter, _wrapper,
 )  # fmt: skip
 
 #: Names that are values, not functions: kept as text where a file stores the name itself.
@@ -925,6 +1007,7 @@ class _TensorStep:
             or (name is None) is not (not put_name)
             or (name is None and not _rebuilds(m.stack[-1]))
             or length[0] != len(key)
+            or (grad == b"\x88" and not (known[0] or "uint8").startswith(_GRADED))
             or expected is None
             or int.from_bytes(puts, "little") != first * expected[0] + expected[1]
         ):

@@ -13,6 +13,7 @@ every format that embeds pickles shares this interpreter.
 from __future__ import annotations
 
 import codecs
+import re
 import struct
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,6 +23,9 @@ from torchlift.errors import FormatError
 #: Most marks open at once, and most bytes of a text argument or of an integer. Python's own pickler
 #: stops near a thousand levels; integers of more digits cannot even be printed.
 MAX_MARKS, MAX_TEXT, MAX_INT = 1_000, 400, 128
+
+#: An integer as text, as every pickler writes it.
+_WHOLE = re.compile(rb"-?(?:0|[1-9][0-9]*)")
 
 #: What reading may cost, in bytes of memory: in any case, and for each byte that was read from
 #: files. A step of work counts as `STEP` bytes, a tensor of the index as `ENTRY`.
@@ -379,9 +383,30 @@ def _long_binary(length: _Read) -> Handler:
     return _push(read)
 
 
+def _whole(line: bytes) -> int:
+    # C's readers take 010 for octal, 0x10 and 1_0 for what they are in programs, and " 1" for True.
+    if not _WHOLE.fullmatch(line):
+        raise ValueError("not a number as pickles write it")
+    return int(line)
+
+
+def _index_text(m: Machine) -> int:
+    index = _whole(m.line())
+    if index < 0:
+        raise ValueError("a negative index")
+    return index
+
+
 def _int_text(m: Machine) -> int:
     line = m.line()
-    return line == b"01" if line in (b"00", b"01") else int(line)
+    return line == b"01" if line in (b"00", b"01") else _whole(line)
+
+
+def _float_text(m: Machine) -> float:
+    line = m.line()
+    if b"_" in line or line != line.strip():  # Python's own reader takes them, C's does not
+        raise ValueError("not a number as pickles write it")
+    return float(line)
 
 
 def _utf8(data: bytes) -> str:
@@ -485,7 +510,7 @@ def _get(index: _Read) -> Handler:
 
 
 def _number_text(m: Machine) -> int:
-    return int(m.line().removesuffix(b"L"))
+    return _whole(m.line().removesuffix(b"L"))
 
 
 def _u1(m: Machine) -> int:
@@ -499,7 +524,7 @@ _i1, _u2, _i4, _u4, _u8 = map(_fixed, ("<b", "<H", "<i", "<I", "<Q"))
 _OPCODES: dict[bytes, Handler] = {
     b"(": Machine.mark, b".": _stop, b"0": Machine.drop, b"1": lambda m: (m.group(), None)[1],
     b"2": _push(lambda m: m.stack[-1]), b"\x80": _protocol, b"\x95": lambda m: (m.take(8), None)[1],
-    b"F": _push(lambda m: float(m.line())), b"I": _push(_int_text), b"L": _push(_number_text),
+    b"F": _push(_float_text), b"I": _push(_int_text), b"L": _push(_number_text),
     b"J": _push(_i4), b"K": _push(_u1), b"M": _push(_u2), b"G": _push(_fixed(">d")),
     b"\x8a": _long_binary(_i1), b"\x8b": _long_binary(_i4),
     b"N": _constant(None), b"\x88": _constant(True), b"\x89": _constant(False),
@@ -518,8 +543,8 @@ _OPCODES: dict[bytes, Handler] = {
     b"c": _push(_global), b"\x93": _push(_stack_global), b"i": _push(_inst), b"o": _push(_obj),
     b"R": _reduce, b"\x81": _newobj, b"\x92": _newobj_ex, b"b": _build,
     b"Q": _push(lambda m: m.world.persistent(m.stack.pop())),
-    b"p": _put(_number_text), b"q": _put(_u1), b"r": _put(_u4), b"\x94": _memoize,
-    b"g": _get(_number_text), b"h": _get(_u1), b"j": _get(_u4),
+    b"p": _put(_index_text), b"q": _put(_u1), b"r": _put(_u4), b"\x94": _memoize,
+    b"g": _get(_index_text), b"h": _get(_u1), b"j": _get(_u4),
     b"P": _refused("persistent ids in text form"),
     b"\x82": _refused("the extension registry"), b"\x83": _refused("the extension registry"),
     b"\x84": _refused("the extension registry"),

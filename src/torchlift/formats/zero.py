@@ -22,7 +22,7 @@ from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flatten import under
 from torchlift.formats.index import Index, TensorEntry, used_by
-from torchlift.formats.sharded import claimed, locate
+from torchlift.formats.sharded import MOST_MISSING, claimed, locate, missing
 from torchlift.formats.source import dense_shape
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
 
@@ -30,6 +30,8 @@ _FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?(zero_pp_rank_)(\d{1,9})_)?mp_rank_(\d{1,9})_(model|optim)_states\.pt",
     re.ASCII,
 )
+#: The number of a rank in such a name.
+_RANK = re.compile(r"(zero_pp_rank_)\d+")
 _OPTIM = "optimizer_state_dict"
 #: Where a rank has its vectors of weights, in stages 1 and 2 and in stage 3, and the state of them.
 _WEIGHTS = "single_partition_of_fp32_groups.", "fp32_flat_groups."
@@ -82,28 +84,38 @@ def read_zero(path: str, names: Sequence[str], read_file: _ReadFile) -> Index:
             raise _split("by tensor or pipeline parallelism", match[0])
         kinds[match[4]][int(match[2] or 0)] = match[0]
 
-    def read(kind: str, ranks: int) -> list[Index]:
-        lacking = next((rank for rank in range(ranks) if rank not in kinds[kind]), None)
-        if lacking is not None:
-            raise FormatError(
-                "a ZeRO checkpoint without the files of every rank",
-                expected=f"*_{kind}_states.pt of {ranks} ranks",
-                found=f"{len(kinds[kind])}, none of rank {lacking}",
-                hint="Each has a share of every weight: fetch them all.",
-            )
-        files = [locate(path, kinds[kind][rank]) for rank in range(ranks)]
+    def read(kind: str, ranks: Sequence[int]) -> list[Index]:
+        files = [locate(path, kinds[kind][rank]) for rank in ranks]
         return [claimed(os.path.basename(file), read_file(file, budget), {}) for file in files]
 
-    optims = read("optim", max(kinds["optim"], default=0) + 1)
-    budget.grow(sum(optim.nbytes for optim in optims))  # so many shares may be found in them
-    optims = [under(optim, _OPTIM) or optim for optim in optims]
-    counts = optims[0].objects.get("partition_count")
-    for count in counts if isinstance(counts, list) else [counts]:
-        if type(count) is int and count > len(optims):
-            read("optim", count)
-        if count != len(optims):
-            raise _split("by expert parallelism", found=f"partitions in {str(count)[:20]}")
-    return _Reader(optims, lambda ranks: read("model", ranks), budget).index(path)
+    def check(kind: str, ranks: int) -> None:
+        there = kinds[kind]
+        lacking = (rank for rank in range(ranks) if rank not in there)
+        if some := list(itertools.islice(lacking, MOST_MISSING)):
+            like = next(iter(there.values()), f"*mp_rank_00_{kind}_states.pt")
+            names = [_RANK.sub(rf"\g<1>{rank}", like) for rank in some]
+            raise missing(names, ranks, sum(rank < ranks for rank in there), "rank's file")
+
+    def read_optims(ranks: Sequence[int]) -> list[Index]:
+        optims = read("optim", ranks)
+        budget.grow(sum(optim.nbytes for optim in optims))  # so many shares may be found in them
+        return [under(optim, _OPTIM) or optim for optim in optims]
+
+    ranks = sorted(kinds["optim"])
+    optims = read_optims(ranks[:1])  # which says how many there are
+    found = optims[0].objects.get("partition_count") if optims else None
+    counts = found if isinstance(found, list) else [found]
+    stated = [count for count in counts if type(count) is int]
+    check("optim", max(1, *stated, *(rank + 1 for rank in ranks)))
+    optims += read_optims(ranks[1:])
+    if wrong := [count for count in counts if count != len(optims)]:
+        raise _split("by expert parallelism", found=f"partitions in {str(wrong[0])[:20]}")
+
+    def read_models(ranks: int) -> list[Index]:
+        check("model", ranks)
+        return read("model", range(ranks))
+
+    return _Reader(optims, read_models, budget).index(path)
 
 
 def _split(how: str, entry: str | None = None, found: str | None = None) -> FormatError:
