@@ -38,7 +38,16 @@ from torchlift._save.values import (
     compacted,
     take_apart,
 )
-from torchlift._system import Facts, Summary, count_of, human, parse_size, printable, progress_bar
+from torchlift._system import (
+    Facts,
+    Summary,
+    count_of,
+    human,
+    parse_size,
+    printable,
+    progress_bar,
+    uninterrupted,
+)
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.formats.dcp import METADATA, metadata_files
@@ -47,6 +56,7 @@ from torchlift.formats.sharded import is_index
 
 #: As in Hugging Face's libraries.
 _SHARD = 5 * 10**9
+_IN_FOLDER = "model.safetensors"
 _REPLICATED = ("equal", "rank0")
 _SHOWN = 10  # of what is listed in a summary
 
@@ -130,7 +140,8 @@ def save(
     ``.pt``, ``.pth``, ``.bin``, ``.ckpt``        ``"torch-zip"``: what ``torch.load`` reads, also
                                                   with ``weights_only=True`` and ``mmap=True``
     ``.safetensors``                              ``"safetensors"``; with `max_shard_size`, and
-                                                  more bytes than that, ``"sharded"``
+                                                  more bytes than that, ``"sharded"``; of a folder
+                                                  that is there, ``model.safetensors`` in it
     ``.index.json``, or ``format="sharded"``      ``"sharded"``: safetensors with Hugging Face's
                                                   index; of a folder, ``model.safetensors.*`` in it
     a folder, with ``format="dcp"``               ``"dcp"``: what ``torch.distributed.checkpoint``
@@ -239,7 +250,26 @@ def save_together(
 
     The arguments are those of `save`; `metadata` is text for the headers of safetensors.
     """
-    mesh, given = Mesh(process_group), metadata if metadata is not None else {}
+    # An interrupt comes where the ranks are about to agree, or the others would wait for this one.
+    with uninterrupted():
+        return _save_together(
+            obj, path, format, max_shard_size, checksum, progress, metadata, replicated,
+            Mesh(process_group),
+        )  # fmt: skip
+
+
+def _save_together(
+    obj: object,
+    path: Any,
+    format: str | None,
+    max_shard_size: int | str | None,
+    checksum: bool,
+    progress: bool,
+    metadata: Mapping[str, str] | None,
+    replicated: str,
+    mesh: Mesh,
+) -> tuple[SaveReport, int]:
+    given = metadata if metadata is not None else {}
 
     def prepare() -> tuple[Target, Taken, dict[str, object], dict[str, str]]:
         # There may be no current folder.
@@ -334,11 +364,11 @@ class Target:
                 else f"max_shard_size={size!r}: expected a size such as '5GB'"
             )
         given = os.path.abspath(given)
-        if found == "sharded":
-            if given.lower().endswith(".safetensors"):
-                given += INDEX
-            elif not given.lower().endswith(INDEX):
-                given = os.path.join(given, "model.safetensors" + INDEX)
+        if found == "safetensors" and os.path.isdir(given):
+            given = os.path.join(given, _IN_FOLDER)  # as save_pretrained does
+        if found == "sharded" and not given.lower().endswith(INDEX):
+            is_file = given.lower().endswith(".safetensors") and not os.path.isdir(given)
+            given = (given if is_file else os.path.join(given, _IN_FOLDER)) + INDEX
         return cls(given, found, limit)
 
     @property
