@@ -16,6 +16,7 @@ from torchlift._checkpoint import Allow, Checkpoint
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards
 from torchlift._model.handlers import is_plain
+from torchlift._model.names import wrapped_names
 from torchlift._model.ranks import Agree, has_group, together
 from torchlift._model.slots import ModuleTree, is_lazy, locked
 from torchlift._plan import (
@@ -318,6 +319,8 @@ def _warn_of_missing(
     parameters = {
         name for g in tree.groups if isinstance(g.tensor, nn.Parameter) for name in g.names
     }
+    if (naming := wrapped_names(tree)) is not None:
+        parameters = set(map(naming.canonical, parameters))
     excused = {*plan.mismatched, *plan.deferred, *allowed(missing, options.allow_missing)}
     lacking = [name for name in missing if name in parameters and name not in excused]
     if lacking:

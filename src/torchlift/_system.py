@@ -12,7 +12,7 @@ import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -39,34 +39,51 @@ def collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+#: Calls that deliver the SIGINTs that are held back. Only the main thread gets any.
+_held_back: list[Callable[[], object]] = []
+
+
+class _Hold:
+    """A handler of signals that leaves them to another one, for later; of a second, at once."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        deliver_interrupt()
+        _held_back.append(partial(self.handler, number, frame))
+
+
 @contextmanager
 def uninterrupted() -> Iterator[Callable[[], None]]:
     """Deliver a SIGINT at the end of the block, or where the block calls what it is given.
 
-    A second one is delivered at once. Only the main thread receives signals, so in other threads
-    the block is as it is.
+    A second one is delivered at once. Of blocks inside of each other the outermost one counts. Only
+    the main thread receives signals, so in other threads the block is as it is.
     """
     handler = signal.getsignal(signal.SIGINT)
-    held: list[tuple[int, FrameType | None]] = []
-
-    def deliver() -> None:
-        if held and callable(handler):
-            handler(*held.pop())
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            deliver()
-        held.append((number, frame))
-
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield deliver
+    if isinstance(handler, _Hold) or not callable(handler) or not _is_main_thread():
+        yield deliver_interrupt
         return
-    signal.signal(signal.SIGINT, hold)
+    signal.signal(signal.SIGINT, _Hold(handler))
     try:
-        yield deliver
+        yield deliver_interrupt
     finally:
         signal.signal(signal.SIGINT, handler)
-        deliver()
+        deliver_interrupt()
+
+
+def deliver_interrupt() -> None:
+    """Deliver the SIGINT that `uninterrupted` holds back, if there is one.
+
+    What waits for others calls it: a lock may be theirs for as long as they like.
+    """
+    if _held_back and _is_main_thread():
+        _held_back.pop()()
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 _UNITS = {

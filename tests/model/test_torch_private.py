@@ -104,6 +104,13 @@ def test_compiled_and_checkpointed_modules_are_children_by_these_names() -> None
     assert private.FULLY_SHARDED in names
 
 
+def test_flattened_parameters_have_this_attribute() -> None:
+    """Without it one rank's piece of an optimizer would be saved for the whole."""
+    from torch.distributed.fsdp import _common_utils
+
+    assert private.FLATTENED == _common_utils.FSDP_FLATTENED
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""

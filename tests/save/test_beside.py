@@ -286,3 +286,41 @@ def test_folders_that_are_made_are_durable_and_may_appear_meanwhile(
         with pytest.raises(CheckpointError, match="denied"):
             torchlift.save(ONE, tmp_path / "d" / "e", format="dcp")
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_an_old_shard_that_cannot_be_removed_is_told_and_goes_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says that the new checkpoint is in place."""
+    path, unlink = tmp_path / "x.safetensors.index.json", os.unlink
+    torchlift.save({"w": torch.ones(3)}, path)
+    (shard,) = tmp_path.glob("*.safetensors")
+
+    def denied(name: str) -> None:
+        if str(name) == str(shard):
+            raise PermissionError(13, "denied")
+        unlink(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", denied)
+        with pytest.raises(CheckpointError, match=r"new checkpoint is in place, .*denied"):
+            torchlift.save({"w": torch.zeros(3)}, path)
+    assert torchlift.open(path)["w"].tolist() == [0, 0, 0]
+    torchlift.save({"w": torch.ones(3)}, path)
+    assert len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("size", [None, 10, "1GB"])
+def test_a_folder_that_is_there_is_written_into(tmp_path: Path, size: int | str | None) -> None:
+    """As save_pretrained does, whatever becomes of the shards; and by a conversion, too."""
+    state = {"a": torch.ones(3), "b": torch.zeros(3)}
+    for number, folder in enumerate((tmp_path / "to", tmp_path / "to.safetensors")):
+        folder.mkdir()
+        report = torchlift.save(state, folder, format="safetensors", max_shard_size=size)
+        assert report.path.startswith(f"{folder}/model.safetensors")
+        assert torchlift.diff(folder, state).equal
+        other = tmp_path / f"other{number}"
+        other.mkdir()
+        torchlift.convert(folder, other, format="safetensors", max_shard_size=size)
+        assert torchlift.diff(folder, other).equal
+    assert len(os.listdir(tmp_path)) == 4

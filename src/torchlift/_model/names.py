@@ -8,6 +8,7 @@ step is known and left out.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchlift._model.slots import ModuleTree
-from torchlift._model.torch_private import CHECKPOINTED, COMPILED, FULLY_SHARDED
+from torchlift._model.torch_private import CHECKPOINTED, COMPILED, FLATTENED, FULLY_SHARDED
 
 
 class Names:
@@ -89,6 +90,21 @@ class Names:
         """Return what the wrapped model's ``load_state_dict`` calls a canonical name."""
         return _translate(fqn, self._to_key)
 
+    def keys(self, found: Iterable[str]) -> list[str]:
+        """Return what ``load_state_dict`` calls the names of a file: canonical, or the wrappers'.
+
+        A name is what leads deeper into the model. Where that gives two one key, the file has the
+        wrappers' names: a module may have a child of its own that is called ``module``.
+        """
+        names = list(found)
+        keys = [
+            name
+            if len(_known(name, self._to_fqn)) > len(_known(name, self._to_key))
+            else self.key(name)
+            for name in names
+        ]
+        return keys if len(set(keys)) == len(set(names)) else names
+
     def prefixes(self, submodules: set[nn.Module]) -> list[str]:
         """Return how the names of the state of `submodules` begin: with a dot, or with nothing."""
         ids = set(map(id, submodules))
@@ -110,14 +126,25 @@ def wrapped_by(module: nn.Module) -> tuple[str | None, bool]:
     return None, True
 
 
+def wrapped_names(tree: ModuleTree) -> Names | None:
+    """Return the names of a model that is wrapped; None: of a bare one they are the paths."""
+    return Names(tree) if any(wrapped_by(module)[0] for module in tree.modules) else None
+
+
 def _translate(name: str, prefixes: dict[str, str]) -> str:
+    old = _known(name, prefixes)
+    return prefixes[old] + name[len(old) :] if old in prefixes else name
+
+
+def _known(name: str, prefixes: dict[str, str]) -> str:
+    """Return the longest of the prefixes that a name has."""
     path = name
     while path:
         path = path.rpartition(".")[0]
         old = f"{path}." if path else ""
         if old in prefixes:
-            return prefixes[old] + name[len(old) :]
-    return name
+            return old
+    return ""
 
 
 def uses_fsdp1(model: object) -> bool:
@@ -140,3 +167,13 @@ def is_fsdp1(module: nn.Module) -> bool:
     loaded = sys.modules.get("torch.distributed.fsdp")
     kind: Any = getattr(loaded, "FullyShardedDataParallel", None)
     return kind is not None and isinstance(module, kind)
+
+
+def is_flattened(param: torch.Tensor) -> bool:
+    """Say whether a ``FullyShardedDataParallel`` has put a parameter, or made it, in flat memory.
+
+    Example:
+        >>> is_flattened(nn.Parameter(torch.ones(1)))
+        False
+    """
+    return bool(getattr(param, FLATTENED, False))

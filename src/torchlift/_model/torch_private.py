@@ -41,6 +41,8 @@ FLAT_REFERENCES, FLAT_WEIGHTS = "_flat_weight_refs", "_flat_weights"
 #: module that they wrap.
 COMPILED, CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 FULLY_SHARDED = "_fsdp_wrapped_module"
+#: Attribute that FullyShardedDataParallel gives to its parameters, flat ones and their views.
+FLATTENED = "_fsdp_flattened"
 
 
 #: What tells a storage from others. In C: a recorder asks for every call that it sees.

@@ -13,6 +13,7 @@ from torchlift._checkpoint import Allow, shared_records
 from torchlift._model.commit import Commit, content_bytes
 from torchlift._model.dtensor import held, local_shape
 from torchlift._model.handlers import is_plain
+from torchlift._model.names import wrapped_names
 from torchlift._model.slots import Group, ModuleTree, is_lazy, locked
 from torchlift._plan.decide import makings_for, owns_all, steps_for
 from torchlift._plan.hooks import (
@@ -191,9 +192,19 @@ def make_plan(
         names = renamed(keys, options.rename, origin.path)
         objects = renamed(origin.objects, options.rename, origin.path)
     blocked = named(origin.blocked, options.rename)
+    # For torch's own functions they are the keys of the wrapped model by now.
+    naming = wrapped_names(tree) if check is None else None
+    canonical = naming.canonical if naming is not None else str
+    if naming is not None:
+        given = [*names.values(), *made, *objects.values()]
+        to_key = dict(zip(given, naming.keys(given), strict=True))
+        names = {key: to_key[name] for key, name in names.items()}
+        objects = {key: to_key[name] for key, name in objects.items()}
+        made = {to_key[name]: one for name, one in made.items()}
     ignored = list(dict.fromkeys(blocked.values()))
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
-    model_names = {name for g in tree.groups for name in g.names} if ignored else ()
+    known = [name for g in tree.groups for name in g.names] if ignored else []
+    model_names = {*known, *map(canonical, known)}
     for key, name in blocked.items():
         if name in model_names or name not in excused:
             raise origin.refusal(key)
@@ -220,6 +231,8 @@ def make_plan(
     matched.fits = any(
         candidate.key in origin.candidates for pair in matched.pairs for candidate in pair[2]
     )
+    if naming is not None:
+        matched.rename(canonical)
     if options.strict and (matched.missing or matched.unexpected) and hooked:
         # They may excuse a name, and get to see the loaded module only if nothing is wrong.
         run_post_hooks(tree, matched.missing, matched.unexpected)
@@ -240,7 +253,7 @@ def make_plan(
         hooked=hooked,
     )
     later = None if options.dtype is None else _DTYPE_LATER
-    return _assemble(origin, tree.groups, matched, work, candidates, later)
+    return _assemble(origin, tree.groups, matched, work, candidates, later, canonical)
 
 
 def _assemble(
@@ -250,6 +263,7 @@ def _assemble(
     work: Work,
     candidates: Mapping[str, Candidate],
     later: str | None,
+    canonical: Callable[[str], str],
 ) -> LoadPlan:
     """Put the plan together; `later` is the hint where something is left for a later load."""
     loaded: dict[str, KeyReport] = {}
@@ -258,15 +272,16 @@ def _assemble(
         if origin.paths:
             keys = step.candidate.keys or (step.candidate.key,)
             path = ", ".join(dict.fromkeys(origin.paths.get(key, path) for key in keys))
-        described = _describe(step, path)
+        described = _describe(step, path, canonical)
         for slot in step.group.slots:
-            loaded[slot.fqn] = described
+            loaded[canonical(slot.fqn)] = described
     placed = {id(step.group.tensor) for step in work.steps}
     matched_ids = {id(group.tensor) for group, _, _ in matched.pairs}
     placed |= {id(item.group.tensor) for item in work.makings}
-    made = [(name, one.keys) for name, one in candidates.items() if one.keys]
+    called = {canonical(name): one for name, one in candidates.items()}
+    made = [(name, one.keys) for name, one in called.items() if one.keys]
     deferred = [
-        name
+        canonical(name)
         for group in groups
         if id(group.tensor) not in placed and not is_lazy(group.tensor)
         if group.tensor.is_meta or id(group.tensor) in matched_ids
@@ -280,10 +295,10 @@ def _assemble(
         dropped=matched.dropped,
         mismatched=matched.mismatched,
         hint=matched.hint or (later if deferred else None),
-        tied=tuple(group.names for group in groups if len(group.slots) > 1),
-        replayed=[name for group in work.replayed for name in group.names],
+        tied=tuple(tuple(map(canonical, g.names)) for g in groups if len(g.slots) > 1),
+        replayed=[canonical(name) for group in work.replayed for name in group.names],
         deferred=deferred,
-        renamed={c.key: name for name, c in candidates.items() if not c.keys and c.key != name},
+        renamed={c.key: name for name, c in called.items() if not c.keys and c.key != name},
         merged={name: keys for name, keys in made if len(keys) > 1},
         split=_split(made),
         peak_bytes=_peak(work, origin),
@@ -301,10 +316,10 @@ def _split(made: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, tuple[str, 
     return {key: tuple(names) for key, names in found.items() if len(names) > 1}
 
 
-def _describe(step: Step, path: str) -> KeyReport:
+def _describe(step: Step, path: str, canonical: Callable[[str], str]) -> KeyReport:
     candidate, dtype = step.candidate, str(step.dtype).removeprefix("torch.")
     return KeyReport(
-        key=step.key,
+        key=canonical(step.key),
         entry=candidate.key,
         path=path,
         nbytes=candidate.nbytes,

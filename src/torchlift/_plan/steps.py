@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -160,6 +160,15 @@ class Match:
     mismatched: dict[str, Mismatch] = field(default_factory=dict)
     fits: bool = True
     hint: str | None = None
+
+    def rename(self, name_of: Callable[[str], str]) -> None:
+        """Give the names that are reported other ones."""
+        self.missing = [name_of(name) for name in self.missing]
+        self.unexpected = [name_of(name) for name in self.unexpected]
+        self.dropped = [name_of(name) for name in self.dropped]
+        self.mismatched = {
+            name_of(key): replace(item, key=name_of(key)) for key, item in self.mismatched.items()
+        }
 
 
 @dataclass(slots=True, eq=False)

@@ -21,6 +21,7 @@ from torchlift._save.blocks import BLOCK, Workspace
 from torchlift._save.pickling import Shared, pickled
 from torchlift._save.resume import is_whole, plan_of
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
+from torchlift._system import uninterrupted
 from torchlift._transfer.write import (
     AtomicFile,
     AtomicSet,
@@ -373,12 +374,11 @@ class Files:
 
     def close(self) -> None:
         """Remove what is not part of the checkpoint; may be called twice."""
-        try:
+        with uninterrupted():
             for file in self._open.values():
                 file.close()
             if self._set is not None:
                 self._set.close()
-        finally:
             for path in reversed(self._made):
                 with suppress(OSError):  # what is not empty has the new files
                     os.rmdir(path)
@@ -408,21 +408,38 @@ def write(
             new ones are in place.
     """
     try:
-        with Files(output) as files:
-            for name, sections in output.files.items():
-                path = files.finished(name)
-                if path is not None:
-                    whole.append(path)
-                    advance(sum(stored.nbytes for stored, _ in sections[0].layout.payloads))
-                    continue
-                sums = write_sections(files.create(name).descriptor, sections, advance)
-                check()
-                files.complete(name, [sums])
-            if output.kind is not None:  # one file alone is in its place by now
-                check()
-            return files.commit()
+        # An interrupt comes between two blocks, and never to what makes files or removes them.
+        with uninterrupted() as deliver:
+            return _write(output, advance, check, whole, deliver)
     except OSError as error:
         raise write_error(output.head, error) from error
+
+
+def _write(
+    output: Output,
+    advance: Advance,
+    check: Callable[[], None],
+    whole: list[str],
+    deliver: Callable[[], None],
+) -> list[str]:
+    def go_on(nbytes: int) -> None:
+        deliver()
+        advance(nbytes)
+
+    with Files(output) as files:
+        for name, sections in output.files.items():
+            path = files.finished(name)
+            if path is not None:
+                whole.append(path)
+                go_on(sum(stored.nbytes for stored, _ in sections[0].layout.payloads))
+                continue
+            sums = write_sections(files.create(name).descriptor, sections, go_on)
+            check()
+            files.complete(name, [sums])
+        if output.kind is not None:  # one file alone is in its place by now
+            check()
+            deliver()
+        return files.commit()
 
 
 def _remove_set(index: str) -> None:
@@ -521,8 +538,10 @@ def write_error(path: str, cause: OSError) -> CheckpointError:
         reason = "the new file is in place, but its folder is not durable"
         hint = "Save again: a crash of the machine may bring the older file back."
     if isinstance(cause, NotRemoved):
-        reason = "the new checkpoint is in place, but an older one beside it cannot be removed"
-        hint = "Remove it: a reader may take the older one."
+        reason = (
+            "the new checkpoint is in place, but an older one, or a file of it, cannot be removed"
+        )
+        hint = "Remove it, or save again: a reader may take the older one."
     found = str(cause).partition("\n")[0]
     error = CheckpointError(reason, file=path, found=found, hint=hint)
     error.__cause__ = cause

@@ -41,6 +41,8 @@ from torchlift._save.files import (
     write_sections,
 )
 from torchlift._save.values import Taken, Value, stored_as
+from torchlift._system import deliver_interrupt
+from torchlift._transfer.write import LockedFile
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import Chunk, Leaf, TensorEntry
 from torchlift.formats.boxes import cut, row_major, runs
@@ -206,7 +208,12 @@ class Mesh:
     def on_all(self, step: Callable[[], T]) -> T:
         """Take a step on all ranks; return what it made here, or raise what any of them met."""
         made: list[T] = []
-        self.together(lambda: made.append(step()))
+
+        def take() -> None:
+            made.append(step())
+            deliver_interrupt()  # here, where the others are told of it
+
+        self.together(take)
         return made[0]
 
     def on_disk(self, step: Callable[[], T]) -> Callable[[], T]:
@@ -444,13 +451,17 @@ class Mesh:
                 "relative path depends on the current folder.",
             )
         sums = []
+
+        def go_on(nbytes: int) -> None:
+            deliver_interrupt()
+            advance(nbytes)
+
         for path, each in zip(temporary, names, strict=True):
-            descriptor = os.open(path, os.O_WRONLY)
-            try:
-                sums.append(write_sections(descriptor, output.files[each], advance))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with LockedFile() as file:  # the first rank has locked it
+                file.open(path, os.O_WRONLY)
+                sums.append(write_sections(file.descriptor, output.files[each], go_on))
+                os.fsync(file.descriptor)
+        deliver_interrupt()  # the last one that ends the save: the others are told of it
         self.written += sum(each.nbytes for each in sums)
         return _joined(sums)
 

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from torch import nn
 from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint.tree import Tree
 from torchlift._model.dtensor import held, is_dtensor
+from torchlift._model.names import is_flattened
 from torchlift._model.ranks import tensors_of
 from torchlift._save.files import (
     Output,
@@ -38,7 +39,16 @@ from torchlift._save.values import (
     compacted,
     take_apart,
 )
-from torchlift._system import Facts, Summary, count_of, human, parse_size, printable, progress_bar
+from torchlift._system import (
+    Facts,
+    Summary,
+    count_of,
+    human,
+    parse_size,
+    printable,
+    progress_bar,
+    uninterrupted,
+)
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.formats.dcp import METADATA, metadata_files
@@ -47,6 +57,7 @@ from torchlift.formats.sharded import is_index
 
 #: As in Hugging Face's libraries.
 _SHARD = 5 * 10**9
+_IN_FOLDER = "model.safetensors"
 _REPLICATED = ("equal", "rank0")
 _SHOWN = 10  # of what is listed in a summary
 
@@ -130,7 +141,8 @@ def save(
     ``.pt``, ``.pth``, ``.bin``, ``.ckpt``        ``"torch-zip"``: what ``torch.load`` reads, also
                                                   with ``weights_only=True`` and ``mmap=True``
     ``.safetensors``                              ``"safetensors"``; with `max_shard_size`, and
-                                                  more bytes than that, ``"sharded"``
+                                                  more bytes than that, ``"sharded"``; of a folder
+                                                  that is there, ``model.safetensors`` in it
     ``.index.json``, or ``format="sharded"``      ``"sharded"``: safetensors with Hugging Face's
                                                   index; of a folder, ``model.safetensors.*`` in it
     a folder, with ``format="dcp"``               ``"dcp"``: what ``torch.distributed.checkpoint``
@@ -187,8 +199,9 @@ def save(
         What was written, and what was not kept.
 
     Raises:
-        PlacementError: the format cannot hold a name or a value; or a tensor holds partial sums,
-            ranks hold unlike values under one name, or do not save to one path.
+        PlacementError: the format cannot hold a name or a value; or a tensor holds partial sums, an
+            optimizer is one of FullyShardedDataParallel, of which no rank has the whole, ranks hold
+            unlike values under one name, or do not save to one path.
         CheckpointError: the folder holds a checkpoint of another format, which readers would take;
             or the file cannot be written. The older one is untouched and nothing is left
             behind, unless the message says that the new one is in its place.
@@ -211,6 +224,7 @@ def save(
     if process_group is not None or _has_dtensors(obj):
         return together()[0]
     _check_word(replicated)
+    _check_whole(obj, path)
     target = Target.of(path, format, max_shard_size)
     if isinstance(obj, Checkpoint):
         taken, values = from_files(obj, target)
@@ -239,7 +253,26 @@ def save_together(
 
     The arguments are those of `save`; `metadata` is text for the headers of safetensors.
     """
-    mesh, given = Mesh(process_group), metadata if metadata is not None else {}
+    # An interrupt comes where the ranks are about to agree, or the others would wait for this one.
+    with uninterrupted():
+        return _save_together(
+            obj, path, format, max_shard_size, checksum, progress, metadata, replicated,
+            Mesh(process_group),
+        )  # fmt: skip
+
+
+def _save_together(
+    obj: object,
+    path: Any,
+    format: str | None,
+    max_shard_size: int | str | None,
+    checksum: bool,
+    progress: bool,
+    metadata: Mapping[str, str] | None,
+    replicated: str,
+    mesh: Mesh,
+) -> tuple[SaveReport, int]:
+    given = metadata if metadata is not None else {}
 
     def prepare() -> tuple[Target, Taken, dict[str, object], dict[str, str]]:
         # There may be no current folder.
@@ -251,6 +284,7 @@ def save_together(
                 "a Checkpoint is saved by one process: call it there, without process_group="
             )
         target.check_metadata(given)
+        _check_whole(obj, mesh.path)
         taken = take_apart(obj, plain=not target.only_tensors)
         target.check_objects(taken)
         asked = {"format": target.format, "max_shard_size": target.limit, "checksum": checksum}
@@ -272,26 +306,46 @@ def save_together(
     return report, mesh.written
 
 
-def _has_dtensors(obj: object) -> bool:
-    """Return whether a state has DTensors, as far as objects tell without being asked."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False
+def _inside(obj: object) -> Iterator[object]:
+    """Yield what a state has inside, as far as objects tell without being asked for theirs."""
     seen: dict[int, object] = {}
     left = [obj]
     while left:
         item = left.pop()
-        inner: Iterable[object] = ()
+        yield item
         if isinstance(item, nn.Module):
-            inner = tensors_of(item)
+            left.extend(tensors_of(item))
         elif isinstance(item, torch.optim.Optimizer):
-            inner = (param for group in item.param_groups for param in group["params"])
+            left.extend(param for group in item.param_groups for param in group["params"])
         elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
             seen[id(item)] = item
-            inner = item.values() if isinstance(item, dict) else item
-        elif is_dtensor(item):
-            return True
-        left.extend(inner)
-    return False
+            left.extend(item.values() if isinstance(item, dict) else item)
+
+
+def _has_dtensors(obj: object) -> bool:
+    """Return whether a state has DTensors."""
+    return "torch.distributed.tensor" in sys.modules and any(map(is_dtensor, _inside(obj)))
+
+
+def _check_whole(obj: object, path: object) -> None:
+    """Refuse an optimizer of which this rank has a flat piece only, before any rank goes on.
+
+    Raises:
+        PlacementError: its parameters are those of a FullyShardedDataParallel.
+    """
+    for item in _inside(obj) if "torch.distributed.fsdp" in sys.modules else ():
+        params = item.param_groups if isinstance(item, torch.optim.Optimizer) else ()
+        if any(is_flattened(param) for group in params for param in group["params"]):
+            raise PlacementError(
+                "each rank has a flat piece of its state, under FullyShardedDataParallel, and no "
+                "rank the whole",
+                file=os.path.abspath(os.fsdecode(path)),  # type: ignore[arg-type]
+                entry=type(item).__name__,
+                expected="an optimizer of whole parameters or of DTensors",
+                hint="Save what torchlift.distributed.get_optimizer_state_dict(model, optimizer, "
+                "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) returns, or "
+                "shard the model with fully_shard.",
+            )
 
 
 def _check_word(replicated: str) -> None:
@@ -334,11 +388,11 @@ class Target:
                 else f"max_shard_size={size!r}: expected a size such as '5GB'"
             )
         given = os.path.abspath(given)
-        if found == "sharded":
-            if given.lower().endswith(".safetensors"):
-                given += INDEX
-            elif not given.lower().endswith(INDEX):
-                given = os.path.join(given, "model.safetensors" + INDEX)
+        if found == "safetensors" and os.path.isdir(given):
+            given = os.path.join(given, _IN_FOLDER)  # as save_pretrained does
+        if found == "sharded" and not given.lower().endswith(INDEX):
+            is_file = given.lower().endswith(".safetensors") and not os.path.isdir(given)
+            given = (given if is_file else os.path.join(given, _IN_FOLDER)) + INDEX
         return cls(given, found, limit)
 
     @property

@@ -19,9 +19,10 @@ from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from hashlib import sha256
 from threading import Thread
+from time import sleep
 from typing import NamedTuple
 
-from torchlift._system import c_function
+from torchlift._system import c_function, deliver_interrupt, uninterrupted
 from torchlift.errors import CheckpointError
 from torchlift.formats.crc import PartialCrc
 
@@ -31,6 +32,7 @@ _CLIPPED = 180  # of a longer one, of which a hash follows
 #: Bytes given to the kernel at a time. Of more, it makes larger pages for its cache, which the host
 #: of a virtual machine has to find first: 2 GiB with fsync took 1.5 s by 128 KiB, 6.3 s by 16 MiB.
 _PIECE = 128 << 10
+_POLL = 0.01  # seconds
 _SYNC_FILE_RANGE_WRITE = 2  # start, and wait for nothing
 #: Bytes that take longer to sum up (0.6 ms) than a thread takes to start (0.1 ms).
 _WORTH_A_THREAD = 2 << 20
@@ -44,12 +46,72 @@ class NotRemoved(OSError):
     """The new checkpoint is in place, and an older one that readers may take could not go."""
 
 
-class AtomicFile:
+class LockedFile:
+    """A file, or a folder, that is open and locked; it is there before that, and knows.
+
+    So that no interrupt comes between a descriptor and its owner: one that nobody closes keeps its
+    lock, and the next writer in this process waits for it, or takes the file for a live writer's.
+
+    Attributes:
+        descriptor: -1 where it is closed.
+    """
+
+    descriptor = -1
+
+    def open(self, path: str, flags: int, mode: int = 0o777) -> None:
+        """Open it, unless it is open."""
+        if self.descriptor < 0:
+            with uninterrupted():
+                self.descriptor = os.open(path, flags, mode)
+
+    def lock(self) -> None:
+        """Wait for the lock."""
+        # A file system without locks: nobody can lock there, so nobody takes the file for debris.
+        with suppress(OSError):
+            flock(self.descriptor, LOCK_EX)
+
+    def try_lock(self) -> bool:
+        """Take the lock if nobody has it; say whether nobody had.
+
+        Raises:
+            OSError: there are no locks.
+        """
+        try:
+            flock(self.descriptor, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Unlock and close it; may be called twice."""
+        if self.descriptor < 0:
+            return
+        with uninterrupted():
+            # A child that was forked meanwhile, such as a DataLoader's worker, has the lock too: it
+            # would keep it for as long as it lives.
+            with suppress(OSError):
+                flock(self.descriptor, LOCK_UN)
+            descriptor, self.descriptor = self.descriptor, -1
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        # An owner that a second interrupt has ended. The lock of a child's copy is its parent's.
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+    def __enter__(self) -> LockedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AtomicFile(LockedFile):
     """The owner's side of a file that is being written; others open it by its name.
 
     Attributes:
         temporary: path of the file until it is committed.
-        descriptor: to read and write it with.
+        is_in_place: whether it has its name.
 
     Example:
         >>> import os, tempfile
@@ -75,19 +137,22 @@ class AtomicFile:
         """
         self._mode = _mode_of(path)
         self._path = os.path.realpath(path)
+        self.temporary, self.is_in_place = "", False
         if alone:
             remove_debris(self._path)
-        while True:
-            self.temporary = f"{_prefix(self._path)}{secrets.token_hex(4)}.part"
-            # A new file gets what open() would give it. Whom the older one shuts out cannot read
-            # the new one while it is written; its owner can always open it, on other ranks too.
-            mode = 0o666 if self._mode is None else self._mode | stat.S_IRUSR | stat.S_IWUSR
-            self.descriptor = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
-            _lock(self.descriptor)
-            # Between the two, another writer may have taken the file for a dead one's.
-            if os.path.exists(self.temporary):
-                break
-            _release(self.descriptor)
+        # A new file gets what open() would give it. Whom the older one shuts out cannot read the
+        # new one while it is written; its owner can always open it, on other ranks too.
+        mode = 0o666 if self._mode is None else self._mode | stat.S_IRUSR | stat.S_IWUSR
+        try:
+            # Between the creation and the lock, another writer may take the file for a dead one's.
+            while self.descriptor < 0 or not os.path.exists(self.temporary):
+                super().close()
+                self.temporary = f"{_prefix(self._path)}{secrets.token_hex(4)}.part"
+                self.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
+                self.lock()
+        except BaseException:
+            self.close()
+            raise
 
     def commit(self) -> None:
         """Make everything durable and let the file appear under its name, replacing another.
@@ -100,18 +165,18 @@ class AtomicFile:
             os.chmod(self.descriptor, self._mode)
         os.fsync(self.descriptor)
         os.replace(self.temporary, self._path)
+        self.is_in_place = True
         try:
             make_durable(os.path.dirname(self._path))
         except OSError as error:
             raise NotDurable(*error.args) from error
 
-    def close(self) -> None:
-        """Remove the file unless it was committed; may be called twice."""
-        if self.descriptor >= 0:
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the file unless it was committed or is to stay; may be called twice."""
+        if self.descriptor >= 0 and not keep:
             with suppress(OSError):  # it has its new name
                 os.unlink(self.temporary)
-            _release(self.descriptor)
-            self.descriptor = -1
+        super().close()
 
 
 class SetKind(NamedTuple):
@@ -167,7 +232,8 @@ class AtomicSet:
         self._folder, self._kind = os.path.realpath(os.path.dirname(head)), kind
         self._replaces = replaces
         self._head = self._path(os.path.basename(head))
-        self._is_committed = False
+        self._lock = LockedFile()
+        self._is_committed = self._is_clean = False
         self._journals = self._head + ".files"
         _mode_of(self._head)
         if plan is not None:  # other names, such as those of more shards, are another plan
@@ -219,12 +285,10 @@ class AtomicSet:
                 self._note(self._old(self._head) or ())
                 try:
                     head.commit()
-                except NotDurable:
-                    self._is_committed = True
-                    raise
-                self._is_committed = True
-                # Never before: until now they are the checkpoint.
-                _unlink(filter(os.path.isfile, self._replaces))
+                finally:
+                    self._is_committed = head.is_in_place
+                    if self._is_committed:  # never before: until then they are the checkpoint
+                        self._supersede(filter(os.path.isfile, self._replaces))
         finally:
             head.close()
 
@@ -236,15 +300,35 @@ class AtomicSet:
         """
         with self._locked():
             self._note(self._old(self._head) or ())
-            _unlink([self._head])
+            self._is_committed = True
+            self._supersede([self._head])
 
     def close(self) -> None:
-        """Remove the files that the head does not name; may be called twice."""
+        """Remove the files that the head does not name; may be called twice.
+
+        What cannot be removed, the next writer of the head does.
+        """
         if self._journal.descriptor >= 0:
-            with self._locked():
-                if not self._clean(self._known) and not self._is_committed:
-                    self._remove(self.names)
-            self._journal.close()
+            with suppress(OSError), self._locked():
+                if not self._is_committed:
+                    if not self._clean(self._known):
+                        self._remove(self.names)
+                    self._is_clean = True
+            self._journal.close(keep=not self._is_clean)
+
+    def _supersede(self, heads: Iterable[str]) -> None:
+        """Remove older heads, and what no head names any more.
+
+        Raises:
+            NotRemoved: some of it is still there.
+        """
+        try:
+            for path in heads:
+                os.unlink(path)
+            self._clean(self._known)
+            self._is_clean = True
+        except OSError as error:
+            raise NotRemoved(*error.args) from error
 
     def _path(self, name: str) -> str:
         return os.path.join(self._folder, name)
@@ -261,8 +345,8 @@ class AtomicSet:
     def _forget(self, dead: Mapping[str, _Journal]) -> None:
         """Remove what dead writers left and this one does not go on with, and their journals."""
         for path, journal in dead.items():
-            if self._clean(name for name in journal.names if name not in self.names):
-                with suppress(OSError):  # the next writer does
+            with suppress(OSError):  # the next writer does
+                if self._clean(name for name in journal.names if name not in self.names):
                     os.unlink(path)
 
     def _may_go_on(self, made: Sequence[str], names: Sequence[str]) -> bool:
@@ -302,7 +386,7 @@ class AtomicSet:
     def _remove(self, names: Iterable[str]) -> None:
         for name in filter(re.compile(self._kind.ours).fullmatch, names):
             remove_debris(self._path(name))
-            with suppress(OSError):  # it may never have been made
+            with suppress(FileNotFoundError):  # it may never have been made
                 os.unlink(self._path(name))
 
     def _recover(self) -> tuple[set[str], dict[str, _Journal]]:
@@ -322,12 +406,13 @@ class AtomicSet:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Let one writer after the other look at the folder and change what is in it."""
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            _lock(folder)
+        with self._lock as folder:  # the one of this writer: it never waits for itself
+            folder.open(self._folder, os.O_RDONLY)
+            with suppress(OSError):
+                while not folder.try_lock():  # whoever has it may take its time
+                    deliver_interrupt()
+                    sleep(_POLL)
             yield
-        finally:
-            _release(folder)
 
 
 class _Journal(NamedTuple):
@@ -349,14 +434,6 @@ def _journal(path: str) -> _Journal:
                 names += [found] if isinstance(found, str) and os.sep not in found else []
                 plan = found.get("plan") if isinstance(found, dict) else plan
     return _Journal(names, plan)
-
-
-def _unlink(paths: Iterable[str]) -> None:
-    try:
-        for path in paths:
-            os.unlink(path)
-    except OSError as error:
-        raise NotRemoved(*error.args) from error
 
 
 def _with_token(name: str, token: str) -> str:
@@ -384,16 +461,12 @@ def remove_debris(
     for name in filter(pattern.fullmatch, os.listdir(folder)):
         found = os.path.join(folder, name)
         # Not allowed to open, or locked by a live writer: neither is ours to remove.
-        with suppress(OSError):
-            descriptor = os.open(found, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                flock(descriptor, LOCK_EX | LOCK_NB)
-                if dead(found):
-                    os.unlink(found)
-            except BlockingIOError:
+        with suppress(OSError), LockedFile() as file:
+            file.open(found, os.O_RDWR | os.O_NOFOLLOW)
+            if not file.try_lock():
                 live(found)
-            finally:
-                _release(descriptor)
+            elif dead(found):
+                os.unlink(found)
 
 
 def make_durable(folder: str) -> None:
@@ -402,11 +475,9 @@ def make_durable(folder: str) -> None:
     Raises:
         OSError: it may not.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with LockedFile() as file:  # open, and not locked
+        file.open(folder, os.O_RDONLY)
+        os.fsync(file.descriptor)
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -499,20 +570,3 @@ def _prefix(path: str) -> str:
         # Two names that begin alike are two: a file's and its journal's, for one.
         name = f"{encoded[:_CLIPPED].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"
     return os.path.join(folder, f".{name}{_MARK}")
-
-
-def _lock(descriptor: int) -> None:
-    # A file system without locks: nobody can lock there, so nobody takes the file for debris.
-    with suppress(OSError):
-        flock(descriptor, LOCK_EX)
-
-
-def _release(descriptor: int) -> None:
-    """Close a file that was locked."""
-    try:
-        # A child that was forked meanwhile, such as a DataLoader's worker, has the lock too: it
-        # would keep it for as long as it lives.
-        with suppress(OSError):
-            flock(descriptor, LOCK_UN)
-    finally:
-        os.close(descriptor)

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.dtensor import is_dtensor
+from torchlift._model.names import uses_fsdp1
 from torchlift._model.ranks import RankGroup, has_group, world_of
 from torchlift._model.torch_private import is_closed
 from torchlift._save import save
@@ -714,9 +715,20 @@ def _models(objects: Mapping[str, object]) -> Iterator[_Model]:
     """Yield each module with its name and the optimizers of its parameters.
 
     Raises:
+        PlacementError: one is a FullyShardedDataParallel.
         ValueError: no module has the parameters of an optimizer.
     """
     modules = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
+    for name, module in modules.items():
+        if uses_fsdp1(module):
+            raise PlacementError(
+                "a Keeper does not keep a FullyShardedDataParallel, of whose state each rank has "
+                "flat pieces",
+                entry=name,
+                expected="a module of whole tensors or of DTensors",
+                hint="Shard the model with fully_shard; or torchlift.save what "
+                "torchlift.distributed.get_state_dict returns with full_state_dict=True.",
+            )
     owned: dict[str, dict[str, torch.optim.Optimizer]] = {name: {} for name in modules}
     ids = {name: set(map(id, module.parameters())) for name, module in modules.items()}
     for name, obj in objects.items():

@@ -38,7 +38,8 @@ from torchlift._save import (
     write_frames,
     write_sections,
 )
-from torchlift._transfer.write import AtomicFile
+from torchlift._system import deliver_interrupt, uninterrupted
+from torchlift._transfer.write import AtomicFile, LockedFile
 from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import ITEMSIZE, Leaf
 from torchlift.formats.dcp import SUFFIX
@@ -179,9 +180,9 @@ class CheckpointWriter(StorageWriter):
         self._close()
         self._target.check_folder()
         try:
-            if self._target.format == "dcp":
-                return self._begin_directory(plans)
-            return self._begin_files(plans)
+            with uninterrupted():
+                begin = self._begin_directory if self._target.format == "dcp" else self._begin_files
+                return begin(plans)
         except BaseException as error:
             self._close()  # torch does not call the writer again
             if isinstance(error, OSError):
@@ -225,8 +226,7 @@ class CheckpointWriter(StorageWriter):
             if made.output.kind is not None:
                 # A process may not have as many descriptors as there are shards. Without the locks
                 # of these, that of their set keeps other writers off.
-                os.close(file.descriptor)
-                file.descriptor = -1
+                LockedFile.close(file)
                 self._created[name] = file
             for base, layout, own in sections:
                 checked = layout.checked
@@ -271,7 +271,8 @@ class CheckpointWriter(StorageWriter):
         """Write what is this rank's; what goes wrong is raised on all in the end."""
         try:
             part = plan.storage_data
-            results = (self._write_own if part.name else self._write_shares)(plan, planner)
+            with uninterrupted():
+                results = (self._write_own if part.name else self._write_shares)(plan, planner)
         except BaseException as error:  # torch, too, would tell the others, but not the writer
             known = write_error(part.folder, error) if isinstance(error, OSError) else error
             results = [WriteResult(MetadataIndex(""), 0, _Failed(rank(), portable(known)))]
@@ -296,7 +297,7 @@ class CheckpointWriter(StorageWriter):
             results.append(WriteResult(item.index, nbytes, place))
         file = AtomicFile(os.path.join(part.folder, part.name))
         try:
-            sums = write_sections(file.descriptor, sections, lambda _: None)
+            sums = write_sections(file.descriptor, sections, _interruptible)
             write_frames(file.descriptor, sections, [sums])
             file.commit()
         finally:
@@ -321,7 +322,7 @@ class CheckpointWriter(StorageWriter):
             layout = Layout(0, payloads, part.checked, lambda _: iter(()))
             descriptor = os.open(os.path.join(part.folder, name), os.O_WRONLY)
             try:
-                sums = write_sections(descriptor, [Section(0, layout, shares)], lambda _: None)
+                sums = write_sections(descriptor, [Section(0, layout, shares)], _interruptible)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -349,7 +350,9 @@ class CheckpointWriter(StorageWriter):
                 files.output = replace(files.output, content=lambda _: content)
             else:
                 self._complete(files, taken, values, told)
-            files.commit()
+            with uninterrupted():
+                files.commit()
+                self._close()
         except OSError as error:
             raise write_error(files.output.head, error) from error
         finally:
@@ -384,13 +387,18 @@ class CheckpointWriter(StorageWriter):
             keys = [value.key for section in sections for value in section.values]
             if name in self._created:
                 file = self._created[name]
-                file.descriptor = os.open(file.temporary, os.O_RDWR)
+                file.open(file.temporary, os.O_RDWR)
             files.complete(name, [Sums(0, array("I", [crcs[key] for key in keys]), array("Q"))])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it is a path."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _interruptible(_: int) -> None:
+    """Let an interrupt through between two blocks."""
+    deliver_interrupt()
 
 
 def _require_seen(part: _Part, names: Iterable[str]) -> None:

@@ -1,0 +1,120 @@
+"""Two ranks save and load models in torch's wrappers for ranks; see `test_wrapped`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import cpu_mesh, main
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import torchlift
+from torchlift.distributed import StateDictOptions, get_optimizer_state_dict
+from torchlift.errors import CheckpointError, PlacementError
+
+FOLDER = Path(sys.argv[1])
+
+
+def bare() -> nn.Module:
+    """A model with the same values on all ranks."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def sharded() -> nn.Module:
+    """The model as FSDP2 has it."""
+    model = bare()
+    fully_shard(model, mesh=cpu_mesh())
+    return model
+
+
+def flat(original: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model as FSDP1 has it, and its optimizer after a step."""
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(bare(), device_id=cpu, use_orig_params=original)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def each_wrapper_loads_what_any_of_them_saved() -> None:
+    """Those of one process, DDP of a compiled model, and FSDP2."""
+    ways = {
+        "ddp": lambda: DistributedDataParallel(bare()),
+        "ddp-compiled": lambda: DistributedDataParallel(torch.compile(bare(), backend="eager")),
+        "fsdp2": sharded,
+    }
+    path = FOLDER / "wrapped.pt"
+    for saved in ways.values():
+        source = saved()
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.mul_(3)
+        torchlift.save(source, path, process_group=dist.group.WORLD)
+        for loaded in ways.values():
+            target = loaded()
+            report = torchlift.load(target, path, collective=True)
+            assert list(report.loaded) == list(bare().state_dict()), list(report.loaded)
+            for name, value in bare().state_dict().items():
+                (found,) = [v for k, v in target.state_dict().items() if k.endswith(name)]
+                found = found.full_tensor() if hasattr(found, "full_tensor") else found
+                assert torch.equal(found, value * 3), name
+        dist.barrier()
+
+
+def an_optimizer_of_flat_pieces_is_refused_on_all_ranks() -> None:
+    """Before anything is written, with its model and without; what gathers it is saved."""
+    for original in (True, False):
+        model, optimizer = flat(original)
+        for number, state in enumerate(({"model": model, "optimizer": optimizer}, [optimizer])):
+            path = FOLDER / f"flat-{original}-{number}.pt"
+            for options in ({}, {"process_group": dist.group.WORLD}):
+                with pytest.raises(PlacementError, match="get_optimizer_state_dict") as caught:
+                    torchlift.save(state, path, **options)
+                assert caught.value.entry == "Adam"
+                dist.barrier()
+                assert not path.exists()
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        gathered = get_optimizer_state_dict(model, optimizer, options=whole)
+        if dist.get_rank() == 0:
+            torchlift.save(gathered, FOLDER / f"whole-{original}.pt")
+            with torchlift.open(FOLDER / f"whole-{original}.pt") as ckpt:
+                assert ckpt.entries["state.0.weight.exp_avg"].shape == (4, 4)
+        dist.barrier()
+
+
+def a_keeper_refuses_flat_pieces_on_all_ranks() -> None:
+    """With one error that names the object, to save and to resume."""
+    model, optimizer = flat(True)
+    folder = FOLDER / "kept"
+    with torchlift.Keeper(folder, background=False) as keeper:
+        for call in (
+            lambda: keeper.save(1, model=model, optimizer=optimizer),
+            lambda: keeper.save(1, model=model),
+        ):
+            with pytest.raises(CheckpointError, match=r"FullyShardedDataParallel.*fully_shard"):
+                call()
+        assert os.listdir(folder) == []
+        good = sharded()
+        assert keeper.save(1, model=good)
+        assert keeper.resume(model=good) == 1
+
+
+if __name__ == "__main__":
+    main(
+        {
+            check.__name__: check
+            for check in (
+                each_wrapper_loads_what_any_of_them_saved,
+                an_optimizer_of_flat_pieces_is_refused_on_all_ranks,
+                a_keeper_refuses_flat_pieces_on_all_ranks,
+            )
+        }
+    )
