@@ -23,10 +23,10 @@ from torchlift._model.torch_private import set_version, storage_key
 from torchlift._system import leaves
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-#: What is written through these leaves no trace on the tensor.
-_UNCOUNTED = frozenset(
-    {"__array__", "__dlpack__", "data_ptr", "numpy", "storage", "untyped_storage"}
-)
+#: What is written through these, and what these write, leaves no trace on the tensor.
+_UNCOUNTED = frozenset({
+    "__array__", "__dlpack__", "batch_norm", "instance_norm", "numpy", "storage", "untyped_storage",
+})  # fmt: skip
 #: These change nothing, or make what is told by its memory, and are called often.
 _LOOKS = frozenset({
     "__getitem__", "__len__", "chunk", "clone", "data_ptr", "detach", "dim", "element_size",
@@ -138,8 +138,8 @@ class Watch(TorchFunctionMode):
         if func == _DATA or name in _UNCOUNTED:
             self._keep(found)
             return func(*args, **kwargs)
-        # Which functions write is told by none of their names alone (`batch_norm`): one that does
-        # is counted. A copy of what was only read is let go again.
+        # Which functions write is not told by their names (`embedding` with ``max_norm``): one that
+        # does is counted. A copy of what was only read is let go again.
         new = {key: m.copy() for key, m in found.items() if key not in self.written}
         views = {
             at: t.detach()

@@ -287,11 +287,15 @@ class _Run:
                     entry=full,
                     hint="Make it first, with torchlift.materialize(model, names=...).",
                 )
+            if full in missing and found is not old:  # a hook has put it there
+                self.watch.add(name, found)
+                continue
             self._settle(module, name, found, there, in_place=found is old)
             if name in module._non_persistent_buffers_set:
                 continue
-            changed = written or found is not old
-            if not changed and isinstance(given, torch.Tensor) and given.shape != found.shape:
+            changed = (written or found is not old) and full not in missing
+            refused = any(text.startswith(f"size mismatch for {full}:") for text in errors)
+            if refused and isinstance(given, torch.Tensor):
                 self.outcome.candidates[full] = self._candidate(full, given)  # to be reported
             elif changed:
                 self.outcome.candidates[full] = self._candidate(full, found.detach())
