@@ -74,7 +74,11 @@ def _leaf(choose: random.Random) -> nn.Module:
 
 
 def _write(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any], None]:
-    """Return what a hook does to its module, or to a tensor of the model through a closure."""
+    """Return what a hook does to its module, or to a tensor of the model through a closure.
+
+    What two hooks do to one thing may be done in either order: torch runs a module's post-hooks
+    before the pre-hooks of the next one, torchlift all of those first.
+    """
     how = choose.choice(["add", "data", "attribute", "list", "parameter", "closure", "grad"])
     paths = [choose.random() for _ in range(2)]
 
@@ -104,7 +108,7 @@ def _write(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any],
                 with torch.no_grad():
                     tensor.add_(1)
             elif how == "data":
-                tensor.data[..., 0] = 5
+                tensor.data[..., 0] += 5
             elif how == "grad":
                 if isinstance(tensor, nn.Parameter):
                     tensor.requires_grad_(not tensor.requires_grad)
@@ -112,7 +116,8 @@ def _write(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any],
                 for owner in module.modules():
                     for name, one in list(owner._parameters.items()):
                         if one is tensor and type(owner) in (nn.Linear, Two, Own):
-                            setattr(owner, name, nn.Parameter(one.detach() * 3))
+                            made = nn.Parameter(one.detach() * 3, one.requires_grad)
+                            setattr(owner, name, made)
 
     return act
 

@@ -275,10 +275,11 @@ def place(
     more = more and agree(later)
     _copy_in_place(in_place, origin, commit, work.hooked or more, advance)
     missing, unexpected = list(plan.missing_keys), list(plan.unexpected_keys)
-    before = [(group.fqn, group.tensor) for group in tree.groups]  # which others may still hold
+    watch = None
     if work.hooked:
+        before = [(group.fqn, group.tensor) for group in tree.groups]  # others may still hold them
         tree.walk()
-    watch = commit.watch(tree, before) if work.hooked else None
+        watch = commit.watch(tree, before)
     run_post_hooks(tree, missing, unexpected, work.given, watch)
     if work.match.open:
         _judge(plan, missing, unexpected, judge)

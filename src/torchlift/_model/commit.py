@@ -302,11 +302,11 @@ class Commit:
                 if version >= 0:
                     set_version(old, version)
 
-            self.when_undone(undo, *group.names)
+            self.when_undone(undo, group.fqn)
             _set_data(old, new, grad)
             return
         try:
-            self.when_undone(exchange_content(group, successor_of(old, new)), *group.names)
+            self.when_undone(exchange_content(group, successor_of(old, new)), group.fqn)
         except RuntimeError as error:  # somebody took hold of it since the plan was made
             raise PlacementError(
                 f"cannot be swapped: {str(error).splitlines()[0]}",
@@ -322,14 +322,14 @@ class Commit:
             if kind.cls_to_become is not None and issubclass(kind.cls_to_become, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=old.requires_grad)
             exchange(old, made)
-            self.when_undone(lambda: exchange(old, made), *group.names)
+            self.when_undone(lambda: exchange(old, made), group.fqn)
             return
 
         def undo() -> None:
             old.data = empty
             old.__class__ = kind
 
-        self.when_undone(undo, *group.names)
+        self.when_undone(undo, group.fqn)
         old.data = made
         old.__class__ = kind.cls_to_become
 

@@ -513,7 +513,8 @@ def run_post_hooks(
         for name, child in list(module._modules.items()):
             if child is not None:
                 visit(f"{prefix}{name}.", child)
-        for hook in list(module._load_state_dict_post_hooks.values()):
+        hooks = module._load_state_dict_post_hooks
+        for hook in list(hooks.values()) if hooks else ():
             with nullcontext() if watch is None else watch:
                 answer = hook(module, keys)
             if answer is not None:
