@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from torchlift._plan import (
     Given,
     LoadPlan,
     LoadReport,
+    Match,
     Options,
     Origin,
     Patterns,
@@ -38,6 +40,7 @@ from torchlift._plan import (
     Transform,
     allowed,
     apart,
+    check_names,
     check_order,
     fetch_all,
     make_plan,
@@ -182,8 +185,9 @@ def load(
                     fetched = fetch_all(plan, origin, transform, advance)
                     with uninterrupted() as deliver:
                         agreed = Agreed(agree, deliver)
+                        judge = partial(check_names, path=origin.path, options=options)
                         missing, unexpected, more = place(
-                            tree, plan, fetched, origin, commit, agreed, strict, advance
+                            tree, plan, fetched, origin, commit, agreed, judge, advance
                         )
                         if more:
                             agree(False)
@@ -222,17 +226,27 @@ def place(
     origin: Origin,
     commit: Commit,
     agreed: Agreed,
-    strict: bool,
+    judge: Callable[[Match], None],
     advance: Advance,
 ) -> tuple[list[str], list[str], bool]:
-    """Place everything.
+    """Place everything; let the post-hooks of the model see it, and judge what they leave.
+
+    Args:
+        tree: the model.
+        plan: what is to be done.
+        fetched: the values.
+        origin: where they come from.
+        commit: takes everything back that is done here.
+        agreed: how the ranks go on together.
+        judge: raises where the names, of which hooks may have excused some, do not fit.
+        advance: called with a number of bytes as they are copied.
 
     Returns:
         What is missing and unexpected after the post-hooks, and whether the ranks are to agree once
         more when the rest is done.
 
     Raises:
-        MismatchError: with `strict`, a post-hook of the model reports keys.
+        MismatchError: a post-hook of the model reports keys, or excuses too few.
     """
     work, agree = plan.work, agreed.agree
     # Before anything is placed: what is on meta is live as soon as it has its content.
@@ -244,10 +258,11 @@ def place(
     agreed.deliver()
     more = agree(later or bool(work.extra))
     commit.when_undone(lambda: refresh_shards(tree.modules))
-    for module, state in work.extra:
-        commit.extra_state(module, state)
-    for module, name, value in work.attributes:
-        commit.attribute(module, name, value)
+    if work.extra or work.hooked:
+        commit.keep_attributes(tree.modules)
+    with commit.watch(tree) if work.extra else nullcontext():
+        for module, state in work.extra:
+            commit.extra_state(module, state)
     for group, tensor in fetched.made:
         commit.put(group, tensor)
     ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
@@ -260,12 +275,20 @@ def place(
         agreed.deliver()
     more = more and agree(later)
     _copy_in_place(in_place, origin, commit, work.hooked or more, advance)
-    if work.hooked:  # a post-hook may write to what the source does not have
-        placed = {id(step.group.tensor) for step in work.steps}
-        for group in tree.groups:
-            if id(group.tensor) not in placed:
-                commit.keep_values(group.tensor)
-    missing, unexpected = _after_hooks(tree, plan, strict)
+    lists = plan.missing_keys, plan.unexpected_keys
+    key_of, name_of = (
+        (str, str) if work.naming is None else (work.naming.key, work.naming.canonical)
+    )
+    missing, unexpected = (list(map(key_of, names)) for names in lists)
+    watch = None
+    if work.hooked:
+        before = [(group.fqn, group.tensor) for group in tree.groups]  # others may still hold them
+        tree.walk()
+        watch = commit.watch(tree, before)
+    run_post_hooks(tree, missing, unexpected, work.given, watch)
+    missing, unexpected = (list(map(name_of, names)) for names in (missing, unexpected))
+    if work.match.open:
+        _judge(plan, missing, unexpected, judge)
     return missing, unexpected, more
 
 
@@ -281,7 +304,7 @@ def _copy_in_place(
     for step, value in steps:
         local = held(step.group.tensor)
         if backup or not is_plain(local):
-            commit.keep_values(step.group.tensor)
+            commit.keep_values(step.group.tensor, step.key)
         spans = everything(local.shape) if step.spans is None else step.spans
         copies.append(Copy(value, local, spans))
     if not origin.collective:  # which copies in the order of rank 0, and looks itself
@@ -292,13 +315,13 @@ def _copy_in_place(
         advance(0 if step.owned else step.span)
 
 
-def _after_hooks(tree: ModuleTree, plan: LoadPlan, strict: bool) -> tuple[list[str], list[str]]:
-    """Return what is missing and unexpected once the post-hooks have excused or added names."""
-    missing, unexpected = list(plan.missing_keys), list(plan.unexpected_keys)
-    run_post_hooks(tree, missing, unexpected)
+def _judge(
+    plan: LoadPlan, missing: list[str], unexpected: list[str], judge: Callable[[Match], None]
+) -> None:
+    """Refuse names that the post-hooks have added, and those that they have not excused."""
     lacking = [name for name in missing if name not in plan.missing_keys]
     extra = [name for name in unexpected if name not in plan.unexpected_keys]
-    if strict and (lacking or extra):
+    if lacking or extra:
         raise MismatchError(
             "a hook of the model reports keys: "
             f"missing {clipped_list(map(repr, lacking)) or 'none'}; "
@@ -307,7 +330,11 @@ def _after_hooks(tree: ModuleTree, plan: LoadPlan, strict: bool) -> tuple[list[s
             missing_keys=lacking,
             unexpected_keys=extra,
         )
-    return missing, unexpected
+    match = plan.work.match
+    match.open = False
+    match.missing = [name for name in missing if name not in match.mismatched]
+    match.unexpected = unexpected
+    judge(match)
 
 
 def _warn_of_missing(

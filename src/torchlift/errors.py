@@ -248,7 +248,7 @@ class IntegrityError(CheckpointError):
     """
 
 
-def note(error: Exception, text: str) -> None:
+def note(error: BaseException, text: str) -> None:
     """Add a line to what a traceback shows of an error that a caller's own code raised."""
     # `add_note` of Python 3.11, which 3.10 lacks.
     known: Any = error

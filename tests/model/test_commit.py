@@ -210,3 +210,42 @@ def test_a_view_that_passes_has_no_two_elements_in_one_place(sizes):
     ]
     if not repeats(shape, stride):
         assert len(set(places)) == len(places)
+
+
+class Stubborn(nn.Linear):
+    """Extra state that can be set once."""
+
+    def get_extra_state(self) -> object:
+        return self.training
+
+    def set_extra_state(self, state: object) -> None:
+        if state is True:
+            raise LookupError("not back")
+
+
+def test_what_cannot_be_taken_back_is_named_and_the_rest_is_taken_back():
+    """The error that ended the commit stays, with a note of what is in doubt."""
+    model, other = Two(), Stubborn(1, 1)
+    before = state_of(model)
+
+    def fail() -> None:
+        with Commit() as commit:
+            commit.keep_values(model.a, "a")
+            commit.extra_state(other, False)
+            with torch.no_grad():
+                model.a.fill_(7)
+            raise Sentinel
+
+    with pytest.raises(Sentinel) as caught:
+        fail()
+    assert state_of(model) == before
+    (note,) = caught.value.__notes__
+    assert "in doubt: the extra state of Stubborn: LookupError: not back" in note
+
+
+def test_an_undo_that_no_error_asked_for_says_what_is_in_doubt():
+    """As a plan's does."""
+    commit = Commit()
+    commit.extra_state(Stubborn(1, 1), False)
+    with pytest.raises(PlacementError, match=r"not be put back as before: .*of Stubborn: LookupE"):
+        commit.undo()

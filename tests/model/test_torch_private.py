@@ -252,3 +252,12 @@ def test_is_closed_tells_of_a_stager_that_it_cannot_stage_any_more() -> None:
     assert private.is_closed(stager)
     with pytest.raises(KeyError):
         stager.stage({"a": {"b"}})
+
+
+def test_set_version_takes_writes_back_from_the_count() -> None:
+    """Of the tensor, and of every view of it."""
+    tensor = torch.zeros(2)
+    view, version = tensor[:1], tensor._version
+    tensor.add_(1)
+    private.set_version(tensor, version)
+    assert tensor._version == view._version == version

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,10 +21,11 @@ from torch import nn
 from torchlift._model.dtensor import held, is_sharded, wrap
 from torchlift._model.handlers import clone_of, inner_tensors, is_plain, is_wrapper
 from torchlift._model.holders import flat_references
-from torchlift._model.slots import Group, is_lazy
-from torchlift._model.torch_private import fits_data, make_subclass
-from torchlift._system import leaves
-from torchlift.errors import PlacementError
+from torchlift._model.slots import Group, ModuleTree, is_lazy
+from torchlift._model.torch_private import fits_data, make_subclass, set_version
+from torchlift._model.watch import Watch, version_of
+from torchlift._system import clipped_list, leaves
+from torchlift.errors import PlacementError, note
 
 #: Attribute under which a skeleton's tensor remembers how it was made; see `skeleton`.
 CONSTRUCTION = "_torchlift_recipe"
@@ -161,63 +164,108 @@ class Commit:
     """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
+        self._undo: list[tuple[Callable[[], object], tuple[str, ...]]] = []
 
     def __enter__(self) -> Commit:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if kind is not None:
-            self.undo()
+            self.undo(error)
         self.finish()
 
-    def undo(self) -> None:
-        """Take everything back that was done since the block began."""
+    def undo(self, error: BaseException | None = None) -> None:
+        """Take everything back that was done since the block began.
+
+        What cannot be taken back (a `set_extra_state` refuses what it had) neither keeps the rest
+        from being undone nor hides the error that brought us here, which gets a note of it.
+
+        Args:
+            error: what brought us here, if anything did.
+
+        Raises:
+            PlacementError: something is not as it was, and no error brought us here.
+        """
+        doubtful: dict[str, Exception] = {}
         with torch.no_grad():
             while self._undo:
-                # One that fails (a `set_extra_state` that refuses what it had) must neither keep
-                # the rest from being undone nor hide the error that brought us here.
-                with suppress(Exception):
-                    self._undo.pop()()
+                action, names = self._undo.pop()
+                try:
+                    action()
+                except Exception as problem:
+                    doubtful.update(dict.fromkeys(names, problem))
+        if not doubtful:
+            return
+        first = next(iter(doubtful.values()))
+        text = f"{clipped_list(doubtful)}: {type(first).__name__}: {first}"
+        if error is None:
+            raise PlacementError(f"could not be put back as before: {text}") from first
+        note(error, f"could not be put back as before, and is in doubt: {text}")
 
     def finish(self) -> None:
         """Keep what was done: an interrupt that was held back may come now, and undoes nothing."""
         self._undo.clear()
 
-    def when_undone(self, action: Callable[[], object]) -> None:
-        """Call this after everything that comes later has been taken back."""
-        self._undo.append(action)
+    def when_undone(self, action: Callable[[], object], *names: str) -> None:
+        """Call this after everything that comes later has been taken back.
+
+        Args:
+            action: takes something back.
+            names: what is in doubt where that fails.
+        """
+        self._undo.append((action, names))
 
     def keep_attributes(self, modules: Iterable[nn.Module]) -> None:
-        """Note what the modules have: tensors, children and attributes, not what is inside of them.
+        """Note what the modules have: tensors, children, attributes, the content of containers.
 
         torch gives a hook the live module. Some resize a parameter there, or register a buffer, so
         that what comes next fits; some count their calls.
         """
         for module in modules:
-            attributes = vars(module)
-            self._undo += [_restore(attributes), *(_restore(attributes[n]) for n in _REGISTRIES)]
+            name = f"the attributes of {type(module).__name__}"
+            for container in _containers(vars(module), set()):
+                self.when_undone(_restore(container), name)
 
-    def keep_values(self, tensor: torch.Tensor) -> None:
+    def watch(self, tree: ModuleTree, more: Iterable[tuple[str, torch.Tensor]] = ()) -> Watch:
+        """Note what is written to tensors inside of the block that this is for.
+
+        Args:
+            tree: the model, whose parameters, buffers and attributes count, and their gradients.
+            more: name -> other tensors that count.
+        """
+        named = [(g.fqn, g.tensor) for g in [*tree.groups, *tree.attributes]]
+        leafs = [(name, tensor) for name, tensor in named if tensor.is_leaf]
+        for name, tensor in leafs:
+            self.when_undone(partial(_equip_again, tensor, tensor.requires_grad, tensor.grad), name)
+        grads = [(f"{name}.grad", t.grad) for name, t in leafs if t.grad is not None]
+        return Watch([*named, *grads, *more], self.when_undone)
+
+    def keep_values(self, tensor: torch.Tensor, name: str) -> None:
         """Note a tensor's values, in a second copy of them, and whether it asks for a gradient."""
         if tensor.is_meta or is_lazy(tensor):
             return
         local, grad = _once(held(tensor).detach()), tensor.requires_grad
-        before = clone_of(local)
+        before, version = clone_of(local), version_of(local)
 
         def undo() -> None:
             local.copy_(before)
+            if version >= 0:  # a graph that was recorded before finds what it has seen
+                set_version(local, version)
             if tensor.requires_grad is not grad:
                 tensor.requires_grad_(grad)
 
-        self._undo.append(undo)
+        self.when_undone(undo, name)
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer's attributes, groups and state, in a second copy of its values."""
-        self._undo += map(_restore, _containers(vars(optimizer)))
+        name = f"the state of {type(optimizer).__name__}"
+        for container in _containers(vars(optimizer), set()):
+            self.when_undone(_restore(container), name)
         for leaf in leaves(list(optimizer.state.values())).values():
             if isinstance(leaf, torch.Tensor):
-                self.keep_values(leaf)
+                self.keep_values(leaf, name)
 
     def put(self, group: Group, new: torch.Tensor) -> None:
         """Swap where that is possible, so that references survive, and assign elsewhere."""
@@ -232,7 +280,7 @@ class Commit:
         for slot in group.slots:
             # setattr, not _parameters[name]: recurrent layers keep a list of their flat weights
             # up to date in __setattr__.
-            self._undo.append(partial(setattr, slot.module, slot.name, group.tensor))
+            self.when_undone(partial(setattr, slot.module, slot.name, group.tensor), slot.fqn)
             setattr(slot.module, slot.name, successor)
 
     def swap(self, group: Group, new: torch.Tensor) -> None:
@@ -243,15 +291,22 @@ class Commit:
         """
         old = group.tensor
         if is_lazy(old):
-            self._fill_lazy(old, new)
+            self._fill_lazy(group, new)
             return
         if not (old.is_meta or is_wrapper(old)) and is_plain(new) and fits_data(old, new):
             previous, grad = old.data, old.grad if old.is_leaf else None
-            self._undo.append(lambda: _set_data(old, previous, grad))
+            version = version_of(old)
+
+            def undo() -> None:
+                _set_data(old, previous, grad)
+                if version >= 0:
+                    set_version(old, version)
+
+            self.when_undone(undo, group.fqn)
             _set_data(old, new, grad)
             return
         try:
-            self._undo.append(exchange_content(group, successor_of(old, new)))
+            self.when_undone(exchange_content(group, successor_of(old, new)), group.fqn)
         except RuntimeError as error:  # somebody took hold of it since the plan was made
             raise PlacementError(
                 f"cannot be swapped: {str(error).splitlines()[0]}",
@@ -259,21 +314,22 @@ class Commit:
                 hint='Release it first, or load with mode="assign".',
             ) from error
 
-    def _fill_lazy(self, old: Any, new: torch.Tensor) -> None:
+    def _fill_lazy(self, group: Group, new: torch.Tensor) -> None:
+        old: Any = group.tensor
         kind, empty, made = type(old), old.data, new.detach()
         if old.is_meta:
             # Another device cannot be taken through .data; the class changes with the content.
             if kind.cls_to_become is not None and issubclass(kind.cls_to_become, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=old.requires_grad)
             exchange(old, made)
-            self._undo.append(lambda: exchange(old, made))
+            self.when_undone(lambda: exchange(old, made), group.fqn)
             return
 
         def undo() -> None:
             old.data = empty
             old.__class__ = kind
 
-        self._undo.append(undo)
+        self.when_undone(undo, group.fqn)
         old.data = made
         old.__class__ = kind.cls_to_become
 
@@ -281,36 +337,56 @@ class Commit:
         """Call the module's `set_extra_state`; give it back what it has now on failure."""
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             before = copy.deepcopy(module.get_extra_state())
-            self._undo.append(lambda: module.set_extra_state(before))
+            name = f"the extra state of {type(module).__name__}"
+            self.when_undone(lambda: module.set_extra_state(before), name)
         module.set_extra_state(state)
 
-    def attribute(self, module: nn.Module, name: str, value: object) -> None:
-        """Set a plain attribute that is neither parameter nor buffer."""
-        self.keep_attributes([module])
-        vars(module)[name] = value
+    def resize(self, tensor: torch.Tensor, name: str, data: torch.Tensor) -> None:
+        """Give a tensor other data, of another shape, for what comes next."""
+        before = tensor.data
+        self.when_undone(partial(_set_data, tensor, before, None), name)
+        _set_data(tensor, data, None)
 
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+def _equip_again(tensor: torch.Tensor, requires_grad: bool, grad: torch.Tensor | None) -> None:
+    if tensor.requires_grad is not requires_grad:
+        tensor.requires_grad_(requires_grad)
+    if tensor.grad is not grad:
+        tensor.grad = grad
+
+
+_CONTENT: tuple[type, ...] = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 
 def _restore(container: Any) -> Callable[[], None]:
     """Return what gives a dict, list or set the content back that it has now."""
     content = container.copy()
+    items = _items(content)
 
     def undo() -> None:
+        now = _items(container)
+        # What is the same is left alone: other threads may be looking at it.
+        if len(now) == len(items) and all(map(is_, now, items)):
+            return
         container.clear()
-        (container.extend if isinstance(container, list) else container.update)(content)
+        (container.update if hasattr(container, "update") else container.extend)(content)
 
     return undo
 
 
-def _containers(value: object) -> Iterator[object]:
-    """Yield the dicts and lists inside of a value, with itself."""
-    if isinstance(value, (dict, list)):
+def _items(container: Any) -> list[object]:
+    return [*container, *(container.values() if isinstance(container, dict) else ())]
+
+
+def _containers(value: Any, known: set[int]) -> Iterator[object]:
+    """Yield the containers inside of a value that can be changed, with itself."""
+    if (type(value) not in _CONTENT and type(value) is not tuple) or id(value) in known:
+        return
+    known.add(id(value))
+    if type(value) is not tuple:
         yield value
-    if isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _containers(item)
+    for item in list(value.values() if isinstance(value, dict) else value):
+        yield from _containers(item, known)
 
 
 def _once(memory: torch.Tensor) -> torch.Tensor:

@@ -139,7 +139,12 @@ class ModuleTree:
 
     @property
     def meta_attributes(self) -> list[Group]:
-        """Tensors on meta that modules hold as plain attributes or in lists, tuples and dicts."""
+        """Those of `attributes` that are on meta."""
+        return [group for group in self.attributes if group.tensor.is_meta]
+
+    @property
+    def attributes(self) -> list[Group]:
+        """Tensors that modules hold as plain attributes or in lists, tuples and dicts."""
         known = {id(group.tensor) for group in self.groups}
         found: list[Group] = []
         for prefix, module in self.paths:
@@ -154,7 +159,7 @@ class ModuleTree:
                         continue
                 elif not issubclass(kind, (torch.Tensor, dict, list, tuple)):
                     continue
-                for tensor in _meta_tensors(value, 0):
+                for tensor in _tensors(value, 0):
                     if id(tensor) not in known:
                         known.add(id(tensor))
                         found.append(Group(tensor, (Slot(prefix + name, module, name, False),)))
@@ -166,13 +171,12 @@ _CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-def _meta_tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
+def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            yield value
+        yield value
     elif depth < 4 and isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _meta_tensors(item, depth + 1)
+            yield from _tensors(item, depth + 1)
 
 
 def collect(model: nn.Module) -> list[Group]:

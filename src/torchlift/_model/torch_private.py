@@ -124,6 +124,11 @@ def shard_order(dtensor: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(entry.mesh_dims) for entry in entries)
 
 
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set how often a tensor has been written to: back, where it has the values of that time."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def is_compiling() -> bool:
     """Say whether torch.compile is at work in this thread."""
     return torch._guards.CompileContext.current_compile_id() is not None

@@ -9,6 +9,7 @@ from torchlift._plan.names import Rewriting as Rewriting
 from torchlift._plan.names import others as others
 from torchlift._plan.names import rewritten as rewritten
 from torchlift._plan.plan import LoadPlan as LoadPlan
+from torchlift._plan.plan import check_names as check_names
 from torchlift._plan.plan import check_order as check_order
 from torchlift._plan.plan import make_plan as make_plan
 from torchlift._plan.plan import match as match

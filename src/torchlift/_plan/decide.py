@@ -127,7 +127,11 @@ def _decide(
 ) -> Step | None:
     candidate, tensor = candidates[0], group.tensor
     entry, file_dtype = candidate.entry, candidate_dtype(candidate, path)
-    seen = entry or rules.entry_like(key, group)
+    seen = entry
+    if seen is None:  # a lazy tensor has the shape of what it is given
+        value = candidate.value
+        like = value if is_lazy(tensor) and isinstance(value, torch.Tensor) else tensor
+        seen = rules.entry_like(key, Group(like, group.slots))
     if seen.key != key:
         seen = replace(seen, key=key)
     asked, note = rules.asked_device(options.device, seen, group)

@@ -3,8 +3,9 @@
 Modules may change the state dict they are loaded from (``register_load_state_dict_pre_hook``), load
 themselves (``_load_from_state_dict``), keep state that is not a tensor (``set_extra_state``), or
 look at the result (``register_load_state_dict_post_hook``). torch runs all of it while it writes.
-Here it runs before anything is written: on a dict of mapped tensors, and for overrides on a
-stand-in of the module, so that what it decides becomes part of the plan.
+Here it runs before anything is written, on a dict of mapped tensors, so that what it decides
+becomes part of the plan; what it writes to the model meanwhile is noticed, and can be taken back.
+Those that look at the result run when there is one.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from torchlift._model.commit import ordinary_tensors
+from torchlift._model.commit import Commit, ordinary_tensors, successor_of
 from torchlift._model.dtensor import is_fsdp
 from torchlift._model.handlers import clone_of, has_memory
-from torchlift._model.slots import ModuleTree, is_blank, is_lazy
+from torchlift._model.slots import ModuleTree, is_lazy
 from torchlift._model.torch_private import LAZY_HOOK, IncompatibleKeys, NormBase, storage_key
+from torchlift._model.watch import Watch, version_of
 from torchlift._plan.sources import Origin
 from torchlift._plan.steps import Candidate
-from torchlift._skeleton.recording import version_of
 from torchlift._system import leaves, map_leaves
 from torchlift.errors import MismatchError, PlacementError
 
@@ -42,7 +43,6 @@ class Outcome:
         candidates: name in the model -> what there is for it, after all hooks.
         excused: names of the model that get nothing and are not to be called missing.
         missing, unexpected: names that the code itself reported.
-        attributes: (module, name, value) that an override set besides its tensors.
         extra: (module, state) for `set_extra_state`.
     """
 
@@ -50,7 +50,6 @@ class Outcome:
     excused: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    attributes: list[tuple[nn.Module, str, object]] = field(default_factory=list)
     extra: list[tuple[nn.Module, object]] = field(default_factory=list)
 
 
@@ -61,7 +60,9 @@ def hooked_modules(tree: ModuleTree, names: Iterable[str]) -> list[tuple[str, nn
 
 
 def run_hooks(
+    tree: ModuleTree,
     modules: Sequence[tuple[str, nn.Module]],
+    commit: Commit,
     origin: Origin,
     candidates: Mapping[str, Candidate],
     objects: Mapping[str, str],
@@ -69,13 +70,16 @@ def run_hooks(
     strict: bool,
     own: bool,
 ) -> Outcome:
-    """Run the loading code of modules, as `load_state_dict` would.
+    """Run the loading code of modules, as `load_state_dict` would, on the modules themselves.
 
-    What lies under the prefix of such a module counts as seen by its code, which may have written
-    to it: its values are those of this run. Everything else is left alone.
+    What it changes there, `commit` can take back. What lies under the prefix of such a module
+    counts as seen by its code, which may have written to it: its values are those of this run.
+    Everything else is left alone.
 
     Args:
-        modules: of `hooked_modules`; their parameters and buffers are not changed.
+        tree: the model.
+        modules: of `hooked_modules`.
+        commit: takes back what the code changes.
         origin: where the values come from.
         candidates: name in the model -> tensor of the source.
         objects: key in the source -> name in the model, of leaves that are not tensors.
@@ -84,13 +88,50 @@ def run_hooks(
         own: whether what modules keep besides their tensors is copied, as a file's map is not
             their own.
     """
+    if not modules:
+        unexpected = list(objects.values())
+        return Outcome(dict(candidates), unexpected=unexpected)
+    commit.keep_attributes(tree.modules)
     prefixes = tuple(prefix for prefix, _ in modules)
+    values = [(f"{one.key} of {origin.path}", one.value) for one in candidates.values()]
+    given = [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
+    order = {prefix: number for number, (prefix, _) in enumerate(tree.paths)}
+    watch = commit.watch(tree, given)
     with ordinary_tensors():
-        run = _Run(prefixes, origin, candidates, objects, like, strict)
+        run = _Run(prefixes, origin, candidates, objects, like, strict, commit, watch)
         for prefix, module in modules:
+            watch.moment = order[prefix]
             run.visit(prefix, module)
         run.own(own)
-        return run.finish()
+        run.finish()
+        tree.walk()  # again: the code may have put other tensors in their slots
+        _refuse_what_is_lost(tree, run.outcome, watch, order)
+    return run.outcome
+
+
+def _refuse_what_is_lost(
+    tree: ModuleTree, outcome: Outcome, watch: Watch, order: Mapping[str, int]
+) -> None:
+    """Refuse what code wrote to a tensor that `load_state_dict` loads before it runs that code.
+
+    Here the values come after all of it, and would be put in its place.
+
+    Raises:
+        PlacementError: it did.
+    """
+    for group in tree.groups if watch.written else ():
+        moment = watch.moment_of(group.tensor)
+        names = [name for name in group.names if name in outcome.candidates]
+        if moment is None or not names or not watch.is_other(group.tensor):
+            continue
+        if max(order.get(name[: name.rfind(".") + 1], moment) for name in names) < moment:
+            prefix = next(prefix for prefix, number in order.items() if number == moment)
+            raise PlacementError(
+                f"loading code of {prefix[:-1]!r}, which runs before anything is placed, writes "
+                "into a tensor that load_state_dict has loaded by then",
+                entry=group.fqn,
+                hint="Write to it in a hook of register_load_state_dict_post_hook.",
+            )
 
 
 def _has_code(module: nn.Module, prefix: str, names: set[str]) -> bool:
@@ -122,6 +163,7 @@ class _Run:
         order: the names in it, sorted: those under one prefix follow each other.
         known: identity of a tensor in it -> what it was made from, and its version then.
         versions: path of a module of the model -> what its state dict says of it.
+        set: (module, name) of attributes that overrides set besides tensors.
     """
 
     def __init__(
@@ -132,9 +174,14 @@ class _Run:
         objects: Mapping[str, str],
         like: Mapping[str, torch.Tensor],
         strict: bool,
+        commit: Commit,
+        watch: Watch,
     ) -> None:
         self.origin = origin
         self.strict = strict
+        self.commit = commit
+        self.watch = watch
+        self.set: list[tuple[nn.Module, str]] = []
         self.templates: dict[str, tuple[str, object]] = {}
         if origin.templates:
             names = {candidate.key: name for name, candidate in candidates.items()}
@@ -151,9 +198,8 @@ class _Run:
                 self.known[_identity(value)] = candidate, value, version_of(value)
             else:
                 self.outcome.candidates[name] = candidate
-            old = candidate.key.rpartition(".")[0]
-            if old in origin.versions:
-                self.versions[name.rpartition(".")[0]] = origin.versions[old]
+        keys = {candidate.key: name for name, candidate in candidates.items()}
+        self.versions = _versions_by_name({**keys, **objects}, origin.versions)
         for key, name in objects.items():
             if name.startswith(prefixes):
                 self.state[name] = origin.objects[key]
@@ -179,7 +225,8 @@ class _Run:
         missing, unexpected, errors = self.outcome.missing, self.outcome.unexpected, list[str]()
         for hook in module._load_state_dict_pre_hooks.values():
             if not _is_lazy_hook(hook) and not is_fsdp(hook):
-                hook(local, prefix, metadata, self.strict, missing, unexpected, errors)
+                with self.watch:
+                    hook(local, prefix, metadata, self.strict, missing, unexpected, errors)
         self._refuse(errors, prefix)
         if not _takes_extra(module):
             return
@@ -191,26 +238,48 @@ class _Run:
     def _override(
         self, prefix: str, module: nn.Module, local: OrderedDict[str, Any], metadata: dict[str, Any]
     ) -> None:
-        stand_in, before = _stand_in_for(module)
+        """Let a module load into other tensors over the memory of its own, and look what it did."""
         missing, unexpected, errors = list[str](), list[str](), list[str]()
         extras: list[object] = []
+        attributes, live, worn = dict(vars(module)), dict(_own(module)), dict[str, torch.Tensor]()
         if _takes_extra(module):
-            object.__setattr__(stand_in, "set_extra_state", extras.append)
+            object.__setattr__(module, "set_extra_state", extras.append)
+        for name, tensor in live.items():
+            # torch exchanges the content of what is there, where it is asked to
+            # (`torch.__future__.set_swap_module_params_on_conversion`).
+            worn[name] = tensor if is_lazy(tensor) else successor_of(tensor, tensor.detach())
+            _registry(module, name)[name] = worn[name]
         # Strict in any case: torch's own code lists no missing name otherwise, and a name that is
         # not listed counts as accepted. What becomes of the lists is for the plan to say.
-        with _DataTaken() as taken:
-            stand_in._load_from_state_dict(
-                local, prefix, metadata, True, missing, unexpected, errors
-            )
+        before = {name: self.watch.count_of(tensor) for name, tensor in worn.items()}
+        seen = list(local)
+        try:
+            with self.watch:
+                module._load_from_state_dict(
+                    local, prefix, metadata, True, missing, unexpected, errors
+                )
+        except KeyError as error:
+            if not any(key.startswith(f"{error.args[0]}.") for key in seen):
+                raise
+            raise PlacementError(
+                "the loading code of its module asks for a container, and those of a file are "
+                "taken apart",
+                file=self.origin.path,
+                entry=str(error.args[0]),
+                hint="Load a state dict: torchlift.load(model, torch.load(path)).",
+            ) from error
+        vars(module).pop("set_extra_state", None)
         # torch's own words for a shape that differs; the plan has its own, with all of them.
         self._refuse([text for text in errors if "size mismatch" not in text], prefix)
         self.outcome.extra += [(module, state) for state in extras]
-        for name, tensor in _tensors_of(stand_in):
+        for name, found in dict(_own(module)).items():
             full, given = prefix + name, local.get(prefix + name)
-            old, version = before.get(name, (None, -1))
-            changed = tensor is not old or _version_of(tensor) != version
-            untold = any(item is tensor for item in taken.tensors)
-            if tensor is old and tensor.is_meta and (changed or untold):
+            old, there = worn.get(name), live.get(name)
+            written = found is old and (
+                self.watch.count_of(found) != before[name]
+                or (there is not None and _memory(found) != _memory(there))  # by `.data = `
+            )
+            if written and found.is_meta:
                 raise PlacementError(
                     "its module's own loading code writes into it, and on meta nothing can be "
                     "written",
@@ -218,24 +287,63 @@ class _Run:
                     entry=full,
                     hint="Make it first, with torchlift.materialize(model, names=...).",
                 )
-            if not changed and isinstance(given, torch.Tensor) and given.shape != tensor.shape:
+            if full in missing and found is not old:  # a hook has put it there
+                self.watch.add(name, found)
+                continue
+            self._settle(module, name, found, there, in_place=found is old)
+            if name in module._non_persistent_buffers_set:
+                continue
+            changed = (written or found is not old) and full not in missing
+            refused = any(text.startswith(f"size mismatch for {full}:") for text in errors)
+            if refused and isinstance(given, torch.Tensor):
                 self.outcome.candidates[full] = self._candidate(full, given)  # to be reported
-            elif changed or (full not in missing and not is_blank(tensor)):
-                # Also what looks unchanged: nothing counts what is written through `.data`.
-                self.outcome.candidates[full] = self._candidate(full, tensor.detach())
+            elif changed:
+                self.outcome.candidates[full] = self._candidate(full, found.detach())
             elif full not in missing:
                 self.outcome.excused.add(full)
-        self.outcome.missing += [name for name in missing if name[len(prefix) :] not in before]
+        self.outcome.missing += [name for name in missing if name[len(prefix) :] not in live]
         self.outcome.unexpected += unexpected
-        self.outcome.attributes += [
-            (module, name, value)
-            for name, value in vars(stand_in).items()
-            if name not in ("_parameters", "_buffers", "_modules", "set_extra_state")
-            and (name not in vars(module) or vars(module)[name] is not value)
+        self.set += [
+            (module, name)
+            for name, value in vars(module).items()
+            if name not in attributes or attributes[name] is not value
         ]
         children = tuple(prefix + name + "." for name in module._modules)
         for name in [name for name in local if not name.startswith(children)]:
             del local[name]  # its own level is done; the rest is its children's
+
+    def _settle(
+        self,
+        module: nn.Module,
+        name: str,
+        found: torch.Tensor,
+        there: torch.Tensor | None,
+        *,
+        in_place: bool,
+    ) -> None:
+        """Put in a slot what the values that were found in it are to be placed into."""
+        if is_lazy(found):
+            return
+        parameters = isinstance(there, nn.Parameter) and isinstance(found, nn.Parameter)
+        if parameters and there is not None and there.requires_grad is not found.requires_grad:
+            there.requires_grad_(found.requires_grad)
+        if there is not None and (is_lazy(there) or there.shape == found.shape):
+            if there is not found:
+                setattr(module, name, there)
+            return
+        # The module has decided on another shape, or on one more tensor.
+        if self._is_of_source(found) or in_place or there is not None:
+            like = found if there is None else there
+            blank = torch.empty(found.shape, dtype=like.dtype, device=like.device)
+            if in_place and there is not None:
+                self.commit.resize(there, name, blank)
+                setattr(module, name, there)
+            else:
+                setattr(module, name, successor_of(like, blank))
+        self.watch.add(name, getattr(module, name))
+
+    def _is_of_source(self, tensor: torch.Tensor) -> bool:
+        return _memory(tensor) in {_memory(value) for _, value, _ in self.known.values()} - {None}
 
     def _under(self, prefix: str) -> list[str]:
         if not prefix:
@@ -303,16 +411,53 @@ class _Run:
 
         outcome = self.outcome
         outcome.extra = [(module, deeply(state)) for module, state in outcome.extra]
-        outcome.attributes = [(m, name, copied(value)) for m, name, value in outcome.attributes]
+        for module, name in self.set:
+            vars(module)[name] = copied(vars(module)[name])
 
-    def finish(self) -> Outcome:
-        """Return the outcome, with everything that no override took."""
+    def finish(self) -> None:
+        """Add to the outcome everything that no override took."""
         for name, value in self.state.items():
             if isinstance(value, torch.Tensor):
                 self.outcome.candidates.setdefault(name, self._candidate(name, value))
             else:
                 self.outcome.unexpected.append(name)
-        return self.outcome
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the module's own parameters and buffers."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def _registry(module: nn.Module, name: str) -> dict[str, Any]:
+    found: Any = module._parameters if name in module._parameters else module._buffers
+    return found  # type: ignore[no-any-return]
+
+
+def _versions_by_name(
+    names: Mapping[str, str], versions: Mapping[str, Mapping[str, object]]
+) -> dict[str, Mapping[str, object]]:
+    """Return path of a module of the model -> what its state dict says of it.
+
+    Args:
+        names: key in the source -> name in the model.
+        versions: path of a module in the source -> what is said of it.
+    """
+    found: dict[str, Mapping[str, object]] = {}
+    known: set[tuple[str, str]] = set()
+    for key, name in names.items() if versions else ():
+        old, new, last, other = key, name, "", ""
+        # Also of the modules around it, as far as the two are called alike.
+        while old and new and last == other:
+            old, _, last = old.rpartition(".")
+            new, _, other = new.rpartition(".")
+            if (old, new) in known:
+                break
+            known.add((old, new))
+            if old in versions:
+                found[new] = versions[old]
+    return found
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -334,19 +479,64 @@ def _takes_extra(module: nn.Module) -> bool:
     return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
-def run_post_hooks(tree: ModuleTree, missing: list[str], unexpected: list[str]) -> None:
+def run_post_hooks(
+    tree: ModuleTree,
+    missing: list[str],
+    unexpected: list[str],
+    given: Collection[str],
+    watch: Watch | None,
+) -> None:
     """Call the modules' post-hooks, which may remove names from the two lists.
 
-    Children come before their parents, as in `load_state_dict`.
+    They run in the order of `load_state_dict`. There, a module that is registered twice, and a
+    tensor that has two names, get their values a second time, over what hooks wrote in between.
+
+    Args:
+        tree: the model, loaded.
+        missing: names that the hooks may change.
+        unexpected: the same.
+        given: names of the model that got values.
+        watch: what notices what the hooks write, where there are any that may.
     """
     keys = IncompatibleKeys(missing, unexpected)
-    for _, module in reversed(tree.paths):
-        for hook in module._load_state_dict_post_hooks.values():
-            if hook(module, keys) is not None:
+    placed = dict(_named(tree)) if watch is not None else {}
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for name, tensor in _tensors_of(module) if placed else ():
+            full = prefix + name
+            was = placed.get(full)
+            if watch is None or was is None or full not in given:
+                continue
+            if was is not tensor or watch.moment_of(was) is not None:
+                with torch.no_grad():
+                    watch.put_back(was, tensor)
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                visit(f"{prefix}{name}.", child)
+        hooks = module._load_state_dict_post_hooks
+        for hook in list(hooks.values()) if hooks else ():
+            with nullcontext() if watch is None else watch:
+                answer = hook(module, keys)
+            if answer is not None:
                 raise TypeError(
                     "a hook of register_load_state_dict_post_hook returned a value; it changes "
                     "the lists that it gets in place"
                 )
+
+    visit("", tree.model)
+
+
+def _named(tree: ModuleTree) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in tree.paths:
+        for name, tensor in _tensors_of(module):
+            yield prefix + name, tensor
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the module's own parameters and persistent buffers."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            yield name, tensor
 
 
 def has_post_hooks(tree: ModuleTree) -> bool:
@@ -400,54 +590,3 @@ def _nested(local: MutableMapping[str, Any], keys: list[str], prefix: str) -> di
             place = place.setdefault(part, {})
         place[last] = local.pop(key)
     return state
-
-
-class _DataTaken(TorchFunctionMode):
-    """Notes whose ``.data`` is taken: on meta, what is written there leaves no trace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[torch.Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DATA:
-            self.tensors.append(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-def _stand_in_for(module: nn.Module) -> tuple[nn.Module, dict[str, tuple[torch.Tensor, int]]]:
-    """Make a module that an override can load into; return its tensors and their versions too.
-
-    It shares everything with the real one but the registries of tensors, which hold copies.
-    """
-    made = object.__new__(type(module))
-    made.__dict__.update(vars(module))
-    for registry in ("_parameters", "_buffers"):
-        made.__dict__[registry] = {
-            name: None if tensor is None else _copy_of(tensor)
-            for name, tensor in getattr(module, registry).items()
-        }
-    return made, {name: (tensor, _version_of(tensor)) for name, tensor in _tensors_of(made)}
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return -1 if is_lazy(tensor) else version_of(tensor)
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    if is_lazy(tensor):
-        return tensor
-    copy = tensor.detach().clone()
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(copy, requires_grad=tensor.requires_grad)
-    return copy
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the module's own parameters and persistent buffers."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and name not in module._non_persistent_buffers_set:
-            yield name, tensor

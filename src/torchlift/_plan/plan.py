@@ -20,10 +20,9 @@ from torchlift._plan.hooks import (
     has_post_hooks,
     hooked_modules,
     run_hooks,
-    run_post_hooks,
 )
 from torchlift._plan.names import Rewriting, assembled, others
-from torchlift._plan.report import KeyReport, LoadReport, Mismatch, summarise
+from torchlift._plan.report import KeyReport, LoadReport, Mismatch, listed, summarise
 from torchlift._plan.rules import (
     AnyMode,
     AnySource,
@@ -41,7 +40,7 @@ from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
 from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._system import Facts, clipped_list, human
 from torchlift._transfer import STAGING
-from torchlift.errors import Argument, Hint, MismatchError
+from torchlift.errors import Argument, Hint, MismatchError, PlacementError
 from torchlift.formats import RebuiltEntry
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
@@ -54,17 +53,21 @@ class LoadPlan(LoadReport):
     Attributes:
         peak_bytes: estimate of the anonymous memory the load adds at its peak, in bytes.
         bytes_to_read: bytes that will be copied out of the files.
+        excusable: names, missing or unexpected, with which the load fails unless a hook of the
+            model (``register_load_state_dict_post_hook``) excuses them once it sees the result.
         work: what the transfer and placement rooms are to do.
     """
 
     peak_bytes: int = 0
     bytes_to_read: int = 0
+    excusable: list[str] = field(default_factory=list)
     work: Work = field(default_factory=Work, repr=False)
 
     def _summary(self) -> tuple[str, Facts]:
         peak = human(self.peak_bytes)
         costs = f"to read {human(self.bytes_to_read)}, anonymous memory at the peak {peak}"
-        return f"plan: {self._size}", [("", costs), *summarise(self)]
+        open_names = listed("left to a post-hook of the model to excuse", self.excusable)
+        return f"plan: {self._size}", [("", costs), *open_names, *summarise(self)]
 
 
 def plan(
@@ -179,7 +182,7 @@ def make_plan(
         options: what was asked for.
         commit: takes back what the model's own loading code changes in its modules.
         check_shapes: False where a transform may still change shapes, or make a tensor dense.
-        check: raises for what does not fit, in place of `_check`.
+        check: raises for what does not fit, in place of `check_names`.
     """
     for rule in filter(callable, (options.device, options.dtype)):
         check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
@@ -209,17 +212,15 @@ def make_plan(
         if name in model_names or name not in excused:
             raise origin.refusal(key)
     modules = hooked_modules(tree, [*names.values(), *made])
-    hooked = has_post_hooks(tree)
-    if modules or hooked:
-        commit.keep_attributes(tree.modules)
     prefixes = tuple(prefix for prefix, _ in modules)
     origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
     like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
     own = owns_all(options.source, live=not any(tensor.is_meta for tensor in like.values()))
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
-    outcome = run_hooks(modules, origin, candidates, objects, like, options.strict, own)
-    if modules:
-        tree.walk()  # again: a hook may have put other tensors in their slots
+    outcome = run_hooks(
+        tree, modules, commit, origin, candidates, objects, like, options.strict, own
+    )
+    hooked = has_post_hooks(tree)
     matched = match(tree.groups, outcome.candidates, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing += [name for name in outcome.missing if name not in matched.missing]
@@ -228,16 +229,19 @@ def make_plan(
         matched.dropped = [name for name in matched.unexpected if name in computed]
         matched.unexpected = [name for name in matched.unexpected if name not in computed]
     matched.unexpected += [*outcome.unexpected, *ignored]
-    matched.fits = any(
-        candidate.key in origin.candidates for pair in matched.pairs for candidate in pair[2]
-    )
+    # What a module's own code makes up (BatchNorm its counter) is no sign that anything fits.
+    known_keys = {one.key for one in candidates.values()} if modules else origin.candidates
+    matched.fits = any(one.key in known_keys for pair in matched.pairs for one in pair[2])
     if naming is not None:
         matched.rename(canonical)
-    if options.strict and (matched.missing or matched.unexpected) and hooked:
-        # They may excuse a name, and get to see the loaded module only if nothing is wrong.
-        run_post_hooks(tree, matched.missing, matched.unexpected)
     matched.hint = _hint(matched, tree.modules[0], options, origin.root)
-    (check or _check)(matched, origin.path, options)
+    matched.open = options.strict and hooked
+    excusable = list[str]()
+    if matched.open:
+        excusable = [name for names in _not_allowed(matched, options) for name in names]
+    (check or check_names)(
+        matched, origin.path, replace(options, strict=False) if matched.open else options
+    )
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
     for group, _, found in matched.pairs:
@@ -248,12 +252,14 @@ def make_plan(
     work = Work(
         steps=tuple(steps),
         makings=tuple(makings_for([*matched.unmatched, *tree.meta_attributes], options, steps)),
-        attributes=tuple(outcome.attributes),
         extra=tuple(outcome.extra),
         hooked=hooked,
+        given=frozenset(outcome.candidates if hooked else ()),
+        match=matched,
+        naming=naming,
     )
     later = None if options.dtype is None else _DTYPE_LATER
-    return _assemble(origin, tree.groups, matched, work, candidates, later, canonical)
+    return _assemble(origin, tree.groups, matched, work, candidates, excusable, later, canonical)
 
 
 def _assemble(
@@ -262,6 +268,7 @@ def _assemble(
     matched: Match,
     work: Work,
     candidates: Mapping[str, Candidate],
+    excusable: list[str],
     later: str | None,
     canonical: Callable[[str], str],
 ) -> LoadPlan:
@@ -303,6 +310,7 @@ def _assemble(
         split=_split(made),
         peak_bytes=_peak(work, origin),
         bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
+        excusable=excusable,
         work=work,
     )
 
@@ -397,12 +405,15 @@ def _hint(matched: Match, model: nn.Module, options: Options, root: str | None) 
     return found or (_library_hint(model) if options.rename is None else None)
 
 
-def _check(matched: Match, path: str, options: Options) -> None:
-    """Refuse what does not fit, in one error that lists all of it."""
+def check_names(matched: Match, path: str, options: Options) -> None:
+    """Refuse what does not fit, in one error that lists all of it.
+
+    Raises:
+        MismatchError: names that are missing or unexpected, under ``strict=True``, and shapes.
+    """
     missing, unexpected = _not_allowed(matched, options)
     wrong = {} if options.ignore_mismatched else matched.mismatched
-    # What a module's own code makes up (BatchNorm its counter) is no sign that anything fits.
-    nothing = not matched.fits and bool(missing)
+    nothing = not (matched.fits or matched.open) and bool(missing)
     odd = [name for name in missing if name in matched.unexpected]
     if not (wrong or nothing or odd or (options.strict and (missing or unexpected))):
         return
@@ -460,6 +471,9 @@ def match(
         groups: the model's tensors.
         candidates: name in the model -> what the source has for it.
         check_shapes: False where a transform may still change shapes.
+
+    Raises:
+        PlacementError: a candidate has no shape.
     """
     result = Match()
     known: set[str] = set()
@@ -467,6 +481,13 @@ def match(
         names = [slot.fqn for slot in group.slots if slot.persistent]
         known.update(names)
         found = [(name, candidates[name]) for name in names if name in candidates]
+        for name, one in found:
+            if isinstance(one.value, torch.Tensor) and is_lazy(one.value):
+                raise PlacementError(
+                    "its value is that of a lazy module that has seen no input: it has no shape",
+                    entry=name,
+                    hint="Run the module once before its state dict is taken.",
+                )
         wrong = [
             Mismatch(name, tuple(group.tensor.shape), candidate.shape)
             for name, candidate in found

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchlift._model.dtensor import Spans
+from torchlift._model.names import Names
 from torchlift._model.slots import Group, is_blank
 from torchlift._plan.report import Mismatch, Mode, Route, Source
 from torchlift.formats import RebuiltEntry, TensorEntry
@@ -149,6 +150,7 @@ class Match:
         unmatched: groups of the model that get nothing.
         missing, unexpected, dropped, mismatched: as in `LoadReport`.
         fits: whether anything of the source is in a pair.
+        open: whether code of the model, which sees the result, may still excuse names.
         hint: what would make more names fit, else None.
     """
 
@@ -159,6 +161,7 @@ class Match:
     dropped: list[str] = field(default_factory=list)
     mismatched: dict[str, Mismatch] = field(default_factory=dict)
     fits: bool = True
+    open: bool = False
     hint: str | None = None
 
     def rename(self, name_of: Callable[[str], str]) -> None:
@@ -257,16 +260,20 @@ class Work:
     Attributes:
         steps: tensors that the source has.
         makings: tensors that it does not have and that are made or moved.
-        attributes: (module, name, value) that a module's own loading code sets besides tensors.
         extra: (module, state) for ``set_extra_state``.
         hooked: whether the model's own code looks at the result, and may refuse it.
+        given: names of the model for which there are values.
+        match: the names on which that code has a say.
+        naming: what the code of a wrapped model calls the names, which are canonical here.
     """
 
     steps: tuple[Step, ...] = ()
     makings: tuple[Making, ...] = ()
-    attributes: tuple[tuple[nn.Module, str, object], ...] = ()
     extra: tuple[tuple[nn.Module, object], ...] = ()
     hooked: bool = False
+    given: frozenset[str] = frozenset()
+    match: Match = field(default_factory=Match)
+    naming: Names | None = None
 
     @property
     def replayed(self) -> list[Group]:

@@ -28,6 +28,7 @@ from torch.overrides import (
     has_torch_function_unary,
 )
 
+from torchlift._model.handlers import has_memory
 from torchlift._model.torch_private import (
     MAKE_WRAPPER,
     SET_GRAD_ENABLED,
@@ -36,6 +37,7 @@ from torchlift._model.torch_private import (
     function_modes,
     key_of,
 )
+from torchlift._model.watch import version_of
 from torchlift._skeleton.recording import (
     META,
     Call,
@@ -46,9 +48,8 @@ from torchlift._skeleton.recording import (
     Ref,
     Storage,
     tensors_in,
-    version_of,
 )
-from torchlift._skeleton.replay import Run, calls_behind, quiet
+from torchlift._skeleton.replay import Run, calls_behind, undisturbed
 from torchlift._system import map_leaves
 
 Args = tuple[Any, ...]
@@ -239,9 +240,10 @@ class Recorder(TorchFunctionMode):
         key, calls = _key_of(made), self.recording.calls
         self._alive.append(made.untyped_storage())
         self._storages[key] = Storage(self._device_from(kwargs.get("device")), [len(calls)])
-        rest["device"] = Device
-        ref, dtype = _ref(key, made), torch.get_default_dtype()
-        calls.append(Call(func, args, rest, (), (key,), {0: ref}, dtype, False, None))
+        # What torch's default was is told by what it made: a replay has other threads beside it,
+        # and their default is theirs.
+        rest |= {"device": Device, "dtype": made.dtype}
+        calls.append(Call(func, args, rest, (), (key,), {0: _ref(key, made)}, False, None))
         return made
 
     def _overwrite(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -260,13 +262,15 @@ class Recorder(TorchFunctionMode):
         ref = self.ref(tensor) if is_simple else None
         if ref is None:
             return self._record(func, args, kwargs)
+        if not tensor.numel():  # some of them warn of that, each time that they run
+            return tensor
         if args:
             args = (ref, *args[1:])
         else:
             rest["tensor"] = ref
-        calls, keys, dtype = self.recording.calls, (ref.key,), torch.get_default_dtype()
+        calls, keys = self.recording.calls, (ref.key,)
         self._storages[ref.key].writers.append(len(calls))
-        calls.append(Call(func, args, rest, keys, keys, {}, dtype, name in _RANDOM, None))
+        calls.append(Call(func, args, rest, keys, keys, {}, name in _RANDOM, None))
         return tensor
 
     def _record(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -281,7 +285,8 @@ class Recorder(TorchFunctionMode):
         )
         name = getattr(func, "__name__", "")
         if given and _only_fills(func, name, given[0].meta):
-            self._write_down(func, name, recorded, reads, [given[0].key], {})
+            if given[0].meta.numel():
+                self._write_down(func, name, recorded, reads, [given[0].key], {})
             return given[0].tensor
         if any(item.meta is not item.tensor for item in given):
             metas = {id(item.tensor): item.meta for item in given}
@@ -289,13 +294,21 @@ class Recorder(TorchFunctionMode):
         versions = [version_of(item.meta) for item in given]
         try:
             result = func(*args, **kwargs)
+            answered = isinstance(result, torch.Tensor) and result.layout is not torch.strided
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             if "leaf Variable" in str(error):
                 raise  # values are not asked for gradients, so replaying would not object
+            answered = True
+        if answered:
             # What depends on data cannot be answered by meta tensors (`.item()`, a mask as an
             # index): run this one call on replayed values. A genuine error is raised by that.
             result, written = self._answer(func, recorded, given, reads)
         else:
+            other = self._with_dtype(func, args, kwargs, result)
+            if other is not None:
+                if device is not None and "device" in other[1]:
+                    other[1]["device"] = device
+                return self._record(func, *other)
             written = [
                 item.key
                 for item, version in zip(given, versions, strict=True)
@@ -312,6 +325,59 @@ class Recorder(TorchFunctionMode):
             if item.meta is result:
                 return item.tensor
         return result
+
+    def _with_dtype(
+        self, func: Func, args: Args, kwargs: Kwargs, result: Any
+    ) -> tuple[Args, Kwargs] | None:
+        """Return arguments for which a result has the same dtype whatever torch's default is.
+
+        Without a floating-point tensor among them, that default is what a factory makes, and what
+        whole numbers, truth values and Python's numbers are promoted to.
+
+        Args:
+            func: what was called.
+            args: its arguments on meta.
+            kwargs: the same, by name.
+            result: what it returned for them.
+
+        Returns:
+            The arguments; None where these are such already, or nothing can be done.
+        """
+        if not isinstance(result, torch.Tensor) or result.dtype.is_complex == (
+            result.dtype.is_floating_point
+        ):
+            return None
+        given = list(tensors_in((args, kwargs)))
+        if kwargs.get("dtype") or any(isinstance(value, torch.dtype) for value in args):
+            return None
+        if any(t.is_floating_point() or t.is_complex() for t in given):
+            return None
+        dtype = result.dtype.to_real()
+
+        def cast(leaf: Any, kinds: tuple[type, ...], truths: bool) -> Any:
+            if isinstance(leaf, torch.Tensor) and (truths or leaf.dtype != torch.bool):
+                return self._record(torch.Tensor.to, (leaf, dtype), {})
+            if type(leaf) in kinds:
+                return self._allocate(torch.full, ((), leaf), {"dtype": dtype})
+            return leaf
+
+        def ways() -> Iterator[tuple[Args, Kwargs]]:
+            yield args, {**kwargs, "dtype": result.dtype}
+            for kinds, truths in (((), True), ((), False), ((float,), False)):
+                change = partial(cast, kinds=kinds, truths=truths)
+                yield map_leaves((args, kwargs), lambda leaf, _, change=change: change(leaf))  # type: ignore[misc]
+
+        for other in ways() if given or func in _CONSTRUCTORS else ():
+            try:
+                made = func(*other[0], **other[1])
+            except (RuntimeError, NotImplementedError, TypeError, ValueError):
+                continue
+            explicit = other[1].get("dtype") or any(
+                t.is_floating_point() for t in tensors_in(other)
+            )
+            if explicit and (made.dtype, made.shape) == (result.dtype, result.shape):
+                return other
+        return None
 
     def _write_down(
         self,
@@ -338,10 +404,7 @@ class Recorder(TorchFunctionMode):
         calls = self.recording.calls
         for key in writes:
             self._storages[key].writers.append(len(calls))
-        dtype = torch.get_default_dtype()
-        calls.append(
-            Call(func, *recorded, tuple(reads), tuple(writes), made, dtype, random, stream)
-        )
+        calls.append(Call(func, *recorded, tuple(reads), tuple(writes), made, random, stream))
 
     def _recorded(self, value: Any, given: list[Given], reads: dict[Key, None]) -> Any:
         """Return a value with tensors, devices and generators replaced by what stands for them.
@@ -443,7 +506,7 @@ class Recorder(TorchFunctionMode):
         run = Run(recording, torch.device("cpu"))
         state = torch.default_generator.get_state()
         try:
-            with quiet(run.device):
+            with undisturbed(run.device):
                 for at in calls_behind(recording, [(key, now) for key in reads]):
                     run.run(recording.calls[at])
                 args, kwargs = run.value(recorded)
@@ -468,6 +531,8 @@ class Recorder(TorchFunctionMode):
             if isinstance(value, torch.Tensor):
                 if id(value) in known:
                     return known[id(value)]
+                if not has_memory(value):
+                    return value
                 if is_shaped or _key_of(value) in views:
                     return self.adopt(value)
                 shape, stride = value.shape, value.stride()

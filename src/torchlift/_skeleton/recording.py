@@ -55,7 +55,6 @@ class Call:
         reads: storages it looks at.
         writes: storages it makes or changes.
         made: its tensor results with a storage of their own, by position among its results.
-        dtype: torch's default dtype at the time.
         random: whether it draws from torch's default generator.
         stream: the key in `Recording.seeds` if it draws after the constructor had seeded that.
     """
@@ -66,7 +65,6 @@ class Call:
     reads: tuple[Key, ...]
     writes: tuple[Key, ...]
     made: dict[int, Ref]
-    dtype: torch.dtype
     random: bool
     stream: Key | None
 
@@ -144,8 +142,3 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor has been written to; -1 where that is not counted."""
-    return -1 if tensor.is_inference() else tensor._version

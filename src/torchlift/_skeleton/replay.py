@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -53,12 +52,7 @@ class Run:
         """Execute one recorded call and keep the storages that it makes."""
         if call.random and call.stream != self._stream:
             self._draw_from(call.stream)
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(call.dtype)
-        try:
-            result = call.func(*self.value(call.args), **self.value(call.kwargs))
-        finally:
-            torch.set_default_dtype(default)
+        result = call.func(*self.value(call.args), **self.value(call.kwargs))
         for position, tensor in enumerate(tensors_in(result) if call.made else ()):
             ref = call.made.get(position)
             if ref is not None:
@@ -108,7 +102,8 @@ class Run:
 
 def _laid_out(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
     """Return a tensor with the strides that meta predicted; kernels may choose others."""
-    if tensor.stride() == ref.stride and tensor.storage_offset() == ref.offset:
+    found = tensor.stride(), tensor.storage_offset(), tensor.dtype
+    if found == (ref.stride, ref.offset, ref.dtype):
         return tensor
     made = torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype, device=tensor.device)
     return made.copy_(tensor)
@@ -134,7 +129,7 @@ def replay(
     for position, ref in enumerate(refs):
         finishing.setdefault(last.get(ref.key, -1), []).append(position)
     run = Run(recording, device)
-    with quiet(device), closing(run):
+    with undisturbed(device), closing(run):
         for position in finishing.get(-1, ()):
             yield position, run.tensor(refs[position])
         for at in order:
@@ -173,11 +168,9 @@ def calls_behind(recording: Recording, storages: Iterable[tuple[Key, int]]) -> l
 
 
 @contextmanager
-def quiet(device: torch.device) -> Iterator[None]:
-    """Run recorded calls on a device, without gradients and warnings."""
-    # What the calls warn of (a no-op initialiser of an empty tensor) concerns construction.
-    with torch.no_grad(), warnings.catch_warnings(), ExitStack() as stack:
-        warnings.simplefilter("ignore")
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Run recorded calls on a device, without gradients; nothing that other threads see changes."""
+    with torch.no_grad(), ExitStack() as stack:
         if torch.get_default_device().type == "meta":
             # The initialisers that torch writes in Python make helpers on the default device.
             stack.enter_context(device)

@@ -11,6 +11,7 @@ from torch import nn
 from torchlift._model.commit import CONSTRUCTION, Commit, exchange, ordinary_tensors, successor_of
 from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import is_sharded, shard_of_value, wrap
+from torchlift._model.handlers import has_memory
 from torchlift._model.slots import Group, ModuleTree, is_lazy, locked
 from torchlift._model.torch_private import without_subclasses
 from torchlift._skeleton.recorder import Recorder, recordable
@@ -36,7 +37,7 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
         kwargs: passed to `factory`.
 
     Returns:
-        The module, with every parameter and buffer on meta.
+        The module, with every parameter and buffer on meta but those that are sparse.
 
     Raises:
         TypeError: `factory` did not return a module.
@@ -152,6 +153,8 @@ def _remember(recorder: Recorder, group: Group) -> None:
     calls the class), and so does a buffer that is cast; the module keeps its own.
     """
     tensor = group.tensor
+    if not (tensor.is_meta or is_lazy(tensor) or has_memory(tensor)):
+        return  # a sparse one, say, which is made at once and stays
     if is_lazy(tensor):
         # It has no storage to save, and its first input decides where it goes.
         kind: Any = type(tensor)

@@ -170,11 +170,12 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
     unexpected: list[str] = []
     numbers = {names.key(name): number for number, name in enumerate(state.model or ())}
     with Commit() as commit:
+        asked = _engine_options(job)
 
         def prepare() -> tuple[tuple[LoadPlan | None, list[OptimizerPlan]], Any]:
             plan, plans = None, []
             if state.model is not None:
-                asked, check = _engine_options(job), partial(_check, job)
+                check = partial(_check, job)
                 plan = make_plan(tree, source, asked, commit, check=check)
             if state.optimizer is not None:
                 plans = plan_optimizers(names, job.optimizers, state.optimizer, options)
@@ -201,8 +202,9 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
             if plan is not None:
                 fetched = fetch_all(plan, source, None, _ignore)
                 agreed = Agreed(agree, deliver, again)
+                judge = partial(_check, job, path=source.path, options=asked)
                 missing, extra, more = place(
-                    tree, plan, fetched, source, commit, agreed, options.strict, _ignore
+                    tree, plan, fetched, source, commit, agreed, judge, _ignore
                 )
                 missing = [names.canonical(name) for name in missing]
                 if not broadcasts:
@@ -263,14 +265,14 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
     for name in map(names.canonical, filter(extra.__contains__, matched.missing)):
         # As in torch, not strict means that names may be missing, not that values may be wrong.
         raise bad_value(name, f"a {type(values.get(name)).__name__}")
-    if chosen.strict and chosen.ignore_frozen_params:
+    if options.strict and chosen.ignore_frozen_params:
         # What was read with the same options lacks them; on meta there is no value to keep.
         left_out = {name for name in names.frozen if not names.tensors[name].is_meta}
         matched.missing = [n for n in matched.missing if names.canonical(n) not in left_out]
     for group, name, (candidate, *_) in matched.pairs:
         check_value(names.canonical(name), group.tensor, candidate.value, chosen)
-    missing = [names.canonical(name) for name in matched.missing] if chosen.strict else []
-    alone = chosen.strict and not chosen.broadcast_from_rank0
+    missing = [names.canonical(name) for name in matched.missing] if options.strict else []
+    alone = options.strict and not chosen.broadcast_from_rank0
     unexpected = [names.canonical(name) for name in matched.unexpected] if alone else []
     shapes = {
         names.canonical(key): (item.expected, item.found)

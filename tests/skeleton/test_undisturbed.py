@@ -1,0 +1,107 @@
+"""A replay beside other threads: default dtype and warnings of the process are theirs."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import torchlift
+
+
+class Tables(nn.Module):
+    """Buffers whose dtype is that of torch's default, in each way that gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        steps = torch.arange(0, 8, 2)
+        for name, value in {
+            "factory": torch.linspace(0, 1, 5),
+            "filled": torch.full((2,), 0.1),
+            "window": torch.hann_window(5),
+            "divided": 1.0 / (10000 ** (steps / 7)),
+            "true_divided": torch.true_divide(steps, 3),
+            "root": torch.sqrt(steps),
+            "power": torch.pow(2.1, steps),
+            "scaled": steps * 0.3,
+            "truth": (steps > 2) / 3,
+            "chosen": torch.where(steps > 2, 0.1, 0.7),
+            "complex": steps * 0.3j,
+        }.items():
+            self.register_buffer(name, value)
+        self.random = nn.Parameter(torch.rand(3))
+        self.layer = nn.Linear(3, 2)
+
+
+@pytest.fixture
+def other_default():
+    """Another thread's choice, as far as a replay is concerned."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_replay_makes_the_values_of_the_default_dtype_of_the_construction(other_default) -> None:
+    """Whatever the default is by then; nothing is computed in another precision."""
+    torch.set_default_dtype(torch.float32)
+    wanted, made = Tables(), torchlift.skeleton(Tables)
+    torch.set_default_dtype(torch.bfloat16)
+    torchlift.materialize(made)
+    for name, buffer in wanted.named_buffers():
+        found = made.get_buffer(name)
+        assert found.dtype == buffer.dtype, name
+        assert torch.equal(found, buffer), name
+    assert {p.dtype for p in made.parameters()} == {torch.float32}
+    assert torch.get_default_dtype() == torch.bfloat16
+
+
+def test_threads_that_replay_leave_default_dtype_and_filters_alone() -> None:
+    """Also while they run."""
+    filters, seen = list(warnings.filters), set()
+    made = [torchlift.skeleton(Tables) for _ in range(24)]
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.add((torch.get_default_dtype(), tuple(map(id, warnings.filters))))
+
+    threads = [threading.Thread(target=watch)]
+    threads += [threading.Thread(target=torchlift.materialize, args=(one,)) for one in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join()
+    done.set()
+    threads[0].join()
+    assert seen == {(torch.float32, tuple(map(id, filters)))}
+
+
+def test_an_initialiser_of_an_empty_tensor_is_not_replayed() -> None:
+    """torch warns of it, each time."""
+    made = torchlift.skeleton(nn.Linear, 3, 0)
+    assert torchlift.materialize(made) == ["weight", "bias"]
+    assert made.weight.shape == (0, 3)
+
+
+class Whisper(nn.Module):
+    """A sparse buffer, as openai-whisper has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2))
+        heads = torch.zeros(2, 3, dtype=torch.bool)
+        heads[1:] = True
+        self.register_buffer("heads", heads.to_sparse(), persistent=False)
+
+
+def test_a_sparse_buffer_is_made_at_once_and_stays() -> None:
+    """It is small, and has no storage that a recording could tell of."""
+    made = torchlift.skeleton(Whisper)
+    assert made.weight.is_meta
+    assert torch.equal(made.heads.to_dense(), Whisper().heads.to_dense())
+    torchlift.load(made, {"weight": torch.ones(2)})
+    assert made.heads.is_sparse
+    assert made.weight.tolist() == [1, 1]
