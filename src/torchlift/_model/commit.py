@@ -383,9 +383,13 @@ def _containers(value: Any, known: set[int]) -> Iterator[object]:
     if (type(value) not in _CONTENT and type(value) is not tuple) or id(value) in known:
         return
     known.add(id(value))
+    items = list(value.values() if isinstance(value, dict) else value)
+    # A recurrent layer's to its weights: nothing that is weakly referenced can be exchanged.
+    if any(isinstance(item, weakref.ref) for item in items):
+        return
     if type(value) is not tuple:
         yield value
-    for item in list(value.values() if isinstance(value, dict) else value):
+    for item in items:
         yield from _containers(item, known)
 
 
