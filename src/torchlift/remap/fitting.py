@@ -122,7 +122,10 @@ def fit(
             room on the first accelerator for the largest of these layers, which runs there.
 
     Returns:
-        A `by_key` map with the sizes per device, for ``device=`` and for `dispatch`.
+        A `by_key` map with the sizes per device: for ``device=``, and for
+        ``accelerate.dispatch_model``, whose hooks run a module that is on several devices. Tell it
+        ``"cpu"`` where the map says ``"disk"``, and what was loaded stays mapped; it would write
+        files of its own.
 
     Raises:
         PlacementError: it does not fit, with numbers per device; or `no_split` names nothing.
