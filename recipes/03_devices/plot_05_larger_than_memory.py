@@ -5,8 +5,8 @@ Run a model that is larger than memory
 The model needs more than your machine has, and you only need it to answer now and then. Can it run
 with some layers on the GPU or in memory, and the others on disk?
 
-`torchlift.remap.fit` makes a map within your budgets, `torchlift.load` obeys it, and
-`torchlift.remap.dispatch` makes the model run.
+`torchlift.remap.fit` makes a map within your budgets, and `torchlift.load` obeys it. On a CPU the
+model then runs as it is; with a GPU, ``accelerate`` runs it by the same map.
 """
 
 # %%
@@ -30,12 +30,16 @@ model = torchlift.skeleton(build)
 device_map = torchlift.remap.fit(model, {"cpu": "13MiB", "disk": None})
 print(device_map)
 torchlift.load(model, path, device=device_map, source="read")
-print(torchlift.remap.dispatch(model, device_map)(torch.ones(1, 1024)).shape)
+print(model(torch.ones(1, 1024)).shape)
 
 # %%
 # Three layers are read into memory that the process owns. The others stay in the file, mapped: the
-# system reads their pages when they are used, and drops them when it needs the room. With a GPU,
-# ``"cuda:0"`` comes first in the budgets.
+# system reads their pages when they are used, and drops them when it needs the room.
+#
+# With a GPU, ``"cuda:0"`` comes first in the budgets, and after the load
+# ``accelerate.dispatch_model(model, devices, main_device=device_map.main)`` has the other layers
+# brought to it. Its ``devices`` are the map with ``"cpu"`` for ``"disk"``: what is mapped stays in
+# your file then, where accelerate would write another one.
 #
 # Killed, in the middle of the load
 # ---------------------------------
@@ -111,7 +115,7 @@ def by_map(path):
     budgets = {"cpu": "48MiB", "disk": None}
     device_map = torchlift.remap.fit(model, budgets)
     torchlift.load(model, path, device=device_map, source="read")
-    return run(torchlift.remap.dispatch(model, device_map))
+    return run(model)
 
 
 def run(model):
@@ -170,8 +174,8 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **It nearly fits:** `torchlift.remap.fit` with ``"disk": None`` last, then
-#   `torchlift.remap.dispatch`.
+# - **It nearly fits:** `torchlift.remap.fit` with ``"disk": None`` last, and with a GPU
+#   ``accelerate.dispatch_model``.
 # - **You only have a CPU, and speed is no matter:** `torchlift.load` into a skeleton maps all of
 #   it.
 # - **It would fit in a smaller dtype:** *Load in bfloat16, and keep the norms in float32*.

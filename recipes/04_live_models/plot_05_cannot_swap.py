@@ -6,7 +6,7 @@ You convert or load a model with torch's swapping, and it raises: *Cannot swap t
 weakref associated with it*, or *Expected use_count of t1 to be 1*. Who is it? And what does the
 model look like after the error?
 
-`torchlift.swap.preflight` names who is in the way of each tensor, before anything changes.
+`torchlift.swap.preflight` names what is in the way of each tensor, before anything changes.
 """
 
 # %%
@@ -89,7 +89,8 @@ print(attempt(owner.kept.backward))
 # -----------------
 #
 # `torchlift.swap.preflight` changes nothing, and returns a `torchlift.swap.Blocker` for each tensor
-# that cannot be exchanged: its name, the reason, and who refers to it.
+# that cannot be exchanged: its name, the reason, and what is in the way as far as it tells
+# itself: its shape, the function that made it, the kind of a weak dict.
 
 for name, (_, blocker) in found.items():
     print(f"{name}: {blocker}")

@@ -191,8 +191,7 @@ def test_auto_finds_another_way_for_what_cannot_be_swapped(tmp_path):
     report = torchlift.load(model, path, dtype=torch.float64)
     assert report.mode == {"a": "swap", "b": "swap"}
     assert report.loaded["b"].note == (
-        "content set through .data, not exchanged: a weak reference to it exists "
-        "(held by a local variable of a running function)"
+        "content set through .data, not exchanged: a weak reference to it exists"
     )
     note = report.loaded["a"].note
     assert note.startswith("content set through .data, not exchanged: a view of it is alive")

@@ -92,33 +92,24 @@ def hold_a_graph(model):
 
 
 HOLDERS = {
-    hold_weakly: (
-        "a weak reference to it exists",
-        "item 'it' of a dict",
-    ),
-    hold_in_a_weak_dict: (
-        "a weak reference to it exists",
-        "item 'it' of a dict",
-    ),
-    hold_as_a_weak_key: (
-        "a weak reference to it exists",
-        "a WeakIdKeyDictionary, as torch.compile keeps them",
-    ),
+    hold_weakly: ("a weak reference to it exists", ()),
+    hold_in_a_weak_dict: ("a weak reference to it exists", ("a WeakValueDictionary",)),
+    hold_as_a_weak_key: ("a weak reference to it exists", ("a WeakIdKeyDictionary",)),
     hold_a_view: (
         "a view of it is alive",
-        "a view of shape [2, 1] made by ViewBackward0 in a list",
+        ("a view of shape [2, 1] made by ViewBackward0",),
     ),
     hold_detached: (
         "another tensor shares its memory",
-        "a tensor of shape [2] in item 'it' of a dict",
+        ("a tensor of shape [2]",),
     ),
     hold_in_a_buffer: (
         "another tensor shares its memory",
-        "a tensor of shape [2] in buffer 'alias' of an Aliased",
+        ("a tensor of shape [2]",),
     ),
     hold_a_graph: (
         "its AccumulateGrad node is alive",
-        "the graph behind a tensor of shape [] made by SumBackward0",
+        ("the graph behind a tensor of shape [] made by SumBackward0",),
     ),
 }
 
@@ -129,16 +120,18 @@ def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp
     model = thousand()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     path = saved({f"{i}": torch.full((2,), -1.0) for i in range(1000)}, tmp_path)
-    reason, holder = HOLDERS[hold]
+    reason, holders = HOLDERS[hold]
     before = state_of(model)
     held = hold(model)
     (blocker,) = swap.preflight(model)
-    assert blocker == swap.Blocker("777", reason, (holder,))
+    assert blocker == swap.Blocker("777", reason, holders)
     assert blocker.kinds == {Hold(reason)}
     with pytest.raises(PlacementError) as caught:
         torchlift.load(model, path, mode="swap")
     assert str(caught.value) == (
-        f"'777': cannot be swapped: {reason}. Nothing was changed; found held by {holder}. "
+        f"'777': cannot be swapped: {reason}. Nothing was changed"
+        + "".join(f"; found held by {holder}" for holder in holders)
+        + ". "
         "Release what holds it (swap.preflight lists all of it), or load with "
         'mode="auto", which takes for each tensor a way that keeps the references.'
     )
@@ -202,7 +195,6 @@ def test_a_recurrent_layers_references_to_its_own_weights_are_not_in_the_way():
     holder = Average(weakref.ref(model.weight_hh_l0))
     (blocker,) = swap.preflight(model)
     assert blocker.key == "weight_hh_l0"
-    assert blocker.holders == ("attribute 'followed' of an Average",)
     assert holder.followed() is model.weight_hh_l0
 
 
@@ -218,7 +210,7 @@ def test_a_state_dict_keeps_what_it_was_taken_for(tmp_path):
     state = model.state_dict()
     held = Average(state["scale"][:1])
     (blocker,) = swap.preflight(model)
-    assert blocker.holders == ("a tensor of shape [1] in attribute 'followed' of an Average",)
+    assert blocker.holders == ("a tensor of shape [1]",)
     assert held.followed.shape == (1,)
 
 
@@ -266,10 +258,9 @@ def test_several_reasons_and_holders_come_together():
         "2 weak references to it exist; a view of it is alive; another tensor shares its memory"
     )
     assert set(blocker.holders) == {
-        "a tuple",
-        "a set",
-        "a view of shape [6] made by ViewBackward0 in a tuple",
-        "a tensor of shape [2, 3] in a tuple",
+        "a WeakSet",
+        "a view of shape [6] made by ViewBackward0",
+        "a tensor of shape [2, 3]",
     }
     assert blocker.kinds == {Hold.WEAK_REFERENCE, Hold.VIEW, Hold.MEMORY}
     assert held

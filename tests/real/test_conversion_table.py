@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -279,30 +279,54 @@ def test_it_composes_and_a_missing_expert_is_named(tmp_path: Path) -> None:
             torchlift.load(model, fewer, rename=rename)
 
 
-class Negate(ConversionOps):
+class Own(ConversionOps):
     """An operation that nobody else has."""
 
+    def __init__(self, does: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.does = does
+
     def convert(self, input_dict: Any, **_: Any) -> Any:
-        return {key: -value for key, value in input_dict.items()}
+        return {key: self.does(*tensors) for key, tensors in input_dict.items()}
 
 
-def test_an_operation_that_is_unknown_is_named(tmp_path: Path) -> None:
-    """Registered by a user, say: an error, and no guess."""
+def swapped(rows: torch.Tensor) -> torch.Tensor:
+    """The halves of a matrix's rows, exchanged; and its columns, in another order."""
+    rows = torch.cat(rows.chunk(2)[::-1])
+    return rows.view(len(rows), -1, 2).transpose(1, 2).reshape(rows.shape)
+
+
+def test_an_operation_of_somebody_s_own_moves_values_or_is_named(tmp_path: Path) -> None:
+    """Registered by a user, say: it is run as it is; where it computes, an error and no guess."""
     from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,
         register_checkpoint_conversion_mapping,
     )
 
     cls, config, _ = FAMILIES["llama"]
-    saved(cls, config, tmp_path)
-    rule = WeightConverter("down_proj.weight", "down_proj.weight", [Negate()])
+    original = saved(cls, config, tmp_path)
+    rule = WeightConverter("down_proj.weight", "down_proj.weight", [Own(torch.neg)])
     assert get_checkpoint_conversion_mapping("LlamaForCausalLM") is None
     register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule])
     try:
         model = torchlift.skeleton(cls, config)
         rename = remap.transformers(model)
-        with pytest.raises(PlacementError, match="by Negate, which torchlift does not have"):
+        with pytest.raises(PlacementError, match=r"by Own, which computes \(neg\)"):
             torchlift.load(model, tmp_path, rename=rename)
+        name = "model.layers.1.mlp.down_proj.weight"
+        for does, message in (
+            (lambda tensor: tensor.view(torch.int32), r"computes \(a view in another dtype\)"),
+            (lambda tensor: tensor.chunk(5)[0], "32 rows, which are not 5 equal slices"),
+            (lambda tensor: tensor.reshape(7, -1), "by Own: shape '\\[7, -1\\]' is invalid"),
+        ):
+            rule = WeightConverter("down_proj.weight", "down_proj.weight", [Own(does)])
+            register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule], overwrite=True)
+            with pytest.raises((PlacementError, MismatchError), match=message):
+                torchlift.load(model, tmp_path, rename=remap.transformers(model))
+        rule = WeightConverter("down_proj.weight", "down_proj.weight", [Own(swapped)])
+        register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule], overwrite=True)
+        torchlift.load(model, tmp_path, rename=remap.transformers(model))
+        expected = swapped(original.get_parameter(name))
+        assert same_bits(model.get_parameter(name), expected)
         rows = [f"layers.{n}.mlp.gate_proj.weight" for n in range(2)]
         rule = WeightConverter([*rows], "lm_head.weight", [Concatenate(dim=0)])
         register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule], overwrite=True)

@@ -140,8 +140,8 @@ def test_what_does_not_fit_is_said_with_numbers_for_each_device() -> None:
     assert str(caught.value) == (
         "'blocks.3.up': does not fit: 40.0 KiB in all, budgets of 29.0 KiB; "
         "used cuda:0 12.0 KiB of 12.0 KiB; cuda:1 17.0 KiB of 17.0 KiB; "
-        "11.0 KiB are left over, and the next to place takes 4.0 KiB. "
-        'Raise a budget, give a smaller dtype=, or add "disk": None for what fits nowhere.'
+        "11.0 KiB are left over, and the next to place takes 4.0 KiB. Raise a budget, give a "
+        'smaller dtype=, or add budgets={..., "disk": None} for what fits nowhere.'
     )
 
 
@@ -173,6 +173,23 @@ def test_a_fit_survives_the_way_to_another_process() -> None:
     again = pickle.loads(pickle.dumps(found))
     assert again == found
     assert str(again) == str(found)
+
+
+def test_accelerate_runs_a_model_by_the_map_and_what_is_on_disk_stays_mapped(tmp_path) -> None:
+    """Its hooks are given the map with the host for the disk; the weights are those of the file."""
+    accelerate = pytest.importorskip("accelerate")
+    original = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    path = saved(original.state_dict(), tmp_path)
+    model = torchlift.skeleton(lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))))
+    found = remap.fit(model, {"cpu": "9KiB", "disk": None})
+    assert set(found.values()) == {"cpu", "disk"}
+    report = torchlift.load(model, path, device=found, source="read")
+    assert {item.source for item in report.loaded.values()} == {"mmap", "read"}
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    devices = {name: "cpu" if at == "disk" else at for name, at in found.items()}
+    accelerate.dispatch_model(model, devices, main_device=found.main, force_hooks=True)
+    assert torch.equal(model(torch.ones(1, 32)), original(torch.ones(1, 32)))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
 # ---- checkpoints

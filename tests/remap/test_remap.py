@@ -271,15 +271,13 @@ def test_a_map_that_cannot_be_followed_is_one_error_that_names_its_entry(
     ids=repr,
 )
 def test_a_map_leaves_for_a_later_load_what_it_sends_to_meta(path, rule) -> None:
-    """As ``device="meta"`` does; to run from there is still refused."""
+    """As ``device="meta"`` does."""
     model = torchlift.skeleton(Mixed)
     later = [name for name in state_of(Mixed()) if not name.startswith("inner")]
     assert torchlift.plan(model, path, device=rule).deferred == later
     assert torchlift.load(model, path, device=rule).deferred == later
     assert {name for name, value in tensors_of(model).items() if value.is_meta} == {*later}
     assert torchlift.load(model, path).deferred == []
-    with pytest.raises(PlacementError, match=r"cannot go .* holds no values"):
-        remap.dispatch(model, {"": "meta"})
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")

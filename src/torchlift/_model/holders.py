@@ -1,8 +1,7 @@
 """What forbids that a tensor object gets other content, and torch's own swap path guarded by it.
 
-Counting references is cheap and done for every tensor. Only if one is held, one walk over all live
-objects looks for views, tensors over the same memory, graphs and replicas; what directly refers to
-those is named for the first few tensors.
+Counting references is cheap and done for every tensor. Only if one has a reference too many, one
+walk over all live objects looks for views, tensors over the same memory, graphs and replicas.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import copyreg
 import gc
 import sys
 import threading
-import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,10 +35,6 @@ from torchlift._model.torch_private import (
 )
 from torchlift.errors import PlacementError
 
-#: Tensors whose holders are named, and holders looked at for all of them together. Comparing every
-#: reference of a process with 8 objects takes 50 ms; with 10,000 it would take minutes.
-_NAMED = 8
-_REFERRED = 24
 #: Nodes of recorded graphs that are visited.
 _NODES = 50_000
 
@@ -88,7 +82,6 @@ class Holders:
         uses: how many references C++ has to its content: views, AccumulateGrad, code of others.
         owners: how many other tensors are over its memory.
         kinds: what of this forbids an exchange, after a search.
-        tensors: those found, each after its description: views and others over the memory.
         words: who holds it, for a message.
     """
 
@@ -98,7 +91,6 @@ class Holders:
     owners: int = 0
     # Immutable: 30,000 more containers for 10,000 tensors would set off the garbage collector.
     kinds: frozenset[Hold] = frozenset()
-    tensors: tuple[tuple[str, torch.Tensor], ...] = ()
     words: tuple[str, ...] = ()
 
     @property
@@ -109,7 +101,7 @@ class Holders:
     def add(self, kind: Hold, what: str, tensor: torch.Tensor) -> None:
         """Note a tensor that a search found."""
         self.kinds |= {kind}
-        self.tensors += ((_described(what, tensor), tensor),)
+        self.words += (_described(what, tensor),)
 
 
 def preflight(module: nn.Module) -> list[Blocker]:
@@ -155,7 +147,7 @@ def blocked_by(groups: Sequence[Group]) -> list[Blocker]:
         counts = count(groups)
     suspects = [item for item in counts if not item.is_free]
     if suspects:
-        _name_holders(suspects, _search(suspects, {id(group.tensor) for group in groups}))
+        _search(suspects, {id(group.tensor) for group in groups})
     by_class: dict[type, str | None] = {}
     found = []
     for item in counts:
@@ -261,19 +253,15 @@ def _class_reason(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _search(suspects: Sequence[Holders], own: set[int]) -> dict[int, tuple[str, type]]:
+def _search(suspects: Sequence[Holders], own: set[int]) -> None:
     """Find what holds each suspect, note it there and decide what of it forbids an exchange.
 
     A tensor in a dict that `torch.nn.Module.state_dict` made holds nothing back: the dict was taken
     to keep values. It is taken off the owners. Nor does a tensor of `own`, which are identities.
-
-    Returns:
-        The identity of a dict of a module -> what an item of it is called, and the module's class.
     """
     everything = gc.get_objects()
     tensors = [item for item in _instances(everything, torch.Tensor) if not is_wrapper(item)]
-    modules = _instances(everything, nn.Module)
-    replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    replicas = _instances(everything, DistributedDataParallel)
     dicts = [item for item in _instances(everything, OrderedDict) if hasattr(item, "_metadata")]
     forgiven = {id(value) for state in dicts for value in state.values()}
     by_tensor = {id(item.group.tensor): item for item in suspects}
@@ -307,11 +295,11 @@ def _search(suspects: Sequence[Holders], own: set[int]) -> dict[int, tuple[str, 
             item.kinds |= {Hold.VIEW if item.uses > 0 else Hold.MEMORY}
         if item.weak > 0:
             item.kinds |= {Hold.WEAK_REFERENCE}
+            references = weakref.getweakrefs(item.group.tensor)
+            item.words += tuple(filter(None, map(_weak_holder, references)))
         item.kinds = item.kinds or frozenset({Hold.FOREIGN})
     if graphs:
         _add_graphs(tensors, graphs)
-    owners = {id(module._buffers): ("buffer", type(module)) for module in modules}
-    return owners | {id(module._parameters): ("parameter", type(module)) for module in modules}
 
 
 def _instances(everything: list[Any], base: type) -> list[Any]:
@@ -342,8 +330,6 @@ def _add_graphs(tensors: Iterable[torch.Tensor], recorded: dict[int, Holders]) -
             if item := recorded.get(id(getattr(node, "variable", None))):
                 item.words += (f"the graph behind {_described('tensor', tensor)}",)
             todo += [edge for edge, _ in node.next_functions]
-    for item in recorded.values():
-        item.words = item.words or ("a graph that a forward pass recorded",)
 
 
 def _described(what: str, tensor: torch.Tensor) -> str:
@@ -351,71 +337,12 @@ def _described(what: str, tensor: torch.Tensor) -> str:
     return f"a {what} of shape {list(tensor.shape)}{made_by}"
 
 
-def _name_holders(suspects: Sequence[Holders], owners: dict[int, tuple[str, type]]) -> None:
-    """Put in words who holds the first few tensors: what was found, and what refers to that.
-
-    `owners`: the identity of a dict -> what its items are called, and the class of its owner.
-    """
-    asked: list[tuple[Holders, str, object]] = []
-    ours = {id(found) for item in suspects for found in item.tensors}
-    for item in [item for item in suspects if not item.is_free][:_NAMED]:
-        asked += [(item, "", reference) for reference in weakref.getweakrefs(item.group.tensor)]
-        asked += [(item, f"{what} in ", tensor) for what, tensor in item.tensors]
-        ours |= {id(references) for references, _ in flat_references(item.group)}
-    del asked[_REFERRED:]
-    things = [thing for _, _, thing in asked]
-    ours |= {id(things), *map(id, asked)}
-    places: dict[int, list[str]] = {id(thing): [] for thing in things}
-    found = [
-        (referrer, thing)
-        for referrer in gc.get_referrers(*things)
-        if id(referrer) not in ours
-        and not (isinstance(referrer, types.FrameType) and referrer.f_globals is globals())
-        for thing in gc.get_referents(referrer)
-        if id(thing) in places
-    ]
-    dicts = {id(referrer): referrer for referrer, _ in found if isinstance(referrer, dict)}
-    for owner in gc.get_referrers(*dicts.values()):
-        if (key := id(_attributes_of(owner))) in dicts:
-            owners[key] = ("attribute", type(owner))
-    for referrer, thing in found:
-        places[id(thing)].append(_place(referrer, thing, owners.get(id(referrer))))
-    for item, what, thing in asked:
-        names = dict.fromkeys(places[id(thing)] or ["a local variable of a running function"])
-        item.words += (what + " and ".join(names),)
-
-
-def _place(referrer: Any, item: object, owner: tuple[str, type] | None) -> str:
-    """Name one thing that refers to an object; `owner` is that of a dict."""
-    kind = type(referrer)
-    if isinstance(referrer, types.FrameType):
-        return f"a local variable of {referrer.f_code.co_name}()"
-    if "torch.utils.weak" in (kind.__module__, type(item).__module__):
-        if is_compiling():
-            return "a guard of torch.compile"
-        return "a WeakIdKeyDictionary, as torch.compile keeps them"
-    content = referrer
-    if not isinstance(referrer, dict):
-        content, owner = _attributes_of(referrer) or {}, ("attribute", kind)
-    key = next((key for key, value in list(content.items()) if value is item), None)
-    if "__name__" in content and "__builtins__" in content:
-        return f"the global variable {key!r} of {content['__name__']}"
-    if key is None:
-        return _a(kind)
-    return f"{owner[0]} {key!r} of {_a(owner[1])}" if owner else f"item {key!r} of a dict"
-
-
-def _attributes_of(item: object) -> Any:
-    try:
-        return object.__getattribute__(item, "__dict__")
-    except AttributeError:
-        return None
-
-
-def _a(kind: type) -> str:
-    name = kind.__qualname__.rpartition(".")[2]
-    vowels = "AEFHILMNORSX" if name.isupper() else "AEIOUaeiou"  # an LSTM, a GRU
-    return f"{'an' if name[:1] in vowels else 'a'} {name}"
+def _weak_holder(reference: weakref.ref[Any]) -> str:
+    """Name who made a weak reference, as far as its callback tells; else an empty string."""
+    name = getattr(reference.__callback__, "__qualname__", "").partition(".")[0]
+    if type(reference).__module__ == "torch.utils.weak" and is_compiling():
+        return "a guard of torch.compile"
+    return f"a {name}" if name.startswith("Weak") else ""
 
 
 _lock = threading.Lock()

@@ -4,7 +4,6 @@
   ``device=`` alone `by_location`, and `fit`, which makes a `by_key` map within budgets of memory.
 - For ``rename=``: `strip` and `rules`, `merge` and `split`, which compose with ``|``; and
   `transformers`, the conversions that library makes while it loads a model.
-- `dispatch` runs a module that such a map has spread over devices.
 
 Rules are plain values: they print as the call that makes them, and they can be pickled.
 """
@@ -12,7 +11,6 @@ Rules are plain values: they print as the call that makes them, and they can be 
 from __future__ import annotations
 
 from torchlift.remap.conversion_table import transformers
-from torchlift.remap.dispatching import dispatch
 from torchlift.remap.fitting import Fit, fit
 from torchlift.remap.maps import (
     ByKey,
@@ -28,7 +26,7 @@ from torchlift.remap.merging import merge, split
 from torchlift.remap.names import Renaming, rules, strip
 
 __all__ = [
-    "by_location", "by_key", "by_pattern", "first_of", "fit", "dispatch", "strip", "rules",
+    "by_location", "by_key", "by_pattern", "first_of", "fit", "strip", "rules",
     "merge", "split", "transformers",
     "ByKey", "ByLocation", "ByPattern", "FirstOf", "Fit", "Renaming",
 ]  # fmt: skip

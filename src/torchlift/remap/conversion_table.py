@@ -1,19 +1,19 @@
 """`transformers`: that library's own conversion table as a rename.
 
-Its rules for names are run as they are; what they do to tensors is done here to entries, of which
-nothing has been read. For a loop over keys that is easy to follow there, see
+Its rules for names and its operations are run as they are. The operations get tensors on meta that
+stand for entries, of which nothing has been read: so views stay views, and of a shard only its own
+bytes are read. Given mapped tensors, they would copy what they make. For a loop over keys that is
+easy to follow there, see
 ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from torchlift.remap.merging import (
     chunked,
     concatenated,
     missing_members,
+    reshaped,
     stacked,
-    taken,
     transposed,
     unstacked,
 )
@@ -110,6 +110,12 @@ class _Table(Rewriting, Renaming):
             error.file = error.file or path
             raise
 
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Return one of the model's, without values: operations ask for its shape."""
+        if name not in self.shapes:
+            raise Unfit(f"the model has no {name}")
+        return torch.empty(self.shapes[name], device="meta")
+
     def _rules(self) -> tuple[list[Any], list[Any]]:
         """Return rules for names and for tensors; copies, because they note what they have seen."""
         from transformers.core_model_loading import WeightConverter
@@ -168,27 +174,46 @@ class _Table(Rewriting, Renaming):
     def _converted(self, group: _Group) -> dict[str, Made]:
         """Return name -> tensor of what a converter makes of a group."""
         _require_members(group)
-        tensors, rule = group.tensors, group.converter
-        try:
-            for operation in rule.operations:
-                convert = _OPERATIONS.get(type(operation).__name__)
-                if convert is None:
-                    raise PlacementError(
-                        f"transformers converts it by {type(operation).__name__}, which torchlift "
-                        "does not have",
-                        entry=group.name,
-                        hint="Load it with from_pretrained, and save the state dict of the model.",
-                    )
-                tensors = convert(self, operation, group, tensors)
-        except Unfit as error:
-            raise MismatchError(
-                f"it cannot be converted as transformers does it: {error}", entry=group.name
-            ) from None
+        rule = group.converter
+        tensors: dict[str, Any] = {
+            source: [_Stand.of(item) for item in items] for source, items in group.tensors.items()
+        }
+        for operation in rule.operations:
+            name = type(operation).__name__
+            try:
+                tensors = operation.convert(
+                    tensors,
+                    source_patterns=rule.source_patterns,
+                    target_patterns=rule.target_patterns,
+                    full_layer_name=group.name,
+                    model=self,
+                    config=self.config,
+                    missing_keys=None,
+                )
+            except CheckpointError:
+                raise
+            except _Unknown as error:
+                raise PlacementError(
+                    f"transformers converts it by {name}, which computes ({error}): torchlift only "
+                    "moves what is in a file",
+                    entry=group.name,
+                    hint="Load it with from_pretrained, and save the state dict of the model.",
+                ) from None
+            except Exception as error:  # of its own kinds: ValueError, KeyError, torch's
+                if group.absent:  # it took the patterns that were found for all there are
+                    raise missing_members(group.name, group.absent) from None
+                raise MismatchError(
+                    f"it cannot be converted as transformers does it, by {name}: {error}",
+                    entry=group.name,
+                ) from error
         # As there: what the operations name is the middle of the full name.
         full = group.name.replace("*.", "0.")
         around = next((full.partition(name) for name in tensors if name in full), None)
         before, after = (around[0], around[2]) if around else ("", "")
-        made = {before + name + after: one for name, (one, *_) in tensors.items()}
+        made = {
+            before + name + after: (found[0] if isinstance(found, list) else found).made
+            for name, found in tensors.items()
+        }
         for name, item in made.items() if group.absent and not self.saves else ():
             if self.shapes.get(name) != item.entry.shape:
                 raise missing_members(name, group.absent)
@@ -231,155 +256,76 @@ def _around(at: int) -> tuple[slice, slice]:
     return slice(0, at), slice(at + 1, None)
 
 
-# ---- its operations: (table, operation, group, tensors by name) -> tensors by name
+# ---- what its operations get instead of tensors
 
 
-def _first(tensors: _Tensors) -> Made:
-    if len(tensors) != 1:
-        raise Unfit(f"one tensor is expected, not those of {', '.join(tensors)}")
-    return next(iter(tensors.values()))[0]
+class _Unknown(Exception):
+    """What no entry can be made of: a function of torch that computes."""
 
 
-def _chunk(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
-    item = _first(tensors)
-    targets = operation.get_target_patterns(group.converter.target_patterns, config=table.config)
-    size = item.entry.shape[operation.dim]
-    if size % len(targets):
-        raise Unfit(f"{item.keys[0]!r} has {size} rows, which are not {len(targets)} equal slices")
-    sizes = [size // len(targets)] * len(targets)
-    return _each(targets, chunked(item, operation.dim, sizes))
+class _Stand(torch.Tensor):
+    """A tensor on meta that stands for an entry: what is done to it is done to the entry's boxes.
+
+    Attributes:
+        made: the entry, and whose values it has.
+    """
+
+    made: Made
+
+    @classmethod
+    def of(cls, item: Made) -> _Stand:
+        """Return the one for an entry."""
+        dtype = getattr(torch, item.entry.dtype, torch.uint8)
+        blank = torch.empty(item.entry.shape, dtype=dtype, device="meta")
+        stand = blank.as_subclass(cls)
+        stand.made = item
+        return stand
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # On meta first, where torch refuses what does not fit, and tells the shapes.
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        made = found if isinstance(found, (tuple, list)) else [found]
+        if not any(isinstance(one, torch.Tensor) for one in made):
+            return found
+        follow = _FOLLOWED.get(getattr(func, "__name__", ""))
+        if follow is None:
+            raise _Unknown(getattr(func, "__name__", repr(func)))
+        items = follow(found, *args, **(kwargs or {}))
+        return cls.of(items) if isinstance(items, Made) else tuple(map(cls.of, items))
 
 
-def _split(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
-    item, targets = _first(tensors), group.converter.target_patterns
-    names = [group.name.replace(targets[0], target) for target in targets]
-    if lacking := [name for name in names if name not in table.shapes]:
-        raise Unfit(f"the model has no {', '.join(lacking)}")
-    sizes = [table.shapes[name][operation.dim] for name in names]
-    if sum(sizes) != item.entry.shape[operation.dim]:
-        raise Unfit(f"{item.keys[0]!r} of shape {list(item.entry.shape)} is not {sizes}")
-    return _each(targets, chunked(item, operation.dim, sizes))
+def _slices(
+    found: Sequence[torch.Tensor], tensor: _Stand, sizes: object, dim: int = 0
+) -> list[Made]:
+    made = [one.shape[dim] for one in found]
+    if isinstance(sizes, int) and (len(found) != sizes or len(set(made)) > 1):
+        size = tensor.shape[dim]
+        raise Unfit(f"{tensor.made.keys[0]!r} has {size} rows, which are not {sizes} equal slices")
+    return chunked(tensor.made, dim, made)
 
 
-def _concatenate(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
-    target = operation.get_target_pattern(group.converter.target_patterns)
-    items = [one for source in group.converter.source_patterns for one in tensors.get(source, ())]
-    if not items:  # the operation before found a single pattern, and took it for all there is
-        raise missing_members(group.name, group.absent)
-    return {target: [concatenated(items, operation.dim)]}
+def _shaped(found: torch.Tensor, tensor: _Stand, *_: object, **__: object) -> Made:
+    if found.dtype != tensor.dtype:
+        raise _Unknown("a view in another dtype")
+    return reshaped(tensor.made, tuple(found.shape))
 
 
-def _merge_list(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
-    targets = group.converter.target_patterns
-    return {
-        operation.get_target_pattern(len(tensors), source, targets): [stacked(items, operation.dim)]
-        for source, items in tensors.items()
-    }
-
-
-def _split_list(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
-    made: _Tensors = {}
-    for source, (item, *_) in tensors.items():
-        members = unstacked(item, operation.dim)
-        targets = group.converter.target_patterns
-        names = operation.get_target_patterns(tensors, source, targets, len(members))
-        made |= _each(names, members)
-    return made
-
-
-def _transpose(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
-    item, rule = _first(tensors), group.converter
-    target = operation.get_target_pattern(tensors, rule.source_patterns, rule.target_patterns)
-    if operation.check_dims and item.entry.shape == table.shapes.get(group.name):
-        return {target: [item]}
-    return {target: [transposed(item, (operation.dim0, operation.dim1))]}
-
-
-def _interleave(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
-    item, dim = _first(tensors), operation.dim
-    rows, columns = item.entry.shape[dim] // 2, 2
-    if operation.inverse:
-        rows, columns = columns, rows
-    return {group.converter.target_patterns[0]: [_turned(item, dim, 1, rows, columns)]}
-
-
-def _permute_for_rope(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
-    config, rule, made = table.config, group.converter, {}
-    if operation.subconfig_key is not None:
-        config = getattr(config, operation.subconfig_key, config)
-    heads = getattr(config, "num_attention_heads", 1)
-    chosen = operation.permute_layer_names
-    for source, items in tensors.items():
-        target = operation.get_target_pattern(source, rule.source_patterns, rule.target_patterns)
-        if chosen is not None and not any(name in source for name in chosen):
-            made[target] = items
-            continue
-        if len(items) > 1:
-            raise Unfit(f"one tensor is expected, not {len(items)}")
-        half = items[0].entry.shape[0] // heads // 2
-        sizes = (2, half) if operation.inverse else (half, 2)
-        made[target] = [_turned(items[0], 0, heads, *sizes)]
-    return made
-
-
-def _turned(item: Made, dim: int, blocks: int, rows: int, columns: int) -> Made:
-    """Return a tensor in which one dimension is blocks of rows and columns, these exchanged."""
-    size = rows * columns
-    if item.entry.shape[dim] != blocks * size:
-        raise Unfit(f"{item.keys[0]!r} of shape {list(item.entry.shape)} is not {blocks} x {size}")
-    slices = [
-        taken(item, dim, range(start + column, start + size, columns))
-        for start in range(0, blocks * size, size)
-        for column in range(columns)
-    ]
-    return concatenated(slices, dim)
-
-
-def _fuse_experts(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
-    targets, sources = group.converter.target_patterns, group.converter.source_patterns
-    if group.absent:
-        raise missing_members(group.name, group.absent)
-    made: defaultdict[str, list[Made]] = defaultdict(list)
-    for items in (tensors[source] for source in sources):
-        size = math.ceil(len(items) / len(targets))
-        for at, target in enumerate(targets):
-            some = items[at * size : (at + 1) * size]
-            if not some:
-                raise Unfit(f"{len(items)} members do not divide into {len(targets)}")
-            made[target].append(stacked(some, operation.stack_dim))
-    return {name: [concatenated(items, operation.concat_dim)] for name, items in made.items()}
-
-
-def _divide_experts(table: _Table, operation: Any, group: _Group, tensors: _Tensors) -> _Tensors:
-    targets, made = group.converter.target_patterns, _Tensors()
-    fused = [tensors[source][0] for source in group.converter.source_patterns if source in tensors]
-    slices = []
-    for item in fused:
-        size = item.entry.shape[operation.concat_dim]
-        if size % len(targets):
-            raise Unfit(f"{item.keys[0]!r} does not divide into {len(targets)} equal slices")
-        slices.append(chunked(item, operation.concat_dim, [size // len(targets)] * len(targets)))
-    for at, target in enumerate(targets):
-        members = chain.from_iterable(unstacked(row[at], operation.stack_dim) for row in slices)
-        made |= {target.replace("*", str(n)): [one] for n, one in enumerate(members)}
-    return made
-
-
-def _each(names: Iterable[str], items: Sequence[Made]) -> _Tensors:
-    return {name: [item] for name, item in zip(names, items, strict=True)}
-
-
-_OPERATIONS: dict[str, Callable[[_Table, Any, _Group, _Tensors], _Tensors]] = {
-    "Chunk": _chunk,
-    "Split": _split,
-    "Concatenate": _concatenate,
-    "MergeModulelist": _merge_list,
-    "SplitModulelist": _split_list,
-    "Transpose": _transpose,
-    "Interleave": _interleave,
-    "PermuteForRope": _permute_for_rope,
-    "ErnieFuseAndSplitTextVisionExperts": _fuse_experts,
-    "ErnieSplitAndDecoupleTextVisionExperts": _divide_experts,
+#: Function of torch -> what it makes of the entries, from what it made on meta and its arguments.
+_FOLLOWED: dict[str, Callable[..., Any]] = {
+    "cat": lambda _, tensors, dim=0: concatenated([one.made for one in tensors], dim),
+    "stack": lambda _, tensors, dim=0: stacked([one.made for one in tensors], dim),
+    "chunk": _slices,
+    "split": _slices,
+    "unbind": lambda _, tensor, dim=0: unstacked(tensor.made, dim),
+    "transpose": lambda _, tensor, dim0, dim1: transposed(tensor.made, (dim0, dim1)),
+    "contiguous": lambda _, tensor: tensor.made,
+    "reshape": _shaped,
+    "view": _shaped,
+    "squeeze": _shaped,
 }
 
 

@@ -106,8 +106,7 @@ def fit(
     memory stay together and are counted once; the tensors that a module holds itself are never
     separated. The members of numbered lists (``layers.0``), and what a transformers model names in
     ``_no_split_modules``, stay whole as long as that does not take more devices. First accelerators
-    that have room for less than two layers are left out where that takes fewer devices, and so is
-    the last device where what it holds fits into the gaps on those before it.
+    that have room for less than two layers are left out where that takes fewer devices.
 
     Args:
         model_or_ckpt: a module, live or a skeleton; or a checkpoint, or its path. A module's order
@@ -122,7 +121,10 @@ def fit(
             room on the first accelerator for the largest of these layers, which runs there.
 
     Returns:
-        A `by_key` map with the sizes per device, for ``device=`` and for `dispatch`.
+        A `by_key` map with the sizes per device: for ``device=``, and for
+        ``accelerate.dispatch_model``, whose hooks run a module that is on several devices. Tell it
+        ``"cpu"`` where the map says ``"disk"``, and what was loaded stays mapped; it would write
+        files of its own.
 
     Raises:
         PlacementError: it does not fit, with numbers per device; or `no_split` names nothing.
@@ -572,31 +574,7 @@ def _fill(
             break
         room[device] -= cluster.nbytes
         where.append(device)
-    else:
-        _spare_last(clusters, where, room)
     return _Arrangement(clusters, where, reserved, main)
-
-
-def _spare_last(clusters: Sequence[_Cluster], where: list[str], room: dict[str, float]) -> None:
-    """Put what is on the last device into gaps on those before it, if all of it fits there.
-
-    In the 299 cases that are compared with accelerate this saved 11 devices.
-    """
-    used = list(dict.fromkeys(where))
-    while used:
-        last = used.pop()
-        free = {device: room[device] for device in reversed(used)}
-        found: dict[int, str] = {}
-        for at in [at for at, device in enumerate(where) if device == last]:
-            nbytes = clusters[at].nbytes
-            to = next((device for device in free if free[device] >= nbytes), None)
-            if to is None:
-                return
-            free[to] -= nbytes
-            found[at] = to
-        for at, device in found.items():
-            where[at] = device
-        room.update(free)
 
 
 def _misfit(inventory: Inventory, found: _Arrangement, limits: _Limits) -> PlacementError:

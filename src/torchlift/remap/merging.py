@@ -100,6 +100,30 @@ def unstacked(item: Made, dim: int) -> list[Made]:
     return [Made(boxes.squeezed(entry, at), keys) for entry, keys in slices]
 
 
+def reshaped(item: Made, shape: Sequence[int]) -> Made:
+    """Return a tensor in another shape, as `torch.reshape` does it."""
+    old, fewer = item.entry.shape, min(len(item.entry.shape), len(shape)) - 1
+    if fewer < 0 or 0 in old:
+        raise Unfit(f"{item.keys[0]!r} of shape {list(old)} cannot have shape {list(shape)}")
+    before = next((at for at in range(fewer) if old[at] != shape[at]), fewer)
+    fewer -= before
+    behind = next((at for at in range(fewer) if old[-1 - at] != shape[-1 - at]), fewer)
+    # The dimensions that differ become one, the last two first, and this one those of the shape.
+    for dim in range(len(old) - behind - 2, before - 1, -1):
+        item = concatenated(unstacked(item, dim), dim)
+    for dim in range(before, len(shape) - behind - 1):
+        size, rows = item.entry.shape[dim], shape[dim]
+        width = size // rows
+        if dim == 0 or rows < width:  # boxes of dimension 0 that follow each other become one
+            ranges = [range(at, at + width) for at in range(0, size, width)]
+            item = stacked([taken(item, dim, row) for row in ranges], dim)
+        else:
+            item = stacked(
+                [taken(item, dim, range(at, size, width)) for at in range(width)], dim + 1
+            )
+    return item
+
+
 def _require_alike(items: Sequence[Made], dim: int | None) -> None:
     """Refuse tensors that differ in more than their sizes in one dimension."""
     first = _checked(items[0])
