@@ -170,7 +170,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 file=self.path,
                 hint="Save that to a file, and open its path.",
             )
-        return _opened_again, (self._given, self.root, self.allow, dict(self._index.files))
+        files = {**self._index.files, **self._index.guides}
+        return _opened_again, (self._given, self.root, self.allow, files)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -288,6 +289,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         key = key or ROOT_OBJECT
         if self._index.blocked_keys.get(key) == AMBIGUOUS:
             return ambiguity(self.path, key)
+        while key not in self._index.blocked_keys and "." in key:  # inside of a value
+            key = key.rpartition(".")[0]
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         module, _, kind = name.rpartition(".")
         if key in self._index.subclasses:
@@ -805,12 +808,12 @@ def _opened_again(
         with Files({file: stamp}) as one:
             one.descriptor(file)
     made = open(path, root=root, allow=allow)
-    if made.index.files != files:
+    if (found := {**made.index.files, **made.index.guides}) != files:
         raise IntegrityError(
             "other files belong to it than when it was opened",
             file=path,
             expected=clipped_list(files),
-            found=clipped_list(made.index.files),
+            found=clipped_list(found),
             hint="Open the checkpoint again once nobody writes to it.",
         )
     return made
