@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -382,9 +381,6 @@ class NoSuchKey(KeyError):
     __str__ = Exception.__str__
 
 
-_without_warnings = threading.Lock()
-
-
 class MappedViews:
     """Tensors over private memory maps of a checkpoint's files, one torch storage per storage.
 
@@ -522,15 +518,8 @@ class MappedViews:
             from torchlift._checkpoint.subclasses import rebuilt
 
             return rebuilt(entry, classes, inner, self.index.path)
-        # That sparse CSR is in beta, and quantised tensors deprecated, is news to who wrote the
-        # file. One at a time: the filters are the process's.
-        with _without_warnings, warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return self._built(kind, entry, dtype, inner)
-
-    def _built(
-        self, kind: str, entry: RebuiltEntry, dtype: torch.dtype, inner: list[torch.Tensor]
-    ) -> torch.Tensor:
+        # torch warns once that sparse CSR is in beta, and quantised tensors deprecated. A filter
+        # against that is the process's: another thread's warnings would go, too.
         try:
             if kind == "meta":
                 return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
