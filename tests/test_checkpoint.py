@@ -666,3 +666,18 @@ def _distance(state: dict[str, torch.Tensor], a: str, b: str) -> int | None:
     if one.untyped_storage().data_ptr() != two.untyped_storage().data_ptr():
         return None
     return one.data_ptr() - two.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "dcp"])
+def test_a_pickled_checkpoint_is_refused_where_another_index_says_what_is_in_its_files(
+    tmp_path, kind
+) -> None:
+    """An index or metadata that changed gives other tensors out of the same files."""
+    torchlift.save({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / "x", format=kind)
+    sent = pickle.dumps(torchlift.open(tmp_path / "x"))
+    guide = tmp_path / "x" / (".metadata" if kind == "dcp" else "model.safetensors.index.json")
+    content = guide.read_bytes()
+    guide.unlink()
+    guide.write_bytes(content)
+    with pytest.raises(IntegrityError, match="changed after it was opened"):
+        pickle.loads(sent)

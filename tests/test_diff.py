@@ -325,3 +325,18 @@ def test_a_difference_of_arrays_can_be_printed_as_json(
     found = json.loads(capsys.readouterr().out)
     assert found["changed"]["a"]["object"] == ["[1]", "[2]"]
     assert found["changed"]["l"]["object"] == [["b'x'", 1], ["b'x'", 2]]
+
+
+def _compared_with_dtensors(folder: str) -> str:
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    sharded = torch.distributed.tensor.distribute_tensor(torch.ones(4, 2), mesh)
+    torchlift.save({"w": torch.ones(4, 2)}, f"{folder}/a.pt")
+    with pytest.raises(torchlift.PlacementError, match="'w': a rank has only its own slice") as e:
+        torchlift.diff({"w": sharded}, f"{folder}/a.pt")
+    return str(e.value.hint)
+
+
+def test_dtensors_are_not_compared_with_what_is_whole(tmp_path: Path) -> None:
+    """A rank would read beyond its slice, or end in an error of torch's own."""
+    (hint,) = torchlift.distributed.on_ranks(1, _compared_with_dtensors, str(tmp_path))
+    assert "compare what is in the file" in hint

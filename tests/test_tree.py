@@ -190,3 +190,71 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path):
     del named["state"]["1.bias"]
     report = torchlift.load_optimizer(model, optimizer, named, strict=False)
     assert report.missing_keys == ["1.bias"]
+
+
+class _Unknown:
+    """What no reader of plain data makes."""
+
+
+def _doubled(levels: int) -> list[Any]:
+    """A list that unfolds to two to the power of its levels, of a few bytes each."""
+    found: list[Any] = [1]
+    for _ in range(levels):
+        found = [found, found]
+    return found
+
+
+def test_what_has_no_key_costs_no_more_than_its_bytes(tmp_path) -> None:
+    """Shared lists in metadata, and behind a value that is blocked, are not unfolded."""
+    state = OrderedDict(w=torch.ones(1))
+    state._metadata = _doubled(60)  # type: ignore[attr-defined]
+    torch.save(state, tmp_path / "a.pt")
+    found = torchlift.open(tmp_path / "a.pt").tree()._metadata
+    assert found[0] is found[1]
+    torch.save({"a": [_Unknown(), _doubled(60)], "w": torch.ones(1)}, tmp_path / "b.pt")
+    assert torchlift.diff(tmp_path / "b.pt", tmp_path / "b.pt").equal
+
+
+def test_metadata_is_not_taken_for_the_values_that_have_its_names(tmp_path) -> None:
+    """Neither a tensor of that key nor the choice to leave that key out touches it."""
+    state = OrderedDict([("l.version", torch.ones(1)), ("w", torch.ones(2))])
+    state._metadata = {"l": {"version": 2}}  # type: ignore[attr-defined]
+    torch.save(state, tmp_path / "a.pt")
+    torchlift.convert(tmp_path / "a.pt", tmp_path / "b.pt", exclude=["l.version"])
+    assert torchlift.open(tmp_path / "b.pt").tree()._metadata == {"l": {"version": 2}}
+    state._metadata = {"w": torch.zeros(3)}  # type: ignore[attr-defined]
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(torchlift.FormatError, match="a tensor without a key"):
+        torchlift.open(tmp_path / "a.pt").tree()
+
+
+def test_a_name_that_is_a_tuple_is_told_as_python_tells_it(tmp_path) -> None:
+    """The address of what stands for a dtype or a class would be another one each time."""
+    names = [(torch.half, 1), (_Unknown,), ((torch.int8,), "a")]
+    torch.save({name: torch.ones(1) for name in names}, tmp_path / "a.pt")
+    ckpt = torchlift.open(tmp_path / "a.pt")
+    assert list(ckpt) == ["(torch.float16, 1)", f"({__name__}._Unknown,)", "((torch.int8,), 'a')"]
+    with pytest.raises(torchlift.UnsafeError, match=f"found {__name__}._Unknown"):
+        ckpt.tree()
+    torch.save({(torch.ones(1), 1): 3}, tmp_path / "a.pt")
+    with pytest.raises(torchlift.FormatError, match="cannot be part of a name"):
+        torchlift.open(tmp_path / "a.pt")
+
+
+def test_a_refusal_inside_of_a_value_names_the_value_and_the_class(tmp_path) -> None:
+    """The index knows the value as one."""
+    torch.save({"a": [1, {"b": _Unknown()}], "w": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(torchlift.UnsafeError, match=f"through {__name__}._Unknown") as caught:
+        torchlift.open(tmp_path / "a.pt").tree()
+    assert caught.value.entry == "a"
+
+
+@pytest.mark.parametrize("bits", [1015, 1016, 2000])
+def test_the_length_of_a_long_integer_is_what_the_file_says(tmp_path, bits) -> None:
+    """A byte of a length above 127 is no negative number."""
+    torch.save({"n": 1 << bits}, tmp_path / "a.pt")
+    if bits < 1023:
+        assert torchlift.open(tmp_path / "a.pt").objects["n"] == 1 << bits
+        return
+    with pytest.raises(torchlift.FormatError, match=f"found {bits // 8 + 1} bytes"):
+        torchlift.open(tmp_path / "a.pt")

@@ -27,7 +27,14 @@ from torchlift._plan import (
 )
 from torchlift._save import Becomes, SaveReport, Target, finish, from_files
 from torchlift._system import clipped_list, printable
-from torchlift.errors import CheckpointError, MismatchError, PlacementError, did_you_mean
+from torchlift.errors import (
+    Argument,
+    CheckpointError,
+    Hint,
+    MismatchError,
+    PlacementError,
+    did_you_mean,
+)
 from torchlift.formats import Index, TensorEntry, of_model, select, used_by
 
 #: Keys of tensors, and others.
@@ -240,13 +247,14 @@ def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
     for path in target.heads:
         if os.path.lexists(path):
             is_source = os.path.realpath(path) in source
+            replaces = Argument("overwrite", "True")
             if os.path.exists(path):
                 found = os.stat(path)
                 is_source |= (found.st_dev, found.st_ino) in inodes
             raise CheckpointError(
                 "it is the source itself" if is_source else "there is something of this name",
                 file=path,
-                hint="Name another path, or pass overwrite=True (--overwrite) to replace it.",
+                hint=Hint("Name another path, or pass ", replaces, " to replace it."),
             )
 
 

@@ -21,6 +21,7 @@ from checkpoint_files import tensor, write_zip
 from safetensors.torch import save_file
 
 from torchlift import cli
+from torchlift import open as open_index
 from torchlift._system import printable
 from torchlift.cli.output import print_json
 
@@ -560,3 +561,20 @@ def test_every_option_of_every_command_is_in_a_completion(shell) -> None:
     syntax = [shell, "--no-execute"] if shell == "fish" else [shell, "-n"]
     if shutil.which(shell):
         subprocess.run(syntax, input=script, text=True, check=True)
+
+
+def test_a_hint_names_the_options_of_the_command_and_nothing_of_python(tmp_path, capsys) -> None:
+    """What --overwrite, --exclude and --no-verify do is said in these words, and in those alone."""
+    path, other = tmp_path / "a.pt", str(tmp_path / "b.pt")
+    torch.save({"w": torch.ones(2), "the trap.": Trap()}, path)
+    assert cli.main(["convert", str(path), other]) == 3
+    assert "Leave it out: --exclude 'the trap.'." in capsys.readouterr().err
+    assert cli.main(["convert", str(path), other, "--exclude", "the trap."]) == 0
+    assert cli.main(["convert", str(path), other, "--exclude", "the trap."]) == 1
+    assert "or pass --overwrite to replace it." in capsys.readouterr().err
+    at = open_index(path).entries["w"].chunks[0].offset
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert cli.main(["convert", str(path), other, "--exclude", "the trap.", "--overwrite"]) == 1
+    assert "from a copy; --no-verify takes what is in it." in capsys.readouterr().err

@@ -68,20 +68,25 @@ def test_observers_of_torch_ao_are_loaded() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_int8_modules_of_torch_ao_load_from_memory_and_say_so_of_a_file(tmp_path) -> None:
-    """Their packed weights are a tuple, which a file of names has taken apart."""
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
+def test_int8_modules_of_torch_ao_load_from_memory_and_from_a_file(tmp_path, kind) -> None:
+    """Their loading code asks for a tuple of packed weights, and for a dtype."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         pytest.skip("no int8 kernels here")
 
     def make() -> nn.Module:
+        if kind is nn.Embedding:
+            return nn.Sequential(torch.ao.nn.quantized.Embedding(4, 16))
         plain = nn.Sequential(nn.ReLU(), nn.Linear(3, 4))
         return torch.ao.quantization.quantize_dynamic(plain, {nn.Linear})
 
-    wanted, made = make(), make()
-    torchlift.load(made, wanted.state_dict())
-    assert torch.equal(made(torch.ones(2, 3)), wanted(torch.ones(2, 3)))
-    with pytest.raises(PlacementError, match=r"1\._packed_params.*asks for a container"):
-        torchlift.load(make(), saved(wanted.state_dict(), tmp_path))
+    wanted = make()
+    inputs = torch.tensor([0, 3]) if kind is nn.Embedding else torch.ones(2, 3)
+    path = saved(wanted.state_dict(), tmp_path)
+    for source in wanted.state_dict(), path, [path], [path, wanted.state_dict()]:
+        made = make()
+        torchlift.load(made, source)
+        assert torch.equal(made(inputs), wanted(inputs))
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")

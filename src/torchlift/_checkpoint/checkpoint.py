@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -170,7 +169,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 file=self.path,
                 hint="Save that to a file, and open its path.",
             )
-        return _opened_again, (self._given, self.root, self.allow, dict(self._index.files))
+        files = {**self._index.files, **self._index.guides}
+        return _opened_again, (self._given, self.root, self.allow, files)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -288,6 +288,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         key = key or ROOT_OBJECT
         if self._index.blocked_keys.get(key) == AMBIGUOUS:
             return ambiguity(self.path, key)
+        while key not in self._index.blocked_keys and "." in key:  # inside of a value
+            key = key.rpartition(".")[0]
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         module, _, kind = name.rpartition(".")
         if key in self._index.subclasses:
@@ -377,9 +379,6 @@ class NoSuchKey(KeyError):
     """A name that the checkpoint lacks; shown as text, where `KeyError` shows a text's repr."""
 
     __str__ = Exception.__str__
-
-
-_without_warnings = threading.Lock()
 
 
 class MappedViews:
@@ -519,15 +518,8 @@ class MappedViews:
             from torchlift._checkpoint.subclasses import rebuilt
 
             return rebuilt(entry, classes, inner, self.index.path)
-        # That sparse CSR is in beta, and quantised tensors deprecated, is news to who wrote the
-        # file. One at a time: the filters are the process's.
-        with _without_warnings, warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return self._built(kind, entry, dtype, inner)
-
-    def _built(
-        self, kind: str, entry: RebuiltEntry, dtype: torch.dtype, inner: list[torch.Tensor]
-    ) -> torch.Tensor:
+        # torch warns once that sparse CSR is in beta, and quantised tensors deprecated. A filter
+        # against that is the process's: another thread's warnings would go, too.
         try:
             if kind == "meta":
                 return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
@@ -805,12 +797,12 @@ def _opened_again(
         with Files({file: stamp}) as one:
             one.descriptor(file)
     made = open(path, root=root, allow=allow)
-    if made.index.files != files:
+    if (found := {**made.index.files, **made.index.guides}) != files:
         raise IntegrityError(
             "other files belong to it than when it was opened",
             file=path,
             expected=clipped_list(files),
-            found=clipped_list(made.index.files),
+            found=clipped_list(found),
             hint="Open the checkpoint again once nobody writes to it.",
         )
     return made

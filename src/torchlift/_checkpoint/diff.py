@@ -17,7 +17,9 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, dense_of, open
+from torchlift._model.dtensor import is_dtensor
 from torchlift._system import Facts, Summary, count_of, human, printable
+from torchlift.errors import PlacementError
 from torchlift.formats import row_major
 from torchlift.formats.flatten import Containers, flatten_state, items_of, name_text
 from torchlift.formats.source import errors_name
@@ -162,6 +164,7 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
 
     Raises:
         FormatError, UnsafeError: one of the files is no checkpoint.
+        PlacementError: a state dict in memory has DTensors.
         IntegrityError: a file cannot be read, or changes meanwhile.
 
     Example:
@@ -240,6 +243,14 @@ class _Side:
         with errors_name(_IN_MEMORY):
             flat = flatten_state(side, Containers((torch.Tensor,), Mapping))
         tensors = flat.tensors
+        for key, value in tensors.items():
+            if is_dtensor(value):
+                raise PlacementError(
+                    "a rank has only its own slice of a DTensor, and compares no more",
+                    file=_IN_MEMORY,
+                    entry=key,
+                    hint="Save it with torchlift.save, and compare what is in the file.",
+                )
         specs = {
             key: _Spec(
                 tuple(value.shape),

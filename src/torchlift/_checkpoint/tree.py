@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from torchlift.errors import CheckpointError, FormatError, PlacementError
+from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
 from torchlift.formats import Array, Index, Leaf, TensorEntry, select
 from torchlift.formats.flatten import (
     MISSING,
@@ -60,6 +61,10 @@ class Values:
         """Return what only a call of something of the file's choice could make."""
         raise NotImplementedError
 
+    def beside(self, value: Any) -> Any:
+        """Return what has no key: a name, an item of a set, metadata of a state dict."""
+        return self.made(value, None)
+
     def made(self, value: Any, key: str | None) -> Any:
         """Return what a record stands for, and containers with what theirs stand for."""
         # A container of that name has other keys, which are not left out with it.
@@ -67,7 +72,7 @@ class Values:
             return _DROPPED
         if isinstance(value, dict):
             every = [
-                (self.made(name, None), self.made(item, _joined(key, name_text(name))))
+                (self.beside(name), self.made(item, _joined(key, name_text(name))))
                 for name, item in value.items()
             ]
             pairs = [pair for pair in every if pair[1] is not _DROPPED]
@@ -77,7 +82,7 @@ class Values:
                 return Counter(dict(pairs)) if isinstance(value, CountRecord) else dict(pairs)
             made = OrderedDict(pairs)
             if value.metadata is not None:
-                made._metadata = self.made(value.metadata, None)  # type: ignore[attr-defined]
+                made._metadata = self.beside(value.metadata)  # type: ignore[attr-defined]
             return made
         if isinstance(value, (list, tuple)):
             items = [self.made(item, _joined(key, str(at))) for at, item in enumerate(value)]
@@ -91,7 +96,7 @@ class Values:
                 )
             return _DROPPED if items and not kept else type(value)(kept)
         if isinstance(value, (set, frozenset)):
-            return type(value)(self.made(item, None) for item in value)
+            return type(value)(map(self.beside, value))
         if isinstance(value, Blocked):
             return self.blocked(value, key)
         if isinstance(value, SliceText):
@@ -110,6 +115,39 @@ class Values:
         if is_plain or isinstance(value, bytearray):
             return value
         return self.tensor(value, key)
+
+
+class _Beside(Values):
+    """What has no keys, in which each container is made once, as unpickling does.
+
+    Else a few bytes would unfold to gigabytes: reading an index pays for what has keys only.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self._made: dict[int, tuple[object, Any]] = {}
+
+    def made(self, value: Any, key: str | None) -> Any:
+        if id(value) not in self._made:
+            try:
+                self._made[id(value)] = value, super().made(value, None)
+            except RecursionError as error:
+                what = "containers nest too deep, or contain themselves"
+                raise FormatError(what, file=self.path) from error
+        return self._made[id(value)][1]
+
+    def tensor(self, record: object, key: str | None) -> object:
+        what = "a tensor without a key: in a name, a set or the metadata of a state dict"
+        raise FormatError(what, file=self.path)
+
+    def blocked(self, record: Blocked, key: str | None) -> object:
+        raise UnsafeError(
+            "a name, an item of a set or metadata that only unpickling could rebuild",
+            file=self.path,
+            found=record.name,
+            hint="Take the tensors by their keys.",
+        )
 
 
 class Tree(Values):
@@ -133,6 +171,7 @@ class Tree(Values):
         self.index, self.view, self.refusal, self.dropped = index, view, refusal, dropped
         self.path = index.path
         self._copies: dict[TensorEntry, object] = {}
+        self.beside = partial(_Beside(index.path).made, key=None)  # type: ignore[method-assign]
 
     def rebuild(self, root: str | None) -> Any:
         """Return the object below a container of the index, or all of it.
@@ -145,11 +184,7 @@ class Tree(Values):
         found = saved if root is None else below(saved, root)
         if found is MISSING and root is not None:
             select(self.index, root)  # says what there is instead
-        try:
-            made = self.made(found, root)
-        except RecursionError as error:  # what is beside the items of an OrderedDict can, too
-            what = "containers nest too deep, or contain themselves"
-            raise FormatError(what, file=self.path) from error
+        made = self.made(found, root)
         return {} if made is _DROPPED else made
 
     def tensor(self, record: object, key: str | None) -> object:
@@ -168,8 +203,8 @@ class Tree(Values):
         raise self.refusal(key or "")
 
 
-class _Objects(Tree):
-    """The containers of an index, with what is no tensor as it was saved, and the rest as it is."""
+class _Objects(_Beside):
+    """Containers with what is no tensor as it was saved, and the rest as it is."""
 
     def tensor(self, record: object, key: str | None) -> object:
         return record
@@ -185,7 +220,7 @@ def objects_as_saved(index: Index) -> dict[str, object]:
     """
     if index.tree is None:
         return {}
-    saved = _Objects(index, lambda entry: entry, lambda key: FormatError("")).rebuild(None)
+    saved = _Objects(index.path).made(*index.tree, None)
     objects = flatten_state(saved, Containers((TensorRef, StorageRef, Leaf))).objects
     return {key: value for key, value in objects.items() if key in index.objects}
 

@@ -252,6 +252,11 @@ class _Run:
         # Strict in any case: torch's own code lists no missing name otherwise, and a name that is
         # not listed counts as accepted. What becomes of the lists is for the plan to say.
         before = {name: self.watch.count_of(tensor) for name, tensor in worn.items()}
+        mine = {*module._modules, *module._parameters, *module._buffers}
+        for whole in self.templates:
+            head, _, name = whole.rpartition(".")
+            if head == prefix[:-1] and name not in mine:
+                gather(local, whole, self.templates)
         seen = list(local)
         try:
             with self.watch:
@@ -554,7 +559,7 @@ def has_post_hooks(tree: ModuleTree) -> bool:
 def _templates_by_name(
     templates: Mapping[str, object], names: Mapping[str, str]
 ) -> dict[str, tuple[str, object]]:
-    """Return name of an extra state in the model -> its key, and its containers as saved."""
+    """Return name of a container in the model -> its key, and its containers as saved."""
     found: dict[str, tuple[str, object]] = {}
     for key, tree in templates.items():
         for leaf in leaves(tree).values():
@@ -568,7 +573,7 @@ def _templates_by_name(
 def gather(
     local: MutableMapping[str, Any], name: str, templates: Mapping[str, tuple[str, object]]
 ) -> None:
-    """Put the values of the extra state called `name` together again, under its name."""
+    """Put the values of the container called `name` together again, under its name."""
     inside = [key for key in local if key.startswith(name + ".")]
     if name in local or not inside:
         return

@@ -185,7 +185,7 @@ class Origin:
         objects: key -> leaf that is no tensor.
         blocked: key -> global that its value would need: only unpickling could rebuild it.
         versions: path of a module -> what its state dict says of it (``_metadata``).
-        templates: key of a nested extra state -> its containers as they were saved.
+        templates: key of a nested extra state, of a list or of a tuple -> its containers as saved.
         collective: whether other ranks take part in `fill`.
         views: tensors over the files, where there are any.
     """
@@ -267,11 +267,17 @@ class FileSource(Origin):
 
 
 def _objects_of(ckpt: Checkpoint) -> Mapping[str, object]:
-    """Return the leaves of a checkpoint; of an extra state, as the module has saved them."""
-    if not ckpt.index.templates:
-        return ckpt.objects
-    saved = objects_as_saved(ckpt.index)
-    return ChainMap({key: saved[key] for key in saved if _EXTRA_STATE in key}, ckpt.objects)  # type: ignore[arg-type]
+    """Return the leaves of a checkpoint, as they were saved where a module's code may take them."""
+    saved = _saved_objects(ckpt)
+    return ChainMap(saved, ckpt.objects) if saved else ckpt.objects  # type: ignore[arg-type]
+
+
+def _saved_objects(ckpt: Checkpoint) -> dict[str, object]:
+    """Return key -> leaf of an extra state, or one that the index has as a text, as a dtype."""
+    index = ckpt.index
+    keys = [k for k, v in index.objects.items() if type(v) is str or _EXTRA_STATE in k]
+    saved = objects_as_saved(index) if keys else {}
+    return {key: saved[key] for key in keys if key in saved}
 
 
 class _Layers(FileSource):
@@ -298,9 +304,9 @@ class _Layers(FileSource):
         self.blocked, self.templates = dict(self.blocked), dict(self.templates)
         for number, layer in enumerate(layers):
             me = str(number)
-            if isinstance(layer, Checkpoint) and layer.index.templates:
-                found = _objects_of(layer)
-                objects |= {k: found[k] for k in found if _EXTRA_STATE in k and owner[k] == me}
+            if isinstance(layer, Checkpoint):
+                found = _saved_objects(layer)
+                objects |= {k: v for k, v in found.items() if owner[k] == me}
             if isinstance(layer, StateSource):
                 candidates |= {k: v for k, v in layer.candidates.items() if owner[k] == me}
                 objects |= {k: v for k, v in layer.objects.items() if owner[k] == me}

@@ -33,7 +33,7 @@ from torchlift._transfer.write import (
     write_at,
     write_runs,
 )
-from torchlift.errors import CheckpointError, IntegrityError
+from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError
 from torchlift.formats.crc import PartialCrc, whole_crc
 from torchlift.formats.dcp import METADATA, SUFFIX, items_of
 from torchlift.formats.layout import INDEX, Layout, Stored
@@ -510,8 +510,11 @@ def _compare(value: Value, found: int) -> None:
             entry=value.key,
             expected=f"crc32 {value.crc32:08x}",
             found=f"crc32 {found:08x}",
-            hint="The file is damaged: fetch it again, or restore it from a copy. "
-            "convert(verify=False) (--no-verify) takes what is in it.",
+            hint=Hint(
+                "The file is damaged: fetch it again, or restore it from a copy; ",
+                Argument("verify", "False"),
+                " takes what is in it.",
+            ),
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -49,7 +48,7 @@ from torchlift._system import (
     progress_bar,
     uninterrupted,
 )
-from torchlift.errors import CheckpointError, PlacementError
+from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.formats.dcp import METADATA, metadata_files
 from torchlift.formats.layout import FORMATS, INDEX, SETS, format_for
@@ -516,8 +515,8 @@ def from_files(
     blocked = [key for key in ckpt.blocked_keys if key not in dropped]
     if blocked:
         error = ckpt.refusal(blocked[0])
-        word = shlex.quote(blocked[0])
-        error.hint = f"Leave it out: exclude=[{blocked[0]!r}] (--exclude {word})."
+        this = Argument("exclude", f"[{blocked[0]!r}]", (blocked[0],))
+        error.hint = Hint("Leave it out: ", this, ".")
         raise error
     index, views = ckpt.index, ckpt.mapped()
     leaves = {**index.entries, **index.objects}

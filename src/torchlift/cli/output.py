@@ -16,9 +16,14 @@ _OPTIONS = {
     "allow_unexpected": "--no-strict",
     "budgets": "--budget",
     "dtype": "--dtype",
+    "exclude": "--exclude",
+    "overwrite": "--overwrite",
     "rename": "--rename",
     "root": "--root",
+    "verify": "--no-verify",
 }
+#: Those that take no value.
+_FLAGS = ("--no-strict", "--no-verify", "--overwrite")
 
 
 def spelled(hint: str | None, options: Container[str]) -> str | None:
@@ -31,13 +36,15 @@ def spelled(hint: str | None, options: Container[str]) -> str | None:
 
     def option(argument: Argument) -> str:
         name = _OPTIONS.get(argument.name, "")
-        is_code = bool(argument.value) and not argument.steps and name != "--no-strict"
+        is_code = bool(argument.value) and not argument.steps and name not in _FLAGS
         if name not in options or is_code:
             return f"{argument} in Python"
         words = []
         for step in argument.steps:
             is_prefix = name == "--rename" and isinstance(step, str)
-            value = step.removesuffix(".") if isinstance(step, str) else "=".join(step)
+            value = step if isinstance(step, str) else "=".join(step)
+            if is_prefix:
+                value = value.removesuffix(".")
             words += ["--strip" if is_prefix else name, shlex.quote(value)]
         return " ".join(words or [name])
 

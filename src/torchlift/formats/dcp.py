@@ -115,19 +115,20 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
             metadata says, chunks that overlap or leave gaps.
         UnsafeError: a global that is not part of such metadata, or a file outside the directory.
     """
-    metadata = _Metadata()
+    metadata, guides = _Metadata(), dict[str, FileStamp]()
     if names[0] != METADATA:
         _check_ranks(path, names)
     for name in names:
         file = locate(path, name)
         with errors_name(file), Source(file, metadata.budget) as source:
             metadata.add(source.read_all(_MAX_METADATA, "the metadata"))
+            guides[file] = source.stamp
     index = _read_items(path, metadata)
     if all(os.path.exists(os.path.join(path, name)) for name in (_COMMON, _BACKEND)):
         with errors_name(file := locate(path, _COMMON)), Source(file, metadata.budget) as source:
             common = claimed(_COMMON, read_torch_zip(source), {})
         index = join(path, "dcp", [index, common], index.metadata, _CONFLICT)
-    return index
+    return replace(index, guides=guides)
 
 
 def _check_ranks(path: str, names: Sequence[str]) -> None:

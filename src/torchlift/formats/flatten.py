@@ -207,7 +207,9 @@ class _Flattener:
     def _visit(self, key: str, value: Any, depth: int) -> None:
         """File one value under its key, or descend into it."""
         items = self.containers.items(value, depth)
-        if key.endswith(_EXTRA_STATE) and isinstance(value, (Mapping, list, tuple)):
+        is_mapping = isinstance(value, Mapping)
+        # A module's own code may take a list or a tuple, as those of torch.ao's int8 layers do.
+        if items is not None and (not is_mapping or key.endswith(_EXTRA_STATE)):
             with suppress(_NotPlain):
                 self.flat.templates[key] = self._template(key, value, depth)
         if items is not None:
@@ -363,9 +365,7 @@ def _check_depth(depth: int, key: str | None = None) -> None:
 
 def key_text(name: object, prefix: str) -> str:
     """Return the text of a dictionary key that is not a string."""
-    if name is None or isinstance(name, (int, float, str, Global, Blocked)):
-        return name_text(name)
-    if isinstance(name, (bytes, tuple)) and len(name) < 1000:
+    if _is_name(name):
         return name_text(name)
     raise FormatError(
         "a dictionary key that cannot be part of a name",
@@ -375,6 +375,13 @@ def key_text(name: object, prefix: str) -> str:
     )
 
 
+def _is_name(name: object) -> bool:
+    if isinstance(name, tuple):
+        return all(map(_is_name, name))
+    plain = (int, float, str, Global, Blocked)
+    return name is None or isinstance(name, plain) or (type(name) is bytes and len(name) < 1000)
+
+
 def name_text(name: object) -> str:
     """Return the text of a name, of a file's records or in memory, where it may be of any class.
 
@@ -382,9 +389,7 @@ def name_text(name: object) -> str:
         >>> name_text("a"), name_text(1), name_text((1, "b"))
         ('a', '1', "(1, 'b')")
     """
-    if type(name) is str:
-        return name
-    return name.name if isinstance(name, (Global, Blocked)) else str(name)
+    return name if type(name) is str else str(name)
 
 
 def items_of(value: object) -> list[tuple[Any, Any]]:

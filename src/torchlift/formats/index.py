@@ -345,6 +345,7 @@ class Index:
         entries: key -> entry, in file order.
         storages: storage identity -> where its bytes are.
         files: every data file involved -> its stamp at the time of reading.
+        guides: the same of files that say what is in these, and hold no values.
         objects: key -> leaf that is not a tensor.
         metadata: what the format itself records, as text.
         blocked: dotted names of globals that only an unpickler could rebuild; never imported.
@@ -358,8 +359,9 @@ class Index:
         aside: containers at the top that hold no model, such as an optimizer's state: a load that
             names no root leaves them out.
         order: keys of entries and of subclasses in file order, where there are any of these.
-        templates: key of a module's extra state -> its containers as they were, with a ``Leaf`` for
-            every value. Dotted keys alone do not tell a list from a dict, nor 1 from "1".
+        templates: key of a module's extra state, or of a list or tuple with tensors in it -> its
+            containers as they were, with a ``Leaf`` for every value. Dotted keys alone do not tell
+            a list from a dict, nor 1 from "1".
         tree: the one object that was saved, made of records of the pickle; None where a
             format has names only.
     """
@@ -380,6 +382,7 @@ class Index:
     templates: Mapping[str, object] = field(default_factory=dict)
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
+    guides: Mapping[str, FileStamp] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -74,7 +74,8 @@ def read_sharded(source: Source, read_file: _ReadFile) -> Index:
     names = {id(shard): name for name, shard in reversed(shards.items())}
     claims = {key: names[id(shards[name])] for key, name in weight_map.items()}
     shards = {name: shards[name] for name in dict.fromkeys(claims.values())}
-    return put_together(source.path, shards, claims, text)
+    made = put_together(source.path, shards, claims, text)
+    return replace(made, guides={source.path: source.stamp})
 
 
 def _no_index(content: Mapping[str, Any]) -> FormatError:

@@ -85,6 +85,9 @@ class Global:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def __repr__(self) -> str:
+        return self.name  # as a part of a key, an address would be another one each time
+
 
 class Blocked:
     """A name that only an unpickler could use, or what it would have made of it.
@@ -105,6 +108,8 @@ class Blocked:
         self.made = False
         self.inside = list(inside)
         self.state: dict[Any, Any] | None = None
+
+    __repr__ = Global.__repr__
 
 
 class _Named(str):

@@ -174,7 +174,7 @@ def top_directory(records: dict[str, Record]) -> str:
             "a zip archive that torch.save did not write",
             entry=outside,
             expected="data.pkl and every other record under one top directory",
-            found=f"{len(records)} records",
+            found=f"{len(records)} records" if records else "none: it is empty",
             hint="Save it with torch.save or as safetensors.",
         )
     return top

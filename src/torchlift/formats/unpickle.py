@@ -519,14 +519,14 @@ def _u1(m: Machine) -> int:
     return value
 
 
-_i1, _u2, _i4, _u4, _u8 = map(_fixed, ("<b", "<H", "<i", "<I", "<Q"))
+_u2, _i4, _u4, _u8 = map(_fixed, ("<H", "<i", "<I", "<Q"))
 
 _OPCODES: dict[bytes, Handler] = {
     b"(": Machine.mark, b".": _stop, b"0": Machine.drop, b"1": lambda m: (m.group(), None)[1],
     b"2": _push(lambda m: m.stack[-1]), b"\x80": _protocol, b"\x95": lambda m: (m.take(8), None)[1],
     b"F": _push(_float_text), b"I": _push(_int_text), b"L": _push(_number_text),
     b"J": _push(_i4), b"K": _push(_u1), b"M": _push(_u2), b"G": _push(_fixed(">d")),
-    b"\x8a": _long_binary(_i1), b"\x8b": _long_binary(_i4),
+    b"\x8a": _long_binary(_u1), b"\x8b": _long_binary(_i4),
     b"N": _constant(None), b"\x88": _constant(True), b"\x89": _constant(False),
     b"S": _push(_string_text), b"T": _sized(_i4, _string2), b"U": _sized(_u1, _string2),
     b"V": _push(lambda m: m.line(1 << 20).decode("raw-unicode-escape")),
