@@ -77,7 +77,9 @@ def _write(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any],
     """Return what a hook does to its module, or to a tensor of the model through a closure.
 
     What two hooks do to one thing may be done in either order: torch runs a module's post-hooks
-    before the pre-hooks of the next one, torchlift all of those first.
+    before the pre-hooks of the next one, torchlift all of those first. So whether something asks
+    for gradients is set, and neither turned over nor handed on: of tied weights, one's post-hook
+    may set it and the other's pre-hook put a new parameter there.
     """
     how = choose.choice(["add", "data", "attribute", "list", "parameter", "closure", "grad"])
     paths = [choose.random() for _ in range(2)]
@@ -111,12 +113,12 @@ def _write(choose: random.Random, root: Any, *, before: bool) -> Callable[[Any],
                 tensor.data[..., 0] += 5
             elif how == "grad":
                 if isinstance(tensor, nn.Parameter):
-                    tensor.requires_grad_(not tensor.requires_grad)
+                    tensor.requires_grad_(False)
             elif how == "parameter":
                 for owner in module.modules():
                     for name, one in list(owner._parameters.items()):
                         if one is tensor and type(owner) in (nn.Linear, Two, Own):
-                            made = nn.Parameter(one.detach() * 3, one.requires_grad)
+                            made = nn.Parameter(one.detach() * 3)
                             setattr(owner, name, made)
 
     return act

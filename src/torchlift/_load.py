@@ -49,6 +49,7 @@ from torchlift._plan import (
 )
 from torchlift._skeleton.skeleton import forget
 from torchlift._system import (
+    Interruptible,
     clipped_list,
     collection_paused,
     count_of,
@@ -179,20 +180,21 @@ def load(
     ):
         with sources(ckpt, root, allow) as origin:
             unchecked = sum(map(require_intact, origin.checkpoints if verify else ()))
-            with Commit() as commit:
+            # What the model's own code changes is taken back whole, and so is what is placed.
+            with uninterrupted() as deliver, Commit() as commit:
                 plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
-                    fetched = fetch_all(plan, origin, transform, advance)
-                    with uninterrupted() as deliver:
-                        agreed = Agreed(agree, deliver)
-                        judge = partial(check_names, path=origin.path, options=options)
-                        missing, unexpected, more = place(
-                            tree, plan, fetched, origin, commit, agreed, judge, advance
-                        )
-                        if more:
-                            agree(False)
-                        # An interrupt that waited comes now, and half of the values has no backup.
-                        commit.finish()
+                    with Interruptible():
+                        fetched = fetch_all(plan, origin, transform, advance)
+                    agreed = Agreed(agree, deliver)
+                    judge = partial(check_names, path=origin.path, options=options)
+                    missing, unexpected, more = place(
+                        tree, plan, fetched, origin, commit, agreed, judge, advance
+                    )
+                    if more:
+                        agree(False)
+                    # An interrupt that waited comes now, and half of the values has no backup.
+                    commit.finish()
         forget(tree)
         _warn_of_missing(tree, plan, missing, options)
         seconds = time.perf_counter() - start

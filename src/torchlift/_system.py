@@ -73,6 +73,21 @@ def uninterrupted() -> Iterator[Callable[[], None]]:
         deliver_interrupt()
 
 
+class Interruptible:
+    """Delivers a SIGINT at once inside its block, which is inside one of `uninterrupted`."""
+
+    # No generator: one that an interrupt has left would hold back others when it is collected.
+    def __enter__(self) -> None:
+        self._hold = signal.getsignal(signal.SIGINT) if _is_main_thread() else None
+        if isinstance(self._hold, _Hold):
+            deliver_interrupt()
+            signal.signal(signal.SIGINT, self._hold.handler)
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._hold, _Hold):
+            signal.signal(signal.SIGINT, self._hold)
+
+
 def deliver_interrupt() -> None:
     """Deliver the SIGINT that `uninterrupted` holds back, if there is one.
 

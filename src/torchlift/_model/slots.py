@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from time import sleep
 
 import torch
 from torch import nn
@@ -186,9 +188,25 @@ def collect(model: nn.Module) -> list[Group]:
 
 # ---- one thread at a time
 
-#: What threads load into: the thread, and the identities of the modules and tensors.
-_loading: list[tuple[int, set[int]]] = []
-_changed = threading.Condition()
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Load:
+    """A load that goes on for as long as this lives.
+
+    Attributes:
+        thread: that it is in.
+        inside: identities of the modules and tensors that it may change.
+    """
+
+    thread: int
+    inside: set[int]
+
+
+#: Only their owners keep them alive, so that none outlives a load that an interrupt has ended.
+_loads: list[weakref.ref[_Load]] = []
+#: Not a condition, whose methods are Python code: an interrupt in `__exit__` would leave it locked.
+_changing = threading.Lock()
+_POLL = 0.005  # seconds
 
 
 @contextmanager
@@ -201,30 +219,41 @@ def locked(model: nn.Module) -> Iterator[ModuleTree]:
     Raises:
         PlacementError: this thread would have to wait inside of another such block.
     """
-    me = threading.get_ident()
-    with _changed:
-        while True:
+    load = _Load(threading.get_ident(), set())
+    while True:
+        with _changing:
             # Again after each wait: what loaded meanwhile may have put other tensors there.
             tree = ModuleTree(model)
-            mine = me, _identities(tree)
-            if all(thread == me or found.isdisjoint(mine[1]) for thread, found in _loading):
+            load.inside = _identities(tree)
+            _loads[:] = [each for each in _loads if each() is not None]
+            others = [each for each in _loads if _excludes(each(), load)]
+            if not others:
+                _loads.append(weakref.ref(load))
                 break
-            if any(thread == me for thread, _ in _loading):
+            if any(_is_in(each(), load.thread) for each in _loads):
                 raise PlacementError(
                     "another thread is loading into this model, and this one is inside of a load "
                     "too: each could wait for the other",
                     hint="Load into one model after the other, not into one from inside of "
                     "another's load.",
                 )
-            _changed.wait()
-        _loading.append(mine)
+        while any(each() is not None for each in others):
+            sleep(_POLL)
     try:
         reshard(tree.modules)
         yield tree
     finally:
-        with _changed:
-            _loading.remove(mine)
-            _changed.notify_all()
+        del load  # also where a traceback keeps this frame
+
+
+def _excludes(one: _Load | None, other: _Load) -> bool:
+    if one is None or one.thread == other.thread:
+        return False
+    return not one.inside.isdisjoint(other.inside)
+
+
+def _is_in(one: _Load | None, thread: int) -> bool:
+    return one is not None and one.thread == thread
 
 
 def _identities(tree: ModuleTree) -> set[int]:
@@ -234,9 +263,9 @@ def _identities(tree: ModuleTree) -> set[int]:
 
 def _leave_other_threads_behind() -> None:
     """Forget, in a forked child, the loads of threads that it does not have."""
-    global _changed
-    _changed = threading.Condition()
-    _loading[:] = [one for one in _loading if one[0] == threading.get_ident()]
+    global _changing
+    _changing = threading.Lock()
+    _loads[:] = [each for each in _loads if _is_in(each(), threading.get_ident())]
 
 
 if hasattr(os, "register_at_fork"):

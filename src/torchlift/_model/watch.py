@@ -8,7 +8,7 @@ of a model that a plan would need otherwise is what this library is there to spa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -205,17 +205,15 @@ class Watch(TorchFunctionMode):
                 other.copy_(inner)
 
 
-def _memories(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield what tells the memories of a tensor from others, with the tensors that have them."""
+def _memories(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Return what tells the memories of a tensor from others, with the tensors that have them."""
     tensor = held(tensor)
     if is_wrapper(tensor):
-        for inner in inner_tensors(tensor):
-            yield from _memories(inner)
-        return
+        return [pair for inner in inner_tensors(tensor) for pair in _memories(inner)]
     try:
-        yield storage_key(tensor), tensor
+        return [(storage_key(tensor), tensor)]
     except (NotImplementedError, RuntimeError, ValueError):  # sparse ones have several
-        yield -id(tensor), tensor
+        return [(-id(tensor), tensor)]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

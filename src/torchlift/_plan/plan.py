@@ -38,7 +38,7 @@ from torchlift._plan.rules import (
 from torchlift._plan.sources import Given, Origin, sources
 from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
 from torchlift._plan.suggest import look_alikes, suggestion
-from torchlift._system import Facts, clipped_list, human
+from torchlift._system import Facts, clipped_list, human, uninterrupted
 from torchlift._transfer import STAGING
 from torchlift.errors import Argument, Hint, MismatchError, PlacementError
 from torchlift.formats import RebuiltEntry
@@ -145,7 +145,12 @@ def plan_only(
 ) -> LoadPlan:
     """Plan a load, and leave the model as it was."""
     check_order(model, ckpt)
-    with sources(ckpt, root, allow) as origin, locked(model) as tree, Commit() as commit:
+    with (
+        sources(ckpt, root, allow) as origin,
+        locked(model) as tree,
+        uninterrupted(),
+        Commit() as commit,
+    ):
         try:
             return make_plan(tree, origin, options, commit)
         finally:
