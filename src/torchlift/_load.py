@@ -74,7 +74,7 @@ def load(
     ignore_mismatched: bool = False,
     mode: AnyMode = "auto",
     source: AnySource = "auto",
-    allow: Allow = (),
+    allow_classes: Allow = (),
     transform: Transform | None = None,
     verify: bool = False,
     progress: bool = False,
@@ -128,9 +128,9 @@ def load(
             into memory the process owns; ``"auto"`` maps what is on meta on a local file system,
             and reads on a network one, wherever new memory must be filled anyway because of a cast
             or a move, and for a live tensor, which is never left mapped without being asked for.
-        allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
-            ``[Int8Tensor]``, for this call, and what they have in their attributes; nothing else
-            that the file names is ever called.
+        allow_classes: tensor subclasses that a torch file names and that may be rebuilt, such as
+            torchao's ``[Int8Tensor]``, for this call, and what they have in their attributes;
+            nothing else that the file names is ever called.
         transform: callable from (name in the model, tensor as the checkpoint holds it) to a tensor.
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
@@ -177,7 +177,7 @@ def load(
         together([group.tensor for group in tree.groups], collective, process_group) as agree,
         pause,
     ):
-        with sources(ckpt, root, allow) as origin:
+        with sources(ckpt, root, allow_classes) as origin:
             unchecked = sum(map(require_intact, origin.checkpoints if verify else ()))
             with Commit() as commit:
                 plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)

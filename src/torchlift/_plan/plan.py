@@ -84,7 +84,7 @@ def plan(
     ignore_mismatched: bool = False,
     mode: AnyMode = "auto",
     source: AnySource = "auto",
-    allow: Allow = (),
+    allow_classes: Allow = (),
 ) -> LoadPlan:
     """Say what `load` with the same arguments would do, without doing it.
 
@@ -107,9 +107,9 @@ def plan(
         ignore_mismatched: treat a key whose shape differs as missing instead of raising.
         mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``.
         source: ``"mmap"``, ``"read"`` or ``"auto"``.
-        allow: tensor subclasses that may be rebuilt by name, such as ``[Int8Tensor]``; see `load`.
-            These tensors, and sparse and quantised ones, are made to see whether they fit, over a
-            map of the file: that runs code of the allowed classes (their constructors and
+        allow_classes: tensor subclasses that may be rebuilt by name, such as ``[Int8Tensor]``; see
+            `load`. These tensors, and sparse and quantised ones, are made to see whether they fit,
+            over a map of the file: that runs code of the allowed classes (their constructors and
             ``__setstate__``) and reads the indices of sparse ones.
 
     Returns:
@@ -132,7 +132,7 @@ def plan(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
         source,
     )  # fmt: skip
-    return plan_only(model, ckpt, options, root=root, allow=allow)
+    return plan_only(model, ckpt, options, root=root, allow_classes=allow_classes)
 
 
 def plan_only(
@@ -141,11 +141,11 @@ def plan_only(
     options: Options,
     *,
     root: str | None = None,
-    allow: Allow = (),
+    allow_classes: Allow = (),
 ) -> LoadPlan:
     """Plan a load, and leave the model as it was."""
     check_order(model, ckpt)
-    with sources(ckpt, root, allow) as origin, locked(model) as tree, Commit() as commit:
+    with sources(ckpt, root, allow_classes) as origin, locked(model) as tree, Commit() as commit:
         try:
             return make_plan(tree, origin, options, commit)
         finally:

@@ -56,14 +56,14 @@ IN_MEMORY = "the state dict"
 
 @contextmanager
 def sources(
-    given: Given | Sequence[Given], root: str | None, allow: Allow = ()
+    given: Given | Sequence[Given], root: str | None, allow_classes: Allow = ()
 ) -> Iterator[Origin]:
     """Open what a caller passed: a checkpoint, a state dict, or several, of which later ones win.
 
     Args:
         given: what the caller passed.
         root: the container to take.
-        allow: classes that may be rebuilt.
+        allow_classes: classes that may be rebuilt.
 
     Raises:
         CheckpointError: one cannot be opened.
@@ -76,7 +76,7 @@ def sources(
         opened = [
             StateSource.of_flat(flat_state(layer, root))
             if isinstance(layer, Mapping) and not isinstance(layer, Checkpoint)
-            else stack.enter_context(checkpoint(layer, root, allow=allow))
+            else stack.enter_context(checkpoint(layer, root, allow_classes=allow_classes))
             for layer in layers
         ]
         origin = _layered(opened)
@@ -87,7 +87,7 @@ def sources(
 
 @contextmanager
 def checkpoint(
-    given: Given, root: str | None, *, whole: bool = False, allow: Allow = ()
+    given: Given, root: str | None, *, whole: bool = False, allow_classes: Allow = ()
 ) -> Iterator[Checkpoint]:
     """Open a checkpoint for one call, or restrict one that the caller has opened.
 
@@ -95,24 +95,24 @@ def checkpoint(
         given: what the caller passed.
         root: the container to take.
         whole: whether what holds no model is taken, too.
-        allow: classes that may be rebuilt.
+        allow_classes: classes that may be rebuilt.
     """
     if isinstance(given, Checkpoint):
-        yield _chosen(given, root, whole, allow)
+        yield _chosen(given, root, whole, allow_classes)
         return
     if isinstance(given, Mapping):
         raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
     with open_checkpoint(given) as opened:
-        yield _chosen(opened, root, whole, allow)
+        yield _chosen(opened, root, whole, allow_classes)
 
 
-def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow: Allow) -> Checkpoint:
+def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow_classes: Allow) -> Checkpoint:
     """Return what is to be loaded: what is under `root`, or else all that is of a model."""
     index = of_model(ckpt.index) if root is None and not whole else ckpt.index
-    allowed = (*ckpt.allow, *classes(allow))
-    if root is None and index is ckpt.index and allowed == ckpt.allow:
+    allowed = (*ckpt.allow_classes, *classes(allow_classes))
+    if root is None and index is ckpt.index and allowed == ckpt.allow_classes:
         return ckpt
-    return Checkpoint(index, root=root, allow=allowed)
+    return Checkpoint(index, root=root, allow_classes=allowed)
 
 
 def container(state: Any, root: str | None) -> Any:
