@@ -65,6 +65,8 @@ def load(
     ckpt: Given | Sequence[Given],
     *,
     root: str | None = None,
+    include: Patterns = ("*",),
+    exclude: Patterns = (),
     rename: Rename | None = None,
     device: DeviceRule = None,
     dtype: DtypeRule = None,
@@ -101,8 +103,14 @@ def load(
         ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
             a list of these, of which a later one wins; ``KeyReport.path`` says which gave what.
         root: keep only what is under this container of the checkpoint, of each where it is a list.
-        rename: callable from a name in the checkpoint to a name in the model, or to None to drop;
-            or a rule of `torchlift.remap`, which may also merge tensors and split them.
+        include: patterns of names in the checkpoint, below `root` and before `rename`, of which one
+            must fit; ``*`` stands for any text, dots included. One that fits nothing is an error.
+        exclude: patterns of those to leave out. What the model has for a key that is left out may
+            be missing: it stays as it is, or is replayed where it is on meta, with a warning of
+            parameters.
+        rename: a dict of names in the checkpoint to names in the model, or a callable from one to
+            the other, and None to drop; or a rule of `torchlift.remap`, which may also merge
+            tensors and split them.
         device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
             ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
             and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file,
@@ -167,7 +175,7 @@ def load(
     start = time.perf_counter()
     options = Options(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
-        source,
+        source, include, exclude, transform,
     )  # fmt: skip
     check_order(model, ckpt)
     # A transform is the caller's code and may make garbage; without one, nothing here does.
@@ -180,7 +188,7 @@ def load(
         with sources(ckpt, root, allow_classes) as origin:
             unchecked = sum(map(require_intact, origin.checkpoints if verify else ()))
             with Commit() as commit:
-                plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)
+                plan = make_plan(tree, origin, options, commit)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
                     fetched = fetch_all(plan, origin, transform, advance)
                     with uninterrupted() as deliver:
@@ -348,7 +356,10 @@ def _warn_of_missing(
     }
     if (naming := wrapped_names(tree)) is not None:
         parameters = set(map(naming.canonical, parameters))
-    excused = {*plan.mismatched, *plan.deferred, *allowed(missing, options.allow_missing)}
+    # Of a live one the caller knows; of a replayed one the values are new.
+    left_out = plan.work.match.left_out.difference(plan.replayed)
+    by_name = allowed(missing, options.allow_missing)
+    excused = {*plan.mismatched, *plan.deferred, *by_name, *left_out}
     lacking = [name for name in missing if name in parameters and name not in excused]
     if lacking:
         warnings.warn(
