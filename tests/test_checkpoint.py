@@ -511,9 +511,9 @@ def test_classes_that_were_allowed_travel_with_a_checkpoint(tmp_path):
     """Each by its name, with the one that files have for it."""
     weight = Int8(torch.ones(2, 3, dtype=torch.int8), torch.ones(2, 1))
     path = saved({"weight": weight}, tmp_path)
-    ckpt = torchlift.open(path, allow=[(Int8, "int8_weights.Int8")])
+    ckpt = torchlift.open(path, allow_classes=[(Int8, "int8_weights.Int8")])
     again = pickle.loads(pickle.dumps(ckpt))
-    assert again.allow == ckpt.allow
+    assert again.allow_classes == ckpt.allow_classes
     assert type(again["weight"]) is Int8
 
 

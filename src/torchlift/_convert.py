@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, BinaryIO
@@ -18,7 +18,7 @@ from torchlift._plan import (
     Options,
     Patterns,
     Rename,
-    allowed,
+    check_rename,
     check_rule,
     others,
     rewritten,
@@ -26,19 +26,18 @@ from torchlift._plan import (
     target_dtype,
 )
 from torchlift._save import Becomes, SaveReport, Target, finish, from_files
-from torchlift._system import clipped_list, printable
-from torchlift.errors import (
-    Argument,
-    CheckpointError,
-    Hint,
-    MismatchError,
-    PlacementError,
-    did_you_mean,
+from torchlift._system import printable
+from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
+from torchlift.formats import (
+    Index,
+    TensorEntry,
+    left_out,
+    of_model,
+    require_kept,
+    select,
+    used_by,
 )
-from torchlift.formats import Index, TensorEntry, of_model, select, used_by
 
-#: Keys of tensors, and others.
-_Keys = tuple[Collection[str], Collection[str]]
 #: What a format without a place for it does not keep.
 _AN_OBJECT = "it is no tensor"
 #: Formats in which metadata is the author's, and not the format's own.
@@ -125,7 +124,7 @@ def convert(
         >>> torchlift.open(dst)["weight"]
         tensor([1., 1.], dtype=torch.bfloat16)
     """
-    options = Options(rename=rename, dtype=dtype)
+    options = Options(rename=rename, dtype=dtype, include=include, exclude=exclude)
     if dtype == "model":  # which would leave everything as it is
         raise ValueError("dtype='model': a conversion has no model; expected the name of a dtype")
     target = Target.of(dst, format, max_shard_size)
@@ -134,9 +133,10 @@ def convert(
         _check_apart(opened.index, target, overwrite)
         index = opened.index if root is None else select(opened.index, root)
         tensors = (opened.index.entries, ()), (index.entries, ())
-        _require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
+        require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
         lost: dict[str, str] = {}
-        dropped = _dropped(index, include, exclude)
+        others = [*index.objects, *index.blocked_keys]
+        dropped = left_out(index.entries, others, options.include, options.exclude, index.path)
         read = {key: entry for key, entry in index.entries.items() if key not in dropped}
         if target.only_tensors and index.aside:
             lost |= dict.fromkeys(index.aside, _ASIDE)
@@ -144,7 +144,7 @@ def convert(
             dropped |= {*index.entries, *index.objects} - {*model.entries, *model.objects}
             before, read = read, {key: entry for key, entry in read.items() if key not in dropped}
             what = f"format={target.format!r} is for what belongs to a model"
-            _require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
+            require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
         if options.rename is not None:
             index, dropped = _renamed(index, options.rename, dropped), set()
         if not verify:
@@ -194,29 +194,6 @@ def convert(
         )
 
 
-def _require_kept(path: str, before: _Keys, after: _Keys, leaves_out: str, filters: str) -> None:
-    """Refuse a filter that leaves no tensor of a source with some, or nothing of one without.
-
-    Args:
-        path: of the source.
-        before: keys of tensors, and others, before the filter.
-        after: those after it.
-        leaves_out: which filter it is, and a verb.
-        filters: what the caller passed.
-
-    Raises:
-        MismatchError: nothing is left.
-    """
-    kind = 0 if before[0] else 1
-    if before[kind] and not after[kind]:
-        raise MismatchError(
-            f"{leaves_out} everything{' that is a tensor' * (not kind)}: {printable(filters, 300)}",
-            file=path,
-            found=f"left out: {clipped_list(before[kind])}",
-            hint="Look at the keys with torchlift inspect, and ask for some of them.",
-        )
-
-
 def _check_some(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:
     """Refuse to write a file that nothing of the source would be in.
 
@@ -258,31 +235,6 @@ def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
             )
 
 
-def _dropped(index: Index, include: Patterns, exclude: Patterns) -> set[str]:
-    """Return the keys that are left out.
-
-    Raises:
-        TypeError: no patterns.
-        MismatchError: a pattern fits nothing, or nothing is left.
-    """
-    for name, patterns in (("include", include), ("exclude", exclude)):
-        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
-            raise TypeError(f"{name}={patterns!r}: expected patterns such as ['head.*']")
-    keys = [*index.entries, *index.objects, *index.blocked_keys]
-    for pattern in (*include, *exclude):
-        if pattern != "*" and not allowed(keys, [pattern]):
-            raise MismatchError(
-                f"no key fits the pattern {pattern!r}",
-                file=index.path,
-                hint=did_you_mean(pattern, keys) or "Look at the keys with torchlift inspect.",
-            )
-    left = allowed(keys, include) - allowed(keys, exclude)
-    filters = f"include={list(include)!r}, exclude={list(exclude)!r}"
-    kept = left & index.entries.keys(), left
-    _require_kept(index.path, (index.entries, keys), kept, "the patterns leave out", filters)
-    return {key for key in keys if key not in left}
-
-
 def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
     """Return an index with other names, and without what is dropped; its containers are gone.
 
@@ -290,7 +242,7 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
         MismatchError: two keys get one name, or all are dropped.
         TypeError: a name is no text.
     """
-    check_rule(rename, [*index.entries, *index.objects], present=False)
+    check_rename(rename, {*index.entries, *index.objects, *index.blocked_keys}, index.path)
     kept = {key: entry for key, entry in index.entries.items() if key not in dropped}
     made = rewritten(kept, rename, index.path)
     rest = [key for key in (*index.objects, *index.blocked_keys) if key not in dropped]
@@ -298,7 +250,7 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
     for key, name in names.items():
         if name in made:
             raise same_name(name, made[name].keys[0], key, index.path)
-    _require_kept(index.path, (kept, rest), (made, names), "rename drops", f"rename={rename!r}")
+    require_kept(index.path, (kept, rest), (made, names), "rename drops", f"rename={rename!r}")
     return replace(
         index,
         entries={name: replace(item.entry, key=name) for name, item in made.items()},

@@ -66,6 +66,8 @@ def load(
     ckpt: Given | Sequence[Given],
     *,
     root: str | None = None,
+    include: Patterns = ("*",),
+    exclude: Patterns = (),
     rename: Rename | None = None,
     device: DeviceRule = None,
     dtype: DtypeRule = None,
@@ -75,7 +77,7 @@ def load(
     ignore_mismatched: bool = False,
     mode: AnyMode = "auto",
     source: AnySource = "auto",
-    allow: Allow = (),
+    allow_classes: Allow = (),
     transform: Transform | None = None,
     verify: bool = False,
     progress: bool = False,
@@ -102,8 +104,14 @@ def load(
         ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
             a list of these, of which a later one wins; ``KeyReport.path`` says which gave what.
         root: keep only what is under this container of the checkpoint, of each where it is a list.
-        rename: callable from a name in the checkpoint to a name in the model, or to None to drop;
-            or a rule of `torchlift.remap`, which may also merge tensors and split them.
+        include: patterns of names in the checkpoint, below `root` and before `rename`, of which one
+            must fit; ``*`` stands for any text, dots included. One that fits nothing is an error.
+        exclude: patterns of those to leave out. What the model has for a key that is left out may
+            be missing: it stays as it is, or is replayed where it is on meta, with a warning of
+            parameters.
+        rename: a dict of names in the checkpoint to names in the model, or a callable from one to
+            the other, and None to drop; or a rule of `torchlift.remap`, which may also merge
+            tensors and split them.
         device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
             ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
             and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file,
@@ -129,9 +137,9 @@ def load(
             into memory the process owns; ``"auto"`` maps what is on meta on a local file system,
             and reads on a network one, wherever new memory must be filled anyway because of a cast
             or a move, and for a live tensor, which is never left mapped without being asked for.
-        allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
-            ``[Int8Tensor]``, for this call, and what they have in their attributes; nothing else
-            that the file names is ever called.
+        allow_classes: tensor subclasses that a torch file names and that may be rebuilt, such as
+            torchao's ``[Int8Tensor]``, for this call, and what they have in their attributes;
+            nothing else that the file names is ever called.
         transform: callable from (name in the model, tensor as the checkpoint holds it) to a tensor.
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
@@ -168,7 +176,7 @@ def load(
     start = time.perf_counter()
     options = Options(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
-        source,
+        source, include, exclude, transform,
     )  # fmt: skip
     check_order(model, ckpt)
     # A transform is the caller's code and may make garbage; without one, nothing here does.
@@ -178,11 +186,11 @@ def load(
         together([group.tensor for group in tree.groups], collective, process_group) as agree,
         pause,
     ):
-        with sources(ckpt, root, allow) as origin:
+        with sources(ckpt, root, allow_classes) as origin:
             unchecked = sum(map(require_intact, origin.checkpoints if verify else ()))
             # What the model's own code changes is taken back whole, and so is what is placed.
             with uninterrupted() as deliver, Commit() as commit:
-                plan = make_plan(tree, origin, options, commit, check_shapes=transform is None)
+                plan = make_plan(tree, origin, options, commit)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
                     with Interruptible():
                         fetched = fetch_all(plan, origin, transform, advance)
@@ -350,7 +358,10 @@ def _warn_of_missing(
     }
     if (naming := wrapped_names(tree)) is not None:
         parameters = set(map(naming.canonical, parameters))
-    excused = {*plan.mismatched, *plan.deferred, *allowed(missing, options.allow_missing)}
+    # Of a live one the caller knows; of a replayed one the values are new.
+    left_out = plan.work.match.left_out.difference(plan.replayed)
+    by_name = allowed(missing, options.allow_missing)
+    excused = {*plan.mismatched, *plan.deferred, *by_name, *left_out}
     lacking = [name for name in missing if name in parameters and name not in excused]
     if lacking:
         warnings.warn(

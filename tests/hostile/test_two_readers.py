@@ -441,7 +441,7 @@ def test_the_state_of_a_subclass_is_that_at_the_call(tmp_path: Path) -> None:
     path = write_zip(tmp_path / "x.pt", data=data, storages={"0": bytes(16)})
     with torch.serialization.safe_globals([Kept]):
         theirs = torch.load(path, weights_only=True)["w"]
-    with torchlift.open(path, allow=[Kept]) as ckpt:
+    with torchlift.open(path, allow_classes=[Kept]) as ckpt:
         assert vars(ckpt["w"]) == vars(theirs) == {"mine": 1}
 
 

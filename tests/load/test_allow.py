@@ -1,4 +1,4 @@
-"""`allow=` and what `torch.load` makes of other tensors: rebuilt, without running the file."""
+"""`allow_classes=`, and what `torch.load` makes of other tensors: rebuilt, nothing run."""
 
 from __future__ import annotations
 
@@ -114,12 +114,14 @@ def test_classes_that_the_caller_names_are_rebuilt_as_torch_does(path: Any, lega
         expected = torch.load(path, weights_only=True)
     with torchlift.open(path) as closed:
         assert set(closed.blocked_keys) == {"int8", "marked", "deep.grained", "told", "list.1"}
-        with pytest.raises(UnsafeError, match=r"'int8': .* name it: allow=\[Int8\], from int8_wei"):
+        with pytest.raises(
+            UnsafeError, match=r"'int8': .* name it: allow_classes=\[Int8\], from int8_wei"
+        ):
             closed["int8"]
         with pytest.raises(UnsafeError, match="'int8': "):  # it is there: no default stands for it
             closed.get("int8", None)
         assert closed.get("int", None) is None
-    ckpt = torchlift.open(path, allow=CLASSES)
+    ckpt = torchlift.open(path, allow_classes=CLASSES)
     assert (ckpt.blocked, dict(ckpt.blocked_keys), dict(ckpt.blocked_tensors)) == ((), {}, {})
     same(ckpt["int8"], expected["int8"])
     same(ckpt["marked"], expected["marked"])
@@ -130,7 +132,10 @@ def test_classes_that_the_caller_names_are_rebuilt_as_torch_does(path: Any, lega
     assert ckpt.entries["int8"].encoding == ("subclass",)
     assert ckpt.entries["int8"].nbytes == 12 + 16
     same(ckpt.tree()["list"][1], expected["list"][1])
-    same(torchlift.open(path, root="deep", allow=CLASSES)["grained"], expected["deep"]["grained"])
+    same(
+        torchlift.open(path, root="deep", allow_classes=CLASSES)["grained"],
+        expected["deep"]["grained"],
+    )
 
 
 def test_nothing_else_is_called(path: Any) -> None:
@@ -138,19 +143,19 @@ def test_nothing_else_is_called(path: Any) -> None:
     value = weights(Grained)
     torch.save({"w": value, "canary": Canary()}, path)
     RAN.clear()
-    ckpt = torchlift.open(path, allow=[Grained])
+    ckpt = torchlift.open(path, allow_classes=[Grained])
     assert list(ckpt.blocked_keys) == ["canary"]
     with pytest.raises(UnsafeError, match=r"'w': .*made of a class that nobody.*(Grain|Way)"):
         ckpt["w"]
     with pytest.raises(UnsafeError, match=r"'canary': .*weights_only=False.* only where you trust"):
         ckpt["canary"]
-    same(torchlift.open(path, allow=[Grained, Grain, Way])["w"], value)
+    same(torchlift.open(path, allow_classes=[Grained, Grain, Way])["w"], value)
     assert RAN == []
     value.grain = Canary()
     torch.save({"w": value}, path)
     RAN.clear()
     with pytest.raises(UnsafeError, match=r"made of a class that nobody.*Canary"):
-        torchlift.open(path, allow=[Grained, Grain, Way])["w"]
+        torchlift.open(path, allow_classes=[Grained, Grain, Way])["w"]
     assert RAN == []
 
 
@@ -158,8 +163,8 @@ def test_a_class_may_have_another_name_in_files(path: Any) -> None:
     """As in torch.serialization.safe_globals: a pair of the class and that name."""
     saved(path, w=weights(Int8))
     name = f"{Int8.__module__}.Int8"
-    same(torchlift.open(path, allow=[(Int8, name)])["w"], weights(Int8))
-    assert torchlift.open(path, allow=[(Int8, "other.Name")]).blocked_keys
+    same(torchlift.open(path, allow_classes=[(Int8, name)])["w"], weights(Int8))
+    assert torchlift.open(path, allow_classes=[(Int8, "other.Name")]).blocked_keys
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "file object", "shards"])
@@ -180,14 +185,14 @@ def test_tensors_of_allowed_classes_are_listed_where_the_file_has_them(
     elif kind == "file object":
         given = io.BytesIO(path.read_bytes())
     keys = [*before, "a", "b", "c.d", "c.e"]
-    with torchlift.open(given, allow=[Int8]) as ckpt:
+    with torchlift.open(given, allow_classes=[Int8]) as ckpt:
         assert list(ckpt) == list(ckpt.entries) == list(ckpt.state_dict()) == keys
         table = str(ckpt).partition("\nkey ")[2]
         assert re.findall(r"(?m)^ *([a-z]) ", table) == [*before, "a", "b", "c", "d", "e"]
         assert list(ckpt.tree()) == ([*before, "a", "b", "c"] if kind != "shards" else keys)
         assert list(ckpt.tree("c")) == ["d", "e"]
     if kind != "file object":
-        assert list(torchlift.open(given, root="c", allow=[Int8])) == ["d", "e"]
+        assert list(torchlift.open(given, root="c", allow_classes=[Int8])) == ["d", "e"]
         assert list(torchlift.open(given)) == [*before, "b", "c.e"]
 
 
@@ -196,9 +201,9 @@ def test_only_classes_can_be_allowed(path: Any, allow: Any) -> None:
     """A name is no class: nothing is imported for a file."""
     saved(path, w=weights(Int8))
     with pytest.raises(TypeError, match=r"expected .*classes of tensors"):
-        torchlift.open(path, allow=allow)
+        torchlift.open(path, allow_classes=allow)
     with pytest.raises(TypeError, match=r"expected .*classes of tensors"):
-        torchlift.load(nn.Linear(2, 2), path, allow=allow)
+        torchlift.load(nn.Linear(2, 2), path, allow_classes=allow)
 
 
 def test_a_class_that_refuses_its_state_says_which_entry(path: Any) -> None:
@@ -207,7 +212,7 @@ def test_a_class_that_refuses_its_state_says_which_entry(path: Any) -> None:
     del value.scale
     saved(path, w=value)
     with pytest.raises(torchlift.FormatError, match=r"'w': Told does not take.*KeyError: 'scale'"):
-        torchlift.open(path, allow=[Told])["w"]
+        torchlift.open(path, allow_classes=[Told])["w"]
 
 
 @pytest.mark.parametrize("make", ["skeleton", "meta", "live"])
@@ -227,10 +232,10 @@ def test_models_take_tensors_of_allowed_classes(path: Any, make: str, source: An
 
     for given in (path, torchlift.open(path), [path]):
         target = model()
-        with pytest.raises(UnsafeError, match=r"'0\.weight'.*allow=\[Int8\]"):
+        with pytest.raises(UnsafeError, match=r"'0\.weight'.*allow_classes=\[Int8\]"):
             torchlift.plan(target, given)
-        plan = torchlift.plan(target, given, allow=[Int8], source=source)
-        report = torchlift.load(target, given, allow=[Int8], source=source)
+        plan = torchlift.plan(target, given, allow_classes=[Int8], source=source)
+        report = torchlift.load(target, given, allow_classes=[Int8], source=source)
         assert plan.mode == report.mode
         same(target[0].weight.data, expected[0].weight.data)
         assert isinstance(target[0].weight, nn.Parameter)
@@ -240,7 +245,7 @@ def test_models_take_tensors_of_allowed_classes(path: Any, make: str, source: An
         if make == "skeleton" and source == "mmap":
             assert report.bytes_read == 0
     target = model()
-    torchlift.load(target, torchlift.open(path, allow=[Int8]), source=source)
+    torchlift.load(target, torchlift.open(path, allow_classes=[Int8]), source=source)
     same(target[0].weight.data, expected[0].weight.data)
 
 
@@ -474,11 +479,11 @@ def test_a_subclass_inside_of_another_is_made_too(path: Any) -> None:
     value = weights(Holder)
     value.inside = {"list": [weights(Int8), torch.ones(3)]}
     saved(path, w=value)
-    found = torchlift.open(path, allow=[Holder, Int8])["w"]
+    found = torchlift.open(path, allow_classes=[Holder, Int8])["w"]
     same(found.inside["list"][0], weights(Int8))
     assert torch.equal(found.inside["list"][1], torch.ones(3))
     with pytest.raises(UnsafeError, match=r"made of a class that nobody.*Int8"):
-        torchlift.open(path, allow=[Holder])["w"]
+        torchlift.open(path, allow_classes=[Holder])["w"]
 
 
 def shared_lists() -> Any:
@@ -512,7 +517,7 @@ def test_what_unfolds_to_more_than_was_stored_is_refused(path: Any, make: Any) -
     saved(path, w=make())
     for allow in ([], [Holder]):
         with pytest.raises(torchlift.CheckpointError):
-            torchlift.open(path, allow=allow)
+            torchlift.open(path, allow_classes=allow)
 
 
 class Hooked(Holds):
@@ -558,7 +563,7 @@ class Kept(Int8):
 def test_a_wrapper_may_name_a_tensor_as_torch_names_a_method(path: Any) -> None:
     """Where it says so in ``__tensor_flatten__``."""
     saved(path, w=weights(Kept))
-    assert torch.equal(torchlift.open(path, allow=[Kept])["w"].values, torch.ones(2))
+    assert torch.equal(torchlift.open(path, allow_classes=[Kept])["w"].values, torch.ones(2))
 
 
 class Stated:
@@ -608,10 +613,10 @@ def test_attributes_cannot_make_a_tensor_something_else(path: Any, what: str) ->
     model = Holds(torch.zeros(tensor.shape))
     allow = [Int8, Marked, Way]
     with pytest.raises(torchlift.FormatError, match=rf"'w': (Int8|Marked) does not .*{says}"):
-        torchlift.open(path, allow=allow)["w"]
+        torchlift.open(path, allow_classes=allow)["w"]
     for call in (torchlift.plan, torchlift.load):
         with pytest.raises(torchlift.FormatError, match=says):
-            call(model, path, allow=allow, mode="assign")
+            call(model, path, allow_classes=allow, mode="assign")
     assert type(model.w) is torch.Tensor
 
 
@@ -622,7 +627,7 @@ def test_attributes_cannot_make_an_object_another_one(path: Any) -> None:
     value.grain.__dict__["__class__"] = Canary
     saved(path, w=value)
     with pytest.raises(torchlift.FormatError, match="'__class__', which its class has"):
-        torchlift.open(path, allow=[Grained, Grain, Way, Canary])["w"]
+        torchlift.open(path, allow_classes=[Grained, Grain, Way, Canary])["w"]
 
 
 class Restated:
@@ -642,7 +647,7 @@ def test_a_file_cannot_change_a_member_of_an_enum(path: Any, named: bool) -> Non
         torch.serialization.safe_globals([Way]),
         pytest.raises(torchlift.FormatError, match="'w': Grained does not take"),
     ):
-        torchlift.open(path, allow=[Grained, Way] if named else [Grained])["w"]
+        torchlift.open(path, allow_classes=[Grained, Way] if named else [Grained])["w"]
     assert (Way.SLOW.value, Way("slow")) == ("slow", Way.SLOW)
 
 
@@ -652,8 +657,8 @@ def test_of_what_a_library_told_torch_only_members_of_enums_are_taken(path: Any)
     saved(path, w=value, way=Way.FAST)
     with torch.serialization.safe_globals([Grain, Way]):
         with pytest.raises(UnsafeError, match=r"nobody allowed.*found [\w.]*Grain\. "):
-            torchlift.open(path, allow=[Grained])["w"]
-        ckpt = torchlift.open(path, allow=[Grained, Grain])
+            torchlift.open(path, allow_classes=[Grained])["w"]
+        ckpt = torchlift.open(path, allow_classes=[Grained, Grain])
         same(ckpt["w"], value)
         assert list(ckpt.blocked_keys) == ["way"]
         assert list(torchlift.open(path).blocked_keys) == ["w", "way"]
@@ -664,7 +669,7 @@ def test_of_what_a_library_told_torch_only_members_of_enums_are_taken(path: Any)
         torch.serialization.safe_globals([Canary]),
         pytest.raises(UnsafeError, match=r"found [\w.]*Grain, [\w.]*Way, [\w.]*Canary\. "),
     ):
-        torchlift.open(path, allow=[Grained])["w"]
+        torchlift.open(path, allow_classes=[Grained])["w"]
     assert RAN == []
 
 
@@ -680,18 +685,20 @@ def test_a_class_is_allowed_for_the_checkpoint_that_it_was_allowed_for(tmp_path:
             self.register_buffer("b", torch.zeros(4, 3))
 
     allow = [Grained, Grain, Way]
-    first = torchlift.open(one, allow=allow)
+    first = torchlift.open(one, allow_classes=allow)
     for second in (two, torchlift.open(two)):
-        with pytest.raises(UnsafeError, match=r"'b'.*allow=\[Grained\]"):
+        with pytest.raises(UnsafeError, match=r"'b'.*allow_classes=\[Grained\]"):
             torchlift.load(torchlift.skeleton(Two), [first, second])
     with pytest.raises(UnsafeError, match=r"'b': .*nobody allowed.*found [\w.]*Grain, "):
-        torchlift.load(torchlift.skeleton(Two), [first, torchlift.open(two, allow=[Grained])])
+        torchlift.load(
+            torchlift.skeleton(Two), [first, torchlift.open(two, allow_classes=[Grained])]
+        )
     for given, more in (
-        ([first, torchlift.open(two, allow=allow)], []),
+        ([first, torchlift.open(two, allow_classes=allow)], []),
         ([first, two], allow),
-        ([first, torchlift.open(two, allow=[Grained])], [Grain, Way]),
+        ([first, torchlift.open(two, allow_classes=[Grained])], [Grain, Way]),
     ):
         model = torchlift.skeleton(Two)
-        torchlift.load(model, given, allow=more)
+        torchlift.load(model, given, allow_classes=more)
         same(model.a, weights(Grained))
         same(model.b, weights(Grained))

@@ -835,11 +835,11 @@ def test_a_report_can_be_kept_and_sent(tmp_path):
         ({"dtype": 16}, "dtype=16: expected a torch.dtype, its name, a callable or None"),
         ({"allow_missing": "a.*"}, "allow_missing='a.*': expected patterns such as ['head.*']"),
         ({"allow_unexpected": [1]}, "allow_unexpected=[1]: expected patterns"),
-        ({"rename": {"a": "b"}}, "rename={'a': 'b'}: expected a callable or None"),
+        ({"rename": 3}, "rename=3: expected a callable, a dict of names or None"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_type_errors(tmp_path, options, message):
-    """A number for a dtype, a dict for a rename, a text for patterns: refused by name."""
+    """A number for a dtype or a rename, a text for patterns: refused by name."""
     for function in (torchlift.plan, torchlift.load):
         with pytest.raises(TypeError, match=re.escape(message)):
             function(Two(), saved(randomised(Two()), tmp_path), **options)

@@ -77,17 +77,19 @@ def test_a_quantised_checkpoint_fills_plain_and_quantised_models(
     expected, path = quantised(name), tmp_path / "q.pt"
     torch.save(expected.state_dict(), path)
     kind, more = type(expected[0].weight), INSIDE.get(name, [])
-    with pytest.raises(torchlift.UnsafeError, match=rf"'0\.weight'.*allow=\[{kind.__name__}\]"):
+    with pytest.raises(
+        torchlift.UnsafeError, match=rf"'0\.weight'.*allow_classes=\[{kind.__name__}\]"
+    ):
         torchlift.load(torchlift.skeleton(plain), path)
     if more:
         names = ", ".join(rf"[\w.]*\.{item.__name__}" for item in more)
         with pytest.raises(torchlift.UnsafeError, match=rf"nobody allowed.*found {names}\. "):
-            torchlift.load(torchlift.skeleton(plain), path, allow=[kind])
+            torchlift.load(torchlift.skeleton(plain), path, allow_classes=[kind])
     reference = plain(3)
     reference.load_state_dict(torch.load(path, weights_only=True), assign=True)
     for what, model in targets(name).items():
-        plan = torchlift.plan(model, path, allow=[kind, *more], **options)
-        report = torchlift.load(model, path, allow=[kind, *more], **options)
+        plan = torchlift.plan(model, path, allow_classes=[kind, *more], **options)
+        report = torchlift.load(model, path, allow_classes=[kind, *more], **options)
         assert plan.mode == report.mode
         assert type(model[0].weight) is kind, what
         assert model[0].weight.dtype == reference[0].weight.dtype
@@ -126,12 +128,12 @@ def test_a_plain_live_model_does_not_take_quantised_values(tmp_path: Path) -> No
     before = model(X)
     for call in (torchlift.plan, torchlift.load):
         with pytest.raises(torchlift.PlacementError, match=r"'0\.weight'.*does not take such val"):
-            call(model, path, allow=[Int8Tensor])
+            call(model, path, allow_classes=[Int8Tensor])
     assert torch.equal(model(X), before)
-    torchlift.load(model, path, allow=[Int8Tensor], mode="assign")
+    torchlift.load(model, path, allow_classes=[Int8Tensor], mode="assign")
     assert torch.equal(model(X), expected(X))
     live = plain(2)
-    torchlift.load(live, path, allow=[Int8Tensor], transform=lambda _, t: dequantised(t))
+    torchlift.load(live, path, allow_classes=[Int8Tensor], transform=lambda _, t: dequantised(t))
     assert type(live[0].weight) is nn.Parameter
     assert torch.equal(live[0].weight, expected[0].weight.dequantize())
 
@@ -173,7 +175,7 @@ def test_low_bit_optimizer_state_loads_from_a_file(tmp_path: Path) -> None:
             param.grad = torch.randn_like(param)
         optimizer.step()
         torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
-        with torchlift.open(tmp_path / "x.pt", allow=[OptimState8bit]) as ckpt:
+        with torchlift.open(tmp_path / "x.pt", allow_classes=[OptimState8bit]) as ckpt:
             torchlift.load_optimizer(model, other, ckpt, root="optimizer")
     one, two = (item.state[model.weight]["exp_avg"] for item in (optimizer, other))
     assert type(two) is OptimState8bit

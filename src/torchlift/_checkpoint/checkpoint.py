@@ -101,13 +101,13 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         ['model.weight'] torch.Size([2, 3]) 7
     """
 
-    def __init__(self, index: Index, *, root: str | None = None, allow: Allow = ()) -> None:
+    def __init__(self, index: Index, *, root: str | None = None, allow_classes: Allow = ()) -> None:
         index = index if root is None else select(index, root)
-        self.allow = classes(allow)
-        if self.allow:
+        self.allow_classes = classes(allow_classes)
+        if self.allow_classes:
             from torchlift._checkpoint.subclasses import by_name
 
-            index = allowing(index, by_name(self.allow))
+            index = allowing(index, by_name(self.allow_classes))
         self._index = index
         self.root = root
         self.path = index.path
@@ -170,7 +170,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 hint="Save that to a file, and open its path.",
             )
         files = {**self._index.files, **self._index.guides}
-        return _opened_again, (self._given, self.root, self.allow, files)
+        return _opened_again, (self._given, self.root, self.allow_classes, files)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -293,7 +293,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         module, _, kind = name.rpartition(".")
         if key in self._index.subclasses:
-            allow = Argument("allow", f"[{kind}]")
+            allow = Argument("allow_classes", f"[{kind}]")
             hint = Hint("Where you know the class, name it: ", allow, f", from {module}.")
         else:
             hint = Hint("There is nothing else in it. ")
@@ -732,7 +732,7 @@ def dense_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def open(
-    path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None, allow: Allow = ()
+    path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None, allow_classes: Allow = ()
 ) -> Checkpoint:
     """Read the index of a checkpoint; run no code from it and read no weights.
 
@@ -752,10 +752,11 @@ def open(
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``, also where that is one name with dots in
             it. None keeps everything.
-        allow: tensor subclasses that a torch file names and that may be rebuilt, such as torchao's
-            ``[Int8Tensor]``, and classes of what they have in their attributes: these are called
-            with what the file has for them, when a tensor is asked for, and nothing else is. Only
-            members of enums that ``torch.serialization.add_safe_globals`` knows are looked up, too.
+        allow_classes: tensor subclasses that a torch file names and that may be rebuilt, such as
+            torchao's ``[Int8Tensor]``, and classes of what they have in their attributes: these are
+            called with what the file has for them, when a tensor is asked for, and nothing else is.
+            Only members of enums that ``torch.serialization.add_safe_globals`` knows are looked up,
+            too.
 
     Returns:
         The checkpoint, a lazy mapping and a context manager.
@@ -774,19 +775,19 @@ def open(
     if isinstance(path, bytes) and (0 in path or len(path) > 4096):
         raise TypeError("that is the content of a file: pass its path, or io.BytesIO(content)")
     if isinstance(path, (str, bytes, os.PathLike)):
-        made = Checkpoint(read_index(path), root=root, allow=allow)
+        made = Checkpoint(read_index(path), root=root, allow_classes=allow_classes)
         made._given = os.path.abspath(os.fsdecode(path))
         return made
     if not hasattr(path, "read"):
         raise TypeError(f"expected a path or a binary file object, not {type(path).__name__}")
     with ExitStack() as stack:
-        made = Checkpoint(_index_of(path, stack), root=root, allow=allow)
+        made = Checkpoint(_index_of(path, stack), root=root, allow_classes=allow_classes)
         made._kept = stack.pop_all()
     return made
 
 
 def _opened_again(
-    path: str, root: str | None, allow: Allow, files: Mapping[str, FileStamp]
+    path: str, root: str | None, allow_classes: Allow, files: Mapping[str, FileStamp]
 ) -> Checkpoint:
     """Open what another process had open.
 
@@ -796,7 +797,7 @@ def _opened_again(
     for file, stamp in files.items():  # before it is read: it may be no checkpoint any more
         with Files({file: stamp}) as one:
             one.descriptor(file)
-    made = open(path, root=root, allow=allow)
+    made = open(path, root=root, allow_classes=allow_classes)
     if (found := {**made.index.files, **made.index.guides}) != files:
         raise IntegrityError(
             "other files belong to it than when it was opened",
@@ -862,17 +863,19 @@ def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:
     return found
 
 
-def classes(allow: Allow) -> tuple[type | tuple[type, str], ...]:
-    """Return what a caller passed as ``allow``.
+def classes(allow_classes: Allow) -> tuple[type | tuple[type, str], ...]:
+    """Return what a caller passed as ``allow_classes``.
 
     Raises:
         TypeError: something else than classes.
     """
-    items: tuple[Any, ...] = () if isinstance(allow, (str, type)) else tuple(allow)
+    items: tuple[Any, ...] = () if isinstance(allow_classes, (str, type)) else tuple(allow_classes)
     for item in items:
         kind, name = item if isinstance(item, tuple) and len(item) == 2 else (item, "")
         if not isinstance(kind, type) or not isinstance(name, str):
-            raise TypeError(f"allow=[{item!r}]: expected classes of tensors, such as [Int8Tensor]")
-    if isinstance(allow, (str, type)):
-        raise TypeError(f"allow={allow!r}: expected a list of classes of tensors")
+            raise TypeError(
+                f"allow_classes=[{item!r}]: expected classes of tensors, such as [Int8Tensor]"
+            )
+    if isinstance(allow_classes, (str, type)):
+        raise TypeError(f"allow_classes={allow_classes!r}: expected a list of classes of tensors")
     return items

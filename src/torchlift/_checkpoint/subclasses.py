@@ -17,9 +17,9 @@ from torchlift.formats import RebuiltEntry
 from torchlift.formats.torch_pickle import Blocked
 
 
-def by_name(allow: Iterable[Any]) -> dict[str, type]:
+def by_name(allow_classes: Iterable[Any]) -> dict[str, type]:
     """Return name in files -> class, of what a caller named."""
-    pairs = (item if isinstance(item, tuple) else (item, "") for item in allow)
+    pairs = (item if isinstance(item, tuple) else (item, "") for item in allow_classes)
     return {name or f"{kind.__module__}.{kind.__qualname__}": kind for kind, name in pairs}
 
 
@@ -185,5 +185,5 @@ def _not_allowed(names: Iterable[str], entry: RebuiltEntry, path: str) -> Unsafe
         file=path,
         entry=entry.key,
         found=clipped_list(list(names)),
-        hint="Where you know that class, allow it, too: allow=[...] takes any number of them.",
+        hint="Where you know that class, name it, too: allow_classes=[...] takes any number.",
     )

@@ -27,6 +27,7 @@ from torchlift._plan.rules import DtypeRule as DtypeRule
 from torchlift._plan.rules import Options as Options
 from torchlift._plan.rules import Patterns as Patterns
 from torchlift._plan.rules import allowed as allowed
+from torchlift._plan.rules import check_rename as check_rename
 from torchlift._plan.rules import check_rule as check_rule
 from torchlift._plan.rules import entry_like as entry_like
 from torchlift._plan.rules import renamed as renamed

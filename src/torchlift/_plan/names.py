@@ -17,7 +17,7 @@ import torch
 from torchlift._model.dtensor import is_sharded
 from torchlift._model.handlers import is_wrapper, oddity
 from torchlift._plan.rules import named, renamed
-from torchlift._plan.sources import Origin
+from torchlift._plan.sources import Origin, extra_state
 from torchlift._plan.steps import Candidate, Joined, Rename
 from torchlift._system import clipped_list
 from torchlift.errors import MismatchError
@@ -95,6 +95,22 @@ def others(
     counts = Counter(names.values())
     taken = {name for name, count in counts.items() if count > 1 or name in made}
     return {key: key if name in taken else name for key, name in names.items()}
+
+
+def names_of_left_out(
+    gone: Mapping[str, Candidate | None], rename: Rename | None, path: str
+) -> set[str]:
+    """Return the names that keys would have had, which a caller has left out."""
+    names = set(named(gone, rename).values())
+    names |= {whole for name in names if (whole := extra_state(name))}
+    if isinstance(rename, Rewriting):
+        tensors = {key: one for key, one in gone.items() if one is not None}
+        entries = {key: one.entry or _described(one) for key, one in tensors.items()}
+        try:
+            return names | rewritten(entries, rename, path).keys()
+        except MismatchError:  # a part without the others makes nothing that could be missing
+            return names
+    return names
 
 
 def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[str, Candidate]]:

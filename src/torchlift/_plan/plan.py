@@ -21,7 +21,7 @@ from torchlift._plan.hooks import (
     hooked_modules,
     run_hooks,
 )
-from torchlift._plan.names import Rewriting, assembled, others
+from torchlift._plan.names import Rewriting, assembled, names_of_left_out, others
 from torchlift._plan.report import KeyReport, LoadReport, Mismatch, listed, summarise
 from torchlift._plan.rules import (
     AnyMode,
@@ -31,15 +31,16 @@ from torchlift._plan.rules import (
     Options,
     Patterns,
     allowed,
+    check_rename,
     check_rule,
     named,
     renamed,
 )
 from torchlift._plan.sources import Given, Origin, sources
-from torchlift._plan.steps import Candidate, Match, Rename, Step, Work
+from torchlift._plan.steps import Candidate, Match, Rename, Step, Transform, Work
 from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._system import Facts, clipped_list, human, uninterrupted
-from torchlift._transfer import STAGING
+from torchlift._transfer import BUDGET, STAGING
 from torchlift.errors import Argument, Hint, MismatchError, PlacementError
 from torchlift.formats import RebuiltEntry
 
@@ -75,6 +76,8 @@ def plan(
     ckpt: Given | Sequence[Given],
     *,
     root: str | None = None,
+    include: Patterns = ("*",),
+    exclude: Patterns = (),
     rename: Rename | None = None,
     device: DeviceRule = None,
     dtype: DtypeRule = None,
@@ -84,7 +87,8 @@ def plan(
     ignore_mismatched: bool = False,
     mode: AnyMode = "auto",
     source: AnySource = "auto",
-    allow: Allow = (),
+    allow_classes: Allow = (),
+    transform: Transform | None = None,
 ) -> LoadPlan:
     """Say what `load` with the same arguments would do, without doing it.
 
@@ -93,8 +97,12 @@ def plan(
         ckpt: a checkpoint, a path or file that `torchlift.open` reads, a state dict in memory, or
             a list of these, of which a later one wins.
         root: keep only what is under this container of the checkpoint, of each where it is a list.
-        rename: callable from a name in the checkpoint to a name in the model, or to None to drop;
-            or a rule of `torchlift.remap`, which may also merge tensors and split them.
+        include: patterns of names in the checkpoint, below `root` and before `rename`, of which one
+            must fit; ``*`` stands for any text, dots included. One that fits nothing is an error.
+        exclude: patterns of those to leave out; see `load`.
+        rename: a dict of names in the checkpoint to names in the model, or a callable from one to
+            the other, and None to drop; or a rule of `torchlift.remap`, which may also merge
+            tensors and split them.
         device: None, a device, a rule of `torchlift.remap`, or any callable from `TensorEntry` (its
             ``key`` is the model's name) to a device or None. None leaves a live tensor where it is
             and puts a meta one on the CPU; ``"disk"`` leaves the tensor mapped from the file,
@@ -107,10 +115,12 @@ def plan(
         ignore_mismatched: treat a key whose shape differs as missing instead of raising.
         mode: ``"assign"``, ``"copy"``, ``"swap"`` or ``"auto"``.
         source: ``"mmap"``, ``"read"`` or ``"auto"``.
-        allow: tensor subclasses that may be rebuilt by name, such as ``[Int8Tensor]``; see `load`.
-            These tensors, and sparse and quantised ones, are made to see whether they fit, over a
-            map of the file: that runs code of the allowed classes (their constructors and
+        allow_classes: tensor subclasses that may be rebuilt by name, such as ``[Int8Tensor]``; see
+            `load`. These tensors, and sparse and quantised ones, are made to see whether they fit,
+            over a map of the file: that runs code of the allowed classes (their constructors and
             ``__setstate__``) and reads the indices of sparse ones.
+        transform: what `load` will be given, which is not called here: its shapes are not checked,
+            and new memory for each of its results is in the estimate.
 
     Returns:
         The plan; printing it gives a summary.
@@ -130,9 +140,9 @@ def plan(
     """
     options = Options(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
-        source,
+        source, include, exclude, transform,
     )  # fmt: skip
-    return plan_only(model, ckpt, options, root=root, allow=allow)
+    return plan_only(model, ckpt, options, root=root, allow_classes=allow_classes)
 
 
 def plan_only(
@@ -141,12 +151,12 @@ def plan_only(
     options: Options,
     *,
     root: str | None = None,
-    allow: Allow = (),
+    allow_classes: Allow = (),
 ) -> LoadPlan:
     """Plan a load, and leave the model as it was."""
     check_order(model, ckpt)
     with (
-        sources(ckpt, root, allow) as origin,
+        sources(ckpt, root, allow_classes) as origin,
         locked(model) as tree,
         uninterrupted(),
         Commit() as commit,
@@ -176,7 +186,6 @@ def make_plan(
     options: Options,
     commit: Commit,
     *,
-    check_shapes: bool = True,
     check: Callable[[Match, str, Options], None] | None = None,
 ) -> LoadPlan:
     """Plan a load from an open source; FSDP2's shards are in their slots.
@@ -186,18 +195,23 @@ def make_plan(
         origin: where the values come from.
         options: what was asked for.
         commit: takes back what the model's own loading code changes in its modules.
-        check_shapes: False where a transform may still change shapes, or make a tensor dense.
         check: raises for what does not fit, in place of `check_names`.
     """
+    keys = {*origin.candidates, *origin.objects, *origin.blocked} if options.rename else ()
+    check_rename(options.rename, keys, origin.path)
+    gone = origin.leave_out(options.include, options.exclude)
+    left_out = names_of_left_out(gone, options.rename, origin.path)
     for rule in filter(callable, (options.device, options.dtype)):
         check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
+    # A transform may still change shapes, or make a tensor dense.
+    check_shapes = options.transform is None
     made: dict[str, Candidate] = {}
     if isinstance(options.rename, Rewriting):
         names, made = assembled(origin, options.rename)
         objects = others(origin.objects, options.rename, origin.path, {*names.values(), *made})
     else:
-        keys = [key for key in origin.candidates if key not in origin.blocked]
-        names = renamed(keys, options.rename, origin.path)
+        tensors = [key for key in origin.candidates if key not in origin.blocked]
+        names = renamed(tensors, options.rename, origin.path)
         objects = renamed(origin.objects, options.rename, origin.path)
     blocked = named(origin.blocked, options.rename)
     # For torch's own functions they are the keys of the wrapped model by now.
@@ -209,6 +223,7 @@ def make_plan(
         names = {key: to_key[name] for key, name in names.items()}
         objects = {key: to_key[name] for key, name in objects.items()}
         made = {to_key[name]: one for name, one in made.items()}
+        left_out = set(map(canonical, naming.keys(left_out)))
     ignored = list(dict.fromkeys(blocked.values()))
     excused = ignored if not options.strict else allowed(ignored, options.allow_unexpected)
     known = [name for g in tree.groups for name in g.names] if ignored else []
@@ -241,6 +256,7 @@ def make_plan(
         matched.rename(canonical)
     matched.hint = _hint(matched, tree.modules[0], options, origin.root)
     matched.open = options.strict and hooked
+    matched.left_out = left_out
     excusable = list[str]()
     if matched.open:
         excusable = [name for names in _not_allowed(matched, options) for name in names]
@@ -264,7 +280,9 @@ def make_plan(
         naming=naming,
     )
     later = None if options.dtype is None else _DTYPE_LATER
-    return _assemble(origin, tree.groups, matched, work, candidates, excusable, later, canonical)
+    plan = _assemble(origin, tree.groups, matched, work, candidates, excusable, later, canonical)
+    extra = 0 if check_shapes else _transformed_bytes(work.steps)
+    return replace(plan, peak_bytes=plan.peak_bytes + extra)
 
 
 def _assemble(
@@ -371,6 +389,21 @@ def _peak(work: Work, origin: Origin) -> int:
     return new + made + kept + min(staged, STAGING) + _inflated_bytes(work, origin)
 
 
+def _transformed_bytes(steps: Sequence[Step]) -> int:
+    """Return the bytes that a transform takes on the host: what it gets, and where it is to stay.
+
+    It may return new memory for every tensor, and what is copied in place waits until all are made.
+    """
+    most = max((step.candidate.nbytes for step in steps), default=0)
+    total = sum(step.candidate.nbytes for step in steps)
+    stay = [step for step in steps if step.memory.type == "cpu" and _new_bytes(step) == 0]
+    return min(total, max(most, BUDGET // 4)) + sum(
+        step.group.tensor.numel() * step.dtype.itemsize
+        for step in stay
+        if not is_lazy(step.group.tensor)
+    )
+
+
 def _inflated_bytes(work: Work, origin: Origin) -> int:
     """Return the bytes of deflated records that are in memory at a time beside the new tensors."""
     entries = (step.entry for step in work.steps if step.entry)
@@ -418,7 +451,9 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     """
     missing, unexpected = _not_allowed(matched, options)
     wrong = {} if options.ignore_mismatched else matched.mismatched
-    nothing = not (matched.fits or matched.open) and bool(missing)
+    # What the caller left out fits nothing either: else a load of nothing would be none's error.
+    lacking = bool(missing) or not matched.left_out.isdisjoint(matched.missing)
+    nothing = lacking and not (matched.fits or matched.open)
     odd = [name for name in missing if name in matched.unexpected]
     if not (wrong or nothing or odd or (options.strict and (missing or unexpected))):
         return
@@ -430,6 +465,10 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     if missing:
         lists.append(f"missing ({len(missing)}): {clipped_list(missing)}")
         ways.append(Argument("allow_missing", "[...] with the names that may be"))
+    if nothing and not missing:
+        names = [name for name in matched.missing if name in matched.left_out]
+        lists.append(f"left out ({len(names)}): {clipped_list(names)}")
+        ways.append(Argument("include", "[...] with keys that the model has"))
     if unexpected:
         lists.append(f"unexpected ({len(unexpected)}): {clipped_list(unexpected)}")
         ways.append(Argument("allow_unexpected", "[...] with the names that may be"))
@@ -458,7 +497,7 @@ def check_names(matched: Match, path: str, options: Options) -> None:
 
 def _not_allowed(matched: Match, options: Options) -> tuple[list[str], list[str]]:
     """Return the names that are missing, and those that are unexpected, and may not be."""
-    excused = allowed(matched.missing, options.allow_missing)
+    excused = allowed(matched.missing, options.allow_missing) | matched.left_out
     extra = allowed(matched.unexpected, options.allow_unexpected)
     missing = [name for name in matched.missing if name not in excused]
     return missing, [name for name in matched.unexpected if name not in extra]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import torch
@@ -12,9 +11,10 @@ import torch
 from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import default_device, is_sharded
 from torchlift._model.slots import Group
-from torchlift._plan.steps import Rename
-from torchlift.errors import MismatchError, PlacementError, note
+from torchlift._plan.steps import Rename, Transform
+from torchlift.errors import MismatchError, PlacementError, did_you_mean, note
 from torchlift.formats import TensorEntry, row_major
+from torchlift.formats import allowed as allowed
 
 DeviceRule = (
     torch.device | str | int | Callable[[TensorEntry], torch.device | str | int | None] | None
@@ -49,6 +49,9 @@ class Options:
     ignore_mismatched: bool = False
     mode: AnyMode = "auto"
     source: AnySource = "auto"
+    include: Patterns = ("*",)
+    exclude: Patterns = ()
+    transform: Transform | None = None
     present: bool = True
 
     def __post_init__(self) -> None:
@@ -65,13 +68,13 @@ class Options:
             raise TypeError(
                 f"dtype={dtype!r}: expected a torch.dtype, its name, a callable or None"
             )
-        for name in ("allow_missing", "allow_unexpected"):
+        for name in ("allow_missing", "allow_unexpected", "include", "exclude"):
             patterns: object = getattr(self, name)
             if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):  # type: ignore[attr-defined]
                 raise TypeError(f"{name}={patterns!r}: expected patterns such as ['head.*']")
         rename: object = self.rename
-        if not (rename is None or callable(rename)):
-            raise TypeError(f"rename={rename!r}: expected a callable or None")
+        if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+            raise TypeError(f"rename={rename!r}: expected a callable, a dict of names or None")
 
 
 def target_dtype(
@@ -127,11 +130,6 @@ def full_name(short: object) -> str:
         (". Did you mean 'bfloat16'?", '')
     """
     return f". Did you mean {_SHORT[short]!r}?" if short in _SHORT else ""
-
-
-def allowed(names: Iterable[str], patterns: Patterns) -> set[str]:
-    """Return the names that a pattern allows; ``*`` stands for any text, dots included."""
-    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def asked_device(
@@ -255,7 +253,7 @@ def named(keys: Iterable[str], rename: Rename | None) -> dict[str, str]:
     names: dict[str, str] = {}
     for key in keys:
         try:
-            name = rename(key)
+            name = rename.get(key, key) if isinstance(rename, Mapping) else rename(key)
         except Exception as error:
             note(error, f"rename was called with {key!r}")
             raise
@@ -265,6 +263,22 @@ def named(keys: Iterable[str], rename: Rename | None) -> dict[str, str]:
             raise TypeError(f"rename({key!r}) returned {name!r}, which is neither str nor None")
         names[key] = name
     return names
+
+
+def check_rename(rename: Rename | None, keys: Collection[str], path: str) -> None:
+    """Refuse a dict of names with one that the source lacks.
+
+    Raises:
+        MismatchError: it has such a one.
+    """
+    for key in rename if isinstance(rename, Mapping) else ():
+        if key not in keys:
+            raise MismatchError(
+                "rename is for a key that is not there",
+                file=path,
+                entry=key,
+                hint=did_you_mean(key, keys) or "Look at the keys with torchlift inspect.",
+            )
 
 
 def same_name(name: str, first: str, second: str, path: str) -> MismatchError:

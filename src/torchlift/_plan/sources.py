@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, BinaryIO
 
@@ -32,7 +32,7 @@ from torchlift._plan.steps import Candidate, Copy, Joined, Sent, Value
 from torchlift._system import leaves
 from torchlift._transfer import Sender
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats import of_model, put_together
+from torchlift.formats import left_out, of_model, put_together
 from torchlift.formats.flatten import (
     MISSING,
     Containers,
@@ -56,14 +56,14 @@ IN_MEMORY = "the state dict"
 
 @contextmanager
 def sources(
-    given: Given | Sequence[Given], root: str | None, allow: Allow = ()
+    given: Given | Sequence[Given], root: str | None, allow_classes: Allow = ()
 ) -> Iterator[Origin]:
     """Open what a caller passed: a checkpoint, a state dict, or several, of which later ones win.
 
     Args:
         given: what the caller passed.
         root: the container to take.
-        allow: classes that may be rebuilt.
+        allow_classes: classes that may be rebuilt.
 
     Raises:
         CheckpointError: one cannot be opened.
@@ -76,7 +76,7 @@ def sources(
         opened = [
             StateSource.of_flat(flat_state(layer, root))
             if isinstance(layer, Mapping) and not isinstance(layer, Checkpoint)
-            else stack.enter_context(checkpoint(layer, root, allow=allow))
+            else stack.enter_context(checkpoint(layer, root, allow_classes=allow_classes))
             for layer in layers
         ]
         origin = _layered(opened)
@@ -87,7 +87,7 @@ def sources(
 
 @contextmanager
 def checkpoint(
-    given: Given, root: str | None, *, whole: bool = False, allow: Allow = ()
+    given: Given, root: str | None, *, whole: bool = False, allow_classes: Allow = ()
 ) -> Iterator[Checkpoint]:
     """Open a checkpoint for one call, or restrict one that the caller has opened.
 
@@ -95,24 +95,24 @@ def checkpoint(
         given: what the caller passed.
         root: the container to take.
         whole: whether what holds no model is taken, too.
-        allow: classes that may be rebuilt.
+        allow_classes: classes that may be rebuilt.
     """
     if isinstance(given, Checkpoint):
-        yield _chosen(given, root, whole, allow)
+        yield _chosen(given, root, whole, allow_classes)
         return
     if isinstance(given, Mapping):
         raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
     with open_checkpoint(given) as opened:
-        yield _chosen(opened, root, whole, allow)
+        yield _chosen(opened, root, whole, allow_classes)
 
 
-def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow: Allow) -> Checkpoint:
+def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow_classes: Allow) -> Checkpoint:
     """Return what is to be loaded: what is under `root`, or else all that is of a model."""
     index = of_model(ckpt.index) if root is None and not whole else ckpt.index
-    allowed = (*ckpt.allow, *classes(allow))
-    if root is None and index is ckpt.index and allowed == ckpt.allow:
+    allowed = (*ckpt.allow_classes, *classes(allow_classes))
+    if root is None and index is ckpt.index and allowed == ckpt.allow_classes:
         return ckpt
-    return Checkpoint(index, root=root, allow=allowed)
+    return Checkpoint(index, root=root, allow_classes=allowed)
 
 
 def container(state: Any, root: str | None) -> Any:
@@ -151,9 +151,9 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
     # The extra state of a module is one value, however many keys it has in each.
     last: dict[str, str] = {}
     for key, name in owner.items():
-        if whole := _extra_state(key):
+        if whole := extra_state(key):
             last[whole] = max(last.get(whole, name), name, key=int)
-    owner = {key: last.get(_extra_state(key), name) for key, name in owner.items()}
+    owner = {key: last.get(extra_state(key), name) for key, name in owner.items()}
     paths = {key: layers[int(name)].path for key, name in owner.items()}
     indexes = {str(n): item.index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
     path = ", ".join(dict.fromkeys(layer.path for layer in layers))
@@ -162,11 +162,11 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
     return _Layers(merged, layers, owner, paths)
 
 
-def _extra_state(key: str) -> str:
+def extra_state(key: str) -> str:
     """Return the name of the extra state that a key is of, or an empty text.
 
     Example:
-        >>> _extra_state("a._extra_state.scale.0"), _extra_state("a.weight")
+        >>> extra_state("a._extra_state.scale.0"), extra_state("a.weight")
         ('a._extra_state', '')
     """
     at = f".{key}.".find(f".{_EXTRA_STATE}.")
@@ -208,6 +208,30 @@ class Origin:
         self.candidates = candidates
         self.objects = objects
         self.versions = versions
+
+    def leave_out(
+        self, include: Collection[str], exclude: Collection[str]
+    ) -> Mapping[str, Candidate | None]:
+        """Leave out the keys that patterns do not choose; an extra state whole, or not at all.
+
+        Returns:
+            What was left out: key -> candidate, or None of what is no tensor.
+
+        Raises:
+            MismatchError: a pattern fits nothing, or nothing is left.
+        """
+        others = [*self.objects, *self.blocked]
+        gone = left_out(self.candidates, others, include, exclude, self.path)
+        if not gone:
+            return {}
+        extra = {whole for key in gone if (whole := extra_state(key))}
+        if extra:
+            gone |= {key for key in (*self.candidates, *others) if extra_state(key) in extra}
+        found = {key: self.candidates.get(key) for key in gone}
+        self.candidates = {k: v for k, v in self.candidates.items() if k not in gone}
+        self.objects = {k: self.objects[k] for k in self.objects if k not in gone}
+        self.blocked = {k: v for k, v in self.blocked.items() if k not in gone}
+        return found
 
     def tensor(self, candidate: Candidate, like: torch.Tensor | None = None) -> torch.Tensor:
         """Return a candidate's tensor, for code that looks at values.

@@ -7,7 +7,7 @@ fourteen fields takes 3.1 us to make, and another one 0.8.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from torchlift._model.slots import Group, is_blank
 from torchlift._plan.report import Mismatch, Mode, Route, Source
 from torchlift.formats import RebuiltEntry, TensorEntry
 
-Rename = Callable[[str], str | None]
+Rename = Callable[[str], str | None] | Mapping[str, str | None]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 #: Called with a number of bytes as they arrive.
 Advance = Callable[[int], object]
@@ -151,6 +151,7 @@ class Match:
         missing, unexpected, dropped, mismatched: as in `LoadReport`.
         fits: whether anything of the source is in a pair.
         open: whether code of the model, which sees the result, may still excuse names.
+        left_out: names of the model whose keys the caller left out: they may be missing.
         hint: what would make more names fit, else None.
     """
 
@@ -163,6 +164,7 @@ class Match:
     fits: bool = True
     open: bool = False
     hint: str | None = None
+    left_out: set[str] = field(default_factory=set)
 
     def rename(self, name_of: Callable[[str], str]) -> None:
         """Give the names that are reported other ones."""

@@ -33,6 +33,7 @@ from torchlift._plan import (
     LoadPlan,
     Made,
     Rename,
+    check_rename,
     check_rule,
     checkpoint,
     entry_like,
@@ -293,6 +294,7 @@ def _of_module(model: nn.Module, dtype: DtypeRule) -> Iterator[_Tensor]:
 
 def _of_checkpoint(ckpt: Checkpoint, rename: Rename | None, dtype: DtypeRule) -> Iterator[_Tensor]:
     """List the tensors of a checkpoint, two keys of one tensor once."""
+    check_rename(rename, {*ckpt.entries, *ckpt.objects}, ckpt.path)
     seen: set[object] = set()
     for name, (entry, _) in rewritten(ckpt.entries, rename, ckpt.path).items():
         place = (entry.storage, entry.chunks[:1], entry.shape, entry.stride, entry.dtype)

@@ -18,17 +18,20 @@ from torchlift.formats.index import (
     Record,
     Storage,
     TensorEntry,
+    allowed,
     allowing,
     ambiguity,
+    left_out,
     matching,
     of_model,
+    require_kept,
     used_by,
 )
 from torchlift.formats.sharded import put_together
 
 __all__ = [
     "AMBIGUOUS", "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "FileStamp", "Index", "Leaf",
-    "RebuiltEntry", "Record", "Storage", "TensorEntry", "allowing", "ambiguity", "cut",
-    "matching", "of_model", "put_together", "read_index", "row_major", "select", "steps_in_file",
-    "under", "used_by",
+    "RebuiltEntry", "Record", "Storage", "TensorEntry", "allowed", "allowing", "ambiguity", "cut",
+    "left_out", "matching", "of_model", "put_together", "read_index", "require_kept", "row_major",
+    "select", "steps_in_file", "under", "used_by",
 ]  # fmt: skip

@@ -11,12 +11,23 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torchlift.errors import Argument, FormatError, Hint, IntegrityError
+from torchlift._system import clipped_list, printable
+from torchlift.errors import (
+    Argument,
+    FormatError,
+    Hint,
+    IntegrityError,
+    MismatchError,
+    did_you_mean,
+)
+
+#: Keys of tensors, and others.
+_Keys = tuple[Collection[str], Collection[str]]
 
 #: The one dtype table: torch's name -> bytes per element. Formats map their own names onto these.
 ITEMSIZE: dict[str, int] = {
@@ -516,12 +527,77 @@ def globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in blocked_keys.values() if name != AMBIGUOUS))
 
 
+def allowed(names: Iterable[str], patterns: Collection[str]) -> set[str]:
+    """Return the names that a pattern fits; ``*`` stands for any text, dots included."""
+    fits = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
+    return {name for name in names if any(fit(name) for fit in fits)}
+
+
+def left_out(
+    tensors: Collection[str],
+    others: Collection[str],
+    include: Collection[str],
+    exclude: Collection[str],
+    path: str,
+) -> set[str]:
+    """Return the keys that patterns leave out.
+
+    Args:
+        tensors: keys of tensors.
+        others: keys of what is no tensor, or cannot be had.
+        include: patterns of which one must fit.
+        exclude: patterns of which none may fit.
+        path: of the source, for errors.
+
+    Raises:
+        MismatchError: a pattern fits nothing, or no tensor is left, or nothing of what has none.
+    """
+    if not exclude and "*" in include:
+        return set()
+    keys = [*tensors, *others]
+    for pattern in (*include, *exclude):
+        if pattern != "*" and not allowed(keys, [pattern]):
+            raise MismatchError(
+                f"no key fits the pattern {pattern!r}",
+                file=path,
+                hint=did_you_mean(pattern, keys) or "Look at the keys with torchlift inspect.",
+            )
+    left = allowed(keys, include) - allowed(keys, exclude)
+    filters = f"include={list(include)!r}, exclude={list(exclude)!r}"
+    kept = [key for key in tensors if key in left], left
+    require_kept(path, (tensors, keys), kept, "the patterns leave out", filters)
+    return {key for key in keys if key not in left}
+
+
+def require_kept(path: str, before: _Keys, after: _Keys, leaves_out: str, filters: str) -> None:
+    """Refuse a filter that leaves no tensor of a source with some, or nothing of one without.
+
+    Args:
+        path: of the source.
+        before: keys of tensors, and others, before the filter.
+        after: those after it.
+        leaves_out: which filter it is, and a verb.
+        filters: what the caller passed.
+
+    Raises:
+        MismatchError: nothing is left.
+    """
+    kind = 0 if before[0] else 1
+    if before[kind] and not after[kind]:
+        raise MismatchError(
+            f"{leaves_out} everything{' that is a tensor' * (not kind)}: {printable(filters, 300)}",
+            file=path,
+            found=f"left out: {clipped_list(before[kind])}",
+            hint="Look at the keys with torchlift inspect, and ask for some of them.",
+        )
+
+
 def matching(index: Index, patterns: Sequence[str]) -> Index:
     """Return what an index has under keys that one of the glob patterns fits, whole."""
-    fits = [re.compile(fnmatch.translate(pattern)).match for pattern in patterns]
 
     def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if any(fit(key) for fit in fits)}
+        keys = allowed(values, patterns)
+        return {key: value for key, value in values.items() if key in keys}
 
     entries, blocked_keys = chosen(index.entries), chosen(index.blocked_keys)
     return replace(

@@ -43,7 +43,7 @@ class _Chain(Renaming):
         for step in self.steps:
             if name is None:
                 return None
-            name = step(name)
+            name = step.get(name, name) if isinstance(step, Mapping) else step(name)
         return name
 
     def __repr__(self) -> str:
