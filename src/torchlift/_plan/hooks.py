@@ -581,7 +581,7 @@ def gather(
     renamed = {leaf.key: name + leaf.key[len(key) :] for leaf in leaves(tree).values() if leaf}
     if renamed and all(here in local for here in renamed.values()):
         local[name] = map_leaves(tree, lambda leaf, _: local.pop(renamed[leaf.key]))
-    else:
+    elif name.endswith(_EXTRA):  # a list of which something was left out is none any more
         local[name] = _nested(local, inside, name + ".")
 
 
