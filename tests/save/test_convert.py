@@ -131,9 +131,7 @@ def test_tensors_that_only_code_could_rebuild_are_refused_by_name(tmp_path: Path
     finally:
         del sys.modules["no_such_module"]
     format = "dcp" if dst == "y" else None
-    with pytest.raises(
-        UnsafeError, match=r"'trap': only unpickling .*Trap.* exclude=\['trap'\] \(--ex"
-    ):
+    with pytest.raises(UnsafeError, match=r"'trap': only unpickling .*Trap.* exclude=\['trap'\]"):
         torchlift.convert(tmp_path / "x.pt", tmp_path / dst, format=format)
     assert os.listdir(tmp_path) == ["x.pt"]
     torchlift.convert(tmp_path / "x.pt", tmp_path / dst, format=format, exclude=["trap"])
