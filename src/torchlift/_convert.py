@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, BinaryIO
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import torch
 
-from torchlift._checkpoint import Checkpoint, dtype_of
-from torchlift._checkpoint import open as open_checkpoint
+from torchlift._checkpoint import Allow, Checkpoint, dtype_of
 from torchlift._load import require_intact
+from torchlift._model.handlers import oddity
 from torchlift._plan import (
     DtypeRule,
+    Given,
     Options,
     Patterns,
     Rename,
+    StateSource,
+    Transform,
+    as_index,
     check_rename,
     check_rule,
+    in_memory,
+    opened,
     others,
+    owners,
     rewritten,
     same_name,
     target_dtype,
 )
 from torchlift._save import Becomes, SaveReport, Target, finish, from_files
+from torchlift._save.blocks import memory_of
 from torchlift._system import printable
-from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
+from torchlift.errors import Argument, CheckpointError, Hint, PlacementError, note
 from torchlift.formats import (
     Index,
     TensorEntry,
     left_out,
     of_model,
+    put_together,
     require_kept,
     select,
     used_by,
@@ -46,18 +57,20 @@ _ASIDE = "it holds no model; convert it by itself with root="
 
 
 def convert(
-    src: str | os.PathLike[str] | BinaryIO | Checkpoint,
+    src: Given | Sequence[Given],
     dst: str | os.PathLike[str],
     *,
     format: str | None = None,
     root: str | None = None,
+    include: Patterns = ("*",),
+    exclude: Patterns = (),
     rename: Rename | None = None,
     dtype: DtypeRule = None,
+    transform: Transform | None = None,
+    allow_classes: Allow = (),
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
     progress: bool = False,
-    include: Patterns = ("*",),
-    exclude: Patterns = (),
     checksum: bool = True,
     verify: bool = True,
     dry_run: bool = False,
@@ -66,8 +79,9 @@ def convert(
 
     It is read and written a block at a time: some 32 MiB of memory, whatever its size. A tensor
     that the source has compressed (``numpy.savez_compressed``, a zip that was deflated) is the
-    exception: it is inflated whole. The new files appear when they are whole, as with
-    `torchlift.save`; the old ones are only read.
+    exception: it is inflated whole. Of a `transform`, one tensor is in memory, and what becomes of
+    it; the results wait on the disk beside `dst`, in a file without a name. The new files appear
+    when they are whole, as with `torchlift.save`; the old ones are only read.
 
     A conversion to shards that was killed goes on where it was when it is called again: shards that
     were finished stay as they are (``taken_up`` of the report) if the source has not changed, the
@@ -80,21 +94,26 @@ def convert(
     names; the report lists what they do not keep.
 
     Args:
-        src: what `torchlift.open` reads, or a checkpoint that is open.
+        src: what `torchlift.open` reads, a checkpoint that is open, a state dict in memory, or a
+            list of these, of which a later one wins; but for one file, names are flat.
         dst: the file or folder to write; see `torchlift.save` for what its suffix says.
         format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``. None: the suffix.
         root: keep only what is under this container, and strip it.
-        rename: callable from a key to its new name, or to None to drop it, such as
-            `torchlift.remap.strip` and `torchlift.remap.rules`; or a rule that merges and splits,
-            such as `torchlift.remap.merge`, whose ``reversed()`` is the way back.
-        dtype: a floating-point dtype or its name, for all tensors of floating-point numbers; or a
-            callable from `TensorEntry` to one or None, such as `torchlift.remap.by_pattern`.
-        max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``.
-        overwrite: whether to replace what is there, be it the source itself.
-        progress: show a bar of bytes on stderr.
         include: patterns of keys, below `root` and before they are renamed; ``*`` stands for any
             text, dots included.
         exclude: patterns of keys to leave out, of those.
+        rename: a dict of names, or a callable from a key to its new name, or to None to drop it, as
+            `torchlift.remap.strip` and `torchlift.remap.rules` do; or a rule that merges and
+            splits, such as `torchlift.remap.merge`, whose ``reversed()`` is the way back.
+        dtype: a floating-point dtype or its name, for all tensors of floating-point numbers; or a
+            callable from `TensorEntry` to one or None, such as `torchlift.remap.by_pattern`.
+        transform: callable from (new name, a tensor of its own) to a tensor, called once for each,
+            before anything is written; its result may have another shape and dtype, and is cast.
+        allow_classes: tensor subclasses that may be rebuilt, for a transform that makes plain
+            tensors of them; see `torchlift.open`.
+        max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``.
+        overwrite: whether to replace what is there, be it the source itself.
+        progress: show a bar of bytes on stderr.
         checksum: whether to record checksums.
         verify: compare the checksums that the source has of what is converted, before a new file
             appears: a damaged file would become one whose checksums are right.
@@ -129,10 +148,12 @@ def convert(
         raise ValueError("dtype='model': a conversion has no model; expected the name of a dtype")
     target = Target.of(dst, format, max_shard_size)
     with ExitStack() as stack:
-        opened = src if isinstance(src, Checkpoint) else stack.enter_context(open_checkpoint(src))
-        _check_apart(opened.index, target, overwrite)
-        index = opened.index if root is None else select(opened.index, root)
-        tensors = (opened.index.entries, ()), (index.entries, ())
+        whole, state, checkpoints = _opened(src, root, allow_classes, stack)
+        _check_apart(whole, target, overwrite)
+        index = whole
+        if root is not None and len(checkpoints) == 1 and not state:
+            index = select(whole, root)
+        tensors = (whole.entries, ()), (index.entries, ())
         require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
         lost: dict[str, str] = {}
         others = [*index.objects, *index.blocked_keys]
@@ -162,12 +183,20 @@ def convert(
                 if key not in dropped
             }
             dropped |= left.keys()
-        taken, values = from_files(ckpt, target, becomes, dropped)
-        if verify and not dry_run:
+        results = _Results(ckpt, state, transform, becomes, target.head, stack)
+        for one in checkpoints if verify and not dry_run and transform is not None else ():
+            require_intact(one)  # before its values are somebody's
+        taken, values = from_files(ckpt, target, becomes, dropped, results.of)
+        if verify and not dry_run and transform is None:
             # What is written as it is gets compared on the way: it is not read twice.
             sources = (value.source for value in values if value.crc32 is not None)
             compared = {entry.storage for entry in sources if isinstance(entry, TensorEntry)}
-            require_intact(opened, used_by(read, opened.index.storages).keys() - compared)
+            if len(checkpoints) == 1 and not state:
+                used = used_by(read, whole.storages).keys() - compared
+                require_intact(checkpoints[0], used)
+            else:
+                for one in checkpoints:
+                    require_intact(one)
         keeps_metadata = target.only_tensors and ckpt.format in _TEXTS[:2]
         metadata = {k: v for k, v in ckpt.metadata.items() if k not in ("format", "total_size")}
         if target.only_tensors:
@@ -179,7 +208,7 @@ def convert(
             for file, stamp in ckpt.index.files.items():
                 stamp.check(file)
             # Somebody may have made it in the meantime.
-            _check_apart(opened.index, target, overwrite)
+            _check_apart(whole, target, overwrite)
 
         return finish(
             target,
@@ -192,6 +221,112 @@ def convert(
             progress=progress,
             written=not dry_run,
         )
+
+
+def _opened(
+    src: Given | Sequence[Given], root: str | None, allow_classes: Allow, stack: ExitStack
+) -> tuple[Index, dict[str, torch.Tensor], list[Checkpoint]]:
+    """Open the sources; return one index of them, the tensors in memory, and the checkpoints.
+
+    The index of one checkpoint is all of it; of several, and of memory, what is below the root.
+    """
+    layers: Sequence[Given] = src if isinstance(src, (list, tuple)) else [src]  # type: ignore[list-item]
+    if not layers:
+        raise TypeError("an empty list of checkpoints")
+    if len(layers) == 1 and (
+        isinstance(layers[0], Checkpoint) or not isinstance(layers[0], Mapping)
+    ):
+        root = None
+    found = [stack.enter_context(opened(one, root, allow_classes, whole=True)) for one in layers]
+    checkpoints = [one for one in found if isinstance(one, Checkpoint)]
+    if len(found) == len(checkpoints) == 1:
+        return checkpoints[0].index, {}, checkpoints
+    owner = owners(found)
+    state = {
+        key: one.value
+        for number, layer in enumerate(found)
+        if isinstance(layer, StateSource)
+        for key, one in layer.candidates.items()
+        if owner[key] == str(number) and isinstance(one.value, torch.Tensor)
+    }
+    indexes = [one.index if isinstance(one, Checkpoint) else as_index(one) for one in found]
+    path = ", ".join(dict.fromkeys(index.path for index in indexes))
+    named = {str(number): index for number, index in enumerate(indexes)}
+    return put_together(path, named, owner, {}), state, checkpoints
+
+
+class _Results:
+    """The tensors that are saved in place of those of the files.
+
+    Args:
+        ckpt: the files.
+        state: key -> tensor in memory.
+        transform: what the caller passed.
+        becomes: which dtype a tensor gets.
+        head: path of what is written: results wait beside it, in a file that has no name.
+        stack: closes that file.
+    """
+
+    def __init__(
+        self,
+        ckpt: Checkpoint,
+        state: Mapping[str, torch.Tensor],
+        transform: Transform | None,
+        becomes: Becomes,
+        head: str,
+        stack: ExitStack,
+    ) -> None:
+        self._ckpt, self._state, self._transform, self._becomes = ckpt, state, transform, becomes
+        self._head, self._stack = head, stack
+        self._file: IO[bytes] | None = None
+
+    def of(self, key: str, entry: TensorEntry) -> torch.Tensor | None:
+        """Return what is saved under a name; None: what the file has.
+
+        Raises:
+            TypeError: the transform returned no tensor.
+            PlacementError: what it returned cannot be saved.
+        """
+        found = in_memory(entry, self._state, self._ckpt.mapped())
+        if self._transform is None:
+            return found
+        given = self._ckpt.view(entry) if found is None else found
+        try:
+            made = self._transform(key, given.detach().clone())  # which it may write to
+        except Exception as error:
+            note(error, f"transform was called with {key!r} of {self._ckpt.path}")
+            raise
+        if not isinstance(made, torch.Tensor):
+            raise TypeError(f"transform({key!r}, ...) returned {type(made).__name__}, no tensor")
+        if odd := oddity(made):
+            raise PlacementError(
+                "transform returned a tensor that cannot be saved",
+                file=self._ckpt.path,
+                entry=key,
+                expected="a dense tensor with values",
+                found=odd,
+            )
+        seen = replace(entry, key=key, dtype=str(made.dtype).removeprefix("torch."))
+        return self._kept(made.detach().to("cpu", self._becomes(seen)).contiguous())
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the same values that is no memory of this process."""
+        tensor = tensor.resolve_conj().resolve_neg()
+        if not tensor.numel():
+            return tensor
+        if self._file is None:
+            folder = os.path.dirname(self._head)
+            while not os.path.isdir(folder):
+                folder = os.path.dirname(folder)
+            self._file = self._stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115
+        start = -(-self._file.seek(0, os.SEEK_END) // mmap.ALLOCATIONGRANULARITY)
+        start *= mmap.ALLOCATIONGRANULARITY
+        self._file.seek(start)
+        self._file.write(memory_of(tensor))
+        self._file.flush()
+        mapped = mmap.mmap(self._file.fileno(), tensor.nbytes, offset=start)
+        values = torch.frombuffer(mapped, dtype=torch.uint8)
+        return values.view(tensor.dtype).view(tensor.shape)
 
 
 def _check_some(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:

@@ -6,6 +6,8 @@ from torchlift._plan.fetch import fetch_all as fetch_all
 from torchlift._plan.hooks import run_post_hooks as run_post_hooks
 from torchlift._plan.names import Made as Made
 from torchlift._plan.names import Rewriting as Rewriting
+from torchlift._plan.names import as_index as as_index
+from torchlift._plan.names import in_memory as in_memory
 from torchlift._plan.names import others as others
 from torchlift._plan.names import rewritten as rewritten
 from torchlift._plan.plan import LoadPlan as LoadPlan
@@ -41,6 +43,8 @@ from torchlift._plan.sources import apart as apart
 from torchlift._plan.sources import checkpoint as checkpoint
 from torchlift._plan.sources import container as container
 from torchlift._plan.sources import copy_values as copy_values
+from torchlift._plan.sources import opened as opened
+from torchlift._plan.sources import owners as owners
 from torchlift._plan.sources import place as place
 from torchlift._plan.sources import sources as sources
 from torchlift._plan.sources import whole_copy as whole_copy

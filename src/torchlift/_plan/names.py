@@ -14,14 +14,15 @@ from typing import NamedTuple
 
 import torch
 
+from torchlift._checkpoint import MappedViews
 from torchlift._model.dtensor import is_sharded
 from torchlift._model.handlers import is_wrapper, oddity
 from torchlift._plan.rules import named, renamed
-from torchlift._plan.sources import Origin, extra_state
+from torchlift._plan.sources import Origin, StateSource, extra_state
 from torchlift._plan.steps import Candidate, Joined, Rename
 from torchlift._system import clipped_list
 from torchlift.errors import MismatchError
-from torchlift.formats import Chunk, TensorEntry, row_major, steps_in_file
+from torchlift.formats import Chunk, Index, TensorEntry, row_major, steps_in_file
 
 #: Stands before a key in place of a file, for a tensor in memory: no path has this character.
 _MEMORY = "\0"
@@ -142,6 +143,44 @@ def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[s
         else:
             made[name] = Candidate(keys[0], entry, keys=keys)
     return names, made
+
+
+def as_index(source: StateSource) -> Index:
+    """Return the index of a state dict in memory: each tensor as if its storage were a file."""
+    return Index(
+        source.path,
+        "memory",
+        {key: _described(one) for key, one in source.candidates.items()},
+        {},
+        {},
+        objects=source.objects,
+        blocked_keys=source.blocked,
+    )
+
+
+def in_memory(
+    entry: TensorEntry, state: Mapping[str, torch.Tensor], views: MappedViews
+) -> torch.Tensor | None:
+    """Return the tensor of an entry of `as_index`, or of one that a rename made of some.
+
+    Args:
+        entry: of any index.
+        state: key -> tensor.
+        views: of the files that have slices of it, too.
+
+    Returns:
+        None: its values are in files.
+    """
+    if not any(chunk.file.startswith(_MEMORY) for chunk in entry.chunks):
+        return None
+    key = entry.chunks[0].file.removeprefix(_MEMORY)
+    one = state.get(key)
+    if one is not None and (tuple(one.shape), len(entry.chunks)) == (entry.shape, 1):
+        return one
+    origin = StateSource(state)
+    origin.views = views
+    slices = tuple(_slices(entry, origin))
+    return Joined(slices, torch.Size(entry.shape), getattr(torch, entry.dtype)).whole()
 
 
 def _described(candidate: Candidate) -> TensorEntry:

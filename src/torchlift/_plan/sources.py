@@ -73,16 +73,22 @@ def sources(
         layers: Sequence[Given] = given if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
         if not layers:
             raise TypeError("an empty list of checkpoints")
-        opened = [
-            StateSource.of_flat(flat_state(layer, root))
-            if isinstance(layer, Mapping) and not isinstance(layer, Checkpoint)
-            else stack.enter_context(checkpoint(layer, root, allow_classes=allow_classes))
-            for layer in layers
-        ]
-        origin = _layered(opened)
+        origin = _layered([stack.enter_context(opened(one, root, allow_classes)) for one in layers])
         origin.root = root
         stack.callback(origin.close)
         yield origin
+
+
+@contextmanager
+def opened(
+    given: Given, root: str | None, allow_classes: Allow = (), *, whole: bool = False
+) -> Iterator[Checkpoint | StateSource]:
+    """Open one of the sources that a caller passed; for the arguments, see `checkpoint`."""
+    if isinstance(given, Mapping) and not isinstance(given, Checkpoint):
+        yield StateSource.of_flat(flat_state(given, root))
+        return
+    with checkpoint(given, root, whole=whole, allow_classes=allow_classes) as ckpt:
+        yield ckpt
 
 
 @contextmanager
@@ -102,8 +108,8 @@ def checkpoint(
         return
     if isinstance(given, Mapping):
         raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
-    with open_checkpoint(given) as opened:
-        yield _chosen(opened, root, whole, allow_classes)
+    with open_checkpoint(given) as found:
+        yield _chosen(found, root, whole, allow_classes)
 
 
 def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow_classes: Allow) -> Checkpoint:
@@ -143,6 +149,17 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
     """Return one source of several; where two have one key, the later one counts."""
     if len(layers) == 1:
         return layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
+    owner = owners(layers)
+    paths = {key: layers[int(name)].path for key, name in owner.items()}
+    indexes = {str(n): item.index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
+    path = ", ".join(dict.fromkeys(layer.path for layer in layers))
+    # Each entry has the classes that were allowed for its own checkpoint.
+    merged = Checkpoint(put_together(path, indexes, owner, {}))
+    return _Layers(merged, layers, owner, paths)
+
+
+def owners(layers: Sequence[Checkpoint | StateSource]) -> dict[str, str]:
+    """Return key -> the number, as text, of the layer whose value counts: the last that has it."""
     owner: dict[str, str] = {}
     for number, layer in enumerate(layers):
         keys = layer.candidates if isinstance(layer, StateSource) else layer.entries
@@ -153,13 +170,7 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
     for key, name in owner.items():
         if whole := extra_state(key):
             last[whole] = max(last.get(whole, name), name, key=int)
-    owner = {key: last.get(extra_state(key), name) for key, name in owner.items()}
-    paths = {key: layers[int(name)].path for key, name in owner.items()}
-    indexes = {str(n): item.index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
-    path = ", ".join(dict.fromkeys(layer.path for layer in layers))
-    # Each entry has the classes that were allowed for its own checkpoint.
-    merged = Checkpoint(put_together(path, indexes, owner, {}))
-    return _Layers(merged, layers, owner, paths)
+    return {key: last.get(extra_state(key), name) for key, name in owner.items()}
 
 
 def extra_state(key: str) -> str:

@@ -498,7 +498,11 @@ class Target:
 
 
 def from_files(
-    ckpt: Checkpoint, target: Target, becomes: Becomes | None = None, dropped: Collection[str] = ()
+    ckpt: Checkpoint,
+    target: Target,
+    becomes: Becomes | None = None,
+    dropped: Collection[str] = (),
+    made: Callable[[str, TensorEntry], torch.Tensor | None] = lambda key, entry: None,
 ) -> tuple[Taken, list[Value]]:
     """Take apart what a checkpoint's files hold; nothing of a tensor is read.
 
@@ -507,6 +511,7 @@ def from_files(
         target: where it goes.
         becomes: the dtype that a tensor is saved with; None: its own.
         dropped: keys that are left out.
+        made: the tensor that is saved in place of what the file has; None: that.
 
     Raises:
         UnsafeError: something in it could only be had by running code.
@@ -530,10 +535,15 @@ def from_files(
     def dtype_as_it_is(entry: TensorEntry) -> torch.dtype:
         return dtype_of(entry, index.path)
 
-    values = [
-        Value.of_entry(key, entry, views, becomes or dtype_as_it_is)
-        for key, entry in taken.tensors.items()
-    ]
+    becomes = becomes or dtype_as_it_is
+    values = []
+    for key, entry in taken.tensors.items():
+        tensor = made(key, entry)
+        if tensor is None:
+            values.append(Value.of_entry(key, entry, views, becomes))
+            continue
+        seen = replace(entry, dtype=str(tensor.dtype).removeprefix("torch."))
+        values.append(replace(target.value_of(key, tensor), dtype=becomes(seen)))
     return taken, values
 
 

@@ -79,6 +79,11 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
             "collective=False is for a rank that loads alone, and the ranks of a "
             "FullyShardedDataParallel load together: leave it out"
         )
+    if "*" not in call.include or call.exclude or call.allow_missing:
+        raise ValueError(
+            "include=, exclude= and allow_missing= are not for a FullyShardedDataParallel, which "
+            "takes the state of all its parameters: shard the model with fully_shard"
+        )
     group = _group(call.model, call.process_group)
     chosen, found = checked(call.options), several(call.optimizers)
     receives = chosen.broadcast_from_rank0 and rank() != 0

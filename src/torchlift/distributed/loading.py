@@ -153,7 +153,9 @@ def _begin(call: LoadCall, tree: ModuleTree) -> _Job:
         job.state.model = by_name(model_state, names)
         job.state.versions = versions_of(job.state.model, names.key)
     if found:
-        job.state.optimizer = normalised(call.optim_dict(chosen.strict), found, names)
+        saved = normalised(call.optim_dict(chosen.strict), found, names)
+        saved.leave_out(call.include, call.exclude, call.allow_missing)
+        job.state.optimizer = saved
     moments = leaves(job.state.optimizer.state) if job.state.optimizer else {}
     values = {(name,): value for name, value in (job.state.model or {}).items()}
     for path, value in [*values.items(), *moments.items()]:

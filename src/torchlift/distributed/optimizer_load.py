@@ -25,7 +25,7 @@ from torchlift._model.dtensor import (
 from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.names import Names
 from torchlift._model.state import own
-from torchlift._plan import Copy, Sent, listed
+from torchlift._plan import Copy, Sent, allowed, listed
 from torchlift._system import Facts, Summary, leaves, map_leaves
 from torchlift.distributed.optimizer_state import Saved, first_name, initial_state, once
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
@@ -78,6 +78,7 @@ class OptimizerPlan:
         other: state under keys that are no parameter.
         hyper: for each group the hyperparameters that change.
         copies: saved tensors to copy into the new state.
+        left_alone: names of parameters whose state the caller has left out: it stays.
     """
 
     optimizer: torch.optim.Optimizer
@@ -86,6 +87,7 @@ class OptimizerPlan:
     other: dict[Any, Any] = field(default_factory=dict)
     hyper: list[dict[str, Any]] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    left_alone: set[str] = field(default_factory=set)
 
 
 def plan_optimizers(
@@ -109,6 +111,13 @@ def plan_optimizers(
         "missing in param_groups:": report.kept_hyperparameters,
     }
     missing = list(dict.fromkeys(report.missing_keys + report.kept_hyperparameters))
+    excused = allowed(missing, saved.allow_missing)
+    for plan in plans:
+        excused |= plan.left_alone
+    problems = {
+        what: [name for name in found if name not in excused] for what, found in problems.items()
+    }
+    missing = [name for name in missing if name not in excused]
     if options.strict and missing:
         raise misfit("optimizer", problems, missing_keys=missing)
     return plans
@@ -123,6 +132,11 @@ def _plan(
         plan.hyper.append(_hyper(group, names, saved, plan.report))
         for param in once(group["params"]):
             name = _saved_name(param, names, saved.state)
+            if name is None and not saved.gone.isdisjoint(names.fqns(param)):
+                name = first_name(param, names)
+                plan.left_alone.add(name)
+                plan.report.missing_keys.append(name)
+                continue
             if name is None:
                 stateless.append((group, param))
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,7 +13,9 @@ import torch
 
 from torchlift._model.names import Names
 from torchlift._model.state import own
+from torchlift._plan import IN_MEMORY
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
+from torchlift.formats import left_out
 
 T = TypeVar("T")
 
@@ -178,12 +180,30 @@ class Saved:
         hyper: canonical name -> the hyperparameters of its group.
         empty: the hyperparameters of groups without parameters, in order.
         other: state under keys that are no parameter.
+        gone: canonical names that the caller left out.
+        allow_missing: patterns of names that may be missing.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
     hyper: dict[str, dict[str, Any]] = field(default_factory=dict)
     empty: list[dict[str, Any]] = field(default_factory=list)
     other: dict[Any, Any] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    allow_missing: Collection[str] = ()
+
+    def leave_out(
+        self, include: Collection[str], exclude: Collection[str], allow_missing: Collection[str]
+    ) -> None:
+        """Leave out the parameters that patterns do not choose, with their hyperparameters.
+
+        Raises:
+            MismatchError: a pattern fits nothing, or nothing is left.
+        """
+        names = dict.fromkeys((*self.state, *self.hyper))
+        self.gone = left_out(names, (), include, exclude, IN_MEMORY)
+        self.allow_missing = allow_missing
+        self.state = {name: value for name, value in self.state.items() if name not in self.gone}
+        self.hyper = {name: value for name, value in self.hyper.items() if name not in self.gone}
 
 
 def normalised(

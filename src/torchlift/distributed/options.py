@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Flag, auto
 from typing import Any
@@ -139,6 +139,8 @@ class LoadCall:
         options: how to load.
         collective: see `RankGroup.of_model`.
         process_group: see `RankGroup.of_model`.
+        include, exclude: patterns of the parameters whose optimizer state is taken.
+        allow_missing: patterns of parameters that may be without one.
     """
 
     part: Part
@@ -149,6 +151,9 @@ class LoadCall:
     options: Any
     collective: bool | None = None
     process_group: Any = None
+    include: Collection[str] = ("*",)
+    exclude: Collection[str] = ()
+    allow_missing: Collection[str] = ()
 
     def model_dict(self, strict: bool) -> Mapping[Any, Any] | None:
         """Return the model's state dict, None when the model is to be left alone."""

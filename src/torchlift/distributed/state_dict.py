@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from torchlift._checkpoint import Checkpoint
+from torchlift._checkpoint import Allow, Checkpoint
 from torchlift._model.dtensor import is_dtensor, reshard
 from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, tensors_of
 from torchlift._model.slots import ModuleTree, locked
 from torchlift._model.state import PATCH, read_model, versioned
-from torchlift._plan import IN_MEMORY, Given, checkpoint, container
+from torchlift._plan import IN_MEMORY, Given, Options, Patterns, checkpoint, container
 from torchlift._system import collection_paused
 from torchlift.distributed.gather import Sequence, finish, require_within, run_alike, sequence
 from torchlift.distributed.loading import load
@@ -328,6 +328,10 @@ def load_optimizer(
     ckpt: Given,
     *,
     root: str | None = None,
+    include: Patterns = ("*",),
+    exclude: Patterns = (),
+    allow_missing: Patterns = (),
+    allow_classes: Allow = (),
     strict: bool = True,
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -345,6 +349,13 @@ def load_optimizer(
             state may be an optimizer's own ``state_dict()``, one under canonical names, flat, or a
             list with one of these, as Lightning keeps it.
         root: the container that holds it, such as ``"optimizer"`` or ``"optimizer_states.0"``.
+        include: patterns of canonical names of parameters, also where the file has numbers for
+            them; ``*`` stands for any text, dots included. One that fits nothing is an error.
+        exclude: patterns of those to leave out: their state, and the hyperparameters of groups of
+            which no other parameter is taken, stay as they are.
+        allow_missing: patterns of parameters that may have no saved state under `strict`.
+        allow_classes: tensor subclasses that may be rebuilt, such as torchao's low-bit states; see
+            `torchlift.open`.
         strict: raise where a parameter that is trained has no saved state.
         collective: see `torchlift.distributed.set_optimizer_state_dict`.
         process_group: see `torchlift.distributed.set_optimizer_state_dict`.
@@ -354,7 +365,7 @@ def load_optimizer(
 
     Raises:
         FormatError: `root` names nothing, or there is no optimizer state.
-        StateDictMismatch: it does not fit; nothing has changed then.
+        StateDictMismatch: it does not fit, or a pattern fits nothing; nothing has changed then.
 
     Example:
         >>> import os, tempfile, torch
@@ -367,16 +378,20 @@ def load_optimizer(
         []
     """
     options = StateDictOptions(strict=strict, full_state_dict=True)
-    among: dict[str, Any] = {"collective": collective, "process_group": process_group}
+    Options(include=include, exclude=exclude, allow_missing=allow_missing)  # checks their types
+    chosen = collective, process_group, include, exclude, allow_missing
     with ExitStack() as stack:
         if isinstance(ckpt, Mapping) and not isinstance(ckpt, Checkpoint):
             path, saved = IN_MEMORY, container(ckpt, root)
         else:
-            opened = stack.enter_context(checkpoint(ckpt, None, whole=True))
+            opened = stack.enter_context(
+                checkpoint(ckpt, None, whole=True, allow_classes=allow_classes)
+            )
             path, saved = opened.path, opened.tree(root)
         with errors_name(path):
             saved = _optimizer_state(saved)
-            return set_optimizer_state_dict(model, optimizer, saved, options=options, **among)
+            call = Part.OPTIMIZERS, model, optimizer, None, saved, options
+            return _load(*call, *chosen).optimizer
 
 
 def _optimizer_state(saved: Any) -> Any:
