@@ -1,4 +1,4 @@
-"""The body of a process: a Keeper that is interrupted at every step, each followed by a good one."""
+"""The body of a process: a Keeper interrupted at every step, each followed by a good one."""
 
 from __future__ import annotations
 
