@@ -79,6 +79,34 @@ def test_public_names_resolve_and_are_listed_once() -> None:
         assert getattr(torchlift, name) is not None
 
 
+def test_a_star_import_leaves_open_alone() -> None:
+    """Python's own, with which the rest of a program writes its files."""
+    scope: dict[str, object] = {}
+    exec("from torchlift import *", scope)
+    assert {"load", "save", "Checkpoint", "remap"} <= scope.keys()
+    assert "open" not in scope
+    assert "open" in dir(torchlift)
+
+
+@pytest.mark.parametrize(
+    ("call", "words", "answer"),
+    [
+        ("load", {"map_location": "cpu"}, r"load\(\) has no map_location=: .*pass device="),
+        ("plan", {"device_map": "auto"}, r"plan\(\) has no device_map=: pass device=.*remap\.fit"),
+        ("load", {"max_memory": {}}, r"pass device=remap\.fit\(model, max_memory\)"),
+        ("open", {"weights_only": True}, r"open\(\) has no weights_only=: leave it out"),
+        ("open", {"mmap": True}, r"pass source="),
+        ("load", {"no_such": 1}, r"unexpected keyword argument 'no_such'"),
+    ],
+)
+def test_keywords_of_other_loaders_are_answered_with_ours(
+    call: str, words: dict[str, object], answer: str
+) -> None:
+    """A program that changes the import is told what to write."""
+    with pytest.raises(TypeError, match=answer):
+        getattr(torchlift, call)(None, "x.pt", **words)
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     """A lazy package fails like any other, so that ``hasattr`` and ``from`` work."""
     assert not hasattr(torchlift, "no_such_name")

@@ -77,7 +77,7 @@ def resolve(
         if not tail[0][:1].isupper():
             continue
         public = ".".join(["torchlift", *tail])
-        if tail[0] not in torchlift.__all__:
+        if tail[0] not in dir(torchlift):
             suffix = "." + ".".join(tail)
             pages = [
                 name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -34,4 +35,5 @@ def lazy(
     if "torch" in sys.modules:
         for name in with_torch.split():
             get(name)
-    return get, lambda: public, public
+    # A star import must not take Python's own open away.
+    return get, lambda: public, [name for name in public if not hasattr(builtins, name)]

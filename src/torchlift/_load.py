@@ -57,10 +57,11 @@ from torchlift._system import (
     progress_bar,
     uninterrupted,
 )
-from torchlift.errors import IntegrityError, MismatchError
+from torchlift.errors import IntegrityError, MismatchError, answers_keywords
 from torchlift.formats.verify import checksums, verify_index
 
 
+@answers_keywords
 def load(
     model: nn.Module,
     ckpt: Given | Sequence[Given],
@@ -367,7 +368,7 @@ def _warn_of_missing(
         warnings.warn(
             f"{count_of(len(lacking), 'parameter')} got no value from {printable(plan.path)}: "
             f"{clipped_list(lacking)}. Allow what is meant to be so by name: allow_missing=[...].",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

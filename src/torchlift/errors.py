@@ -13,11 +13,14 @@ import heapq
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torchlift._system import printable
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _LONGEST = 300  # characters of one name or value in a message
 _MOST_COMPARED = 50  # names, with one that does not exist
 
@@ -246,6 +249,35 @@ class IntegrityError(CheckpointError):
         ...     print(error.entry, error.reason, error.expected, error.found, sep="; ")
         weight; the checksum of its bytes is wrong; crc32 e8681456; crc32 513ffeba
     """
+
+
+#: Keywords of torch's and other libraries' loaders -> what there is in their place.
+_ELSEWHERE = {
+    "assign": 'pass mode="assign" to load',
+    "device_map": "pass device= to load: remap.by_key takes such a dict, remap.fit makes one",
+    "key_mapping": "pass rename= to load: remap.rules takes such pairs",
+    "map_location": "no location in a file is obeyed: pass device= to load, a device or a rule "
+    "such as remap.by_location",
+    "max_memory": "pass device=remap.fit(model, max_memory) to load",
+    "mmap": 'pass source="mmap" or source="read" to load',
+    "pickle_module": "leave it out: nothing is unpickled",
+    "torch_dtype": "pass dtype= to load",
+    "weights_only": "leave it out: nothing of a file is ever run; allow_classes= names tensor "
+    "subclasses to rebuild",
+}
+
+
+def answers_keywords(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return the function, which answers keywords of other libraries' loaders with its own."""
+
+    @wraps(function)
+    def call(*args: _P.args, **keywords: _P.kwargs) -> _T:
+        for name in keywords:
+            if name in _ELSEWHERE:
+                raise TypeError(f"{function.__name__}() has no {name}=: {_ELSEWHERE[name]}")
+        return function(*args, **keywords)
+
+    return call
 
 
 def note(error: BaseException, text: str) -> None:

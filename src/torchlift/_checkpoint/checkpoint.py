@@ -30,6 +30,7 @@ from torchlift.errors import (
     IntegrityError,
     PlacementError,
     UnsafeError,
+    answers_keywords,
     did_you_mean,
 )
 from torchlift.formats import (
@@ -731,6 +732,7 @@ def dense_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.dequantize() if tensor.is_quantized else tensor]
 
 
+@answers_keywords
 def open(
     path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None, allow_classes: Allow = ()
 ) -> Checkpoint:

@@ -41,7 +41,7 @@ from torchlift._plan.steps import Candidate, Match, Rename, Step, Transform, Wor
 from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._system import Facts, clipped_list, human, uninterrupted
 from torchlift._transfer import BUDGET, STAGING
-from torchlift.errors import Argument, Hint, MismatchError, PlacementError
+from torchlift.errors import Argument, Hint, MismatchError, PlacementError, answers_keywords
 from torchlift.formats import RebuiltEntry
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
@@ -71,6 +71,7 @@ class LoadPlan(LoadReport):
         return f"plan: {self._size}", [("", costs), *open_names, *summarise(self)]
 
 
+@answers_keywords
 def plan(
     model: nn.Module,
     ckpt: Given | Sequence[Given],

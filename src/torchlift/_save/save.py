@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import IO, Any, Literal
 
 import torch
 from torch import nn
@@ -25,6 +27,7 @@ from torchlift._save.files import (
     sharded_output,
     torch_output,
     write,
+    write_error,
 )
 from torchlift._save.mesh import Mesh
 from torchlift._save.values import (
@@ -58,6 +61,7 @@ from torchlift.formats.sharded import is_index
 _SHARD = 5 * 10**9
 _IN_FOLDER = "model.safetensors"
 _REPLICATED = ("equal", "rank0")
+_BLOCK = 1 << 24  # bytes that go to a file object at a time
 _SHOWN = 10  # of what is listed in a summary
 
 
@@ -117,7 +121,7 @@ class SaveReport(Summary):
 
 def save(
     obj: nn.Module | Mapping[str, Any] | Sequence[Any] | torch.Tensor | Checkpoint,
-    path: str | bytes | os.PathLike[str],
+    path: str | bytes | os.PathLike[str] | IO[bytes],
     *,
     format: str | None = None,
     max_shard_size: int | str | None = None,
@@ -178,7 +182,10 @@ def save(
             stands for that, inside of containers, too; a module's has canonical names, whatever it
             is wrapped in.
         path: of the file or folder; one that exists is replaced and passes its mode on. Folders
-            that are missing are made.
+            that are missing are made. Or a binary file object, which is written from its position,
+            out of a temporary file that is whole by then; after an error one that is seekable has
+            its former length and position. It takes one file, ``"torch-zip"`` where `format` is
+            None.
         format: one of the four, or None: the suffix says.
         max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``, which is the default
             of ``"sharded"``; a larger tensor has a shard of its own.
@@ -216,6 +223,14 @@ def save(
         >>> torch.load(path, weights_only=True)["groups"]
         [{'lr': 0.1}]
     """
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        if not hasattr(path, "write"):
+            raise TypeError(
+                f"expected a path (str, bytes or os.PathLike object) or a binary file, not {path!r}"
+            )
+        if process_group is not None or _has_dtensors(obj):
+            raise TypeError("ranks save together to a path: a file object is one process's own")
+        return _save_to(path, obj, format, max_shard_size, checksum, progress)
     together = partial(
         save_together, obj, path, format=format, max_shard_size=max_shard_size, checksum=checksum,
         progress=progress, replicated=replicated, process_group=process_group,
@@ -234,6 +249,52 @@ def save(
         values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
     target.check_objects(taken)
     return finish(target, taken, values, checksum=checksum, progress=progress)
+
+
+def _save_to(
+    file: Any,
+    obj: Any,
+    format: str | None,
+    max_shard_size: int | str | None,
+    checksum: bool,
+    progress: bool,
+) -> SaveReport:
+    """Save to a file object: all of it, or what was there before.
+
+    Raises:
+        TypeError: it is open for text.
+        ValueError: a set of files was asked for.
+        CheckpointError: it cannot be written.
+    """
+    if isinstance(file, io.TextIOBase):
+        raise TypeError("a file that is open for text cannot be saved to: open it with mode 'wb'")
+    if format in SETS or max_shard_size is not None:
+        raise ValueError("a file object is one file: save shards and DCP to a path")
+    shown = str(getattr(file, "name", f"a {type(file).__name__}"))
+    with TemporaryDirectory() as folder:
+        whole = os.path.join(folder, "saved")
+        report = save(
+            obj, whole, format=format or "torch-zip", checksum=checksum, progress=progress
+        )
+        start = file.tell() if file.seekable() else None
+        end = None if start is None else file.seek(0, os.SEEK_END)
+        try:
+            if start is not None:
+                file.seek(start)
+            with open(whole, "rb") as source:
+                while data := source.read(_BLOCK):
+                    left = memoryview(data)
+                    while left:  # a raw file may take less at a time
+                        left = left[file.write(left) or len(left) :]
+            file.flush()
+        except BaseException as error:
+            if start is not None:
+                file.truncate(end)
+                file.seek(start)
+            if isinstance(error, OSError):
+                raise write_error(shown, error) from error
+            raise
+    return replace(report, path=shown, files=(shown,))
 
 
 def save_together(
