@@ -13,6 +13,7 @@ from typing import IO, Any
 import torch
 
 from torchlift._checkpoint import Allow, Checkpoint, dtype_of
+from torchlift._checkpoint.tree import Tree, arranged
 from torchlift._load import require_intact
 from torchlift._model.handlers import oddity
 from torchlift._plan import (
@@ -89,9 +90,10 @@ def convert(
     formats, it begins anew, and what was left is removed. An error or an interrupt leaves nothing.
 
     Aliases and ties stay where the format can have them. Files of PyTorch and DCP keep their
-    containers (lists, plain data and, of files, integer keys) in a torch file, unless `rename` is
-    given: then the names are flat. safetensors hold what belongs to the model only, by its dotted
-    names; the report lists what they do not keep.
+    containers (lists, plain data and, of files, integer keys) in a torch file; what `rename` leaves
+    below a dict of a file stays in it, but for names inside of lists: then all are flat.
+    safetensors hold what belongs to the model only, by its dotted names; the report lists what they
+    do not keep.
 
     Args:
         src: what `torchlift.open` reads, a checkpoint that is open, a state dict in memory, or a
@@ -156,6 +158,7 @@ def convert(
         tensors = (whole.entries, ()), (index.entries, ())
         require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
         lost: dict[str, str] = {}
+        containers: Any = None
         others = [*index.objects, *index.blocked_keys]
         dropped = left_out(index.entries, others, options.include, options.exclude, index.path)
         read = {key: entry for key, entry in index.entries.items() if key not in dropped}
@@ -167,7 +170,10 @@ def convert(
             what = f"format={target.format!r} is for what belongs to a model"
             require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
         if options.rename is not None:
+            before_names, without = index, dropped
             index, dropped = _renamed(index, options.rename, dropped), set()
+            if index.tree is None and before_names.tree is not None and not target.only_tensors:
+                containers = _containers(before_names, index, without)
         if not verify:
             bare = {name: found._replace(crc32=None) for name, found in index.storages.items()}
             index = replace(index, storages=bare)
@@ -186,7 +192,7 @@ def convert(
         results = _Results(ckpt, state, transform, becomes, target.head, stack)
         for one in checkpoints if verify and not dry_run and transform is not None else ():
             require_intact(one)  # before its values are somebody's
-        taken, values = from_files(ckpt, target, becomes, dropped, results.of)
+        taken, values = from_files(ckpt, target, becomes, dropped, results.of, containers)
         if verify and not dry_run and transform is None:
             # What is written as it is gets compared on the way: it is not read twice.
             sources = (value.source for value in values if value.crc32 is not None)
@@ -396,6 +402,22 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
         templates={},
         tree=None,
     )
+
+
+def _containers(before: Index, index: Index, dropped: set[str]) -> Any:
+    """Return the containers of a file with the leaves of an index that has other names for some."""
+    leaves: dict[str, object] = {**index.entries, **index.objects}
+    known = {**before.entries, **before.objects}
+    same = {
+        key
+        for key in leaves.keys() & known.keys()
+        if leaves[key] is known[key]
+        or (key in index.entries and index.entries[key] == before.entries.get(key))
+    }
+    with Checkpoint(before) as ckpt:
+        tree = Tree(before, lambda entry: entry, ckpt.refusal, dropped)
+        new = {key: value for key, value in leaves.items() if key not in same}
+        return arranged(tree, before, known.keys() - same, new)
 
 
 def _of(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

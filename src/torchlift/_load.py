@@ -88,17 +88,8 @@ def load(
     """Load a checkpoint into a module, live or on meta, in the memory of one copy.
 
     Every tensor is prepared before the first one is placed, so an error leaves the module exactly
-    as it was. An interrupt that arrives while values are being copied in place is delivered when
-    all of them are there. Location tags in the file are ignored: see ``device``. Threads that load
-    into one model, or into models that share tensors, do so one after the other; on a mesh, start
-    them in the same order on every rank. Threads that load into other models at the same time, or
-    call other functions of which ranks take part together, need a ``process_group=`` each: torch
-    cannot tell what two of them send over one.
-
-    Mapped weights belong to the file until they are written to. Never write the file in place while
-    they are in use: ``torch.save(model.state_dict(), path)`` onto the path they came from truncates
-    what it is about to read, and the process dies with a bus error. Save with `torchlift.save`,
-    which writes beside it and renames, or load with ``source="read"``.
+    as it was. Mapped weights belong to the file until they are written to: never write such a file
+    in place. Of both, and of threads, the guide says more: "How loading works".
 
     Args:
         model: the module to load into.

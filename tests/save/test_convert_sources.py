@@ -136,3 +136,26 @@ def test_what_is_sparse_becomes_what_a_transform_makes_of_it(tmp_path: Path) -> 
     out = tmp_path / "x.safetensors"
     torchlift.convert(tmp_path / "one.pt", out, transform=lambda key, t: t.to_dense())
     assert torch.equal(found(out)["w"], torch.eye(3))
+
+
+def test_what_is_renamed_stays_in_its_container(tmp_path: Path) -> None:
+    """Of a training file, as far as its new name begins with the container's."""
+    model = {"module.w": torch.ones(2), "module.sub": {"b": torch.zeros(1)}}
+    training = {"model": model, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, "step": 3}
+    torch.save(training, tmp_path / "x.pt")
+    rename = remap.rules([(r"^model\.module\.", "model.")])
+    torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt", rename=rename)
+    found = torch.load(tmp_path / "y.pt", weights_only=True)
+    assert found["model"].keys() == {"w", "sub.b"}
+    assert found["optimizer"]["state"][0]["exp_avg"].tolist() == [1, 1]
+    assert found["step"] == 3
+    moved = remap.rules([(r"^model\.module\.w", "net.w")])
+    torchlift.convert(tmp_path / "x.pt", tmp_path / "z.pt", rename=moved)
+    found = torch.load(tmp_path / "z.pt", weights_only=True)
+    assert found.keys() == {"model", "optimizer", "step", "net.w"}
+    assert found["model"].keys() == {"module.sub"}
+    swapped = {"step": "other", "other": "step"}
+    torch.save({**training, "other": 4}, tmp_path / "x.pt")
+    torchlift.convert(tmp_path / "x.pt", tmp_path / "z.pt", rename=swapped, overwrite=True)
+    found = torch.load(tmp_path / "z.pt", weights_only=True)
+    assert (found["step"], found["other"]) == (4, 3)

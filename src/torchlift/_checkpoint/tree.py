@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -201,6 +201,62 @@ class Tree(Values):
 
     def blocked(self, record: Blocked, key: str | None) -> object:
         raise self.refusal(key or "")
+
+
+def arranged(
+    tree: Tree, index: Index, changed: Collection[str], leaves: Mapping[str, object]
+) -> dict[Any, Any] | None:
+    """Return the containers of a tree with other names in them.
+
+    Args:
+        tree: the containers, with `dropped` keys.
+        index: of the tree.
+        changed: keys that are gone from their containers.
+        leaves: new name -> what it is; it goes into the deepest container that its name is in.
+
+    Returns:
+        None where the names cannot be in these containers: a list would lose an item, or a name is
+        that of a container.
+    """
+    assert index.tree is not None
+    paths = dict(_dicts(index.tree[0], "", ()))
+    tree.dropped = {*tree.dropped, *changed}
+    try:
+        made = tree.rebuild(None)
+    except PlacementError:
+        return None
+    if "" not in paths or not isinstance(made, dict):
+        return None
+    _forget_versions(made)  # of modules by their old names
+    for name, value in leaves.items():
+        at = name
+        while at and (at := at.rpartition(".")[0]) not in paths:
+            pass
+        inside: Any = made
+        for step in paths[at]:
+            inside = inside.setdefault(step, {})
+        last = name[len(at) + 1 :] if at else name
+        if not isinstance(inside, dict) or last in inside or name in paths:
+            return None
+        inside[last] = value
+    return made
+
+
+def _forget_versions(made: object) -> None:
+    if isinstance(made, dict):
+        if isinstance(made, OrderedDict):
+            vars(made).pop("_metadata", None)
+        for item in made.values():
+            _forget_versions(item)
+
+
+def _dicts(value: object, key: str, path: tuple[Any, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield the dotted names of dicts that lie in dicts only, and the names that lead there."""
+    if isinstance(value, dict):
+        yield key, path
+        for name, item in value.items():
+            text = name_text(name)
+            yield from _dicts(item, f"{key}.{text}" if key else text, (*path, name))
 
 
 class _Objects(_Beside):

@@ -564,6 +564,7 @@ def from_files(
     becomes: Becomes | None = None,
     dropped: Collection[str] = (),
     made: Callable[[str, TensorEntry], torch.Tensor | None] = lambda key, entry: None,
+    containers: Any = None,
 ) -> tuple[Taken, list[Value]]:
     """Take apart what a checkpoint's files hold; nothing of a tensor is read.
 
@@ -573,6 +574,7 @@ def from_files(
         becomes: the dtype that a tensor is saved with; None: its own.
         dropped: keys that are left out.
         made: the tensor that is saved in place of what the file has; None: that.
+        containers: those that renamed leaves are in, if they are all there; None: the file's.
 
     Raises:
         UnsafeError: something in it could only be had by running code.
@@ -589,7 +591,10 @@ def from_files(
     tree = {key: value for key, value in leaves.items() if key not in dropped}
     if index.tree is not None:
         tree = Tree(index, lambda entry: entry, ckpt.refusal, dropped).rebuild(None)
-    taken = take_apart(tree, plain=not target.only_tensors)
+    plain = not target.only_tensors
+    taken = take_apart(tree if containers is None else containers, plain=plain)
+    if {*taken.tensors, *taken.objects} != leaves.keys() - set(dropped) and containers is not None:
+        taken = take_apart(tree, plain=plain)
     # The containers and the keys of an index are two accounts of one content.
     assert taken.tensors.keys() == index.entries.keys() - dropped
 
