@@ -241,17 +241,21 @@ class _Run:
         """Let a module load into other tensors over the memory of its own, and look what it did."""
         missing, unexpected, errors = list[str](), list[str](), list[str]()
         extras: list[object] = []
-        attributes, live, worn = dict(vars(module)), dict(_own(module)), dict[str, torch.Tensor]()
+        attributes, live, stand_ins = (
+            dict(vars(module)),
+            dict(_own(module)),
+            dict[str, torch.Tensor](),
+        )
         if _takes_extra(module):
             object.__setattr__(module, "set_extra_state", extras.append)
         for name, tensor in live.items():
             # torch exchanges the content of what is there, where it is asked to
             # (`torch.__future__.set_swap_module_params_on_conversion`).
-            worn[name] = tensor if is_lazy(tensor) else successor_of(tensor, tensor.detach())
-            _registry(module, name)[name] = worn[name]
+            stand_ins[name] = tensor if is_lazy(tensor) else successor_of(tensor, tensor.detach())
+            _registry(module, name)[name] = stand_ins[name]
         # Strict in any case: torch's own code lists no missing name otherwise, and a name that is
         # not listed counts as accepted. What becomes of the lists is for the plan to say.
-        before = {name: self.watch.count_of(tensor) for name, tensor in worn.items()}
+        before = {name: self.watch.count_of(tensor) for name, tensor in stand_ins.items()}
         mine = {*module._modules, *module._parameters, *module._buffers}
         for whole in self.templates:
             head, _, name = whole.rpartition(".")
@@ -279,7 +283,7 @@ class _Run:
         self.outcome.extra += [(module, state) for state in extras]
         for name, found in dict(_own(module)).items():
             full, given = prefix + name, local.get(prefix + name)
-            old, there = worn.get(name), live.get(name)
+            old, there = stand_ins.get(name), live.get(name)
             written = found is old and (
                 self.watch.count_of(found) != before[name]
                 or (there is not None and _memory(found) != _memory(there))  # by `.data = `
@@ -295,7 +299,7 @@ class _Run:
             if full in missing and found is not old:  # a hook has put it there
                 self.watch.add(name, found)
                 continue
-            self._settle(module, name, found, there, in_place=found is old)
+            self._replace(module, name, found, there, in_place=found is old)
             if name in module._non_persistent_buffers_set:
                 continue
             changed = (written or found is not old) and full not in missing
@@ -317,7 +321,7 @@ class _Run:
         for name in [name for name in local if not name.startswith(children)]:
             del local[name]  # its own level is done; the rest is its children's
 
-    def _settle(
+    def _replace(
         self,
         module: nn.Module,
         name: str,
