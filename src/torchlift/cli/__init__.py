@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -73,7 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _, unknown = parser.parse_known_args(words, args)
         if unknown:  # `parse_args` would show how to call torchlift, and not its command
             args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        status = importlib.import_module(COMMANDS[args.command][1]).run(args)
+        with warnings.catch_warnings():
+            # What torch thinks of a kind of tensor, such as a sparse one, is nothing that a reader
+            # asked for. The process is the command's own.
+            warnings.simplefilter("ignore", UserWarning)
+            status = importlib.import_module(COMMANDS[args.command][1]).run(args)
         sys.stdout.flush()
         return int(status)
     except SystemExit as stop:  # --help, --version
