@@ -54,6 +54,7 @@ from torchlift._system import (
 from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
 from torchlift.formats import TensorEntry
 from torchlift.formats.dcp import METADATA, metadata_files
+from torchlift.formats.flatten import ROOT_TENSOR
 from torchlift.formats.layout import FORMATS, INDEX, SETS, format_for
 from torchlift.formats.sharded import is_index
 
@@ -596,7 +597,8 @@ def from_files(
     if {*taken.tensors, *taken.objects} != leaves.keys() - set(dropped) and containers is not None:
         taken = take_apart(tree, plain=plain)
     # The containers and the keys of an index are two accounts of one content.
-    assert taken.tensors.keys() == index.entries.keys() - dropped
+    kept = index.entries.keys() - dropped
+    assert taken.tensors.keys() == {key or ROOT_TENSOR for key in kept}
 
     def dtype_as_it_is(entry: TensorEntry) -> torch.dtype:
         return dtype_of(entry, index.path)

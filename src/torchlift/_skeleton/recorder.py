@@ -375,6 +375,8 @@ class Recorder(TorchFunctionMode):
             explicit = other[1].get("dtype") or any(
                 t.is_floating_point() for t in tensors_in(other)
             )
+            if not isinstance(made, torch.Tensor):  # an operator that leaves it to the other side
+                continue
             if explicit and (made.dtype, made.shape) == (result.dtype, result.shape):
                 return other
         return None
