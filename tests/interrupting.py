@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torchlift
 
 _OURS = next(iter(torchlift.__path__))
+#: Between two steps that are interrupted; 1 interrupts every one, and takes an hour.
+EVERY = int(os.environ.get("TORCHLIFT_INTERRUPT_EVERY", "0"))
+
+
+def run_interrupted(script: Path, *words: object, every: int) -> None:
+    """Run a script that interrupts itself at every so many steps, and require that it ends well."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, words), str(EVERY or every)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=None if EVERY else 200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 class Step:

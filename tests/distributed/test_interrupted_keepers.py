@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-#: Between two steps that are interrupted; 1 interrupts every one.
-EVERY = int(os.environ.get("TORCHLIFT_INTERRUPT_EVERY", "0"))
+from interrupting import run_interrupted
 
 
 @pytest.mark.parametrize(
@@ -29,13 +24,4 @@ def test_an_interrupt_at_any_step_leaves_nothing_that_stops_the_next_keeper(
 ) -> None:
     """Nothing is locked, the model is resumed or as it was, and no file stays."""
     script = Path(__file__).with_name("interrupted_keepers.py")
-    paths = [str(script.parent.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(script), way, str(tmp_path), raw, str(EVERY or every)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=None if EVERY else 200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interrupted(script, way, tmp_path, raw, every=every)

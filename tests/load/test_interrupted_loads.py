@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-#: Between two steps that are interrupted; 1 interrupts every one, and takes an hour.
-EVERY = int(os.environ.get("TORCHLIFT_INTERRUPT_EVERY", "0"))
+from interrupting import run_interrupted
 
 
 @pytest.mark.parametrize(
@@ -30,13 +25,4 @@ def test_an_interrupt_at_any_step_leaves_a_model_whole_and_nothing_locked(
 ) -> None:
     """With hooks that write and without: the next load works, from another thread too."""
     script = Path(__file__).with_name("interrupted_loads.py")
-    paths = [str(script.parent.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(script), way, str(tmp_path), raw, str(EVERY or every)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=None if EVERY else 200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interrupted(script, way, tmp_path, raw, every=every)
