@@ -134,7 +134,7 @@ def index_of(
     _refuse_module(root)
     flat = flatten(root, source.budget)
     every = entries = resolver.entries(flat.tensors)
-    if not flat.blocked.keys().isdisjoint(every):
+    if any(key in every for key in flat.blocked):
         entries = {key: entry for key, entry in every.items() if key not in flat.blocked}
     return Index(
         path=source.path,
