@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch._utils import _rebuild_tensor_v2
 
-from torchlift.formats import Index, RebuiltEntry, TensorEntry
+from torchlift.formats import Index, TensorEntry
 
 
 class StorageId:
@@ -421,7 +421,7 @@ def assert_in_bounds(index: Index) -> None:
     dense = [
         inner
         for entry in index.entries.values()
-        for inner in (entry.tensors if isinstance(entry, RebuiltEntry) else [entry])
+        for inner in (entry.kind.tensors if entry.kind else [entry])
     ]
     for entry in dense:
         own = index.storages.get(entry.storage)

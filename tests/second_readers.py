@@ -334,7 +334,7 @@ def differences(name: str, path: Path) -> tuple[str, list[str]]:
             except CheckpointError:
                 tree = Refused
             entries = dict(ckpt.entries)
-            has_tree = ckpt.index.tree is not None and ckpt.format not in ("dcp", "torchscript")
+            has_tree = ckpt._index.tree is not None and ckpt.format not in ("dcp", "torchscript")
     except CheckpointError:
         ours = None
     found: list[str] = []

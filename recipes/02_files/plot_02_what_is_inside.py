@@ -38,7 +38,7 @@ print(str(torchlift.open(path)).replace(path, "model.pt"))
 with torchlift.open(path) as ckpt:
     for key, entry in ckpt.entries.items():
         (chunk,) = entry.chunks
-        whole = ckpt.index.storages[entry.storage].nbytes
+        whole = ckpt[key].untyped_storage().nbytes()
         print(
             f"{key:<14} storage {entry.storage}: {chunk.nbytes:>10,} of {whole:>10,} bytes"
         )
@@ -59,18 +59,18 @@ with torchlift.open(path) as ckpt:
 # Which bytes of the file does no key need? Count them, save what is needed, and compare.
 
 with torchlift.open(path) as ckpt:
-    used = {}
-    for entry in ckpt.entries.values():
+    used, stored = {}, {}
+    for key, entry in ckpt.entries.items():
+        stored[entry.storage] = ckpt[key].untyped_storage().nbytes()
         (chunk,) = entry.chunks
         used.setdefault(entry.storage, []).append(
             (chunk.offset, chunk.offset + chunk.nbytes)
         )
-    stored = {name: ckpt.index.storages[name] for name in used}
     needed = {
         name: max(stop for _, stop in runs) - min(start for start, _ in runs)
         for name, runs in used.items()
     }
-wasted = sum(stored[name].nbytes - needed[name] for name in stored)
+wasted = sum(stored[name] - needed[name] for name in stored)
 state["last"] = state["last"].clone()
 small = path.replace("model.pt", "small.pt")
 torch.save(state, small)
@@ -89,17 +89,18 @@ plt.style.use("torchlift.measure.figures")
 figure, axes = plt.subplots()
 left, starts = 0.0, {}
 MIB = 2**20
-for name, storage in stored.items():
-    size, starts[name] = storage.nbytes / MIB, left
+for name, nbytes in stored.items():
+    size, starts[name] = nbytes / MIB, left
     axes.barh(1.4, size, left=left, color="C0", edgecolor="white", height=0.6)
     axes.text(left + size / 2, 1.4, name, color="white", ha="center", va="center")
     left += size
 labels = []
 with torchlift.open(path, root="model") as ckpt:
     for y, (key, entry) in enumerate(ckpt.entries.items()):
-        chunk, storage = entry.chunks[0], stored[entry.storage]
-        size = chunk.nbytes / MIB
-        begin = starts[entry.storage] + (chunk.offset - storage.offset) / MIB
+        size, tensor = entry.chunks[0].nbytes / MIB, ckpt[key]
+        begin = (
+            starts[entry.storage] + tensor.storage_offset() * tensor.itemsize / MIB
+        )
         wide = max(size, 0.6)  # to be seen
         begin = max(begin + size - wide, starts[entry.storage])
         axes.barh(-y, wide, left=begin, color="C1", height=0.6)

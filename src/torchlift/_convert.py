@@ -211,7 +211,7 @@ def convert(
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(metadata))}"
 
         def check() -> None:
-            for file, stamp in ckpt.index.files.items():
+            for file, stamp in ckpt._index.files.items():
                 stamp.check(file)
             # Somebody may have made it in the meantime.
             _check_apart(whole, target, overwrite)
@@ -246,7 +246,7 @@ def _opened(
     found = [stack.enter_context(opened(one, root, allow_classes, whole=True)) for one in layers]
     checkpoints = [one for one in found if isinstance(one, Checkpoint)]
     if len(found) == len(checkpoints) == 1:
-        return checkpoints[0].index, {}, checkpoints
+        return checkpoints[0]._index, {}, checkpoints
     owner = owners(found)
     state = {
         key: one.value
@@ -255,7 +255,7 @@ def _opened(
         for key, one in layer.candidates.items()
         if owner[key] == str(number) and isinstance(one.value, torch.Tensor)
     }
-    indexes = [one.index if isinstance(one, Checkpoint) else as_index(one) for one in found]
+    indexes = [one._index if isinstance(one, Checkpoint) else as_index(one) for one in found]
     path = ", ".join(dict.fromkeys(index.path for index in indexes))
     named = {str(number): index for number, index in enumerate(indexes)}
     return put_together(path, named, owner, {}), state, checkpoints
@@ -293,10 +293,10 @@ class _Results:
             TypeError: the transform returned no tensor.
             PlacementError: what it returned cannot be saved.
         """
-        found = in_memory(entry, self._state, self._ckpt.mapped())
+        found = in_memory(entry, self._state, self._ckpt._mapped())
         if self._transform is None:
             return found
-        given = self._ckpt.view(entry) if found is None else found
+        given = self._ckpt._view(entry) if found is None else found
         try:
             made = self._transform(key, given.detach().clone())  # which it may write to
         except Exception as error:
@@ -345,7 +345,7 @@ def _check_some(ckpt: Checkpoint, target: Target, dropped: set[str]) -> None:
     if {*ckpt.entries, *(() if target.only_tensors else ckpt.objects)} - dropped:
         return
     for key in ckpt.blocked_keys.keys() - dropped:
-        error = ckpt.refusal(key)
+        error = ckpt._refusal(key)
         error.hint = "There is nothing else to write: ask for a file with tensors in it."
         raise error
     if target.only_tensors:
@@ -415,7 +415,7 @@ def _containers(before: Index, index: Index, dropped: set[str]) -> Any:
         or (key in index.entries and index.entries[key] == before.entries.get(key))
     }
     with Checkpoint(before) as ckpt:
-        tree = Tree(before, lambda entry: entry, ckpt.refusal, dropped)
+        tree = Tree(before, lambda entry: entry, ckpt._refusal, dropped)
         new = {key: value for key, value in leaves.items() if key not in same}
         return arranged(tree, before, known.keys() - same, new)
 

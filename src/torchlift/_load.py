@@ -379,15 +379,15 @@ def require_intact(ckpt: Checkpoint, only: Collection[str] | None = None) -> int
     Raises:
         IntegrityError: one of them is wrong.
     """
-    storages, records = checksums(ckpt.index)
+    storages, records = checksums(ckpt._index)
     if only is not None:
         storages = {name: storage for name, storage in storages.items() if name in only}
-    report = verify_index(ckpt.index, known=(storages, records))
+    report = verify_index(ckpt._index, known=(storages, records))
     if not report.ok:
         first, total = report.failed[0], len(report.checked) + len(report.records)
-        storage = ckpt.index.storages.get(first.name)
+        storage = ckpt._index.storages.get(first.name)
         where = storage.file if storage is not None else ckpt.path
-        stamp = ckpt.index.files.get(where)
+        stamp = ckpt._index.files.get(where)
         raise IntegrityError(
             f"checksums are wrong in {len(report.failed)} of {total} records",
             file=(stamp and stamp.shown) or where,

@@ -97,7 +97,7 @@ def test_objects_parameters_and_versions_are_kept(path):
     weight = nn.Parameter(torch.ones(2))
     ckpt = save({"model": model.state_dict(), "p": weight, "epoch": 4, "lr": [0.1, None]}, path)
     assert ckpt.objects == {"epoch": 4, "lr": [0.1, None]}
-    assert ckpt.index.module_versions["model.1"] == {"version": 2}
+    assert ckpt._index.module_versions["model.1"] == {"version": 2}
     assert (ckpt.entries["p"].is_parameter, ckpt.entries["p"].requires_grad) == (True, True)
     assert ckpt.metadata["protocol_version"] == "1001"
 

@@ -179,8 +179,8 @@ def _opened(path: str) -> Index:
     with _open(path) as ckpt:
         keys = [*ckpt, *ckpt.objects, *ckpt.blocked_keys, *ckpt.aliases, *ckpt.blocked, repr(ckpt)]
         assert len(keys) > len(ckpt.entries)
-        assert_in_bounds(ckpt.index)
-        return ckpt.index
+        assert_in_bounds(ckpt._index)
+        return ckpt._index
 
 
 def fuzz(name: str, options: list[str], folder: str) -> NoReturn:

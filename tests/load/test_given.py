@@ -303,7 +303,7 @@ def test_an_index_can_be_copied_and_sent(tmp_path, kind):
 
     path = tmp_path / "x"
     (torch.save if kind == "torch" else save_file)(state(1), path)
-    index = torchlift.open(path).index
+    index = torchlift.open(path)._index
     sent = pickle.loads(pickle.dumps(replace(index, tree=None)))
     assert dict(sent.entries) == dict(index.entries)
     assert dict(sent.storages) == dict(index.storages)

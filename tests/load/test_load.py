@@ -680,11 +680,11 @@ def test_nothing_that_the_caller_passed_is_changed(tmp_path):
     path = saved({"model": state, "options": {"betas": [0.9, 0.99]}}, tmp_path)
     ckpt = torchlift.open(path)
     seen = copy.deepcopy([dict(ckpt.objects), dict(ckpt.metadata), dict(ckpt.entries)])
-    versions = copy.deepcopy(ckpt.index.module_versions)
+    versions = copy.deepcopy(ckpt._index.module_versions)
     for _ in range(2):
         torchlift.load(torchlift.skeleton(Mixed), ckpt, root="model")
     assert [dict(ckpt.objects), dict(ckpt.metadata), dict(ckpt.entries)] == seen
-    assert ckpt.index.module_versions == versions
+    assert ckpt._index.module_versions == versions
     model = Mixed()
     torchlift.load(model, ckpt, root="model", mode="assign")
     assert model.state_dict()._metadata == state._metadata

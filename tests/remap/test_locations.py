@@ -43,7 +43,7 @@ def test_tags_of_every_backend_are_listed_and_counted(everywhere) -> None:
     """In the entries, in what is printed, and in the JSON of inspect."""
     ckpt = torchlift.open(everywhere)
     assert [entry.location for entry in ckpt.entries.values()] == list(TAGS)
-    assert to_json(ckpt.index)["locations"] == Counter(TAGS)
+    assert to_json(ckpt._index)["locations"] == Counter(TAGS)
     text = str(ckpt)
     assert all(f"{tag} (1)" in text for tag in TAGS[:10])
 

@@ -19,7 +19,15 @@ from typing import Any, BinaryIO, TypeVar, overload
 
 import torch
 
-from torchlift._checkpoint.tree import Tree, with_arrays
+from torchlift._checkpoint.kinds import (
+    Allow,
+    block_values,
+    classes,
+    dense_of,
+    made_of,
+    with_arrays,
+)
+from torchlift._checkpoint.tree import Tree
 from torchlift._system import clipped_list, printable
 from torchlift._transfer import Files
 from torchlift.errors import (
@@ -35,11 +43,9 @@ from torchlift.errors import (
 )
 from torchlift.formats import (
     AMBIGUOUS,
-    SUBCLASS,
     Chunk,
     FileStamp,
     Index,
-    RebuiltEntry,
     Record,
     Storage,
     TensorEntry,
@@ -50,11 +56,8 @@ from torchlift.formats import (
     steps_in_file,
 )
 from torchlift.formats.flatten import ROOT_OBJECT
-from torchlift.formats.gguf import BLOCKS
 from torchlift.formats.summary import to_html, to_text
 
-#: Values that are computed of quantised blocks at a time; the temporaries take some 16 MiB.
-_DEQUANTIZED = 1 << 20
 #: Elements that are compared or summed up at a time: they stay in the processor's cache in between,
 #: which took 0.6 s for 87 MiB where blocks of a million took 1.1 s.
 _BLOCK = 1 << 17
@@ -62,9 +65,6 @@ _BLOCK = 1 << 17
 __all__ = ["Checkpoint", "TensorEntry", "open"]
 
 _T = TypeVar("_T")
-
-#: Classes that may be rebuilt, each with the name that files have for it where it is another one.
-Allow = Iterable["type | tuple[type, str]"]
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
@@ -102,21 +102,19 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         ['model.weight'] torch.Size([2, 3]) 7
     """
 
-    def __init__(self, index: Index, *, root: str | None = None, allow_classes: Allow = ()) -> None:
+    def __init__(
+        self, index: Index, *, root: str | None = None, allowed: Mapping[str, type] | None = None
+    ) -> None:
         index = index if root is None else select(index, root)
-        self.allow_classes = classes(allow_classes)
-        if self.allow_classes:
-            from torchlift._checkpoint.subclasses import by_name
-
-            index = allowing(index, by_name(self.allow_classes))
-        self._index = index
+        self._allowed = {} if allowed is None else allowed
+        self._index = allowing(index, self._allowed)
         self.root = root
         self.path = index.path
         self.format = index.format
         self.entries: Mapping[str, TensorEntry] = MappingProxyType(self._index.entries)
         self.metadata: Mapping[str, str] = MappingProxyType(dict(self._index.metadata))
         self.blocked = tuple(self._index.blocked)
-        self._views: MappedViews | None = self.views()
+        self._views: MappedViews | None = MappedViews(self._index)
         self._kept = ExitStack()
         self._given: str | None = None  # the path that `open` was given
 
@@ -124,9 +122,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         entry = self.entries.get(key)
         if entry is None:
             if key in self._index.blocked_keys:
-                raise self.refusal(key)
+                raise self._refusal(key)
             raise NoSuchKey(self._no_such_key(key))
-        return self.view(entry)
+        return self._view(entry)
 
     @overload
     def get(self, key: str, /) -> torch.Tensor | None: ...
@@ -163,7 +161,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     __hash__ = object.__hash__
 
     def __reduce__(self) -> tuple[object, ...]:
-        self.mapped()
+        self._mapped()
         if self._given is None:
             raise CheckpointError(
                 "cannot be pickled: only this process has what it was opened from",
@@ -171,7 +169,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 hint="Save that to a file, and open its path.",
             )
         files = {**self._index.files, **self._index.guides}
-        return _opened_again, (self._given, self.root, self.allow_classes, files)
+        return _opened_again, (self._given, self.root, self._allowed, files)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -207,28 +205,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """Return key -> leaf that is not a tensor."""
         return _Leaves(self._index.objects, self.entries)
 
-    def views(self) -> MappedViews:
-        """Return tensors over memory maps of its own."""
-        return MappedViews(self._index)
-
-    @property
-    def index(self) -> Index:
-        """Return the index behind this mapping, restricted to `root`."""
-        return self._index
-
-    def view(self, entry: TensorEntry) -> torch.Tensor:
-        """Return the tensor of `entry` as a view of this checkpoint's memory map.
-
-        Entries with an equal ``storage`` come out as views of one torch storage, so that aliases
-        stay aliases. A storage that is not aligned to its element size is copied to memory.
-
-        Raises:
-            IntegrityError: the file is gone, or not the one that was opened.
-            CheckpointError: the checkpoint was closed.
-        """
-        return self.mapped().view(entry)
-
-    def mapped(self) -> MappedViews:
+    def _mapped(self) -> MappedViews:
         """Return the tensors over this checkpoint's memory map.
 
         Raises:
@@ -242,9 +219,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             )
         return self._views
 
-    def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
-        """Yield the elements of `entry`, in any order, some at a time; see `view` for errors."""
-        return self.mapped().blocks(entry)
+    def _view(self, entry: TensorEntry) -> torch.Tensor:
+        return self._mapped().view(entry)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all tensors as a plain dict of mapped views; aliases stay aliases."""
@@ -253,7 +229,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         for key, entry in self.entries.items():
             # What is put together of chunks is in memory: once for all of its names.
             spot = (entry.storage, entry.chunks) if len(entry.chunks) > 1 else key
-            found[key] = made[spot] = made[spot] if spot in made else self.view(entry)
+            found[key] = made[spot] = made[spot] if spot in made else self._view(entry)
         return found
 
     def tree(self, root: str | None = None) -> Any:
@@ -280,11 +256,11 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             {'groups': [{'params': [0, 1], 'lr': 0.1}], 'type': torch.float16}
         """
         if self._index.tree is not None:
-            return Tree(self._index, self.view, self.refusal).rebuild(root)
+            return Tree(self._index, self._view, self._refusal).rebuild(root)
         index = self._index if root is None else select(self._index, root)
-        return {**{key: self.view(e) for key, e in index.entries.items()}, **index.objects}
+        return {**{key: self._view(e) for key, e in index.entries.items()}, **index.objects}
 
-    def refusal(self, key: str) -> CheckpointError:
+    def _refusal(self, key: str) -> CheckpointError:
         """Return the error that says why `key` cannot be had; the empty one is the whole file."""
         key = key or ROOT_OBJECT
         if self._index.blocked_keys.get(key) == AMBIGUOUS:
@@ -293,7 +269,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             key = key.rpartition(".")[0]
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         module, _, kind = name.rpartition(".")
-        if key in self._index.subclasses:
+        if key in self._index.every:
             allow = Argument("allow_classes", f"[{kind}]")
             hint = Hint("Where you know the class, name it: ", allow, f", from {module}.")
         else:
@@ -397,13 +373,21 @@ class MappedViews:
         self._lock = threading.Lock()
 
     def view(self, entry: TensorEntry) -> torch.Tensor:
-        """Return the tensor of `entry`; see `Checkpoint.view`."""
+        """Return the tensor of `entry` as a view of the map.
+
+        Entries with an equal ``storage`` come out as views of one torch storage, so that aliases
+        stay aliases. A storage that is not aligned to its element size is copied to memory.
+
+        Raises:
+            IntegrityError: the file is gone, or not the one that was opened.
+        """
         dtype = dtype_of(entry, self.index.path)
-        if isinstance(entry, RebuiltEntry):
-            return self._rebuilt(entry, dtype, entry.classes)
+        if entry.kind is not None:
+            inner = [self.view(item) for item in entry.kind.tensors]
+            return made_of(entry, dtype, inner, self.index.path)
         if not entry.chunks:
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
-        if len(entry.chunks) > 1 or entry.is_quantized:
+        if len(entry.chunks) > 1 or not entry.is_plain:
             made = torch.empty(entry.shape, dtype=dtype, device="cpu")
             return self.fill(made, entry)
         (chunk,) = entry.chunks
@@ -423,7 +407,7 @@ class MappedViews:
 
         Casts and moves as `Tensor.copy_` does; no second copy of the tensor is made.
         """
-        if entry.is_quantized:
+        if not entry.is_plain:
             return self._dequantized(target, entry)
         dtype = dtype_of(entry, self.index.path)
         for chunk in entry.chunks:
@@ -448,13 +432,11 @@ class MappedViews:
 
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
         """Yield the elements of `entry`, in any order, some at a time; nothing is kept."""
-        if isinstance(entry, RebuiltEntry):
-            made = self.view(entry)
-            # Of a sparse one, its values: indices are none.
-            for part in dense_of(made)[0 if made.layout is torch.strided else -1 :]:
+        if entry.kind is not None:
+            for part in dense_of(self.view(entry), indices=False):
                 yield from blocks_of(part)
             return
-        if entry.is_quantized:
+        if not entry.is_plain:
             yield from self._block_values(entry)
             return
         dtype = dtype_of(entry, self.index.path)
@@ -475,84 +457,9 @@ class MappedViews:
         return target if target.is_contiguous() else target.copy_(flat.view(target.shape))
 
     def _block_values(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
-        """Yield what blocks of quantised values stand for, in order, some blocks at a time."""
-        (name,), (chunk,) = entry.encoding, entry.chunks
-        try:
-            from gguf import GGMLQuantizationType, dequantize
-        except ImportError as error:
-            raise FormatError(
-                f"quantised to {name}, and the package that knows how is not installed",
-                file=self.index.path,
-                entry=entry.key,
-                hint="pip install gguf",
-            ) from error
-        values, size = next(block[1:] for block in BLOCKS.values() if block[0] == name)
-        raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes).numpy().reshape(-1, size)
-        step = max(1, _DEQUANTIZED // values)
-        for start in range(0, len(raw), step):
-            try:
-                made = dequantize(raw[start : start + step], GGMLQuantizationType[name])
-            except NotImplementedError as error:
-                raise FormatError(
-                    f"quantised to {name}, which the installed gguf cannot compute",
-                    file=self.index.path,
-                    entry=entry.key,
-                ) from error
-            yield torch.from_numpy(made).view(-1)
-
-    def _rebuilt(
-        self, entry: RebuiltEntry, dtype: torch.dtype, classes: Mapping[str, type]
-    ) -> torch.Tensor:
-        """Return a tensor that torch makes of others, which are mapped.
-
-        Raises:
-            FormatError: it is not one, as torch has them.
-        """
-        kind = entry.encoding[0]
-        inner = [
-            self._rebuilt(item, dtype_of(item, self.index.path), classes)
-            if isinstance(item, RebuiltEntry)
-            else self.view(item)
-            for item in entry.tensors
-        ]
-        if kind == SUBCLASS:
-            from torchlift._checkpoint.subclasses import rebuilt
-
-            return rebuilt(entry, classes, inner, self.index.path)
-        # torch warns once that sparse CSR is in beta, and quantised tensors deprecated. A filter
-        # against that is the process's: another thread's warnings would go, too.
-        try:
-            if kind == "meta":
-                return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
-            if kind == "nested":
-                return _nested(*inner)
-            if kind == "jagged":
-                return _jagged(entry.facts[0], *inner)
-            if kind == "sparse_coo":
-                # Unlike in torch.load: what lies outside would be written to outside, too.
-                indices, values = inner
-                return torch.sparse_coo_tensor(
-                    indices,
-                    values,
-                    entry.shape,
-                    device="cpu",
-                    check_invariants=True,
-                    is_coalesced=entry.facts[0],
-                )
-            if kind.startswith("sparse"):
-                compressed, plain, values = inner
-                return torch.sparse_compressed_tensor(
-                    compressed, plain, values, entry.shape,
-                    layout=getattr(torch, kind), device="cpu", check_invariants=True,
-                )  # fmt: skip
-            return _quantized(entry, dtype, *inner)
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            raise FormatError(
-                f"its values do not make a {kind.replace('_', ' ')} tensor",
-                file=self.index.path,
-                entry=entry.key,
-                found=str(error).split("\n")[0],
-            ) from error
+        (chunk,) = entry.chunks
+        raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
+        return block_values(entry, raw, self.index.path)
 
     def _box(
         self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype, *, anew: bool = False
@@ -634,62 +541,6 @@ def _usable(
     return raw
 
 
-def _nested(
-    values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
-    """Return a nested tensor of slices of `values`, each of which torch checks."""
-    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
-    whole = values.untyped_storage()
-    slices = []
-    for size, stride, offset in rows:
-        span = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        # A negative stride is no error of `set_` where a slice has one row, or none.
-        if min((offset, *size, *stride)) < 0 or (0 not in size and span >= values.numel()):
-            raise ValueError(f"a slice of {size} reaches outside its {values.numel()} values")
-        first = values.storage_offset() + offset
-        slices.append(values.new_empty(0).set_(whole, first, size, stride))
-    return torch.nested.as_nested_tensor(slices, dtype=values.dtype)
-
-
-def _jagged(
-    dim: int, values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return rows of several lengths in one dimension, as a view of `values`."""
-    if offsets.dim() != 1 or offsets.is_floating_point() or not 1 <= dim <= values.dim():
-        raise ValueError(f"offsets of shape {list(offsets.shape)}, for dimension {dim}")
-    *starts, last = offsets.tolist()
-    ends = [*starts[1:], last]
-    if lengths is not None:
-        ends = [a + n for a, n in zip(starts, lengths.tolist(), strict=True)]
-    # torch looks at none of this, and its kernels read where they are told to.
-    rows = zip(starts, ends, strict=True)
-    if any(not 0 <= a <= b <= values.shape[dim - 1] for a, b in rows):
-        raise ValueError(f"rows reach outside of their {values.shape[dim - 1]} values")
-    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=dim)
-
-
-def _quantized(
-    entry: RebuiltEntry, dtype: torch.dtype, numbers: torch.Tensor, *rest: torch.Tensor
-) -> torch.Tensor:
-    """Return a quantised tensor over the stored numbers."""
-    # Of one element or one per channel, from which only the scales and zero points are kept.
-    shape = [1] * numbers.dim()
-    if entry.encoding[0] == "per_tensor_affine":
-        scale, zero = entry.facts
-        made = torch.quantize_per_tensor(torch.zeros(shape, device="cpu"), scale, zero, dtype)
-    else:
-        axis, *listed = entry.facts
-        scales, zeros = rest or [torch.tensor(x, device="cpu") for x in listed]
-        shape[axis] = scales.numel()
-        if scales.numel() != entry.shape[axis]:
-            raise ValueError(f"{scales.numel()} scales for {entry.shape[axis]} channels")
-        made = torch.quantize_per_channel(
-            torch.zeros(shape, device="cpu"), scales, zeros, axis, dtype
-        )
-    whole = numbers.untyped_storage()
-    return made.set_(whole, numbers.storage_offset(), numbers.shape, numbers.stride())
-
-
 def _shown(entry: TensorEntry, stored: torch.Tensor) -> torch.Tensor:
     """Return the values of an entry, given the stored numbers."""
     if "conjugate" in entry.encoding:
@@ -714,22 +565,6 @@ def blocks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     rows = _BLOCK * len(tensor) // tensor.numel()
     for part in torch.split(tensor, rows) if rows else tensor.unbind():
         yield from blocks_of(part)
-
-
-def dense_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that hold all there is of one: indices and values, or slices."""
-    if tensor.is_meta:
-        return []
-    if tensor.is_nested:
-        return list(tensor.unbind())
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.dequantize() if tensor.is_quantized else tensor]
 
 
 @answers_keywords
@@ -776,20 +611,21 @@ def open(
     """
     if isinstance(path, bytes) and (0 in path or len(path) > 4096):
         raise TypeError("that is the content of a file: pass its path, or io.BytesIO(content)")
+    allowed = classes(allow_classes)
     if isinstance(path, (str, bytes, os.PathLike)):
-        made = Checkpoint(read_index(path), root=root, allow_classes=allow_classes)
+        made = Checkpoint(read_index(path), root=root, allowed=allowed)
         made._given = os.path.abspath(os.fsdecode(path))
         return made
     if not hasattr(path, "read"):
         raise TypeError(f"expected a path or a binary file object, not {type(path).__name__}")
     with ExitStack() as stack:
-        made = Checkpoint(_index_of(path, stack), root=root, allow_classes=allow_classes)
+        made = Checkpoint(_index_of(path, stack), root=root, allowed=allowed)
         made._kept = stack.pop_all()
     return made
 
 
 def _opened_again(
-    path: str, root: str | None, allow_classes: Allow, files: Mapping[str, FileStamp]
+    path: str, root: str | None, allowed: Mapping[str, type], files: Mapping[str, FileStamp]
 ) -> Checkpoint:
     """Open what another process had open.
 
@@ -799,8 +635,8 @@ def _opened_again(
     for file, stamp in files.items():  # before it is read: it may be no checkpoint any more
         with Files({file: stamp}) as one:
             one.descriptor(file)
-    made = open(path, root=root, allow_classes=allow_classes)
-    if (found := {**made.index.files, **made.index.guides}) != files:
+    made = open(path, root=root, allow_classes=[(kind, name) for name, kind in allowed.items()])
+    if (found := {**made._index.files, **made._index.guides}) != files:
         raise IntegrityError(
             "other files belong to it than when it was opened",
             file=path,
@@ -836,14 +672,14 @@ def _index_of(file: BinaryIO, stack: ExitStack) -> Index:
     return replace(index, path=shown, files=files)
 
 
-def not_dense(entry: RebuiltEntry, path: str) -> PlacementError:
-    """Return the error that says why a model's tensor cannot be filled with such a one."""
+def not_dense(entry: TensorEntry, path: str) -> PlacementError:
+    """Return the error that says why a tensor can be neither filled nor saved with such a one."""
     return PlacementError(
-        f"the file has a {entry.encoding[0].replace('_', ' ')} tensor for it",
+        f"the file has a {entry.kind} tensor for it",
         file=path,
         entry=entry.key,
-        expected="dense numbers",
-        hint="Take it out of the checkpoint by its key, and set what you make of it.",
+        expected="a dense tensor with values",
+        hint="Take it out of the checkpoint by its key, and set or save what you make of it.",
     )
 
 
@@ -863,21 +699,3 @@ def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:
             hint="A newer torch may know it.",
         )
     return found
-
-
-def classes(allow_classes: Allow) -> tuple[type | tuple[type, str], ...]:
-    """Return what a caller passed as ``allow_classes``.
-
-    Raises:
-        TypeError: something else than classes.
-    """
-    items: tuple[Any, ...] = () if isinstance(allow_classes, (str, type)) else tuple(allow_classes)
-    for item in items:
-        kind, name = item if isinstance(item, tuple) and len(item) == 2 else (item, "")
-        if not isinstance(kind, type) or not isinstance(name, str):
-            raise TypeError(
-                f"allow_classes=[{item!r}]: expected classes of tensors, such as [Int8Tensor]"
-            )
-    if isinstance(allow_classes, (str, type)):
-        raise TypeError(f"allow_classes={allow_classes!r}: expected a list of classes of tensors")
-    return items

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, dense_of, open
+from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, open
+from torchlift._checkpoint.kinds import dense_of
 from torchlift._model.dtensor import is_dtensor
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.errors import PlacementError

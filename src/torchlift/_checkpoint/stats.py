@@ -59,7 +59,7 @@ def stats_of(ckpt: Checkpoint, entry: TensorEntry) -> TensorStats:
     count, mean, squares, nan, inf = 0, 0.0, 0.0, 0, 0
     smallest: float | None = None
     largest: float | None = None
-    for block in ckpt.blocks(entry):
+    for block in ckpt._mapped().blocks(entry):
         values = _numbers(block)
         if values.is_floating_point() and not math.isfinite(values.sum().item()):
             nan += int(values.isnan().sum())

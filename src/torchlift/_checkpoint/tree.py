@@ -1,17 +1,16 @@
-"""What a pickle's records stand for; `Checkpoint.tree`: its containers as they were saved."""
+"""`Checkpoint.tree`: the containers of a file as they were saved."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
+from torchlift._checkpoint.kinds import DROPPED, Values
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
-from torchlift.formats import Array, Index, Leaf, TensorEntry, select
+from torchlift.formats import Index, Leaf, TensorEntry, select
 from torchlift.formats.flatten import (
     MISSING,
     ROOT_TENSOR,
@@ -21,100 +20,10 @@ from torchlift.formats.flatten import (
     name_text,
 )
 from torchlift.formats.torch_pickle import (
-    ArrayRef,
     Blocked,
-    CountRecord,
-    DeviceName,
-    Global,
-    LayoutName,
-    NumpyDtype,
-    OrderedRecord,
-    SliceText,
     StorageRef,
     TensorRef,
 )
-
-#: In place of a value that is left out.
-_DROPPED = object()
-
-
-class Values:
-    """The records of a pickle, on their way to what they stand for.
-
-    Attributes:
-        path: of the file, for errors.
-        dropped: keys that are left out, and containers of nothing else with them.
-    """
-
-    path: str = ""
-    dropped: Collection[str] = ()
-
-    def __init__(self) -> None:
-        self._arrays: dict[int, object] = {}
-        self._containers = Containers((TensorRef, StorageRef, Leaf))
-
-    def tensor(self, record: object, key: str | None) -> object:
-        """Return a tensor."""
-        raise NotImplementedError
-
-    def blocked(self, record: Blocked, key: str | None) -> object:
-        """Return what only a call of something of the file's choice could make."""
-        raise NotImplementedError
-
-    def beside(self, value: Any) -> Any:
-        """Return what has no key: a name, an item of a set, metadata of a state dict."""
-        return self.made(value, None)
-
-    def made(self, value: Any, key: str | None) -> Any:
-        """Return what a record stands for, and containers with what theirs stand for."""
-        # A container of that name has other keys, which are not left out with it.
-        if key in self.dropped and self._containers.items(value) is None:
-            return _DROPPED
-        if isinstance(value, dict):
-            every = [
-                (self.beside(name), self.made(item, _joined(key, name_text(name))))
-                for name, item in value.items()
-            ]
-            pairs = [pair for pair in every if pair[1] is not _DROPPED]
-            if every and not pairs:
-                return _DROPPED
-            if not isinstance(value, OrderedRecord):
-                return Counter(dict(pairs)) if isinstance(value, CountRecord) else dict(pairs)
-            made = OrderedDict(pairs)
-            if value.metadata is not None:
-                made._metadata = self.beside(value.metadata)  # type: ignore[attr-defined]
-            return made
-        if isinstance(value, (list, tuple)):
-            items = [self.made(item, _joined(key, str(at))) for at, item in enumerate(value)]
-            kept = [item for item in items if item is not _DROPPED]
-            if kept and len(kept) < len(items):
-                raise PlacementError(
-                    "an item of a list cannot be left out alone: the next ones would move up",
-                    file=self.path,
-                    entry=key,
-                    hint="Leave out all of it, or nothing.",
-                )
-            return _DROPPED if items and not kept else type(value)(kept)
-        if isinstance(value, (set, frozenset)):
-            return type(value)(map(self.beside, value))
-        if isinstance(value, Blocked):
-            return self.blocked(value, key)
-        if isinstance(value, SliceText):
-            return slice(*value.arguments)
-        if isinstance(value, DeviceName):
-            return torch.device(value)
-        if isinstance(value, (Global, LayoutName)):
-            name = value.name if isinstance(value, Global) else str(value)
-            found = getattr(torch, name.removeprefix("torch."), None)
-            return found if isinstance(found, (torch.dtype, torch.layout)) else name
-        if isinstance(value, NumpyDtype):
-            return f"numpy.dtype({value.code})"
-        if isinstance(value, ArrayRef) and value.array is not None:
-            return with_arrays(value.array, self._arrays)
-        is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
-        if is_plain or isinstance(value, bytearray):
-            return value
-        return self.tensor(value, key)
 
 
 class _Beside(Values):
@@ -185,7 +94,7 @@ class Tree(Values):
         if found is MISSING and root is not None:
             select(self.index, root)  # says what there is instead
         made = self.made(found, root)
-        return {} if made is _DROPPED else made
+        return {} if made is DROPPED else made
 
     def tensor(self, record: object, key: str | None) -> object:
         entry = self.index.entries.get(ROOT_TENSOR if key is None else key)
@@ -279,43 +188,3 @@ def objects_as_saved(index: Index) -> dict[str, object]:
     saved = _Objects(index.path).made(*index.tree, None)
     objects = flatten_state(saved, Containers((TensorRef, StorageRef, Leaf))).objects
     return {key: value for key, value in objects.items() if key in index.objects}
-
-
-def array_of(array: Array) -> Any:
-    """Return a numpy array of its own.
-
-    Raises:
-        FormatError: numpy is not installed, or knows no such array.
-    """
-    try:
-        import numpy
-    except ImportError as error:
-        raise FormatError("a numpy array, and numpy is not installed") from error
-    try:
-        empty = numpy.empty(0, array.code)
-        made = numpy.frombuffer(array.data, empty.dtype) if array.data else empty
-        return made.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
-    except (TypeError, ValueError) as error:  # long double; more dimensions than numpy 1 has
-        what = "the installed numpy knows no such array"
-        raise FormatError(what, found=f"{array!r}: {error}") from error
-
-
-def with_arrays(value: Any, made: dict[int, object]) -> Any:
-    """Return a leaf, or a container of leaves, with numpy arrays for what stands for them.
-
-    Args:
-        value: the leaf.
-        made: identity of what stands for an array -> that array: a file may name one many times.
-    """
-    if isinstance(value, Array):
-        if id(value) not in made:
-            made[id(value)] = array_of(value)
-        return made[id(value)]
-    if isinstance(value, dict):
-        return {key: with_arrays(item, made) for key, item in value.items()}
-    is_list = isinstance(value, (list, tuple))
-    return type(value)([with_arrays(item, made) for item in value]) if is_list else value
-
-
-def _joined(key: str | None, name: str) -> str:
-    return name if key is None else f"{key}.{name}"

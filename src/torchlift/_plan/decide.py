@@ -40,7 +40,7 @@ from torchlift._plan.steps import Base, Candidate, Copy, Making, Match, Step, Va
 from torchlift._skeleton.skeleton import changed_on_meta, constructions_of
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
-from torchlift.formats import Chunk, RebuiltEntry, TensorEntry
+from torchlift.formats import Chunk, TensorEntry
 
 _RELEASE = (
     'Release what holds it (swap.preflight lists all of it), or load with mode="auto", which '
@@ -162,8 +162,8 @@ def _decide(
     if in_place:
         _check_in_place(group, device, dtype)
     changes = device.type != "cpu" or dtype != file_dtype or spans is not None
-    rebuilt = isinstance(entry, RebuiltEntry)  # of tensors that are views of the map
-    changes = changes or (entry is not None and entry.is_pieced and not rebuilt)
+    # What has a kind is made of views of the map.
+    changes = changes or (entry is not None and entry.is_pieced and entry.kind is None)
     stride = None if sharded else stride
     changes = changes or stride is not None
     source: Source = "memory"

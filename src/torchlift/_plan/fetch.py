@@ -389,7 +389,7 @@ def _same_values(one: Candidate, two: Candidate, origin: Origin) -> bool:
 
 
 def _content(entry: TensorEntry) -> tuple[object, ...]:
-    return entry.dtype, entry.shape, entry.stride, entry.chunks, entry.encoding
+    return entry.type_name, entry.shape, entry.stride, entry.chunks, entry.encoding
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

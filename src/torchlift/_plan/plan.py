@@ -42,7 +42,6 @@ from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._system import Facts, clipped_list, human, uninterrupted
 from torchlift._transfer import BUDGET, STAGING
 from torchlift.errors import Argument, Hint, MismatchError, PlacementError, answers_keywords
-from torchlift.formats import RebuiltEntry
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
 
@@ -268,7 +267,7 @@ def make_plan(
     matched.missing += matched.mismatched
     for group, _, found in matched.pairs:
         for at, one in enumerate(found):
-            if isinstance(one.entry, RebuiltEntry) and one.value is None:
+            if one.entry is not None and one.entry.kind is not None and one.value is None:
                 found[at] = replace(one, value=origin.tensor(one, group.tensor))
     steps = steps_for(matched, origin.path, options, check_values=check_shapes)
     work = Work(
@@ -425,8 +424,9 @@ def _new_bytes(step: Step) -> int:
         return content_bytes(step.group.tensor)
     if step.route == "view":
         return 0
-    if isinstance(step.candidate.entry, RebuiltEntry):
-        return step.candidate.entry.nbytes
+    entry = step.candidate.entry
+    if entry is not None and entry.kind is not None:
+        return entry.nbytes
     shape = step.candidate.shape if step.spans is None else local_shape(step.spans)
     if step.base is not None:
         shape = step.base.entry.shape if step.base.first else (0,)

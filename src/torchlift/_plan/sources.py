@@ -114,11 +114,11 @@ def checkpoint(
 
 def _chosen(ckpt: Checkpoint, root: str | None, whole: bool, allow_classes: Allow) -> Checkpoint:
     """Return what is to be loaded: what is under `root`, or else all that is of a model."""
-    index = of_model(ckpt.index) if root is None and not whole else ckpt.index
-    allowed = (*ckpt.allow_classes, *classes(allow_classes))
-    if root is None and index is ckpt.index and allowed == ckpt.allow_classes:
+    index = of_model(ckpt._index) if root is None and not whole else ckpt._index
+    allowed = {**ckpt._allowed, **classes(allow_classes)}
+    if root is None and index is ckpt._index and allowed == ckpt._allowed:
         return ckpt
-    return Checkpoint(index, root=root, allow_classes=allowed)
+    return Checkpoint(index, root=root, allowed=allowed)
 
 
 def container(state: Any, root: str | None) -> Any:
@@ -151,7 +151,7 @@ def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
         return layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
     owner = owners(layers)
     paths = {key: layers[int(name)].path for key, name in owner.items()}
-    indexes = {str(n): item.index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
+    indexes = {str(n): item._index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
     path = ", ".join(dict.fromkeys(layer.path for layer in layers))
     # Each entry has the classes that were allowed for its own checkpoint.
     merged = Checkpoint(put_together(path, indexes, owner, {}))
@@ -280,12 +280,12 @@ class FileSource(Origin):
 
     def __init__(self, ckpt: Checkpoint) -> None:
         candidates = {key: Candidate(key, entry) for key, entry in ckpt.entries.items()}
-        super().__init__(candidates, _objects_of(ckpt), ckpt.index.module_versions)
+        super().__init__(candidates, _objects_of(ckpt), ckpt._index.module_versions)
         self.path = ckpt.path
         self.checkpoints = (ckpt,)
         self.blocked = ckpt.blocked_keys
-        self.templates = ckpt.index.templates
-        self.views = ckpt.views()
+        self.templates = ckpt._index.templates
+        self.views = MappedViews(ckpt._index)
         self._ckpt = ckpt
 
     def tensor(self, candidate: Candidate, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -295,7 +295,7 @@ class FileSource(Origin):
         return self.views.view(candidate.entry)
 
     def refusal(self, key: str) -> CheckpointError:
-        return self._ckpt.refusal(key)
+        return self._ckpt._refusal(key)
 
     def close(self) -> None:
         self.views.close()
@@ -309,7 +309,7 @@ def _objects_of(ckpt: Checkpoint) -> Mapping[str, object]:
 
 def _saved_objects(ckpt: Checkpoint) -> dict[str, object]:
     """Return key -> leaf of an extra state, or one that the index has as a text, as a dtype."""
-    index = ckpt.index
+    index = ckpt._index
     keys = [k for k, v in index.objects.items() if type(v) is str or _EXTRA_STATE in k]
     saved = objects_as_saved(index) if keys else {}
     return {key: saved[key] for key in keys if key in saved}
@@ -355,7 +355,7 @@ class _Layers(FileSource):
             name: version
             for layer in layers
             for name, version in (
-                layer.versions if isinstance(layer, StateSource) else layer.index.module_versions
+                layer.versions if isinstance(layer, StateSource) else layer._index.module_versions
             ).items()
         }
         self.candidates = {key: candidates[key] for key in owner if key in candidates}

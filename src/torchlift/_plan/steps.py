@@ -18,7 +18,7 @@ from torchlift._model.dtensor import Spans
 from torchlift._model.names import Names
 from torchlift._model.slots import Group, is_blank
 from torchlift._plan.report import Mismatch, Mode, Route, Source
-from torchlift.formats import RebuiltEntry, TensorEntry
+from torchlift.formats import TensorEntry
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
@@ -228,7 +228,7 @@ class Step:
         """Bytes that are taken out of the file for it, gaps between its elements included."""
         if self.entry is None:
             made_of = self.candidate.entry
-            return made_of.nbytes if isinstance(made_of, RebuiltEntry) else 0
+            return made_of.nbytes if made_of is not None and made_of.kind is not None else 0
         if self.base is not None:
             return self.base.entry.nbytes if self.base.first else 0
         if self.entry.is_pieced:

@@ -92,7 +92,7 @@ def entry_blocks(
     Raises:
         IntegrityError: the file cannot be read, or has changed.
     """
-    if entry.is_quantized:
+    if not entry.is_plain:
         for values in views.blocks(entry):
             room = work.room(values.numel(), dtype, values.device)
             yield memory_of(room.copy_(values))

@@ -583,15 +583,15 @@ def from_files(
     """
     blocked = [key for key in ckpt.blocked_keys if key not in dropped]
     if blocked:
-        error = ckpt.refusal(blocked[0])
+        error = ckpt._refusal(blocked[0])
         this = Argument("exclude", f"[{blocked[0]!r}]", (blocked[0],))
         error.hint = Hint("Leave it out: ", this, ".")
         raise error
-    index, views = ckpt.index, ckpt.mapped()
+    index, views = ckpt._index, ckpt._mapped()
     leaves = {**index.entries, **index.objects}
     tree = {key: value for key, value in leaves.items() if key not in dropped}
     if index.tree is not None:
-        tree = Tree(index, lambda entry: entry, ckpt.refusal, dropped).rebuild(None)
+        tree = Tree(index, lambda entry: entry, ckpt._refusal, dropped).rebuild(None)
     plain = not target.only_tensors
     taken = take_apart(tree if containers is None else containers, plain=plain)
     if {*taken.tensors, *taken.objects} != leaves.keys() - set(dropped) and containers is not None:

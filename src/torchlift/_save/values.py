@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchlift._checkpoint import MappedViews, dtype_of
+from torchlift._checkpoint import MappedViews, dtype_of, not_dense
 from torchlift._model.dtensor import held, reshard
 from torchlift._model.names import Names
 from torchlift._model.slots import ModuleTree
@@ -21,7 +21,7 @@ from torchlift._model.torch_private import storage_key
 from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Shared, require_plain
 from torchlift.errors import PlacementError
-from torchlift.formats import ITEMSIZE, Chunk, Index, Leaf, RebuiltEntry, TensorEntry
+from torchlift.formats import ITEMSIZE, Chunk, Index, Leaf, TensorEntry
 from torchlift.formats.flatten import (
     ROOT_OBJECT,
     ROOT_TENSOR,
@@ -103,14 +103,8 @@ class Value:
             FormatError: the installed torch has no such dtype.
         """
         index = views.index
-        if isinstance(entry, RebuiltEntry):
-            raise PlacementError(
-                f"cannot be saved: a {entry.encoding[0].replace('_', ' ')} tensor",
-                file=index.path,
-                entry=entry.key,
-                expected="a dense tensor with values",
-                hint="Leave it out, or save what you make of it.",
-            )
+        if entry.kind is not None:
+            raise not_dense(entry, index.path)
         dtype_of(entry, index.path)
         found: Hashable = object()
         first, whole, plain = 0, 0, False

@@ -407,7 +407,7 @@ SMALL_RUN = 4096
 
 def is_readable(entry: TensorEntry) -> bool:
     """Whether a tensor's runs of bytes are its values, long enough to be read one by one."""
-    return not entry.encoding and shortest_run(entry) >= SMALL_RUN
+    return entry.kind is None and not entry.encoding and shortest_run(entry) >= SMALL_RUN
 
 
 def requests_for(

@@ -66,7 +66,7 @@ def _on_devices(
     """Return, as text and as data, what goes to which device, and with a model how it is loaded."""
     plan = None
     if args.model is None:
-        ckpt = Checkpoint(ckpt.index, root=args.root)
+        ckpt = Checkpoint(ckpt._index, root=args.root)
         inventory = take(ckpt, dtype, rename)
         placement = _place(args, ckpt, inventory, dtype, rename)
     else:

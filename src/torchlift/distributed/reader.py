@@ -24,7 +24,7 @@ from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model.ranks import portable, world_of
 from torchlift._transfer import Request, is_readable, read, requests_for
 from torchlift.errors import CheckpointError
-from torchlift.formats import RebuiltEntry, TensorEntry
+from torchlift.formats import TensorEntry
 from torchlift.formats.boxes import cut
 
 
@@ -84,7 +84,7 @@ class CheckpointReader(StorageReader):
                 ],
             )
             for key, entry in self._ckpt.entries.items()
-            if not isinstance(entry, RebuiltEntry) and hasattr(torch, entry.dtype)
+            if entry.kind is None and hasattr(torch, entry.dtype)
         }
         # What is refused is there, and not missing: a plan that asks for it is refused by name.
         rest = [key for key in self._ckpt.entries if key not in described]
@@ -114,8 +114,8 @@ class CheckpointReader(StorageReader):
             key = item.storage_index.fqn
             entry = self._ckpt.entries.get(key)
             if key in self._ckpt.blocked_keys:
-                raise self._ckpt.refusal(key)
-            if isinstance(entry, RebuiltEntry):
+                raise self._ckpt._refusal(key)
+            if entry is not None and entry.kind is not None:
                 raise not_dense(entry, self.path)
             if entry is not None:
                 dtype_of(entry, self.path)  # which raises where torch has none
@@ -132,7 +132,7 @@ class CheckpointReader(StorageReader):
             IntegrityError: a file changed or could not be read.
             KeyError: a planner that does not look at the metadata asks for what is not there.
         """
-        views = MappedViews(self._ckpt.index)
+        views = MappedViews(self._ckpt._index)
         requests: list[Request] = []
         targets: list[tuple[ReadItem, torch.Tensor]] = []
         try:
@@ -167,7 +167,7 @@ class CheckpointReader(StorageReader):
         self.path = path.path if isinstance(path, Checkpoint) else os.fspath(path)
         try:
             if isinstance(path, Checkpoint):
-                self._ckpt = Checkpoint(path.index, root=self.root)
+                self._ckpt = Checkpoint(path._index, root=self.root)
             else:
                 self._ckpt = open_checkpoint(path, root=self.root)
             self.path = self._ckpt.path

@@ -13,8 +13,8 @@ from torchlift.formats.index import (
     Chunk,
     FileStamp,
     Index,
+    Kind,
     Leaf,
-    RebuiltEntry,
     Record,
     Storage,
     TensorEntry,
@@ -30,8 +30,8 @@ from torchlift.formats.index import (
 from torchlift.formats.sharded import put_together
 
 __all__ = [
-    "AMBIGUOUS", "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "FileStamp", "Index", "Leaf",
-    "RebuiltEntry", "Record", "Storage", "TensorEntry", "allowed", "allowing", "ambiguity", "cut",
+    "AMBIGUOUS", "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "FileStamp", "Index", "Kind", "Leaf",
+    "Record", "Storage", "TensorEntry", "allowed", "allowing", "ambiguity", "cut",
     "left_out", "matching", "of_model", "put_together", "read_index", "require_kept", "row_major",
     "select", "steps_in_file", "under", "used_by",
 ]  # fmt: skip

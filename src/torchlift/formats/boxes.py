@@ -74,11 +74,11 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
     shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
     if shape == entry.shape and entry.is_contiguous:
         return entry
-    if entry.is_quantized:
+    if not entry.is_plain:
         raise FormatError(
             "blocks of quantised values, of which no slice can be read",
             entry=entry.key,
-            found=entry.encoding[0],
+            found=entry.type_name,
             hint="Load it whole, and save what it stands for.",
         )
     chunks = tuple(

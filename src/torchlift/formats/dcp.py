@@ -449,13 +449,13 @@ def _chunk(
             expected=f"{dtype} {list(shape)}",
             found="no tensor" if entry is None else f"{entry.dtype} {list(entry.shape)}",
         )
-    (run,) = entry.chunks
-    if entry.encoding:
+    if entry.encoding or entry.kind is not None:
         raise FormatError(
             "an item does not store its numbers as they are",
             expected=f"{dtype} {list(shape)}",
-            found=", ".join(entry.encoding),
+            found=", ".join(entry.encoding) or entry.type_name,
         )
+    (run,) = entry.chunks
     if entry.nbytes > run.nbytes:
         # No writer does so, and the tensor would need far more memory than the file has bytes.
         raise FormatError(

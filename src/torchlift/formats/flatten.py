@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 from torchlift._system import clipped_list, count_of
 from torchlift.errors import Argument, CheckpointError, FormatError, Hint, UnsafeError, did_you_mean
@@ -34,9 +34,9 @@ from torchlift.formats.torch_pickle import (
     ArrayRef,
     Blocked,
     Global,
+    KindRef,
     NumpyDtype,
     OrderedRecord,
-    RebuiltRef,
     StorageRef,
     TensorRef,
 )
@@ -63,13 +63,12 @@ class Flat(Generic[_Tensor]):
     """What nested containers hold, by dotted key, in order.
 
     Attributes:
-        tensors: every tensor, those of subclasses, too.
+        tensors: every tensor, those of subclasses, too, which are blocked.
         objects, templates: see `Index`.
         blocked: key -> the name of the global that its value would have needed; of a key that
             several paths give, `AMBIGUOUS`.
         inside: key of such a value -> the number of tensors in it, where there are any; each tensor
             counts for the first one that it is in.
-        subclasses: key of such a value -> how it is made, where it is a tensor of a subclass.
         versions: torch's per-module ``_metadata``.
     """
 
@@ -77,7 +76,6 @@ class Flat(Generic[_Tensor]):
     objects: dict[str, object] = field(default_factory=dict)
     blocked: dict[str, str] = field(default_factory=dict)
     inside: dict[str, int] = field(default_factory=dict)
-    subclasses: dict[str, _Tensor] = field(default_factory=dict)
     versions: dict[str, dict[str, object]] = field(default_factory=dict)
     templates: dict[str, object] = field(default_factory=dict)
 
@@ -191,7 +189,7 @@ class _Flattener:
             # What is in a container of that name has names of its own.
             if is_known and self.containers.items(value, depth) is None:
                 # Neither is the one that is meant; what has a name of its own is not in doubt.
-                for known in (tensors, objects, self.flat.inside, self.flat.subclasses):
+                for known in (tensors, objects, self.flat.inside):
                     known.pop(key, None)
                 self.budget.spend(len(key) + STEP, key)
                 blocked[key] = AMBIGUOUS
@@ -279,25 +277,20 @@ class _RecordFlattener(_Flattener):
         if isinstance(value, StorageRef) and value.dtype not in QUANTIZED:
             numel = value.view[1] if value.view else value.numel
             value = TensorRef(value, value.dtype or "uint8", 0, (numel,), (1,))
-        if isinstance(value, RebuiltRef):
-            numbers = sum(len(fact) for fact in value.facts if isinstance(fact, tuple))
-            cost = ENTRY * (len(value.tensors) + value.weight) + STEP * numbers
-            self.budget.spend(cost, key)
-        if isinstance(value, RebuiltRef) and value.kind == SUBCLASS:
-            self.flat.tensors[key] = self.flat.subclasses[key] = value
-            self.flat.blocked[key] = str(value.facts[0])
-            if count := self._count(value):
-                self.flat.inside[key] = count
-        elif isinstance(value, TensorRef):
-            self.budget.spend(ENTRY, key)
+        needs = None
+        if isinstance(value, TensorRef):
+            self.budget.spend(value.cost if isinstance(value, KindRef) else ENTRY, key)
             self.flat.tensors[key] = value
+            needs = value.facts[0] if _is_subclass(value) else None
         else:
             try:
                 self.flat.objects[key] = self._plain(value, key, depth)
             except _NotPlain as error:
-                self.flat.blocked[key] = str(error)
-                if count := self._count(value):
-                    self.flat.inside[key] = count
+                needs = str(error)
+        if needs is not None:
+            self.flat.blocked[key] = needs
+            if count := self._count(value):
+                self.flat.inside[key] = count
 
     def _count(self, value: object) -> int:
         """Count the tensors in a value that is blocked; each object is looked at once."""
@@ -307,7 +300,7 @@ class _RecordFlattener(_Flattener):
             if id(item) in self._counted or not isinstance(item, (*_CONTAINERS, *_HOLDING)):
                 continue
             self._counted[id(item)] = item
-            inner = item.tensors if isinstance(item, RebuiltRef) and item.kind == SUBCLASS else ()
+            inner = item.tensors if _is_subclass(item) else ()
             count += isinstance(item, TensorRef) and not inner
             left += inner
             if isinstance(item, dict):
@@ -352,6 +345,10 @@ class _RecordFlattener(_Flattener):
         if isinstance(name, (bytes, tuple)):
             self.budget.spend(STEP * check_key(name), prefix)
         return key_text(name, prefix)
+
+
+def _is_subclass(value: object) -> TypeGuard[KindRef]:
+    return isinstance(value, KindRef) and value.kind == SUBCLASS
 
 
 def _check_depth(depth: int, key: str | None = None) -> None:
@@ -407,9 +404,9 @@ def under(index: Index, root: str) -> Index | None:
 
     Storages that only other keys use are left out, so that sizes are those of what is left.
     """
-    entries, subclasses = (
+    entries, every = (
         {key: replace(entry, key=key) for key, entry in _inside(found, root).items()}
-        for found in (index.entries, index.subclasses)
+        for found in (index.entries, index.every)
     )
     objects, blocked_keys = _inside(index.objects, root), _inside(index.blocked_keys, root)
     if not (entries or objects or blocked_keys):
@@ -421,10 +418,9 @@ def under(index: Index, root: str) -> Index | None:
         objects=objects,
         blocked_keys=blocked_keys,
         blocked_tensors=_inside(index.blocked_tensors, root),
-        subclasses=subclasses,
-        order=_inside(index.order, root),
+        every=every,
         blocked=globals_in(blocked_keys),
-        storages=used_by({**entries, **subclasses}, index.storages),
+        storages=used_by(every or entries, index.storages),
         templates={key: _strip_leaves(tree, f"{root}.") for key, tree in templates.items()},
         module_versions=_paths_inside(index.module_versions, root),
         aside=(),

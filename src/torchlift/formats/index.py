@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchlift._system import clipped_list, printable
@@ -43,7 +44,7 @@ QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 #: What a key lacks that several values have once containers are joined by dots.
 AMBIGUOUS = "a name of its own"
 
-#: The encoding of a tensor whose class only a caller can allow.
+#: The kind of a tensor whose class only a caller can allow.
 SUBCLASS = "subclass"
 
 #: Encodings that leave every element in its place.
@@ -119,6 +120,28 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """What a tensor is that torch makes of others, or of none, instead of strided numbers.
+
+    Attributes:
+        name: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
+            ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"``,
+            ``"jagged"``, ``"meta"`` or, of a class that the caller allowed, ``"subclass"``.
+        tensors: what it is made of, in the order in which torch's rebuilder takes it.
+        facts: what else that takes.
+        classes: name in files -> class, of those that a caller allowed for it.
+    """
+
+    name: str
+    tensors: tuple[TensorEntry, ...] = ()
+    facts: tuple[Any, ...] = ()
+    classes: Mapping[str, type] = field(default_factory=dict, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return self.name.replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a checkpoint, described without reading it.
 
@@ -136,11 +159,10 @@ class TensorEntry:
             tensor, as a distributed checkpoint stores it.
         encoding: how the stored bytes differ from the values, in the order in which it is undone:
             any of ``"deflated"``, ``"big-endian"``, ``"conjugate"`` and ``"negative"``, or the name
-            of a quantised block type; or, of a tensor that torch makes of others or of none, what
-            it is: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
-            ``"sparse_bsc"``, ``"per_tensor_affine"``, ``"per_channel_affine"``, ``"nested"``,
-            ``"jagged"``, ``"meta"`` or, of a class that the caller allowed, ``"subclass"``. Empty
-            if they do not differ.
+            of a quantised block type. Empty if they do not differ.
+        kind: what it is where it is not strided numbers. Its chunks and ``nbytes`` are then those
+            of what it is made of, and the shape of a nested or jagged one is that of all its values
+            in a row.
     """
 
     key: str
@@ -154,6 +176,7 @@ class TensorEntry:
     requires_grad: bool = False
     is_parameter: bool = False
     encoding: tuple[str, ...] = ()
+    kind: Kind | None = None
 
     @property
     def numel(self) -> int:
@@ -170,35 +193,24 @@ class TensorEntry:
         """Return whether the bytes must be put together, apart or right to be a tensor."""
         chunks = self.chunks
         is_box = len(chunks) == 1 and chunks[0].stride is not None
-        return len(chunks) > 1 or is_box or bool(self.encoding)
+        return len(chunks) > 1 or is_box or bool(self.encoding) or self.kind is not None
 
     @property
-    def is_quantized(self) -> bool:
-        """Return whether the bytes are blocks of elements, or what a tensor is made of."""
-        return not _ELEMENTWISE.issuperset(self.encoding)
+    def is_plain(self) -> bool:
+        """Return whether it is strided numbers, and the bytes of each of them lie by themselves."""
+        return self.kind is None and _ELEMENTWISE.issuperset(self.encoding)
+
+    @property
+    def type_name(self) -> str:
+        """Return the dtype, after the kind where it has one, or the type of quantised blocks."""
+        if self.kind is not None:
+            return f"{self.kind.name} {self.dtype}"
+        return self.dtype if self.is_plain else self.encoding[0]
 
     @property
     def is_contiguous(self) -> bool:
         """Return whether the elements lie in row-major order without gaps, as torch defines it."""
         return is_row_major(self.shape, self.stride)
-
-
-@dataclass(frozen=True, slots=True)
-class RebuiltEntry(TensorEntry):
-    """A tensor that torch makes of others, or of none: it has no strided bytes of its own.
-
-    Its chunks and ``nbytes`` are those of what it is made of, and the shape of a nested or jagged
-    one is that of all its values in a row.
-
-    Attributes:
-        tensors: what it is made of, in the order in which torch's rebuilder takes it.
-        facts: what else that takes.
-        classes: name in files -> class, of those that a caller allowed for it.
-    """
-
-    tensors: tuple[TensorEntry, ...] = ()
-    facts: tuple[Any, ...] = ()
-    classes: Mapping[str, type] = field(default_factory=dict, repr=False, compare=False)
 
 
 class Storage(NamedTuple):
@@ -365,11 +377,10 @@ class Index:
             ``AMBIGUOUS``.
         blocked_tensors: key of such a value -> the number of tensors in it, where there are any;
             each tensor counts for the first value that it is in.
-        subclasses: key of such a value -> how it is made, where it is one tensor of a class that a
-            caller may allow by name.
+        every: all tensors in file order, those of classes that a caller may allow by name among
+            them; empty where `entries` has all.
         aside: containers at the top that hold no model, such as an optimizer's state: a load that
             names no root leaves them out.
-        order: keys of entries and of subclasses in file order, where there are any of these.
         templates: key of a module's extra state, or of a list or tuple with tensors in it -> its
             containers as they were, with a ``Leaf`` for every value. Dotted keys alone do not tell
             a list from a dict, nor 1 from "1".
@@ -388,8 +399,7 @@ class Index:
     module_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     blocked_keys: Mapping[str, str] = field(default_factory=dict)
     blocked_tensors: Mapping[str, int] = field(default_factory=dict)
-    subclasses: Mapping[str, TensorEntry] = field(default_factory=dict)
-    order: Mapping[str, None] = field(default_factory=dict, repr=False)
+    every: Mapping[str, TensorEntry] = field(default_factory=dict, repr=False)
     templates: Mapping[str, object] = field(default_factory=dict)
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
@@ -430,7 +440,7 @@ def join(
         FormatError: two files have one key.
     """
     keyed = "entries", "objects", "blocked_keys"
-    rest = "blocked_tensors", "subclasses", "storages", "files", "module_versions", "templates"
+    rest = "blocked_tensors", "storages", "files", "module_versions", "templates"
     names = (*keyed, *rest)
     merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:
@@ -439,9 +449,9 @@ def join(
                 raise FormatError(conflict, entry=key, found=f"again in {index.path}")
         for name, values in merged.items():
             values.update(getattr(index, name))
-    if any(index.order for index in indexes):
-        keys = (key for index in indexes for key in index.order or index.entries)
-        merged["order"] = dict.fromkeys(keys)
+    if any(index.every for index in indexes):
+        every = ((index.every or index.entries).items() for index in indexes)
+        merged["every"] = dict(chain.from_iterable(every))
     blocked = tuple(dict.fromkeys(name for index in indexes for name in index.blocked))
     return Index(path=path, format=format, metadata=metadata, blocked=blocked, **merged)
 
@@ -452,8 +462,8 @@ def used_by(
     """Return the storages that entries look into."""
     used = {entry.storage for entry in entries.values()}
     for entry in entries.values():
-        if isinstance(entry, RebuiltEntry):
-            used.update(inner.storage for inner in entry.tensors)
+        if entry.kind is not None:
+            used.update(inner.storage for inner in entry.kind.tensors)
     # An entry in several chunks names the storage of the first one only, or none of a file's.
     pieced = (
         e
@@ -488,24 +498,35 @@ def allowing(index: Index, classes: Mapping[str, type]) -> Index:
 
     Those of classes that were allowed before may be made of these, too.
     """
-    found = {
-        key: replace(entry, classes={**entry.classes, **classes})
-        for key, entry in (*index.entries.items(), *index.subclasses.items())
-        if isinstance(entry, RebuiltEntry)
-        if entry.classes or (key in index.subclasses and entry.facts[0] in classes)
+    every = {
+        key: _allowing(index.entries.get(key, entry), classes) for key, entry in index.every.items()
     }
-    if not found:
+    entries = {
+        key: entry
+        for key, entry in every.items()
+        if key in index.entries or index.blocked_keys.get(key) in classes
+    }
+    if not any(entry.kind is not None and entry.kind.classes for entry in entries.values()):
         return index
-    entries = {**index.entries, **found}
-    blocked = {key: name for key, name in index.blocked_keys.items() if key not in found}
+    blocked = {key: name for key, name in index.blocked_keys.items() if key not in entries}
     return replace(
         index,
-        entries={key: entries[key] for key in (*index.order, *entries) if key in entries},
-        subclasses={k: entry for k, entry in index.subclasses.items() if k not in found},
+        entries=entries,
+        every=every,
         blocked_keys=blocked,
         blocked_tensors={k: n for k, n in index.blocked_tensors.items() if k in blocked},
         blocked=globals_in(blocked),
     )
+
+
+def _allowing(entry: TensorEntry, classes: Mapping[str, type]) -> TensorEntry:
+    """Return an entry that these classes may rebuild, and what it is made of, too."""
+    kind = entry.kind
+    if kind is None or kind.name != SUBCLASS:
+        return entry
+    tensors = tuple([_allowing(inner, classes) for inner in kind.tensors])
+    kind = replace(kind, tensors=tensors, classes={**kind.classes, **classes})
+    return replace(entry, kind=kind)
 
 
 def ambiguity(path: str, key: str) -> FormatError:
@@ -607,6 +628,6 @@ def matching(index: Index, patterns: Sequence[str]) -> Index:
         blocked_keys=blocked_keys,
         blocked_tensors=chosen(index.blocked_tensors),
         blocked=globals_in(blocked_keys),
-        subclasses=(some := chosen(index.subclasses)),
-        storages=used_by({**entries, **some}, index.storages),
+        every=(every := chosen(index.every)),
+        storages=used_by(every or entries, index.storages),
     )

@@ -13,11 +13,11 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from torchlift._system import count_of, printable
 from torchlift.errors import FormatError, UnsafeError
-from torchlift.formats.index import Index, RebuiltEntry, TensorEntry, join
+from torchlift.formats.index import Index, TensorEntry, join
 from torchlift.formats.source import Source, parse_json
 from torchlift.formats.unpickle import Budget
 
@@ -29,7 +29,6 @@ _CACHE_ROOT = re.compile(r"(models|datasets|spaces)--.+")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 _ReadFile = Callable[[str, Budget], Index]
-_Entry = TypeVar("_Entry", bound=TensorEntry)
 
 
 def read_sharded(source: Source, read_file: _ReadFile) -> Index:
@@ -253,16 +252,16 @@ def claimed(name: str, shard: Index, weight_map: Mapping[str, str]) -> Index:
         objects=mine(shard.objects),
         blocked_keys=mine(shard.blocked_keys),
         blocked_tensors=mine(shard.blocked_tensors),
-        subclasses={key: _prefixed(entry, name) for key, entry in mine(shard.subclasses).items()},
+        every={key: _prefixed(entry, name) for key, entry in mine(shard.every).items()},
     )
 
 
-def _prefixed(entry: _Entry, name: str) -> _Entry:
+def _prefixed(entry: TensorEntry, name: str) -> TensorEntry:
     """Return an entry whose storages are named for their shard."""
-    made = replace(entry, storage=f"{name}/{entry.storage}")
-    if isinstance(made, RebuiltEntry):
-        return replace(made, tensors=tuple([_prefixed(inner, name) for inner in made.tensors]))
-    return made
+    kind = entry.kind
+    if kind is not None:
+        kind = replace(kind, tensors=tuple([_prefixed(inner, name) for inner in kind.tensors]))
+    return replace(entry, storage=f"{name}/{entry.storage}", kind=kind)
 
 
 def index_content(files: Mapping[str, Iterable[str]], nbytes: int) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torchlift._system import human, printable
 from torchlift._system import to_html as page
-from torchlift.formats.index import Chunk, Index, RebuiltEntry, TensorEntry
+from torchlift.formats.index import Chunk, Index, TensorEntry
 
 _COLUMNS = ("key", "tensors", "size", "dtype", "shape", "location", "note")
 _WIDEST_KEY = 120
@@ -38,7 +38,7 @@ SORTS: dict[str, Callable[[TensorEntry], Any]] = {
         for at, part in enumerate(re.split(r"([0-9]+)", entry.key))
     ],
     "size": lambda entry: -_size(entry),
-    "dtype": lambda entry: _kind(entry),
+    "dtype": lambda entry: entry.type_name,
     "shape": lambda entry: (len(entry.shape), entry.shape),
     "location": lambda entry: entry.location,
 }
@@ -139,7 +139,7 @@ def to_json(index: Index) -> dict[str, Any]:
         "tensors": [_entry_json(entry) for entry in rest.entries],
         "elements": rest.elements,
         "nbytes": index.nbytes,
-        "dtypes": _counts(map(_kind, rest.entries)),
+        "dtypes": _counts(entry.type_name for entry in rest.entries),
         "locations": _counts(entry.location for entry in rest.entries),
         "aliases": [list(group) for group in rest.aliases],
         "objects": {key: _value_json(value) for key, value in index.objects.items()},
@@ -196,7 +196,7 @@ def _facts(rest: _Rest, rows: int) -> list[tuple[str, str]]:
         ("tensors", f"{len(entries):,}"),
         ("elements", f"{rest.elements:,}"),
         ("storage", human(index.nbytes)),
-        ("dtypes", _count_text(map(_kind, entries))),
+        ("dtypes", _count_text(entry.type_name for entry in entries)),
         ("locations", _count_text(entry.location for entry in entries)),
     ]
     lists: list[tuple[str, Collection[Any], Callable[[Any], str]]] = [
@@ -249,7 +249,8 @@ class _Rest:
         for group in self.aliases:
             first: dict[object, str] = {}
             for entry in map(index.entries.__getitem__, group):
-                same = (entry.chunks, entry.dtype, entry.shape, entry.stride, entry.encoding)
+                name = entry.type_name
+                same = (entry.chunks, name, entry.shape, entry.stride, entry.encoding)
                 tied = first.setdefault(same, entry.key)
                 if tied != entry.key:
                     self.ties[entry.key] = tied
@@ -273,11 +274,11 @@ class _Rest:
         elif self.index.format != "npz" and storage and len(entry.chunks) == 1:
             rest = entry.chunks[0].nbytes < storage.nbytes
             notes += [f"part of {human(storage.nbytes)}"] * rest
-        if _size(entry) < entry.nbytes and not entry.is_quantized:
+        if _size(entry) < entry.nbytes and entry.is_plain:
             notes.append(f"repeated to {human(entry.nbytes)}")
         if "deflated" in entry.encoding:
             notes.append("deflated")
-        return human(_size(entry)), _kind(entry), shape, location, ", ".join(notes)
+        return human(_size(entry)), entry.type_name, shape, location, ", ".join(notes)
 
 
 class _Node:
@@ -370,7 +371,7 @@ def _branches(
 def _likeness(group: list[TensorEntry], start: int, rest: _Rest) -> list[tuple[object, ...]]:
     """Return what is equal for modules that hold the same, whatever their names."""
     # In whatever order: where a model was split into shards, a layer's may be in two of them.
-    return sorted((e.key[start:], _kind(e), e.shape, e.key in rest.ties) for e in group)
+    return sorted((e.key[start:], e.type_name, e.shape, e.key in rest.ties) for e in group)
 
 
 def _common_end(group: list[TensorEntry], start: int) -> int:
@@ -386,13 +387,7 @@ def _common_end(group: list[TensorEntry], start: int) -> int:
 def _size(entry: TensorEntry) -> int:
     """Return the bytes that are stored for it: of what is repeated (stride 0), those of one."""
     stored = sum(chunk.nbytes for chunk in entry.chunks)
-    return stored if entry.is_quantized else min(stored, entry.nbytes)
-
-
-def _kind(entry: TensorEntry) -> str:
-    if isinstance(entry, RebuiltEntry):
-        return f"{entry.encoding[0]} {entry.dtype}"
-    return entry.encoding[0] if entry.is_quantized else entry.dtype
+    return min(stored, entry.nbytes) if entry.is_plain else stored
 
 
 def _without_empty(table: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -426,6 +421,7 @@ def _first(items: Iterable[Any], count: int) -> list[Any]:
 def _entry_json(entry: TensorEntry) -> dict[str, Any]:
     # `dataclasses.asdict` copies every value as if it were nested: 4 s for 100,000 entries.
     found = {name: getattr(entry, name) for name in _FIELDS}
+    found["kind"] = None if entry.kind is None else entry.kind.name
     found["chunks"] = [{name: getattr(chunk, name) for name in _PLACE} for chunk in entry.chunks]
     return found
 

@@ -204,20 +204,20 @@ class TensorRef:
 
 
 @dataclass(slots=True, eq=False)
-class RebuiltRef(TensorRef):
-    """The arguments of a rebuilder that makes a tensor of others; see `RebuiltEntry`.
+class KindRef(TensorRef):
+    """The arguments of a rebuilder that makes a tensor of others; see `Kind`.
 
     Of a subclass (`SUBCLASS`), only a caller can say that it may be made. The facts are its name;
     whether the first tensor, seen as that class, is it; its state; and the tensors again.
 
     Attributes:
-        weight: how many tensors it takes, with those of others that it is made of.
+        cost: what each key of it costs the budget: for each tensor, and what that is made of.
     """
 
     kind: str = ""
     tensors: tuple[TensorRef, ...] = ()
-    facts: tuple[object, ...] = ()
-    weight: int = 1
+    facts: tuple[Any, ...] = ()
+    cost: int = ENTRY
 
 
 @dataclass(slots=True, eq=False)
@@ -286,6 +286,8 @@ class TorchWorld:
             return self.block(function.name, True, arguments)
         try:
             return handler(self, *self.taken(arguments))
+        except _IsBlocked as found:
+            return found.record
         except (TypeError, ValueError, UnicodeError, OverflowError) as error:
             raise FormatError(
                 "a global is called with arguments it does not take", entry=function.name
@@ -391,6 +393,13 @@ class TorchWorld:
         target.inside.append(items)
 
 
+class _IsBlocked(Exception):
+    """A call takes what nobody can make, so that this is what its result stands for, too."""
+
+    def __init__(self, record: Blocked) -> None:
+        self.record = record
+
+
 # The allow-list: for each global that a checkpoint may call, a function that makes a record of it.
 # They check the kinds of their arguments and raise TypeError or ValueError, which `TorchWorld.call`
 # turns into an error that names the global. Numbers are checked later, where the key is known.
@@ -402,8 +411,10 @@ def _checked(value: object, *kinds: type) -> Any:
     return value
 
 
-def _as_list(value: object, kind: type) -> list[Any]:
-    return list(_checked(value, kind))
+def _made(value: object, kind: type) -> Any:
+    if isinstance(value, Blocked):
+        raise _IsBlocked(value)
+    return _checked(value, kind)
 
 
 def _short(value: object) -> str:
@@ -428,12 +439,9 @@ def _tensor(
     hooks: object,
     metadata: object = None,
 ) -> TensorRef | Blocked:
-    if isinstance(storage, Blocked):
-        return storage
-    _checked(storage, StorageRef)
-    assert isinstance(storage, StorageRef)
-    dtype = _strided(storage.dtype or "uint8")
-    made = TensorRef(storage, dtype, offset, size, stride, _graded(requires_grad, dtype))
+    stored: StorageRef = _made(storage, StorageRef)
+    dtype = _strided(stored.dtype or "uint8")
+    made = TensorRef(stored, dtype, offset, size, stride, _graded(requires_grad, dtype))
     if metadata:
         metadata = _checked(metadata, dict)
         assert isinstance(metadata, dict)
@@ -475,24 +483,21 @@ def _sparse(world: TorchWorld, layout: object, data: object) -> object:
     name = _checked(layout, str).removeprefix("torch.sparse_")
     if name not in ("coo", "csr", "csc", "bsr", "bsc"):
         raise ValueError("not a layout that torch rebuilds")
-    *inner, size = _as_list(data, tuple)
+    inner: list[Any]
+    *inner, size = _checked(data, tuple)
     is_coalesced = None
     if name == "coo" and len(inner) == 3:  # since torch 2.0
         *inner, size, is_coalesced = *inner, size
     found = _inner(inner, 2 if name == "coo" else 3)
-    if isinstance(found, Blocked):
-        return found
     facts = (_checked(is_coalesced, bool, type(None)),) if name == "coo" else ()
-    return _rebuilt(f"sparse_{name}", found, size, (), facts, like=-1)
+    return _kind(f"sparse_{name}", replace(found[-1], size=size, stride=()), found, *facts)
 
 
 def _nested(
     world: TorchWorld, values: object, sizes: object, strides: object, offsets: object
 ) -> object:
     found = _inner([values, sizes, strides, offsets], 4)
-    if isinstance(found, Blocked):
-        return found
-    return _rebuilt("nested", found, found[0].size, found[0].stride)
+    return _kind("nested", found[0], found)
 
 
 def _jagged(world: TorchWorld, arguments: object) -> object:
@@ -501,32 +506,27 @@ def _jagged(world: TorchWorld, arguments: object) -> object:
     parts = [given.get("values"), given.get("offsets")]
     parts += [] if given.get("lengths") is None else [given["lengths"]]
     found = _inner(parts, len(parts))
-    if isinstance(found, Blocked):
-        return found
+    like = replace(found[0], requires_grad=given.get("requires_grad", False))
     dim = _checked(given.get("_ragged_idx", 1), int)
-    made = _rebuilt("jagged", found, found[0].size, found[0].stride, (dim,))
-    made.requires_grad = given.get("requires_grad", False)
-    return made
+    return _kind("jagged", like, found, dim)
 
 
 def _meta(
     world: TorchWorld, dtype: object, size: object, stride: object, requires_grad: object = False
-) -> RebuiltRef:
+) -> KindRef:
     name = _strided(_checked(dtype, Global).name.removeprefix("torch."))
     nowhere = StorageRef(name, "", "meta", 0)
-    return RebuiltRef(nowhere, name, 0, size, stride, requires_grad, kind="meta")
+    return _kind("meta", TensorRef(nowhere, name, 0, size, stride, requires_grad))
 
 
 def _quantized(
     world: TorchWorld, storage: object, offset: object, size: object, stride: object,
     params: object, requires_grad: object = False, hooks: object = None,
 ) -> object:  # fmt: skip
-    if isinstance(storage, Blocked):
-        return storage
-    kept: StorageRef = _checked(storage, StorageRef)
+    kept: StorageRef = _made(storage, StorageRef)
     if kept.dtype not in QUANTIZED:
         raise TypeError("not a storage of quantised numbers")
-    scheme, first, second, *axis = _as_list(params, tuple)
+    scheme, first, second, *axis = _checked(params, tuple)
     kind = _checked(scheme, Global).name.removeprefix("torch.")
     tensors = [TensorRef(kept, QUANTIZED[kept.dtype], offset, size, stride)]
     facts: tuple[object, ...] = tuple(axis)
@@ -543,28 +543,25 @@ def _quantized(
                 facts += (tuple([_checked(value, float, int) for value in values]),)
     else:
         raise ValueError("not a scheme that torch reads")
-    made = _rebuilt(kind, tensors, size, stride, facts)
-    made.dtype, made.requires_grad = kept.dtype, requires_grad
-    return made
+    like = TensorRef(kept, kept.dtype, 0, size, stride, requires_grad)
+    return _kind(kind, like, tensors, *facts)
 
 
-def _inner(found: list[Any], count: int) -> list[TensorRef] | Blocked:
-    """Return the plain tensors that another one is made of, or the first that is blocked."""
-    blocked = next((item for item in found if isinstance(item, Blocked)), None)
-    if blocked is None and (len(found) != count or any(type(x) is not TensorRef for x in found)):
+def _inner(found: Sequence[object], count: int) -> list[TensorRef]:
+    """Return the plain tensors that another one is made of."""
+    tensors = [_made(item, TensorRef) for item in found]
+    if len(found) != count or any(type(tensor) is not TensorRef for tensor in tensors):
         raise TypeError("not the tensors that it takes")
-    return found if blocked is None else blocked
+    return tensors
 
 
-def _rebuilt(
-    kind: str, tensors: Sequence[TensorRef], size: object, stride: object,
-    facts: tuple[object, ...] = (), like: int = 0,
-) -> RebuiltRef:  # fmt: skip
-    """Return a record of a tensor that has dtype, device and gradient of one of those it is of."""
-    one = tensors[like]
-    return RebuiltRef(
-        one.storage, one.dtype, 0, size, stride, one.requires_grad,
-        kind=kind, tensors=tuple(tensors), facts=facts,
+def _kind(name: str, like: TensorRef, tensors: Sequence[TensorRef] = (), *facts: object) -> KindRef:
+    """Return a record of a tensor that is made of others, and shows what `like` says."""
+    numbers = sum(len(fact) for fact in facts if isinstance(fact, tuple))
+    inner = sum(ENTRY + (tensor.cost if isinstance(tensor, KindRef) else 0) for tensor in tensors)
+    return KindRef(
+        like.storage, like.dtype, 0, like.size, like.stride, like.requires_grad,
+        kind=name, tensors=tuple(tensors), facts=facts, cost=ENTRY + STEP * numbers + inner,
     )  # fmt: skip
 
 
@@ -583,11 +580,9 @@ def _on_device(
 def _parameter(
     world: TorchWorld, data: object, requires_grad: object, hooks: object, state: object = None
 ) -> object:
-    if isinstance(data, Blocked):
-        return data
+    made: TensorRef = _made(data, TensorRef)
     if _acts(state):
-        return world.block("torch._utils._rebuild_parameter_with_state", True, data)
-    made: TensorRef = _checked(data, TensorRef)
+        return world.block("torch._utils._rebuild_parameter_with_state", True, made)
     return replace(made, requires_grad=_graded(requires_grad, made.dtype), is_parameter=True)
 
 
@@ -599,8 +594,8 @@ def _from_type(
         # Calls in calls could nest for ever; and torch fails with what has no as_subclass.
         raise TypeError("not a function that makes a tensor")
     made: Any = world.call(function, arguments)
-    wrapper = isinstance(made, RebuiltRef) and made.kind == SUBCLASS
-    jagged = isinstance(made, RebuiltRef) and made.kind == "jagged"
+    wrapper = isinstance(made, KindRef) and made.kind == SUBCLASS
+    jagged = isinstance(made, KindRef) and made.kind == "jagged"
     is_kind = isinstance(new_type, Global) and new_type.name == _JAGGED
     if jagged or is_kind:
         values, offsets, *rest = made.tensors if jagged else (None, None)
@@ -614,13 +609,9 @@ def _from_type(
     if isinstance(new_type, Blocked):
         if type(made) is TensorRef or (wrapper and made.facts[0] == new_type.name):
             inner = _tensors_inside(world, state, *([] if wrapper else [made]))
-            weight = 1 + sum(item.weight for item in inner if isinstance(item, RebuiltRef))
-            world.budget.spend(ENTRY * weight)
-            return RebuiltRef(
-                made.storage, made.dtype, 0, made.size, made.stride, made.requires_grad,
-                kind=SUBCLASS, tensors=inner, facts=(new_type.name, not wrapper, state, inner),
-                weight=weight,
-            )  # fmt: skip
+            made = _kind(SUBCLASS, made, inner, new_type.name, not wrapper, state, inner)
+            world.budget.spend(made.cost)
+            return made
         return Blocked(new_type.name, True, made, state)
     if wrapper:
         raise TypeError("a class that torch would not make it of")
@@ -641,9 +632,8 @@ def _wrapper(
     if shown not in ITEMSIZE or str(layout) != "torch.strided":
         return world.block(name, True, dtype, size)
     nowhere = StorageRef(shown, "", _short(device), 0)
-    return RebuiltRef(
-        nowhere, shown, 0, size, stride, requires_grad, kind=SUBCLASS, facts=(name, False)
-    )
+    like = TensorRef(nowhere, shown, 0, size, stride, requires_grad)
+    return _kind(SUBCLASS, like, (), name, False, None, ())
 
 
 _HOLDING = (dict, list, tuple, set, frozenset, Blocked)

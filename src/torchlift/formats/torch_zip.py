@@ -25,7 +25,7 @@ from torchlift.formats.index import (
     ITEMSIZE,
     Chunk,
     Index,
-    RebuiltEntry,
+    Kind,
     Record,
     Records,
     Storage,
@@ -37,7 +37,7 @@ from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_pickle import (
     STORED_SIZE,
     Blocked,
-    RebuiltRef,
+    KindRef,
     StorageRef,
     TensorRef,
     TorchWorld,
@@ -133,14 +133,13 @@ def index_of(
     """
     _refuse_module(root)
     flat = flatten(root, source.budget)
-    tensors, order = flat.tensors, dict[str, None]()
-    if flat.subclasses:
-        order = dict.fromkeys(tensors)
-        tensors = {key: ref for key, ref in tensors.items() if key not in flat.subclasses}
+    every = entries = resolver.entries(flat.tensors)
+    if any(key in every for key in flat.blocked):
+        entries = {key: entry for key, entry in every.items() if key not in flat.blocked}
     return Index(
         path=source.path,
         format=format,
-        entries=resolver.entries(tensors),
+        entries=entries,
         storages=resolver.storages,
         files={source.path: source.stamp},
         objects=flat.objects,
@@ -149,8 +148,7 @@ def index_of(
         module_versions=flat.versions,
         blocked_keys=flat.blocked,
         blocked_tensors=flat.inside,
-        subclasses={key: resolver.rebuilt(key, ref) for key, ref in flat.subclasses.items()},
-        order=order,
+        every={} if every is entries else every,
         templates=flat.templates,
         tree=(root,),
     )
@@ -273,19 +271,19 @@ class Resolver:
 
     def entries(self, refs: Mapping[str, TensorRef]) -> Mapping[str, TensorEntry]:
         """Return the entries of tensors that are all checked now."""
-        rebuilt: dict[str, TensorRef | RebuiltEntry] = {}
+        made: dict[str, TensorRef | TensorEntry] = {}
         for key, ref in refs.items():
-            if type(ref) is TensorRef:
-                self._check(key, ref)
+            if isinstance(ref, KindRef):
+                made[key] = self._of_kind(key, ref)
             else:
-                rebuilt[key] = self.rebuilt(key, ref)
-        rows: Mapping[str, TensorRef | RebuiltEntry] = {**refs, **rebuilt} if rebuilt else refs
+                self._check(key, ref)
+        rows: Mapping[str, TensorRef | TensorEntry] = {**refs, **made} if made else refs
         return Records(rows, self._make)
 
     def entry(self, key: str, ref: TensorRef) -> TensorEntry:
         """Return the checked entry of one tensor."""
-        if type(ref) is not TensorRef:
-            return self.rebuilt(key, ref)
+        if isinstance(ref, KindRef):
+            return self._of_kind(key, ref)
         self._check(key, ref)
         return self._make(key, ref)
 
@@ -322,9 +320,8 @@ class Resolver:
         if ref.lazy and ref.dtype not in _SIGNED[ref.lazy[0]]:
             raise FormatError(f"a {ref.lazy[0]} view of numbers that have none", entry=key)
 
-    def rebuilt(self, key: str, ref: TensorRef) -> RebuiltEntry:
+    def _of_kind(self, key: str, ref: KindRef) -> TensorEntry:
         """Return the entry of a tensor that torch makes of others, each of them checked."""
-        assert isinstance(ref, RebuiltRef)
         tensors = tuple([self.entry(key, inner) for inner in ref.tensors])
         if ref.kind.startswith("sparse"):
             shape = whole_numbers(ref.size, key, "size", "tuple")
@@ -336,9 +333,9 @@ class Resolver:
         chunks = tuple([chunk for inner in tensors for chunk in inner.chunks])
         nbytes = sum(inner.nbytes for inner in tensors)
         storage = tensors[0].storage if tensors else key
-        return RebuiltEntry(
+        return TensorEntry(
             key, ref.dtype, shape, stride, nbytes, ref.storage.location, storage, chunks,
-            ref.requires_grad is True, ref.is_parameter, (ref.kind,), tensors, ref.facts,
+            ref.requires_grad is True, ref.is_parameter, (), Kind(ref.kind, tensors, ref.facts),
         )  # fmt: skip
 
 
@@ -349,10 +346,10 @@ def _entry_of(
     storages: dict[str, Storage],
     layouts: dict[tuple[int, int], _Layout],
     key: str,
-    ref: TensorRef | RebuiltEntry,
+    ref: TensorRef | TensorEntry,
 ) -> TensorEntry:
     """Return the entry of a checked tensor."""
-    if isinstance(ref, RebuiltEntry):
+    if isinstance(ref, TensorEntry):
         return ref
     shape, stride, origin, numel, span = layouts[id(ref.size), id(ref.stride)]
     name = prefix + ref.storage.key

@@ -138,7 +138,7 @@ class _Vector:
     def __init__(self, parts: Iterable[TensorEntry]) -> None:
         self.parts, self.ends = list(parts), list[int]()
         for part in self.parts:
-            if len(part.shape) != 1 or not part.is_contiguous or part.encoding:
+            if len(part.shape) != 1 or not part.is_contiguous or part.encoding or part.kind:
                 raise FormatError("a partition that is not flat", entry=part.key, found=part.shape)
             self.ends.append(part.shape[0] + self.numel)
 

@@ -330,7 +330,7 @@ def _extent(tensor: torch.Tensor) -> tuple[object, int, int]:
 
 
 def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) -> Inventory:
-    entries = of_model(ckpt.index).entries
+    entries = of_model(ckpt._index).entries
     made = rewritten(entries, rename, ckpt.path)
     same: dict[object, list[str]] = {}
     for name, (entry, _) in made.items():

@@ -40,11 +40,11 @@ class Unfit(ValueError):
 
 def _checked(item: Made) -> Made:
     """Return a tensor of plain numbers."""
-    if item.entry.is_quantized:
+    if not item.entry.is_plain:
         raise PlacementError(
             "only whole tensors of plain numbers can be merged or split",
             entry=item.keys[0],
-            found=item.entry.encoding[0],
+            found=item.entry.type_name,
             hint="Load it without this rule, or save what it stands for as a plain tensor.",
         )
     return item

@@ -1,0 +1,505 @@
+"""What a file has that is not strided numbers: made when it is asked for, and nowhere else."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchlift._model.torch_private import make_wrapper, without_subclasses
+from torchlift._system import clipped_list
+from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
+from torchlift.formats import SUBCLASS, Array, Leaf, TensorEntry
+from torchlift.formats.flatten import Containers, name_text
+from torchlift.formats.gguf import BLOCKS
+from torchlift.formats.torch_pickle import (
+    ArrayRef,
+    Blocked,
+    CountRecord,
+    DeviceName,
+    Global,
+    LayoutName,
+    NumpyDtype,
+    OrderedRecord,
+    SliceText,
+    StorageRef,
+    TensorRef,
+)
+
+#: Classes that may be rebuilt, each with the name that files have for it where it is another one.
+Allow = Iterable["type | tuple[type, str]"]
+
+#: In place of a value that is left out.
+DROPPED = object()
+#: Values that are computed of quantised blocks at a time; the temporaries take some 16 MiB.
+_DEQUANTIZED = 1 << 20
+
+#: Of layouts: the methods that give where a tensor has its values.
+_INDICES = {
+    torch.sparse_coo: ("indices",),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices")),
+}
+
+
+def made_of(
+    entry: TensorEntry, dtype: torch.dtype, inner: Sequence[torch.Tensor], path: str
+) -> torch.Tensor:
+    """Make the tensor of an entry of a kind, over the memory of the tensors that it is made of.
+
+    By ourselves, though torch's reader makes all of these, too: that one runs the ``__setstate__``
+    of whatever class the process has allowed meanwhile, and takes indices that reach outside.
+
+    Args:
+        entry: of the tensor.
+        dtype: of the tensor.
+        inner: what it is made of.
+        path: of the file, for errors.
+
+    Raises:
+        UnsafeError: it is made of another class that nobody allowed.
+        FormatError: its values, or its class, do not make it.
+    """
+    kind = entry.kind
+    assert kind is not None
+    # torch warns once that sparse CSR is in beta, and quantised tensors deprecated. A filter
+    # against that is the process's: another thread's warnings would go, too.
+    try:
+        if kind.name == SUBCLASS:
+            return _subclass(entry, inner, path)
+        if kind.name == "meta":
+            return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="meta")
+        if kind.name == "nested":
+            return _nested(*inner)
+        if kind.name == "jagged":
+            return _jagged(*kind.facts, *inner)
+        if kind.name == "sparse_coo":
+            indices, values = inner
+            # Unlike in torch.load: what lies outside would be written to outside, too.
+            return torch.sparse_coo_tensor(
+                indices, values, entry.shape,
+                device="cpu", check_invariants=True, is_coalesced=kind.facts[0],
+            )  # fmt: skip
+        if kind.name.startswith("sparse"):
+            compressed, plain, values = inner
+            return torch.sparse_compressed_tensor(
+                compressed, plain, values, entry.shape,
+                layout=getattr(torch, kind.name), device="cpu", check_invariants=True,
+            )  # fmt: skip
+        return _quantized(entry, dtype, *inner)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        what, hint = f"its values do not make a {kind} tensor", None
+        if kind.name == SUBCLASS:
+            what = f"{kind.facts[0].rpartition('.')[2]} does not take what the file has for it"
+            hint = "It was saved by another version of the library: install that, and save its "
+            hint += "dequantised values."
+        raise FormatError(
+            what,
+            file=path,
+            entry=entry.key,
+            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            hint=hint,
+        ) from error
+
+
+def _nested(
+    values: torch.Tensor, sizes: torch.Tensor, strides: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Return a nested tensor of slices of `values`, each of which torch checks."""
+    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
+    whole = values.untyped_storage()
+    slices = []
+    for size, stride, offset in rows:
+        span = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        # A negative stride is no error of `set_` where a slice has one row, or none.
+        if min((offset, *size, *stride)) < 0 or (0 not in size and span >= values.numel()):
+            raise ValueError(f"a slice of {size} reaches outside its {values.numel()} values")
+        first = values.storage_offset() + offset
+        slices.append(values.new_empty(0).set_(whole, first, size, stride))
+    return torch.nested.as_nested_tensor(slices, dtype=values.dtype)
+
+
+def _jagged(
+    dim: int, values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return rows of several lengths in one dimension, as a view of `values`."""
+    if offsets.dim() != 1 or offsets.is_floating_point() or not 1 <= dim <= values.dim():
+        raise ValueError(f"offsets of shape {list(offsets.shape)}, for dimension {dim}")
+    *starts, last = offsets.tolist()
+    ends = [*starts[1:], last]
+    if lengths is not None:
+        ends = [a + n for a, n in zip(starts, lengths.tolist(), strict=True)]
+    # torch looks at none of this, and its kernels read where they are told to.
+    rows = zip(starts, ends, strict=True)
+    if any(not 0 <= a <= b <= values.shape[dim - 1] for a, b in rows):
+        raise ValueError(f"rows reach outside of their {values.shape[dim - 1]} values")
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=dim)
+
+
+def _quantized(
+    entry: TensorEntry, dtype: torch.dtype, numbers: torch.Tensor, *rest: torch.Tensor
+) -> torch.Tensor:
+    """Return a quantised tensor over the stored numbers."""
+    # Of one element or one per channel, from which only the scales and zero points are kept.
+    shape, kind = [1] * numbers.dim(), entry.kind
+    assert kind is not None
+    if kind.name == "per_tensor_affine":
+        scale, zero = kind.facts
+        made = torch.quantize_per_tensor(torch.zeros(shape, device="cpu"), scale, zero, dtype)
+    else:
+        axis, *listed = kind.facts
+        scales, zeros = rest or [torch.tensor(x, device="cpu") for x in listed]
+        shape[axis] = scales.numel()
+        if scales.numel() != entry.shape[axis]:
+            raise ValueError(f"{scales.numel()} scales for {entry.shape[axis]} channels")
+        made = torch.quantize_per_channel(
+            torch.zeros(shape, device="cpu"), scales, zeros, axis, dtype
+        )
+    whole = numbers.untyped_storage()
+    return made.set_(whole, numbers.storage_offset(), numbers.shape, numbers.stride())
+
+
+def block_values(entry: TensorEntry, raw: torch.Tensor, path: str) -> Iterator[torch.Tensor]:
+    """Yield what blocks of quantised values stand for, in order, some blocks at a time.
+
+    Args:
+        entry: of the tensor.
+        raw: the bytes of the blocks.
+        path: of the file, for errors.
+
+    Raises:
+        FormatError: the package that computes them is not installed, or does not know this type.
+    """
+    (name,) = entry.encoding
+    try:
+        from gguf import GGMLQuantizationType, dequantize
+    except ImportError as error:
+        raise FormatError(
+            f"quantised to {name}, and the package that knows how is not installed",
+            file=path,
+            entry=entry.key,
+            hint="pip install gguf",
+        ) from error
+    values, size = next(block[1:] for block in BLOCKS.values() if block[0] == name)
+    blocks = raw.numpy().reshape(-1, size)
+    step = max(1, _DEQUANTIZED // values)
+    for start in range(0, len(blocks), step):
+        try:
+            made = dequantize(blocks[start : start + step], GGMLQuantizationType[name])
+        except NotImplementedError as error:
+            raise FormatError(
+                f"quantised to {name}, which the installed gguf cannot compute",
+                file=path,
+                entry=entry.key,
+            ) from error
+        yield torch.from_numpy(made).view(-1)
+
+
+def dense_of(tensor: torch.Tensor, *, indices: bool = True) -> list[torch.Tensor]:
+    """Return the dense tensors that hold all there is of one: indices and values, or slices.
+
+    Args:
+        tensor: of any kind.
+        indices: whether they are asked for, or only its values.
+    """
+    if tensor.is_meta:
+        return []
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout not in _INDICES:
+        return [tensor.dequantize() if tensor.is_quantized else tensor]
+    tensor = tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
+    found = [getattr(tensor, name)() for name in _INDICES[tensor.layout]]
+    return [*(found if indices else ()), tensor.values()]
+
+
+# ---- records of a pickle
+
+
+class Values:
+    """The records of a pickle, on their way to what they stand for.
+
+    Attributes:
+        path: of the file, for errors.
+        dropped: keys that are left out, and containers of nothing else with them.
+    """
+
+    path: str = ""
+    dropped: Collection[str] = ()
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, object] = {}
+        self._containers = Containers((TensorRef, StorageRef, Leaf))
+
+    def tensor(self, record: object, key: str | None) -> object:
+        """Return a tensor."""
+        raise NotImplementedError
+
+    def blocked(self, record: Blocked, key: str | None) -> object:
+        """Return what only a call of something of the file's choice could make."""
+        raise NotImplementedError
+
+    def beside(self, value: Any) -> Any:
+        """Return what has no key: a name, an item of a set, metadata of a state dict."""
+        return self.made(value, None)
+
+    def made(self, value: Any, key: str | None) -> Any:
+        """Return what a record stands for, and containers with what theirs stand for."""
+        # A container of that name has other keys, which are not left out with it.
+        if key in self.dropped and self._containers.items(value) is None:
+            return DROPPED
+        if isinstance(value, dict):
+            every = [
+                (self.beside(name), self.made(item, _joined(key, name_text(name))))
+                for name, item in value.items()
+            ]
+            pairs = [pair for pair in every if pair[1] is not DROPPED]
+            if every and not pairs:
+                return DROPPED
+            if not isinstance(value, OrderedRecord):
+                return Counter(dict(pairs)) if isinstance(value, CountRecord) else dict(pairs)
+            made = OrderedDict(pairs)
+            if value.metadata is not None:
+                made._metadata = self.beside(value.metadata)  # type: ignore[attr-defined]
+            return made
+        if isinstance(value, (list, tuple)):
+            items = [self.made(item, _joined(key, str(at))) for at, item in enumerate(value)]
+            kept = [item for item in items if item is not DROPPED]
+            if kept and len(kept) < len(items):
+                raise PlacementError(
+                    "an item of a list cannot be left out alone: the next ones would move up",
+                    file=self.path,
+                    entry=key,
+                    hint="Leave out all of it, or nothing.",
+                )
+            return DROPPED if items and not kept else type(value)(kept)
+        if isinstance(value, (set, frozenset)):
+            return type(value)(map(self.beside, value))
+        if isinstance(value, Blocked):
+            return self.blocked(value, key)
+        if isinstance(value, SliceText):
+            return slice(*value.arguments)
+        if isinstance(value, DeviceName):
+            return torch.device(value)
+        if isinstance(value, (Global, LayoutName)):
+            name = value.name if isinstance(value, Global) else str(value)
+            found = getattr(torch, name.removeprefix("torch."), None)
+            return found if isinstance(found, (torch.dtype, torch.layout)) else name
+        if isinstance(value, NumpyDtype):
+            return f"numpy.dtype({value.code})"
+        if isinstance(value, ArrayRef) and value.array is not None:
+            return with_arrays(value.array, self._arrays)
+        is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+        if is_plain or isinstance(value, bytearray):
+            return value
+        return self.tensor(value, key)
+
+
+def array_of(array: Array) -> Any:
+    """Return a numpy array of its own.
+
+    Raises:
+        FormatError: numpy is not installed, or knows no such array.
+    """
+    try:
+        import numpy
+    except ImportError as error:
+        raise FormatError("a numpy array, and numpy is not installed") from error
+    try:
+        empty = numpy.empty(0, array.code)
+        made = numpy.frombuffer(array.data, empty.dtype) if array.data else empty
+        return made.reshape(array.shape, order="F" if array.columns else "C").copy(order="K")
+    except (TypeError, ValueError) as error:  # long double; more dimensions than numpy 1 has
+        what = "the installed numpy knows no such array"
+        raise FormatError(what, found=f"{array!r}: {error}") from error
+
+
+def with_arrays(value: Any, made: dict[int, object]) -> Any:
+    """Return a leaf, or a container of leaves, with numpy arrays for what stands for them.
+
+    Args:
+        value: the leaf.
+        made: identity of what stands for an array -> that array: a file may name one many times.
+    """
+    if isinstance(value, Array):
+        if id(value) not in made:
+            made[id(value)] = array_of(value)
+        return made[id(value)]
+    if isinstance(value, dict):
+        return {key: with_arrays(item, made) for key, item in value.items()}
+    is_list = isinstance(value, (list, tuple))
+    return type(value)([with_arrays(item, made) for item in value]) if is_list else value
+
+
+def _joined(key: str | None, name: str) -> str:
+    return name if key is None else f"{key}.{name}"
+
+
+# ---- classes that a caller allows by name
+
+
+def classes(allow_classes: Iterable[Any]) -> dict[str, type]:
+    """Return name in files -> class, of what a caller passed as ``allow_classes``.
+
+    Raises:
+        TypeError: something else than classes.
+    """
+    items = [None] if isinstance(allow_classes, type) else list(allow_classes)
+    for item in items:
+        kind, name = item if isinstance(item, tuple) and len(item) == 2 else (item, "")
+        if not isinstance(kind, type) or not isinstance(name, str):
+            raise TypeError(
+                f"allow_classes={allow_classes!r}: expected a list of classes of tensors, such as "
+                "[Int8Tensor]"
+            )
+    return _by_name(items)
+
+
+def _by_name(items: Iterable[Any]) -> dict[str, type]:
+    pairs = (item if isinstance(item, tuple) else (item, "") for item in items)
+    return {name or f"{kind.__module__}.{kind.__qualname__}": kind for kind, name in pairs}
+
+
+def _subclass(entry: TensorEntry, inner: Sequence[torch.Tensor], path: str) -> torch.Tensor:
+    """Return the tensor of a subclass, made as ``torch.load`` makes it, but of these classes only.
+
+    Raises:
+        UnsafeError: it is made of another class that nobody allowed.
+    """
+    assert entry.kind is not None
+    (name, is_view, state, refs), allowed = entry.kind.facts, entry.kind.classes
+    values = _Inside(allowed, dict(zip(map(id, refs), inner, strict=True)))
+    if name not in allowed:
+        values.lacking[name] = None
+    attributes = values.made(state, None)
+    if values.lacking:
+        raise UnsafeError(
+            "it is made of a class that nobody allowed, and that only unpickling could rebuild",
+            file=path,
+            entry=entry.key,
+            found=clipped_list(list(values.lacking)),
+            hint="Where you know that class, name it, too: allow_classes=[...] takes any number.",
+        )
+    kind = allowed[name]
+    if is_view:
+        made: torch.Tensor = inner[0].as_subclass(kind)
+    else:
+        dtype = getattr(torch, entry.dtype)
+        made = make_wrapper(kind, entry.shape, entry.stride, dtype, entry.requires_grad)
+    _give(made, attributes)
+    _check(made, kind, entry)
+    return made
+
+
+class _Inside(Values):
+    """What a tensor of a subclass has in its attributes.
+
+    Attributes:
+        lacking: names of classes that nobody allowed; nothing is called once there is one.
+    """
+
+    def __init__(self, classes: Mapping[str, type], tensors: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.classes, self.tensors = classes, tensors
+        self.objects: dict[int, object] = {}
+        self.lacking: dict[str, None] = {}
+
+    def tensor(self, record: object, key: str | None) -> object:
+        if id(record) not in self.tensors:
+            raise TypeError(f"a {type(record).__name__} among its attributes")
+        return self.tensors[id(record)]
+
+    def blocked(self, record: Blocked, key: str | None) -> object:
+        kind: Any = self.classes.get(record.name)
+        if kind is None:
+            return self._member(record)
+        if not record.called:
+            return kind
+        if id(record) not in self.objects:
+            arguments, *states = [self.made(item, None) for item in record.inside]
+            if self.lacking:
+                return None
+            made = kind.__new__(kind, *arguments) if record.made else kind(*arguments)
+            for state in states:
+                _give(made, state)
+            self.objects[id(record)] = made
+        return self.objects[id(record)]
+
+    def _member(self, record: Blocked) -> object:
+        """Return a member of an enum that a library told torch of: looked up, no code runs."""
+        kind = _by_name(torch.serialization.get_safe_globals()).get(record.name)
+        if not isinstance(kind, enum.EnumMeta) or not record.called:
+            self.lacking[record.name] = None
+            return self.made(record.inside, None)  # for more of them
+        ((value,),) = self.made(record.inside, None)  # neither more arguments nor a state
+        return kind._value2member_map_[value]
+
+
+def _give(made: Any, state: Any) -> None:
+    """Give an object its attributes, as unpickling does; all tensors share a method for another."""
+    if isinstance(made, enum.Enum):  # there is one in the process: everybody would see it change
+        raise TypeError("state for an enum member")
+    own = getattr(type(made), "__setstate__", None)
+    if own is not None and own is not torch.Tensor.__setstate__:
+        made.__setstate__(state)
+        return
+    states = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    attributes = {name: value for some in states for name, value in (some or {}).items()}
+    late = {name: value for name, value in attributes.items() if _is_taken(made, name, value)}
+    for name, value in attributes.items():
+        # Not setattr: a frozen dataclass refuses it.
+        if name not in late:
+            (setattr if isinstance(made, torch.Tensor) else object.__setattr__)(made, name, value)
+    # A class may keep a tensor under the name of a method, such as `values`: then it says so.
+    declared = made.__tensor_flatten__()[0] if late and hasattr(made, "__tensor_flatten__") else ()
+    for name, value in late.items():
+        if name not in declared or not isinstance(value, torch.Tensor) or callable(value):
+            raise TypeError(f"state for {name!r}, which its class has of its own")
+        made.__dict__[name] = value
+
+
+def _is_taken(made: object, name: str, value: object) -> bool:
+    """Return whether an attribute would change what an object is, rather than what it holds."""
+    if name[:2] == name[-2:] == "__":
+        return True
+    own = inspect.getattr_static(type(made), name, None)
+    if inspect.isroutine(own) and callable(value):
+        return True
+    # `data` puts other numbers, of another shape, in the place of those that were checked.
+    of_torch = isinstance(made, torch.Tensor) and hasattr(torch.Tensor, name)
+    return of_torch and name != "requires_grad"
+
+
+def _check(made: Any, kind: type, entry: TensorEntry) -> None:
+    """Refuse a tensor that is not what its entry says, or lacks what its class needs.
+
+    Raises:
+        TypeError: it is of another class, or has a number where its class has a tensor.
+        ValueError: it has another shape or dtype.
+    """
+
+    def compare(tensor: torch.Tensor) -> None:
+        with without_subclasses():
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if type(tensor) is not kind:
+            raise TypeError(f"it became a {type(tensor).__name__}")
+        if (shape, dtype) != (entry.shape, entry.dtype):
+            has = f"{entry.dtype} {list(entry.shape)}"
+            raise ValueError(f"it became {dtype} {list(shape)}, and the file says {has}")
+
+    compare(made)
+    if not hasattr(kind, "__tensor_flatten__"):
+        return
+    names, context = made.__tensor_flatten__()
+    inner = {name: getattr(made, name) for name in names}
+    for name, value in inner.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name!r} is a {type(value).__name__}, and not a tensor")
+    # As loading does with it later, on the way to the model.
+    compare(kind.__tensor_unflatten__(inner, context, made.size(), made.stride()))  # type: ignore[attr-defined]
