@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import Mixed, Scalar, Tied, Two, entry, saved
+from small_models import Mixed, Scalar, Tied, Two, saved
 from torch import nn
 
 import torchlift
 from torchlift import remap
 from torchlift._model.slots import collect
-from torchlift._plan import Candidate, look_alikes, match, renamed, suggestion
+from torchlift._plan import look_alikes, match, renamed, suggestion
+from torchlift._sources import MemoryTensor
 from torchlift.errors import MismatchError
 
 
-def offers(**shapes: tuple[int, ...]) -> dict[str, Candidate]:
+def offers(**shapes: tuple[int, ...]) -> dict[str, MemoryTensor]:
     """Candidates by name, with a double underscore for a dot."""
     names = {key.replace("__", "."): shape for key, shape in shapes.items()}
-    return {name: Candidate(name, entry(name, *shape)) for name, shape in names.items()}
+    return {name: MemoryTensor(name, torch.empty(shape)) for name, shape in names.items()}
 
 
 def test_tensors_are_grouped_by_identity_in_state_dict_order():
@@ -68,7 +69,8 @@ def test_shapes_are_left_alone_where_a_transform_may_change_them():
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
 def test_any_name_of_a_tie_will_do(name):
     """A checkpoint that stores a tied tensor once fits under either name, with nothing missing."""
-    found = match(collect(Tied()), {name: Candidate(name, entry(name, 5, 3))}, check_shapes=True)
+    one = MemoryTensor(name, torch.empty((5, 3)))
+    found = match(collect(Tied()), {name: one}, check_shapes=True)
     assert [key for _, key, _ in found.pairs] == [name]
     assert (found.missing, found.unexpected) == ([], [])
 
@@ -81,8 +83,8 @@ def test_all_names_of_a_tie_are_missing_together():
 def test_hidden_buffers_are_neither_missing_nor_expected():
     """A non-persistent buffer is no part of a checkpoint, even when a key has its name."""
     names = {key: tuple(value.shape) for key, value in Mixed().state_dict().items()}
-    candidates = {key: Candidate(key, entry(key, *shape)) for key, shape in names.items()}
-    candidates["frequencies"] = Candidate("frequencies", entry("frequencies", 4))
+    candidates = {key: MemoryTensor(key, torch.empty(shape)) for key, shape in names.items()}
+    candidates["frequencies"] = MemoryTensor("frequencies", torch.empty(4))
     found = match(collect(Mixed()), candidates, check_shapes=True)
     assert (found.missing, found.unexpected) == ([], ["frequencies"])
 
@@ -90,7 +92,9 @@ def test_hidden_buffers_are_neither_missing_nor_expected():
 @pytest.mark.parametrize(("shape", "fits"), [((), True), ((1,), True), ((1, 1), False)])
 def test_a_scalar_fits_a_shape_of_one(shape, fits):
     """torch < 0.4 saved scalars with one dimension."""
-    found = match(collect(Scalar()), {"a": Candidate("a", entry("a", *shape))}, check_shapes=True)
+    found = match(
+        collect(Scalar()), {"a": MemoryTensor("a", torch.empty(shape))}, check_shapes=True
+    )
     assert bool(found.pairs) is fits
     assert bool(found.mismatched) is not fits
 
