@@ -218,12 +218,11 @@ def tensor_of(
     Args:
         entry: whose boxes are of files, of memory or of both.
         keys: of what it is made.
-        tensors: key -> tensor of the source; those of files may be missing.
+        tensors: key -> those of the source that are in memory.
         views: the files, where there are any.
     """
-    first = tensors.get(keys[0])
     from_memory = [chunk.file[1:] for chunk in entry.chunks if chunk.file.startswith(_MEMORY)]
-    if not from_memory and views is not None and not isinstance(first, MemoryTensor):
+    if views is not None and not from_memory:
         return FileTensor(keys[0], entry, views, keys)
     if len(from_memory) == 1 == len(entry.chunks):
         whole = described(tensors[from_memory[0]])
