@@ -14,37 +14,39 @@ import torch
 
 from torchlift._checkpoint import Allow, Checkpoint, dtype_of
 from torchlift._checkpoint.tree import Tree, arranged
-from torchlift._load import require_intact
-from torchlift._model.handlers import oddity
+from torchlift._load import require_intact, transformed
 from torchlift._plan import (
     DtypeRule,
-    Given,
     Options,
     Patterns,
     Rename,
-    StateSource,
     Transform,
-    as_index,
     check_rename,
     check_rule,
-    in_memory,
-    opened,
     others,
-    owners,
     rewritten,
     same_name,
     target_dtype,
 )
 from torchlift._save import Becomes, SaveReport, Target, finish, from_files
 from torchlift._save.blocks import memory_of
+from torchlift._sources import (
+    FileTensor,
+    Given,
+    SourceTensor,
+    index_of,
+    is_state,
+    opened,
+    tensor_of,
+    tensors_in,
+)
 from torchlift._system import printable
-from torchlift.errors import Argument, CheckpointError, Hint, PlacementError, note
+from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
 from torchlift.formats import (
     Index,
     TensorEntry,
     left_out,
     of_model,
-    put_together,
     require_kept,
     select,
     used_by,
@@ -150,10 +152,16 @@ def convert(
         raise ValueError("dtype='model': a conversion has no model; expected the name of a dtype")
     target = Target.of(dst, format, max_shard_size)
     with ExitStack() as stack:
-        whole, state, checkpoints = _opened(src, root, allow_classes, stack)
+        # Of one checkpoint all is opened, so that what the root leaves out is seen.
+        given: Sequence[Any] = src if isinstance(src, (list, tuple)) else [src]
+        alone = len(given) == 1 and not is_state(given[0])
+        layers = stack.enter_context(
+            opened(given, None if alone else root, allow_classes, whole=True)
+        )
+        whole, checkpoints = index_of(layers), [x for x in layers if isinstance(x, Checkpoint)]
         _check_apart(whole, target, overwrite)
         index = whole
-        if root is not None and len(checkpoints) == 1 and not state:
+        if alone and root is not None:
             index = select(whole, root)
         tensors = (whole.entries, ()), (index.entries, ())
         require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
@@ -189,7 +197,7 @@ def convert(
                 if key not in dropped
             }
             dropped |= left.keys()
-        results = _Results(ckpt, state, transform, becomes, target.head, stack)
+        results = _Results(ckpt, tensors_in(layers), transform, becomes, target.head, stack)
         for one in checkpoints if verify and not dry_run and transform is not None else ():
             require_intact(one)  # before its values are somebody's
         taken, values = from_files(ckpt, target, becomes, dropped, results.of, containers)
@@ -197,7 +205,7 @@ def convert(
             # What is written as it is gets compared on the way: it is not read twice.
             sources = (value.source for value in values if value.crc32 is not None)
             compared = {entry.storage for entry in sources if isinstance(entry, TensorEntry)}
-            if len(checkpoints) == 1 and not state:
+            if alone:
                 used = used_by(read, whole.storages).keys() - compared
                 require_intact(checkpoints[0], used)
             else:
@@ -229,44 +237,12 @@ def convert(
         )
 
 
-def _opened(
-    src: Given | Sequence[Given], root: str | None, allow_classes: Allow, stack: ExitStack
-) -> tuple[Index, dict[str, torch.Tensor], list[Checkpoint]]:
-    """Open the sources; return one index of them, the tensors in memory, and the checkpoints.
-
-    The index of one checkpoint is all of it; of several, and of memory, what is below the root.
-    """
-    layers: Sequence[Given] = src if isinstance(src, (list, tuple)) else [src]  # type: ignore[list-item]
-    if not layers:
-        raise TypeError("an empty list of checkpoints")
-    if len(layers) == 1 and (
-        isinstance(layers[0], Checkpoint) or not isinstance(layers[0], Mapping)
-    ):
-        root = None
-    found = [stack.enter_context(opened(one, root, allow_classes, whole=True)) for one in layers]
-    checkpoints = [one for one in found if isinstance(one, Checkpoint)]
-    if len(found) == len(checkpoints) == 1:
-        return checkpoints[0]._index, {}, checkpoints
-    owner = owners(found)
-    state = {
-        key: one.value
-        for number, layer in enumerate(found)
-        if isinstance(layer, StateSource)
-        for key, one in layer.candidates.items()
-        if owner[key] == str(number) and isinstance(one.value, torch.Tensor)
-    }
-    indexes = [one._index if isinstance(one, Checkpoint) else as_index(one) for one in found]
-    path = ", ".join(dict.fromkeys(index.path for index in indexes))
-    named = {str(number): index for number, index in enumerate(indexes)}
-    return put_together(path, named, owner, {}), state, checkpoints
-
-
 class _Results:
     """The tensors that are saved in place of those of the files.
 
     Args:
         ckpt: the files.
-        state: key -> tensor in memory.
+        memory: key -> tensor in memory.
         transform: what the caller passed.
         becomes: which dtype a tensor gets.
         head: path of what is written: results wait beside it, in a file that has no name.
@@ -276,13 +252,13 @@ class _Results:
     def __init__(
         self,
         ckpt: Checkpoint,
-        state: Mapping[str, torch.Tensor],
+        memory: Mapping[str, SourceTensor],
         transform: Transform | None,
         becomes: Becomes,
         head: str,
         stack: ExitStack,
     ) -> None:
-        self._ckpt, self._state, self._transform, self._becomes = ckpt, state, transform, becomes
+        self._ckpt, self._memory, self._transform, self._becomes = ckpt, memory, transform, becomes
         self._head, self._stack = head, stack
         self._file: IO[bytes] | None = None
 
@@ -293,25 +269,11 @@ class _Results:
             TypeError: the transform returned no tensor.
             PlacementError: what it returned cannot be saved.
         """
-        found = in_memory(entry, self._state, self._ckpt._mapped())
+        one = tensor_of(entry, (key,), self._memory, self._ckpt._mapped())
         if self._transform is None:
-            return found
-        given = self._ckpt._view(entry) if found is None else found
-        try:
-            made = self._transform(key, given.detach().clone())  # which it may write to
-        except Exception as error:
-            note(error, f"transform was called with {key!r} of {self._ckpt.path}")
-            raise
-        if not isinstance(made, torch.Tensor):
-            raise TypeError(f"transform({key!r}, ...) returned {type(made).__name__}, no tensor")
-        if odd := oddity(made):
-            raise PlacementError(
-                "transform returned a tensor that cannot be saved",
-                file=self._ckpt.path,
-                entry=key,
-                expected="a dense tensor with values",
-                found=odd,
-            )
+            return None if isinstance(one, FileTensor) else one.tensor()
+        given = one.tensor().detach().clone()  # which it may write to
+        made = transformed(self._transform, key, given, self._ckpt.path)
         seen = replace(entry, key=key, dtype=str(made.dtype).removeprefix("torch."))
         return self._kept(made.detach().to("cpu", self._becomes(seen)).contiguous())
 

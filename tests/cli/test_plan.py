@@ -240,8 +240,8 @@ def test_a_way_out_is_spelled_as_the_command_has_it_and_works(
 @pytest.mark.parametrize(
     ("missing", "unexpected", "words"),
     [
-        ("n.weight", "n.gamma", "pass --rename '(?<![^.])gamma(?![^.])=weight'."),
-        ("fc.weight", "module.fc.gamma", "--rename '(?<![^.])module[.]=' --rename"),
+        ("a.w", "a._orig_mod.w", "pass --rename '(?<![^.])_orig_mod[.]='."),
+        ("a.b.w", "a.module.b._orig_mod.w", "--rename '(?<![^.])module[.]=' --rename"),
         ("model.weight", "weight", "pass --rename '^=model.'."),
     ],
 )

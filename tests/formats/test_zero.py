@@ -176,7 +176,7 @@ def test_a_load_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
     """Of 64 MiB in shares of three ranks: each part of a tensor goes to its place at once."""
     values = {f"w{at}": torch.full((1021, 2049), float(at)) for at in range(8)}
     path = Zero(3, 3, [values]).write(tmp_path / "run")
-    setup = "import torch, torchlift, torchlift._plan.fetch\nfrom torchlift import measure"
+    setup = "import torch, torchlift, torchlift._load\nfrom torchlift import measure"
     for added, total in in_code(_LOADED, str(path), setup=setup).value:
         assert total == 7 * 1021 * 2049
         assert added < sum(value.nbytes for value in values.values()) + (24 << 20)

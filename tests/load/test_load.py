@@ -341,11 +341,11 @@ def test_a_hint_for_names_on_both_sides_says_what_is_alike_and_never_to_be_less_
 
 def test_what_a_caller_allows_gets_no_hint(tmp_path):
     """A head that is left out on purpose is not to be renamed to one that is new on purpose."""
-    old = {"body.weight": torch.ones(1, 2), "old.weight": torch.ones(2, 2)}
-    path = saved({**old, "old.bias": torch.ones(2)}, tmp_path)
+    old = {"body.weight": torch.ones(1, 2), "module.new.weight": torch.ones(2, 2)}
+    path = saved({**old, "module.new.bias": torch.ones(2)}, tmp_path)
     model = nn.ModuleDict({"body": nn.Linear(2, 1, bias=False), "new": nn.Linear(2, 2)})
-    assert "'old' looks like 'new'" in torchlift.plan(model, path, strict=False).hint
-    options = {"allow_missing": ["new.*"], "allow_unexpected": ["old.*"]}
+    assert "start with 'module.'" in torchlift.plan(model, path, strict=False).hint
+    options = {"allow_missing": ["new.*"], "allow_unexpected": ["module.*"]}
     assert torchlift.plan(model, path, **options).hint is None
     assert torchlift.plan(model, path, strict=False, allow_missing=["new.*"]).hint is None
 

@@ -28,7 +28,7 @@ SETUP = """
 import json, os, torch, tqdm, torchlift
 from torchlift import measure
 from torchlift.bench import Stack
-import torchlift._plan.hooks, torchlift._plan.fetch, torchlift._skeleton.replay
+import torchlift._load, torchlift._skeleton.replay
 
 torch.set_num_threads(2)
 half = torch.bfloat16

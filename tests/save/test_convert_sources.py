@@ -45,6 +45,16 @@ def test_a_later_source_wins(dst: str, tmp_path: Path) -> None:
             assert ("step" in report.lost) == ("step" not in want)
 
 
+def test_a_square_of_memory_is_transposed_as_one_of_a_file_is(tmp_path: Path) -> None:
+    """Its shape is the same before and after; its values are not."""
+    square = torch.arange(9.0).view(3, 3)
+    torch.save({"a.w": square}, tmp_path / "x.pt")
+    turn = remap.merge("*.w", "*.w", transpose=(0, 1))
+    for given in (tmp_path / "x.pt", {"a.w": square}):
+        torchlift.convert(given, tmp_path / "y.pt", rename=turn, overwrite=True)
+        same(found(tmp_path / "y.pt"), {"a.w": square.T.contiguous()})
+
+
 def test_all_that_filters_a_file_filters_memory(tmp_path: Path) -> None:
     """The root, patterns, names, dtypes, merges; and nothing of the caller's changes."""
     given = {"model": state(), "epoch": 1}

@@ -22,7 +22,7 @@ from small_models import Mixed, Two, assert_holds, randomised, saved, state_of
 from torch import nn
 
 import torchlift
-from torchlift._plan import fetch as prepare
+from torchlift._load import fetch as prepare
 from torchlift._transfer import reading as transfer
 from torchlift.errors import IntegrityError, PlacementError
 

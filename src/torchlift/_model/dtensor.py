@@ -18,8 +18,7 @@ from torch import nn
 
 from torchlift._model.torch_private import dtensor_like, local_of, shard_order
 from torchlift.errors import PlacementError
-from torchlift.formats import TensorEntry
-from torchlift.formats.boxes import cut
+from torchlift.formats import TensorEntry, boxes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -259,20 +258,13 @@ def overlaps(spans: Spans, block: Sequence[Span]) -> Iterator[tuple[Index, Index
         >>> list(overlaps((((2, 4),),), [(3, 9)]))
         [((slice(1, 2, None),), (slice(0, 1, None),))]
     """
-    dims = [
-        list(_shared(dim, start, stop)) for dim, (start, stop) in zip(spans, block, strict=True)
-    ]
-    for combination in itertools.product(*dims):
-        yield tuple(pair[0] for pair in combination), tuple(pair[1] for pair in combination)
-
-
-def _shared(dim: tuple[Span, ...], start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-    at = 0
-    for low, high in dim:
-        first, last = max(low, start), min(high, stop)
-        if first < last:
-            yield slice(at + first - low, at + last - low), slice(first - start, last - start)
-        at += high - low
+    starts, sizes = [start for start, _ in block], [stop - start for start, stop in block]
+    for *firsts, shape in boxes.overlaps(spans, starts, sizes):
+        into, out_of = (
+            tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))
+            for first in firsts
+        )
+        yield into, out_of
 
 
 is_sharded = is_dtensor
@@ -308,7 +300,7 @@ def shard_of_entry(entry: TensorEntry, tensor: torch.Tensor, key: str) -> Tensor
     """
     if len(entry.shape) != tensor.dim():
         return entry  # a scalar saved with shape [1], which has no parts
-    part = cut(entry, spans_of(tensor, key))
+    part = boxes.cut(entry, spans_of(tensor, key))
     if not part.chunks:  # a rank outside the mesh, or an empty shard: its shape may be (0,)
         shape = tuple(held(tensor).shape)
         return dataclasses.replace(part, shape=shape, stride=tuple(held(tensor).stride()))

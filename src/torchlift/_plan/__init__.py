@@ -1,13 +1,11 @@
 """Which bytes become which tensor: names, ties, dtypes, devices, routes, peak memory."""
 
-from torchlift._plan.fetch import Fetched as Fetched
-from torchlift._plan.fetch import Prepared as Prepared
-from torchlift._plan.fetch import fetch_all as fetch_all
-from torchlift._plan.hooks import run_post_hooks as run_post_hooks
+from torchlift._plan.decide import check_class as check_class
+from torchlift._plan.decide import is_dense as is_dense
+from torchlift._plan.decide import swapped as swapped
+from torchlift._plan.decide import taken as taken
 from torchlift._plan.names import Made as Made
 from torchlift._plan.names import Rewriting as Rewriting
-from torchlift._plan.names import as_index as as_index
-from torchlift._plan.names import in_memory as in_memory
 from torchlift._plan.names import others as others
 from torchlift._plan.names import rewritten as rewritten
 from torchlift._plan.plan import LoadPlan as LoadPlan
@@ -35,25 +33,11 @@ from torchlift._plan.rules import entry_like as entry_like
 from torchlift._plan.rules import renamed as renamed
 from torchlift._plan.rules import same_name as same_name
 from torchlift._plan.rules import target_dtype as target_dtype
-from torchlift._plan.sources import IN_MEMORY as IN_MEMORY
-from torchlift._plan.sources import Given as Given
-from torchlift._plan.sources import Origin as Origin
-from torchlift._plan.sources import StateSource as StateSource
-from torchlift._plan.sources import apart as apart
-from torchlift._plan.sources import checkpoint as checkpoint
-from torchlift._plan.sources import container as container
-from torchlift._plan.sources import copy_values as copy_values
-from torchlift._plan.sources import opened as opened
-from torchlift._plan.sources import owners as owners
-from torchlift._plan.sources import place as place
-from torchlift._plan.sources import sources as sources
-from torchlift._plan.sources import whole_copy as whole_copy
 from torchlift._plan.steps import Advance as Advance
-from torchlift._plan.steps import Candidate as Candidate
-from torchlift._plan.steps import Copy as Copy
+from torchlift._plan.steps import Making as Making
 from torchlift._plan.steps import Match as Match
 from torchlift._plan.steps import Rename as Rename
-from torchlift._plan.steps import Sent as Sent
+from torchlift._plan.steps import Step as Step
 from torchlift._plan.steps import Transform as Transform
 from torchlift._plan.suggest import look_alikes as look_alikes
 from torchlift._plan.suggest import suggestion as suggestion

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torchlift._checkpoint import dtype_of
 from torchlift._model.commit import check_mode, check_writable, repeats
 from torchlift._model.devices import DISK
 from torchlift._model.dtensor import (
@@ -35,9 +34,9 @@ from torchlift._model.slots import Group, is_blank, is_lazy
 from torchlift._model.torch_private import storage_key
 from torchlift._plan import rules
 from torchlift._plan.report import Mode, Route, Source
-from torchlift._plan.sources import copy_values
-from torchlift._plan.steps import Base, Candidate, Copy, Making, Match, Step, Value
+from torchlift._plan.steps import Base, Making, Match, Step
 from torchlift._skeleton.skeleton import changed_on_meta, constructions_of
+from torchlift._sources import Copy, FileTensor, MemoryTensor, SourceTensor, Values, copy_values
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, TensorEntry
@@ -48,25 +47,25 @@ _RELEASE = (
 )
 
 
-def steps_for(
-    matched: Match, path: str, options: rules.Options, *, check_values: bool = True
-) -> list[Step]:
+def steps_for(matched: Match, path: str, options: rules.Options) -> list[Step]:
     """Decide every pair of a match, except for what is left for a later load.
 
     Args:
         matched: the pairs.
         path: of the source, for errors.
         options: what was asked for.
-        check_values: False where a transform may still make other values of them.
 
     Raises:
         PlacementError: a tensor cannot go where it was asked to go, or not in the mode asked for.
     """
-    decided = (_decide(*pair, options, path, check_values) for pair in matched.pairs)
+    decided = (_decide(*pair, options, path) for pair in matched.pairs)
     steps = [step for step in decided if step is not None]
-    if check_values:
+    if options.transform is None:  # which may still make other values
         _check_classes(steps, path)
-    return _final_modes(_unshare(_share(steps)), options.mode)
+    _share(steps)
+    _unshare(steps)
+    _choose_modes(steps, options.mode)
+    return steps
 
 
 def owns_all(source: rules.AnySource, *, live: bool) -> bool:
@@ -118,27 +117,20 @@ def makings_for(
 
 
 def _decide(
-    group: Group,
-    key: str,
-    candidates: list[Candidate],
-    options: rules.Options,
-    path: str,
-    check_values: bool,
+    group: Group, key: str, candidates: list[SourceTensor], options: rules.Options, path: str
 ) -> Step | None:
-    candidate, tensor = candidates[0], group.tensor
-    entry, file_dtype = candidate.entry, candidate_dtype(candidate, path)
-    seen = entry
+    one, tensor = candidates[0], group.tensor
+    seen, file_dtype = one.entry, one.dtype
     if seen is None:  # a lazy tensor has the shape of what it is given
-        value = candidate.value
-        like = value if is_lazy(tensor) and isinstance(value, torch.Tensor) else tensor
+        like = one.value if is_lazy(tensor) and isinstance(one, MemoryTensor) else tensor
         seen = rules.entry_like(key, Group(like, group.slots))
     if seen.key != key:
         seen = replace(seen, key=key)
     asked, note = rules.asked_device(options.device, seen, group)
     if asked is not None and rules.is_deferred(asked):
         return None
-    if candidate.value is not None and check_values:
-        _require_values(group, candidate.value, path)
+    if isinstance(one, MemoryTensor) and options.transform is None:
+        _require_values(group, one.value, path)
     is_cast, stride = changed_on_meta(group)
     if asked == DISK:
         options = rules.kept_on_disk(options, group, seen, file_dtype, is_cast=is_cast)
@@ -151,9 +143,9 @@ def _decide(
     if sharded:
         # Rules have seen the whole tensor; from here on there is only this rank's slice of it.
         candidates, spans = _shard(group, candidates)
-        candidate, entry = candidates[0], candidates[0].entry
-    else:
-        _require_layout(group, candidate.value)
+        one = candidates[0]
+    elif isinstance(one, MemoryTensor):
+        _require_layout(group, one.value)
     mode = _mode(options.mode, tensor, device, dtype)
     in_place = mode == "copy" and not is_blank(tensor)
     handled = not in_place and is_handled(tensor)
@@ -161,13 +153,16 @@ def _decide(
         check_mode(group)
     if in_place:
         _check_in_place(group, device, dtype)
-    changes = device.type != "cpu" or dtype != file_dtype or spans is not None
-    # What has a kind is made of views of the map.
-    changes = changes or (entry is not None and entry.is_pieced and entry.kind is None)
-    stride = None if sharded else stride
-    changes = changes or stride is not None
+    raw = handled or options.transform is not None
+    entry, stride = one.entry, None if sharded else stride
+    changes = device.type != "cpu" or dtype != file_dtype or spans is not None or stride is not None
     source: Source = "memory"
+    # A caller's tensor is never placed: what trains the model would write to it. One that the
+    # model's own code has seen may be, as long as it is the file's map, which is private.
+    owned = raw or not in_place
     if entry is not None:
+        of_file = isinstance(one, FileTensor)
+        changes = changes or (entry.is_pieced and entry.kind is None)
         filled = changes and not in_place and not handled
         kept = not in_place and owns_all(options.source, live=not tensor.is_meta)
         source = options.source if options.source != "auto" else "mmap"
@@ -181,21 +176,25 @@ def _decide(
                 note = "not aligned in the file, so it is read instead of mapped"
         if "deflated" in entry.encoding:
             source, note = "read", "deflated in the file, so that it is inflated into memory"
-    copied = not in_place and (changes or handled or mode == "copy")
-    route = _route(candidate, source, in_place=in_place, owned=copied or source == "read")
+        if raw:  # nobody else sees it, but for who looks into the same bytes
+            owned = source == "read" or entry.is_pieced if of_file else spans is not None
+        else:
+            owned = not in_place and (changes or mode == "copy" or source == "read")
+            owned = owned or (of_file and source == "read")
     return Step(
         group=group,
         key=key,
-        candidate=candidate,
+        candidate=one,
         spans=spans,
         alternatives=tuple(candidates[1:]),
         mode=mode,
         source=source,
-        route=route,
+        route=_route(one, source, owned=owned),
         device=device,
         dtype=dtype,
         dtype_is_fixed=options.dtype is not None or is_cast or not tensor.is_meta,
         handled=handled,
+        raw=raw,
         note=note,
         stride=stride,
     )
@@ -209,37 +208,18 @@ def _fits_map(entry: TensorEntry, *, copied: bool) -> bool:
     return _is_aligned(entry) and (copied or not repeats(entry.shape, entry.stride))
 
 
-def _routed(step: Step, *, owned: bool) -> Step:
-    route = _route(
-        step.candidate,
-        step.source,
-        in_place=step.in_place,
-        owned=owned,
-        based=step.base is not None,
-    )
-    return replace(step, route=route)
-
-
-def _route(
-    candidate: Candidate, source: Source, *, in_place: bool, owned: bool, based: bool = False
-) -> Route:
+def _route(one: SourceTensor, source: Source, *, owned: bool, based: bool = False) -> Route:
     """Decide how the values get into memory.
 
     Args:
-        candidate: what there is.
+        one: what there is.
         source: where its bytes come from.
-        in_place: whether a live tensor's memory is written to.
         owned: whether new memory is needed.
         based: whether it is a view of memory that several tensors share.
     """
-    entry = candidate.entry
-    if candidate.value is not None:
-        # A caller's tensor is never placed: what trains the model would write to it. One that the
-        # model's own code has seen may be, as long as it is the file's map, which is private.
-        mapped = entry is not None and not owned
-        return "view" if mapped or in_place else "compute"
-    assert entry is not None
-    pieced = entry.is_pieced
+    if not isinstance(one, FileTensor):
+        return "compute" if owned else "view"
+    entry, pieced = one.entry, one.entry.is_pieced
     # Several chunks are no view of the map: they are put together in memory, or not at all.
     if not owned and not (pieced and (len(entry.chunks) > 1 or not _is_aligned(entry))):
         return "view"
@@ -249,28 +229,7 @@ def _route(
     return "fill" if pieced else "copy"
 
 
-def untransformed(step: Step, path: str, *, own: bool) -> Step:
-    """Return the step as far as fetching the tensor as the source has it, on the host.
-
-    Args:
-        step: any step.
-        path: of the source, for errors.
-        own: whether it needs memory that no other tensor shares.
-    """
-    entry, value = step.entry, step.candidate.value
-    raw = replace(
-        step, dtype=candidate_dtype(step.candidate, path), device=torch.device("cpu"), base=None
-    )
-    if value is not None:
-        # A caller's own tensor is neither shown to code that may write to it, nor placed.
-        mapped = step.candidate.entry is not None and isinstance(value, torch.Tensor)
-        as_it_is = mapped and step.spans is None and not own
-        return replace(raw, route="view" if as_it_is else "compute")
-    owned = own or step.source == "read" or (entry is not None and entry.is_pieced)
-    return _routed(raw, owned=owned)
-
-
-def _shard(group: Group, candidates: list[Candidate]) -> tuple[list[Candidate], Spans | None]:
+def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTensor], Spans | None]:
     """Restrict candidates to this rank's slice of a distributed tensor.
 
     Returns:
@@ -281,18 +240,17 @@ def _shard(group: Group, candidates: list[Candidate]) -> tuple[list[Candidate], 
         PlacementError: elements share their bytes in the file, or the tensor has no shards.
     """
     tensor = group.tensor
-    found: list[Candidate] = []
+    found: list[SourceTensor] = []
     spans: Spans | None = None
-    for candidate in candidates:
-        entry, value = candidate.entry, candidate.value
-        if value is not None:
+    for one in candidates:
+        if not isinstance(one, FileTensor):
+            value = one.value if isinstance(one, MemoryTensor) else None
             _require_layout(group, value)
-            if not is_sharded(value) and len(value.shape) == tensor.dim() and not found:
+            if not is_sharded(value) and len(one.shape) == tensor.dim() and not found:
                 spans = spans_of(tensor, group.fqn)
-            local = held(value) if isinstance(value, torch.Tensor) else value
-            found.append(replace(candidate, entry=None, value=local))
+            found.append(one if value is None else MemoryTensor(one.key, held(value), one.keys))
             continue
-        assert entry is not None
+        entry = one.entry
         if repeats(entry.shape, entry.stride):
             raise PlacementError(
                 "elements share their bytes in the file, so that no rank's shard is a range of "
@@ -301,7 +259,7 @@ def _shard(group: Group, candidates: list[Candidate]) -> tuple[list[Candidate], 
                 found=f"strides {list(entry.stride)}",
                 hint="Save a contiguous() tensor.",
             )
-        found.append(replace(candidate, entry=shard_of_entry(entry, tensor, group.fqn)))
+        found.append(replace(one, entry=shard_of_entry(entry, tensor, group.fqn)))
     return found, spans
 
 
@@ -317,11 +275,9 @@ def _require_layout(group: Group, value: object) -> None:
         )
 
 
-def _require_values(group: Group, value: object, path: str) -> None:
+def _require_values(group: Group, value: torch.Tensor, path: str) -> None:
     """Refuse a tensor in memory that cannot be copied to where it goes."""
     tensor = group.tensor
-    if not isinstance(value, torch.Tensor):
-        return
     odd = oddity(held(value))
     if odd and (value.is_meta or (not tensor.is_meta and odd != oddity(held(tensor)))):
         raise PlacementError(
@@ -361,14 +317,6 @@ def _mode(
     return "swap"  # unless somebody is in the way
 
 
-def candidate_dtype(candidate: Candidate, path: str) -> torch.dtype:
-    """Return the dtype in which the source has the values."""
-    if candidate.value is not None:
-        return candidate.value.dtype
-    assert candidate.entry is not None
-    return dtype_of(candidate.entry, path)
-
-
 def is_dense(entry: TensorEntry) -> bool:
     """Return whether it is one run of the file, without gaps or repetitions."""
     if not entry.chunks or entry.is_pieced:
@@ -383,14 +331,13 @@ def _is_aligned(entry: TensorEntry) -> bool:
 # ---- tensors that share memory
 
 
-def _share(steps: Sequence[Step]) -> list[Step]:
+def _share(steps: Sequence[Step]) -> None:
     """Let tensors that share memory in the model and in the file do so after the load.
 
     Two parameters that only the file stores together are not among them: the model keeps them
     apart, and over one memory they would train each other. Those that a rule sends to another
     device or dtype than the first are copies; a note says so.
     """
-    found = {step.key: step for step in steps}
     sharing: dict[object, list[Step]] = defaultdict(list)
     stored = Counter(step.entry.storage for step in steps if step.entry)
     for step in steps:
@@ -406,20 +353,23 @@ def _share(steps: Sequence[Step]) -> list[Step]:
         for members in alike.values():
             run, owned = _run(members), any(step.owned for step in members)
             for step in members:
-                note = step.note
                 if step.device != first.device:
-                    note = f"a copy: {first.key!r}, whose memory it shared, goes to {first.device}"
+                    step.note = (
+                        f"a copy: {first.key!r}, whose memory it shared, goes to {first.device}"
+                    )
                 elif step.dtype != first.dtype:
-                    note = f"a copy: {first.key!r}, whose memory it shared, becomes {first.dtype}"
-                base = Base(run, step is members[0]) if len(members) > 1 else None
-                found[step.key] = _routed(replace(step, base=base, note=note), owned=owned)
-    return list(found.values())
+                    step.note = (
+                        f"a copy: {first.key!r}, whose memory it shared, becomes {first.dtype}"
+                    )
+                step.base = Base(run, step is members[0]) if len(members) > 1 else None
+                based = step.base is not None
+                step.route = _route(step.candidate, step.source, owned=owned, based=based)
 
 
 def _memory(step: Step) -> object:
     """Return what steps have in common that look into one memory alike in model and file."""
     entry, tensor = step.entry, step.group.tensor
-    if entry is None or len(entry.chunks) != 1 or step.in_place or step.handled or entry.encoding:
+    if entry is None or len(entry.chunks) != 1 or step.in_place or step.raw or entry.encoding:
         return None
     if type(tensor) not in (torch.Tensor, nn.Parameter) or is_lazy(tensor):
         return None
@@ -444,26 +394,28 @@ def _run(steps: Sequence[Step]) -> TensorEntry:
     return replace(entries[0], shape=shape, stride=(1,), nbytes=nbytes, chunks=(chunk,))
 
 
-def _unshare(steps: Sequence[Step]) -> list[Step]:
+def _unshare(steps: Sequence[Step]) -> None:
     """Give mapped tensors that overlap in the file memory of their own, all but the first.
 
-    Those that share memory in the model too keep sharing it.
+    Those that share memory in the model too keep sharing it. A class or a transform may write to
+    what it gets: of two views of the same bytes, each would see what became of the other.
     """
-    found = {step.key: step for step in steps}
     mapped = []
     for step in steps:
         entry = step.base.entry if step.base else step.candidate.entry
-        if entry and entry.chunks and not step.owned and not step.in_place:
+        if entry and entry.chunks and step.route == "view" and (step.raw or not step.in_place):
             mapped.append((entry.chunks[0], step))
-    for first, second in overlapping(mapped):
-        step = first if second.base else second
-        if step.base is None:
-            note = "shares bytes with another key of the file, which the model does not tie"
-            found[step.key] = _routed(replace(step, source="read", note=note), owned=True)
-    return list(found.values())
+    for first, second in _overlapping(mapped):
+        apart = [step for step in (first, second) if step.raw]
+        if not apart and (step := first if second.base else second).base is None:
+            step.source = "read"
+            step.note = "shares bytes with another key of the file, which the model does not tie"
+            apart = [step]
+        for step in apart:
+            step.route = _route(step.candidate, step.source, owned=True)
 
 
-def overlapping(runs: Iterable[tuple[Chunk, Step]]) -> Iterator[tuple[Step, Step]]:
+def _overlapping(runs: Iterable[tuple[Chunk, Step]]) -> Iterator[tuple[Step, Step]]:
     """Yield pairs of tensors whose bytes in the file overlap: each one with one before it."""
     file, end, last = "", 0, None
     for chunk, step in sorted(runs, key=lambda item: (item[0].file, item[0].offset)):
@@ -477,7 +429,7 @@ def overlapping(runs: Iterable[tuple[Chunk, Step]]) -> Iterator[tuple[Step, Step
 # ---- where the plan meets live modules: who is in the way, and what a class has to say
 
 
-def _final_modes(steps: list[Step], asked: rules.AnyMode) -> list[Step]:
+def _choose_modes(steps: list[Step], asked: rules.AnyMode) -> None:
     """Check everything that is to be swapped; refuse, or find another mode for each tensor.
 
     Raises:
@@ -485,16 +437,13 @@ def _final_modes(steps: list[Step], asked: rules.AnyMode) -> list[Step]:
             for which no way keeps what holds it.
     """
     groups = [step.group for step in steps if step.mode == "swap"]
-    if not groups:
-        return steps
-    found = blocked_by(groups)
+    found = blocked_by(groups) if groups else []
     if found and asked == "swap":
         raise refusal(found, hint=_RELEASE)
     blockers = {item.key: item for item in found}
-    return [
-        _fallback(step, blockers.get(step.group.fqn)) if step.mode == "swap" else step
-        for step in steps
-    ]
+    for step in steps:
+        if step.mode == "swap":
+            _fall_back(step, blockers.get(step.group.fqn))
 
 
 def swapped(step: Step) -> Step:
@@ -517,8 +466,8 @@ def _check_classes(steps: Iterable[Step], path: str) -> None:
     """
     tried = set()
     for step in steps:
-        live, value = held(step.group.tensor), step.candidate.value
-        value = held(value) if isinstance(value, torch.Tensor) else None
+        live, one = held(step.group.tensor), step.candidate
+        value = held(one.value) if isinstance(one, MemoryTensor) else None
         if is_lazy(live) or not (is_wrapper(live) or (value is not None and is_wrapper(value))):
             continue
         pair = (
@@ -526,15 +475,14 @@ def _check_classes(steps: Iterable[Step], path: str) -> None:
             type(value),
             live.dtype,
             live.is_meta,
-            step.candidate.dtype,
+            one.dtype,
             step.in_place,
         )
         if pair in tried:
             continue
         tried.add(pair)
         if value is None:
-            dtype = candidate_dtype(step.candidate, path)
-            value = torch.ones(live.shape, dtype=dtype, device=live.device)
+            value = torch.ones(live.shape, dtype=one.dtype, device=live.device)
         if not step.handled:
             check_class(step, value, path)
         elif not handles(type(live), type(value)):  # whose handlers may look at values
@@ -558,7 +506,7 @@ def taken(step: Step, value: torch.Tensor, path: str) -> torch.Tensor:
         raise _not_taken(step, value, path, error) from error
 
 
-def check_class(step: Step, value: Value, path: str) -> None:
+def check_class(step: Step, value: Values, path: str) -> None:
     """Refuse what a class does not take, tried on a copy: a live tensor would be half written.
 
     Raises:
@@ -604,18 +552,18 @@ def _not_taken(step: Step, value: torch.Tensor, path: str, error: Exception) -> 
     )
 
 
-def _fallback(step: Step, blocker: Blocker | None) -> Step:
-    """Return the step as it will be done, with a note about what is lost."""
+def _fall_back(step: Step, blocker: Blocker | None) -> None:
+    """Choose another mode than a swap where one is needed, and note what is lost."""
     tensor = step.group.tensor
     if is_lazy(tensor):
-        return step
+        return
     stays = (step.device, step.dtype) == (tensor.device, tensor.dtype)
     notes = [] if step.note is None else [step.note]
     if blocker is not None:
         if tensor.is_meta or (step.handled and not stays):
-            step, what = replace(step, mode="assign"), "assigned, not swapped"
+            step.mode, what = "assign", "assigned, not swapped"
         elif step.handled or stays:
-            step, what = replace(step, mode="copy"), "copied in place, not swapped"
+            step.mode, what = "copy", "copied in place, not swapped"
         elif Hold.REDUCER in blocker.kinds:
             raise PlacementError(
                 "cannot change its dtype or device inside DistributedDataParallel, whose hooks "
@@ -636,4 +584,4 @@ def _fallback(step: Step, blocker: Blocker | None) -> Step:
         if grad is not None and (grad.dtype, grad.device) != (step.dtype, step.device):
             name = str(grad.dtype).removeprefix("torch.")
             notes.append(f"its .grad is dropped: it is {name} on {grad.device}")
-    return replace(step, note="; ".join(notes) or None) if notes else step
+    step.note = "; ".join(notes) or None

@@ -13,14 +13,10 @@ from torchlift._checkpoint import Allow, shared_records
 from torchlift._model.commit import Commit, content_bytes
 from torchlift._model.dtensor import held, local_shape
 from torchlift._model.handlers import is_plain
+from torchlift._model.hooks import Outcome, Shown, has_post_hooks, hooked_modules, run_hooks
 from torchlift._model.names import wrapped_names
 from torchlift._model.slots import Group, ModuleTree, is_lazy, locked
 from torchlift._plan.decide import makings_for, owns_all, steps_for
-from torchlift._plan.hooks import (
-    has_post_hooks,
-    hooked_modules,
-    run_hooks,
-)
 from torchlift._plan.names import Rewriting, assembled, names_of_left_out, others
 from torchlift._plan.report import KeyReport, LoadReport, Mismatch, listed, summarise
 from torchlift._plan.rules import (
@@ -36,9 +32,9 @@ from torchlift._plan.rules import (
     named,
     renamed,
 )
-from torchlift._plan.sources import Given, Origin, sources
-from torchlift._plan.steps import Candidate, Match, Rename, Step, Transform, Work
+from torchlift._plan.steps import Match, Rename, Step, Transform, Work
 from torchlift._plan.suggest import look_alikes, suggestion
+from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTensor, sources
 from torchlift._system import Facts, clipped_list, human, uninterrupted
 from torchlift._transfer import BUDGET, STAGING
 from torchlift.errors import Argument, Hint, MismatchError, PlacementError, answers_keywords
@@ -200,12 +196,12 @@ def make_plan(
     keys = {*origin.candidates, *origin.objects, *origin.blocked} if options.rename else ()
     check_rename(options.rename, keys, origin.path)
     gone = origin.leave_out(options.include, options.exclude)
-    left_out = names_of_left_out(gone, options.rename, origin.path)
+    left_out = names_of_left_out(gone, options.rename, origin.path) if gone else set()
     for rule in filter(callable, (options.device, options.dtype)):
         check_rule(rule, [name for g in tree.groups for name in g.names], present=options.present)
     # A transform may still change shapes, or make a tensor dense.
     check_shapes = options.transform is None
-    made: dict[str, Candidate] = {}
+    made: dict[str, SourceTensor] = {}
     if isinstance(options.rename, Rewriting):
         names, made = assembled(origin, options.rename)
         objects = others(origin.objects, options.rename, origin.path, {*names.values(), *made})
@@ -234,14 +230,12 @@ def make_plan(
     modules = hooked_modules(tree, [*names.values(), *made])
     prefixes = tuple(prefix for prefix, _ in modules)
     origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
-    like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
-    own = owns_all(options.source, live=not any(tensor.is_meta for tensor in like.values()))
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
-    outcome = run_hooks(
-        tree, modules, commit, origin, candidates, objects, like, options.strict, own
-    )
+    found, outcome = dict(candidates), Outcome(unexpected=list(objects.values()))
+    if modules:
+        found, outcome = _after_hooks(tree, modules, commit, origin, candidates, objects, options)
     hooked = has_post_hooks(tree)
-    matched = match(tree.groups, outcome.candidates, check_shapes=check_shapes)
+    matched = match(tree.groups, found, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
     matched.missing += [name for name in outcome.missing if name not in matched.missing]
     if check is None:  # otherwise for torch's own functions, to which it is unexpected
@@ -265,17 +259,17 @@ def make_plan(
     )
     # What ignore_mismatched lets pass counts as missing from here on.
     matched.missing += matched.mismatched
-    for group, _, found in matched.pairs:
-        for at, one in enumerate(found):
-            if one.entry is not None and one.entry.kind is not None and one.value is None:
-                found[at] = replace(one, value=origin.tensor(one, group.tensor))
-    steps = steps_for(matched, origin.path, options, check_values=check_shapes)
+    for _, _, several in matched.pairs:
+        for at, one in enumerate(several):
+            if isinstance(one, FileTensor) and one.entry.kind is not None:
+                several[at] = MemoryTensor(one.key, one.tensor(), one.keys, one.entry)
+    steps = steps_for(matched, origin.path, options)
     work = Work(
         steps=tuple(steps),
         makings=tuple(makings_for([*matched.unmatched, *tree.meta_attributes], options, steps)),
         extra=tuple(outcome.extra),
         hooked=hooked,
-        given=frozenset(outcome.candidates if hooked else ()),
+        given=frozenset(found if hooked else ()),
         match=matched,
         naming=naming,
     )
@@ -285,12 +279,53 @@ def make_plan(
     return replace(plan, peak_bytes=plan.peak_bytes + extra)
 
 
+def _after_hooks(
+    tree: ModuleTree,
+    modules: Sequence[tuple[str, nn.Module]],
+    commit: Commit,
+    origin: Origin,
+    candidates: Mapping[str, SourceTensor],
+    objects: Mapping[str, str],
+    options: Options,
+) -> tuple[dict[str, SourceTensor], Outcome]:
+    """Return name -> tensor after the model's own loading code has run, and what else it did."""
+    prefixes = tuple(prefix for prefix, _ in modules)
+    like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
+    seen = {name: one for name, one in candidates.items() if name.startswith(prefixes)}
+    shown = Shown(
+        path=origin.path,
+        tensors={name: origin.shown(one, like.get(name)) for name, one in seen.items()},
+        unseen=candidates.keys() - seen.keys(),
+        mapped=[name for name, one in seen.items() if isinstance(one, FileTensor)],
+        objects={
+            name: origin.objects[key] for key, name in objects.items() if name.startswith(prefixes)
+        },
+        names={**{one.key: name for name, one in candidates.items()}, **objects},
+        versions=origin.versions,
+        templates=origin.templates,
+    )
+    given = [one for one in candidates.values() if isinstance(one, MemoryTensor)]
+    watched = [(f"{one.key} of {origin.path}", one.value) for one in given]
+    own = owns_all(options.source, live=not any(tensor.is_meta for tensor in like.values()))
+    outcome = run_hooks(tree, modules, commit, shown, watched, options.strict, own)
+    found = {name: one for name, one in candidates.items() if name not in seen}
+    for name, (tensor, shown_as, written) in outcome.tensors.items():
+        one = None if shown_as is None else seen[shown_as]
+        # What the code wrote is in this tensor alone: the file, or the map of it, has old values.
+        entry = None if one is None or written else one.entry
+        key, keys = (name, ()) if one is None else (one.key, one.keys)
+        found[name] = MemoryTensor(key, tensor, keys, entry)
+    others = [name for name in objects.values() if name not in shown.objects]
+    outcome.unexpected = [*others, *outcome.unexpected]
+    return found, outcome
+
+
 def _assemble(
     origin: Origin,
     groups: list[Group],
     matched: Match,
     work: Work,
-    candidates: Mapping[str, Candidate],
+    candidates: Mapping[str, SourceTensor],
     excusable: list[str],
     later: str | None,
     canonical: Callable[[str], str],
@@ -348,7 +383,8 @@ def _split(made: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, tuple[str, 
 
 
 def _describe(step: Step, path: str, canonical: Callable[[str], str]) -> KeyReport:
-    candidate, dtype = step.candidate, str(step.dtype).removeprefix("torch.")
+    candidate = step.candidate
+    dtype, source_dtype = (str(d).removeprefix("torch.") for d in (step.dtype, candidate.dtype))
     return KeyReport(
         key=canonical(step.key),
         entry=candidate.key,
@@ -356,10 +392,10 @@ def _describe(step: Step, path: str, canonical: Callable[[str], str]) -> KeyRepo
         nbytes=candidate.nbytes,
         mode=step.mode,
         source=step.source,
-        route=step.route,
+        route="compute" if step.handled and step.route == "view" else step.route,
         device=str(step.device),
         dtype=dtype,
-        cast_from=candidate.dtype if candidate.dtype != dtype else None,
+        cast_from=source_dtype if source_dtype != dtype else None,
         note=step.note,
         entries=candidate.keys or (candidate.key,),
     )
@@ -371,7 +407,7 @@ def _peak(work: Work, origin: Origin) -> int:
         step.span
         for step in work.steps
         if step.route == "read"
-        and (step.memory.type != "cpu" or step.candidate.dtype != str(step.dtype)[6:])
+        and (step.memory.type != "cpu" or step.candidate.dtype != step.dtype)
     )
     made = sum(
         item.group.tensor.numel() * item.dtype.itemsize
@@ -508,7 +544,7 @@ def _not_allowed(matched: Match, options: Options) -> tuple[list[str], list[str]
 
 
 def match(
-    groups: Iterable[Group], candidates: Mapping[str, Candidate], *, check_shapes: bool
+    groups: Iterable[Group], candidates: Mapping[str, SourceTensor], *, check_shapes: bool
 ) -> Match:
     """Pair groups with candidates by name; any name of a tied group will do.
 
@@ -527,7 +563,7 @@ def match(
         known.update(names)
         found = [(name, candidates[name]) for name in names if name in candidates]
         for name, one in found:
-            if isinstance(one.value, torch.Tensor) and is_lazy(one.value):
+            if isinstance(one, MemoryTensor) and is_lazy(one.value):
                 raise PlacementError(
                     "its value is that of a lazy module that has seen no input: it has no shape",
                     entry=name,

@@ -13,7 +13,8 @@ Mode = Literal["assign", "copy", "swap"]
 Source = Literal["mmap", "read", "memory"]
 #: How values get to where they are placed from. view: nothing is moved, they are the file's map (or
 #: a caller's tensor that is copied in place); read: by parallel reads into new memory; copy: out of
-#: the map into new memory; fill: chunk by chunk out of the map; compute: out of tensors in memory.
+#: the map into new memory; fill: chunk by chunk out of the map; compute: out of tensors in memory,
+#: or by the class of the model's tensor.
 Route = Literal["view", "read", "copy", "fill", "compute"]
 
 

@@ -6,10 +6,8 @@ fourteen fields takes 3.1 us to make, and another one 0.8.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,109 +16,13 @@ from torchlift._model.dtensor import Spans
 from torchlift._model.names import Names
 from torchlift._model.slots import Group, is_blank
 from torchlift._plan.report import Mismatch, Mode, Route, Source
+from torchlift._sources import FileTensor, SourceTensor
 from torchlift.formats import TensorEntry
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 #: Called with a number of bytes as they arrive.
 Advance = Callable[[int], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A whole tensor that rank 0 holds: what the other ranks know of it before it arrives.
-
-    Attributes:
-        index: its place in the order in which rank 0 sends tensors.
-        shape, dtype: of the whole tensor.
-    """
-
-    index: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A tensor that is put together, where it goes, of slices of tensors in memory.
-
-    Attributes:
-        slices: views, and which box of the tensor each one is.
-        shape, dtype: of the tensor.
-    """
-
-    slices: tuple[tuple[torch.Tensor, tuple[tuple[int, int], ...]], ...]
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def whole(self) -> torch.Tensor:
-        """Return the tensor, for code that looks at values."""
-        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        for values, block in self.slices:
-            made[tuple(slice(*span) for span in block)].copy_(values)
-        return made
-
-
-#: A tensor in memory, or what stands for one.
-Value = torch.Tensor | Sent | Joined
-
-
-class Copy(NamedTuple):
-    """One whole tensor on its way into one local tensor.
-
-    Attributes:
-        source: the whole tensor, what it is put together of, or its description where rank 0 sends
-            it.
-        target: a plain tensor in this process; it keeps its dtype.
-        spans: which slice of the whole tensor `target` is.
-    """
-
-    source: Value
-    target: torch.Tensor
-    spans: Spans
-
-
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """What a source has under one of the model's names.
-
-    Attributes:
-        key: its name in the source.
-        entry: where its bytes are in a file; None for what is no entry of one.
-        value: the tensor itself, where it is in memory (a state dict's, or one that the model's own
-            loading code has seen or made), what it is put together of there, or what rank 0
-            sends. None: read the entry.
-        keys: all its names in the source, where a rename has made it of them.
-    """
-
-    key: str
-    entry: TensorEntry | None = None
-    value: Value | None = None
-    keys: tuple[str, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes in elements."""
-        if self.value is not None:
-            return tuple(self.value.shape)
-        assert self.entry is not None
-        return self.entry.shape
-
-    @property
-    def dtype(self) -> str:
-        """Such as ``"float32"``."""
-        if self.value is not None:
-            return str(self.value.dtype).removeprefix("torch.")
-        assert self.entry is not None
-        return self.entry.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor in the source."""
-        if self.entry is not None:
-            return self.entry.nbytes
-        assert self.value is not None
-        return math.prod(self.value.shape) * self.value.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +57,7 @@ class Match:
         hint: what would make more names fit, else None.
     """
 
-    pairs: list[tuple[Group, str, list[Candidate]]] = field(default_factory=list)
+    pairs: list[tuple[Group, str, list[SourceTensor]]] = field(default_factory=list)
     unmatched: list[Group] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -192,6 +94,7 @@ class Step:
         device, dtype: what the tensor becomes.
         dtype_is_fixed: whether that dtype was asked for, or is a live tensor's.
         handled: whether the class of the model's tensor says how it is loaded.
+        raw: whether it is fetched as the source has it: a class or a transform makes the rest.
         note: why it is done this way, where that is not what was asked for.
         base: what it is a view of, together with other tensors of the model.
         stride: strides that it gets, in elements, where they are not those of the source.
@@ -199,9 +102,9 @@ class Step:
 
     group: Group
     key: str
-    candidate: Candidate
+    candidate: SourceTensor
     spans: Spans | None
-    alternatives: tuple[Candidate, ...]
+    alternatives: tuple[SourceTensor, ...]
     mode: Mode
     source: Source
     route: Route
@@ -209,6 +112,7 @@ class Step:
     dtype: torch.dtype
     dtype_is_fixed: bool
     handled: bool = False
+    raw: bool = False
     note: str | None = None
     base: Base | None = None
     stride: tuple[int, ...] | None = None
@@ -216,12 +120,12 @@ class Step:
     @property
     def entry(self) -> TensorEntry | None:
         """The entry to read; None for a value in memory."""
-        return self.candidate.entry if self.candidate.value is None else None
+        return self.candidate.entry if isinstance(self.candidate, FileTensor) else None
 
     @property
     def owned(self) -> bool:
         """Whether new memory is filled for it."""
-        return self.route != "view"
+        return self.handled or self.route != "view"
 
     @property
     def span(self) -> int:
@@ -244,6 +148,13 @@ class Step:
     def memory(self) -> torch.device:
         """Where new memory for it is taken: values for a copy in place wait on the host."""
         return torch.device("cpu") if self.in_place else self.device
+
+    @property
+    def fetched_as(self) -> tuple[torch.device, torch.dtype]:
+        """The device and the dtype with which its values come out of the source."""
+        if self.raw:
+            return torch.device("cpu"), self.candidate.dtype
+        return self.memory, self.dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,9 @@
-"""Which rule would bring the names of a checkpoint and of a model together.
-
-All of it is bounded: of 100,000 names that do not fit, an answer takes 0.5 s.
-"""
+"""Which rule would bring the names of a checkpoint and of a model together."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torchlift._model.torch_private import CHECKPOINTED, COMPILED, FULLY_SHARDED
 from torchlift.errors import Argument, Hint, nearest
@@ -15,9 +11,7 @@ from torchlift.errors import Argument, Hint, nearest
 #: Names of each side from which rules are guessed; what they do is counted on all names.
 _LOOKED_AT = 2000
 #: Children in which wrappers of PyTorch hold the module that they wrap.
-_WRAPPERS = dict.fromkeys(("module", COMPILED, CHECKPOINTED, FULLY_SHARDED), "")
-#: What a component of names becomes; nothing, where it is taken out.
-Edits = Mapping[str, str]
+_WRAPPERS = ("module", COMPILED, CHECKPOINTED, FULLY_SHARDED)
 
 
 def suggestion(
@@ -33,21 +27,21 @@ def suggestion(
     Example:
         >>> print(suggestion(["fc.weight"], ["module.fc.weight"]))
         The checkpoint's names start with 'module.': pass rename=remap.strip('module.').
-        >>> print(suggestion(["norm.weight"], ["norm.gamma"]).partition(": ")[2])
-        pass rename=remap.rules([('(?<![^.])gamma(?![^.])', 'weight')]).
+        >>> print(suggestion(["fc.bias"], ["fc._orig_mod.bias"]).partition(": ")[2])
+        pass rename=remap.rules([('(?<![^.])_orig_mod[.]', '')]).
     """
     lacking, extra = list(missing), list(unexpected)
     drop, dropped = _prefix(lacking, extra)
     add, added = _prefix(extra, lacking)
     if drop and dropped >= added:
-        rest = _edits_between(lacking, [name.removeprefix(drop) for name in extra])
-        strip = _rename(rest, drop)
-        if rest or all(name.startswith(drop) for name in extra):
+        inner = _wrappers_in(lacking, [name.removeprefix(drop) for name in extra])
+        strip = _rename(inner, drop)
+        if inner or all(name.startswith(drop) for name in extra):
             return Hint(f"The checkpoint's names start with {drop!r}: pass ", strip, ".")
-        inner = f"{root}.{drop[:-1]}" if root else drop[:-1]
+        below = f"{root}.{drop[:-1]}" if root else drop[:-1]
         return Hint(
             f"Of the checkpoint's names some start with {drop!r}: pass ",
-            Argument("root", repr(inner), (inner,)),
+            Argument("root", repr(below), (below,)),
             " to leave the rest of it out, or ",
             strip,
             ".",
@@ -58,14 +52,11 @@ def suggestion(
             Argument("rename", f"lambda key: {add!r} + key", (("^", add),)),
             ".",
         )
-    edits = _edits_between(lacking, extra)
-    if not edits:
+    inner = _wrappers_in(lacking, extra)
+    if not inner:
         return None
-    told = [
-        f"{old!r} looks like {new!r}" if new else f"{old!r} is in the checkpoint's names only"
-        for old, new in edits.items()
-    ]
-    return Hint(f"{', '.join(told)}: pass ", _rename(edits), ".")
+    told = ", ".join(f"{name!r} is in the checkpoint's names only" for name in inner)
+    return Hint(f"{told}: pass ", _rename(inner), ".")
 
 
 def look_alikes(missing: Sequence[str], unexpected: Sequence[str]) -> str | None:
@@ -97,60 +88,23 @@ def _prefix(short: list[str], long: list[str]) -> tuple[str, int]:
     return (best, count) if best and 2 * count > min(len(short), len(long)) else ("", 0)
 
 
-def _edits_between(lacking: list[str], extra: list[str]) -> Edits:
-    """Return the changes of single components that turn most of `extra` into `lacking`."""
+def _wrappers_in(lacking: list[str], extra: list[str]) -> list[str]:
+    """Return the wrappers without which most of `extra` are names of `lacking`."""
+    here, there = (
+        {part for name in names[:_LOOKED_AT] for part in name.split(".")}
+        for names in (lacking, extra)
+    )
+    found = [name for name in _WRAPPERS if name in there - here]
     known = set(lacking)
-    wanted, others = known.difference(extra), [name for name in extra if name not in known]
-    if not wanted or not others:
-        return {}
-    here, there = (_components(names[:_LOOKED_AT]) for names in (lacking, others))
-    wrapped = {old: "" for old in _WRAPPERS if old in there and old not in here}
-    unwrapped = [_edited(name, wrapped) for name in others[:_LOOKED_AT]]
-    for edits in (wrapped, wrapped | _voted([n for n in lacking if n in wanted], unwrapped)):
-        made = [_edited(name, edits) for name in others]
-        fitting = wanted.intersection(made)
-        # Where two names become one, the rule is another one.
-        if 2 * len(fitting) > min(len(wanted), len(others)) and len(set(made)) == len(made):
-            return edits
-    return {}
+    others = [name for name in extra if name not in known] if found else []
+    made = {".".join(part for part in name.split(".") if part not in found) for name in others}
+    # Where two names become one, the rule is another one.
+    fits = 2 * len(known & made) > min(len(known), len(others)) and len(made) == len(others)
+    return found if fits else []
 
 
-def _voted(lacking: list[str], extra: list[str]) -> dict[str, str]:
-    """Return for components of `extra` those of `lacking` that most often stand in their place."""
-    here, there = _by_the_rest(lacking), _by_the_rest(extra)
-    votes: dict[str, Counter[str]] = defaultdict(Counter)
-    for rest, found in there.items():
-        # Both in their order: weight and bias, gamma and beta.
-        for old, new in zip(found, here.get(rest, ()), strict=False):
-            votes[old][new] += 1
-    return {old: counted.most_common(1)[0][0] for old, counted in votes.items()}
-
-
-def _by_the_rest(names: list[str]) -> dict[tuple[object, ...], list[str]]:
-    """Return the components of names by all that is around them."""
-    found: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name in names[:_LOOKED_AT]:
-        parts = name.split(".")
-        for at, part in enumerate(parts):
-            # Where layers are numbered in another way, no rule for one number is right.
-            if len(parts) > 1 and not part.isdecimal():
-                found[(at, *parts[:at], *parts[at + 1 :])].append(part)
-    return found
-
-
-def _components(names: Iterable[str]) -> set[str]:
-    return {part for name in names for part in name.split(".")}
-
-
-def _edited(name: str, edits: Edits) -> str:
-    return ".".join(filter(None, (edits.get(part, part) for part in name.split("."))))
-
-
-def _rename(edits: Edits, drop: str = "") -> Argument:
+def _rename(inner: Sequence[str], drop: str = "") -> Argument:
     # Whole components, which may have any character but a dot; \b ends at a hyphen.
-    pairs = [
-        (f"(?<![^.]){re.escape(old)}" + ("(?![^.])" if new else "[.]"), new.replace("\\", r"\\"))
-        for old, new in edits.items()
-    ]
+    pairs = [(f"(?<![^.]){name}[.]", "") for name in inner]
     steps = [f"remap.strip({drop!r})"] * bool(drop) + [f"remap.rules({pairs!r})"] * bool(pairs)
     return Argument("rename", " | ".join(steps), (*[drop] * bool(drop), *pairs))

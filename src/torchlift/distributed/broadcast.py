@@ -12,9 +12,9 @@ import torch
 from torchlift._model.dtensor import Span, blocks, local_shape
 from torchlift._model.handlers import is_wrapper, oddity
 from torchlift._model.ranks import rank, ranks_of
-from torchlift._plan import (
-    Candidate,
+from torchlift._sources import (
     Copy,
+    MemoryTensor,
     Sent,
     StateSource,
     apart,
@@ -59,7 +59,6 @@ class BroadcastSource(StateSource):
         self._tensors, self._device = tensors, device
         self._group = carrier(process_group)
         self._wire = wire(kind, self._group)
-        self._received: dict[int, torch.Tensor] = {}
         self._stages: list[torch.Tensor] = []
         self._arriving: dict[int, torch.Tensor] = {}
 
@@ -78,26 +77,23 @@ class BroadcastSource(StateSource):
     def receive(self, keys: Sequence[str]) -> None:
         """Receive whole tensors; all ranks take part, also those that need none."""
         copies = []
+        arriving: dict[int, torch.Tensor] = {}
+        here: dict[str, MemoryTensor] = {}
         try:
             self.reserve()
             for key in keys:
-                sent = self.candidates[key].value
+                sent = self.candidates[key]
                 assert isinstance(sent, Sent)
-                target = torch.empty(sent.shape, dtype=sent.dtype, device=self._device)
-                self._received[sent.index] = target
-                copies.append(whole_copy(sent, target))
+                if sent.index not in arriving:
+                    target = torch.empty(sent.shape, dtype=sent.dtype, device=self._device)
+                    arriving[sent.index] = target
+                    copies.append(whole_copy(sent, target))
+                here[key] = MemoryTensor(key, arriving[sent.index])
         except RuntimeError:  # no memory: the others are not to wait for this rank
             self._choose((), failed=True)
             raise
         self.fill(copies)
-
-    def tensor(  # noqa: D102
-        self, candidate: Candidate, like: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if isinstance(candidate.value, Sent):
-            value = self._received[candidate.value.index]
-            candidate = Candidate(candidate.key, value=value)
-        return super().tensor(candidate, like)
+        self.candidates = {**self.candidates, **here}
 
     def fill(self, copies: Sequence[Copy]) -> None:
         """Execute the copies; all ranks take part, and each may take something else.

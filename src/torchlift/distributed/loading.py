@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from torchlift._load import Agreed, place
+from torchlift._load import Agreed, fetch_all, place
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import is_dtensor, layout_of, reshard, spread_of
 from torchlift._model.names import Names
 from torchlift._model.ranks import RankGroup, portable, rank, ranks_of
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import by_name, versions_of
-from torchlift._plan import LoadPlan, Match, Options, Sent, StateSource, fetch_all, make_plan
+from torchlift._plan import LoadPlan, Match, Options, make_plan
+from torchlift._sources import MemoryTensor, Sent, StateSource
 from torchlift._system import leaves, map_leaves, uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import Sequence, map_tensors, relaid, run_alike, sequence
@@ -272,7 +273,8 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         left_out = {name for name in names.frozen if not names.tensors[name].is_meta}
         matched.missing = [n for n in matched.missing if names.canonical(n) not in left_out]
     for group, name, (candidate, *_) in matched.pairs:
-        check_value(names.canonical(name), group.tensor, candidate.value, chosen)
+        value = candidate.value if isinstance(candidate, MemoryTensor) else candidate
+        check_value(names.canonical(name), group.tensor, value, chosen)
     missing = [names.canonical(name) for name in matched.missing] if options.strict else []
     alone = options.strict and not chosen.broadcast_from_rank0
     unexpected = [names.canonical(name) for name in matched.unexpected] if alone else []

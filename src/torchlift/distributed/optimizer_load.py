@@ -25,7 +25,8 @@ from torchlift._model.dtensor import (
 from torchlift._model.handlers import clone_of, is_wrapper, slice_of
 from torchlift._model.names import Names
 from torchlift._model.state import own
-from torchlift._plan import Copy, Sent, allowed, listed
+from torchlift._plan import allowed, listed
+from torchlift._sources import Copy, Sent
 from torchlift._system import Facts, Summary, leaves, map_leaves
 from torchlift.distributed.optimizer_state import Saved, first_name, initial_state, once
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit

@@ -13,7 +13,7 @@ import torch
 
 from torchlift._model.names import Names
 from torchlift._model.state import own
-from torchlift._plan import IN_MEMORY
+from torchlift._sources import IN_MEMORY
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 from torchlift.formats import left_out
 

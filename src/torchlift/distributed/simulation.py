@@ -35,7 +35,6 @@ from torchlift._plan import (
     Rename,
     check_rename,
     check_rule,
-    checkpoint,
     entry_like,
     names_of,
     plan,
@@ -43,6 +42,7 @@ from torchlift._plan import (
     summarise,
     target_dtype,
 )
+from torchlift._sources import checkpoint
 from torchlift._system import Facts, Summary, count_of, human
 from torchlift.formats import Chunk, TensorEntry
 from torchlift.formats.boxes import cut, row_major, run_count, steps_in_file

@@ -22,7 +22,8 @@ from torchlift._model.names import Names, uses_fsdp1
 from torchlift._model.ranks import RankGroup, tensors_of
 from torchlift._model.slots import ModuleTree, locked
 from torchlift._model.state import PATCH, read_model, versioned
-from torchlift._plan import IN_MEMORY, Given, Options, Patterns, checkpoint, container
+from torchlift._plan import Options, Patterns
+from torchlift._sources import IN_MEMORY, Given, checkpoint, container
 from torchlift._system import collection_paused
 from torchlift.distributed.gather import Sequence, finish, require_within, run_alike, sequence
 from torchlift.distributed.loading import load

@@ -81,13 +81,14 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
             found=entry.type_name,
             hint="Load it whole, and save what it stands for.",
         )
-    chunks = tuple(
-        found
-        for start, sizes, at in _boxes(spans)
+    chunks = [
+        _box(entry, chunk, chunk.offset + first * entry.itemsize, at, sizes, steps)
         for chunk in entry.chunks
-        if (found := _intersection(entry, chunk, start, sizes, at)) is not None
-    )
-    return _boxed(entry, shape, chunks)
+        for steps in (steps_in_file(entry, chunk),)
+        for at, inside, sizes in overlaps(spans, chunk.start, chunk.shape)
+        for first in (sum(map(int.__mul__, inside, steps)),)
+    ]
+    return _boxed(entry, shape, tuple(chunks))
 
 
 def _boxed(entry: TensorEntry, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> TensorEntry:
@@ -346,39 +347,34 @@ def _inner(shape: Sequence[int], in_file: Sequence[int], steps: Sequence[int]) -
     return dim, inner
 
 
-def _boxes(spans: Spans) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Yield (first index in the whole, shape, first index in the slice) of every box of a slice."""
+def overlaps(
+    spans: Spans, start: Sequence[int], shape: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Yield the boxes that a slice and a box of one tensor have in common.
+
+    Args:
+        spans: which slice.
+        start: first index of the box in the whole tensor.
+        shape: of the box.
+
+    Returns:
+        First index in the slice, first index in the box, shape.
+
+    Example:
+        >>> list(overlaps([[(2, 4), (6, 8)]], (3,), (4,)))
+        [((1,), (0,), (1,)), ((2,), (3,), (1,))]
+    """
     dims = []
-    for ranges in spans:
-        at, placed = 0, []
-        for start, stop in ranges:
-            if stop > start:
-                placed.append((start, stop - start, at))
-                at += stop - start
-        dims.append(placed)
+    for ranges, first, size in zip(spans, start, shape, strict=True):
+        at, found = 0, []
+        for low, high in ranges:
+            begin, end = max(low, first), min(high, first + size)
+            if begin < end:
+                found.append((at + begin - low, begin - first, end - begin))
+            at += high - low
+        dims.append(found)
     for box in itertools.product(*dims):
         yield tuple(b[0] for b in box), tuple(b[1] for b in box), tuple(b[2] for b in box)
-
-
-def _intersection(
-    entry: TensorEntry,
-    chunk: Chunk,
-    start: tuple[int, ...],
-    lengths: tuple[int, ...],
-    at: tuple[int, ...],
-) -> Chunk | None:
-    """Return what a chunk holds of a box of the tensor, at its place in the slice."""
-    steps = steps_in_file(entry, chunk)
-    offset, shape, place = 0, [], []
-    for dim, step in enumerate(steps):
-        low = max(start[dim], chunk.start[dim])
-        high = min(start[dim] + lengths[dim], chunk.start[dim] + chunk.shape[dim])
-        if high <= low:
-            return None
-        offset += (low - chunk.start[dim]) * step
-        shape.append(high - low)
-        place.append(at[dim] + low - start[dim])
-    return _box(entry, chunk, chunk.offset + offset * entry.itemsize, place, shape, steps)
 
 
 def run_count(entry: TensorEntry) -> int:

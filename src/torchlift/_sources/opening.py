@@ -1,38 +1,33 @@
-"""Where the values of a load come from: a checkpoint's files, or a state dict in memory."""
+"""Open what a caller passes: files, a state dict in memory, or several of them, as one source."""
 
 from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, BinaryIO
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 
 from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._checkpoint.tree import objects_as_saved
-from torchlift._model.dtensor import (
-    Span,
-    everything,
-    is_sharded,
-    overlaps,
-    shard_of_value,
-    wrap,
+from torchlift._model.dtensor import is_sharded, shard_of_value, wrap
+from torchlift._sources.tensors import (
+    Copy,
+    FileTensor,
+    MemoryTensor,
+    Sent,
+    SourceTensor,
+    apart,
+    copy_values,
+    described,
 )
-from torchlift._model.handlers import (
-    clone_of,
-    has_memory,
-    inner_tensors,
-    is_wrapper,
-    slice_of,
-)
-from torchlift._plan.steps import Candidate, Copy, Joined, Sent, Value
 from torchlift._system import leaves
-from torchlift._transfer import Sender
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats import left_out, of_model, put_together
+from torchlift.formats import Index, left_out, of_model, put_together
 from torchlift.formats.flatten import (
     MISSING,
     Containers,
@@ -58,22 +53,9 @@ IN_MEMORY = "the state dict"
 def sources(
     given: Given | Sequence[Given], root: str | None, allow_classes: Allow = ()
 ) -> Iterator[Origin]:
-    """Open what a caller passed: a checkpoint, a state dict, or several, of which later ones win.
-
-    Args:
-        given: what the caller passed.
-        root: the container to take.
-        allow_classes: classes that may be rebuilt.
-
-    Raises:
-        CheckpointError: one cannot be opened.
-        TypeError: something else was passed.
-    """
-    with ExitStack() as stack:
-        layers: Sequence[Given] = given if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
-        if not layers:
-            raise TypeError("an empty list of checkpoints")
-        origin = _layered([stack.enter_context(opened(one, root, allow_classes)) for one in layers])
+    """Open what a caller passed as the one source of a load; for the arguments, see `opened`."""
+    with opened(given, root, allow_classes) as layers, ExitStack() as stack:
+        origin = _layered(layers)
         origin.root = root
         stack.callback(origin.close)
         yield origin
@@ -81,14 +63,41 @@ def sources(
 
 @contextmanager
 def opened(
-    given: Given, root: str | None, allow_classes: Allow = (), *, whole: bool = False
-) -> Iterator[Checkpoint | StateSource]:
-    """Open one of the sources that a caller passed; for the arguments, see `checkpoint`."""
-    if isinstance(given, Mapping) and not isinstance(given, Checkpoint):
-        yield StateSource.of_flat(flat_state(given, root))
-        return
-    with checkpoint(given, root, whole=whole, allow_classes=allow_classes) as ckpt:
-        yield ckpt
+    given: Given | Sequence[Given],
+    root: str | None,
+    allow_classes: Allow = (),
+    *,
+    whole: bool = False,
+) -> Iterator[list[Layer]]:
+    """Open what a caller passed: a checkpoint, a state dict, or several, of which later ones win.
+
+    Args:
+        given: what the caller passed.
+        root: the container to take.
+        allow_classes: classes that may be rebuilt.
+        whole: whether what holds no model is taken, too.
+
+    Raises:
+        CheckpointError: one cannot be opened.
+        TypeError: something else was passed.
+    """
+    layers: Sequence[Given] = given if isinstance(given, (list, tuple)) else [given]  # type: ignore[list-item]
+    if not layers:
+        raise TypeError("an empty list of checkpoints")
+    with ExitStack() as stack:
+        found: list[Layer] = []
+        for one in layers:
+            if is_state(one):
+                found.append(StateSource.of_flat(flat_state(one, root)))
+            else:
+                ckpt = checkpoint(one, root, whole=whole, allow_classes=allow_classes)
+                found.append(stack.enter_context(ckpt))
+        yield found
+
+
+def is_state(given: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether a source is a state dict in memory."""
+    return isinstance(given, Mapping) and not isinstance(given, Checkpoint)
 
 
 @contextmanager
@@ -145,20 +154,36 @@ def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
     return flat if root is None else flat_under(flat, root, IN_MEMORY)
 
 
-def _layered(layers: Sequence[Checkpoint | StateSource]) -> Origin:
+def _layered(layers: Sequence[Layer]) -> Origin:
     """Return one source of several; where two have one key, the later one counts."""
+    if len(layers) > 1:
+        return _Layers(layers, _owners(layers))
+    return layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
+
+
+def index_of(layers: Sequence[Layer]) -> Index:
+    """Return one index of all layers; of a tensor in memory, as if its storage were a file."""
+    indexes = [one._index if isinstance(one, Checkpoint) else one.index() for one in layers]
     if len(layers) == 1:
-        return layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
-    owner = owners(layers)
-    paths = {key: layers[int(name)].path for key, name in owner.items()}
-    indexes = {str(n): item._index for n, item in enumerate(layers) if isinstance(item, Checkpoint)}
-    path = ", ".join(dict.fromkeys(layer.path for layer in layers))
-    # Each entry has the classes that were allowed for its own checkpoint.
-    merged = Checkpoint(put_together(path, indexes, owner, {}))
-    return _Layers(merged, layers, owner, paths)
+        return indexes[0]
+    path = ", ".join(dict.fromkeys(index.path for index in indexes))
+    named = {str(number): index for number, index in enumerate(indexes)}
+    return put_together(path, named, _owners(layers), {})
 
 
-def owners(layers: Sequence[Checkpoint | StateSource]) -> dict[str, str]:
+def tensors_in(layers: Sequence[Layer]) -> dict[str, SourceTensor]:
+    """Return key -> tensor of what is in memory, and not in a later layer as well."""
+    owner = _owners(layers)
+    return {
+        key: one
+        for number, layer in enumerate(layers)
+        if isinstance(layer, StateSource)
+        for key, one in layer.candidates.items()
+        if owner[key] == str(number)
+    }
+
+
+def _owners(layers: Sequence[Layer]) -> dict[str, str]:
     """Return key -> the number, as text, of the layer whose value counts: the last that has it."""
     owner: dict[str, str] = {}
     for number, layer in enumerate(layers):
@@ -201,7 +226,7 @@ class Origin:
         views: tensors over the files, where there are any.
     """
 
-    views: MappedViews
+    views: MappedViews | None = None
     path = IN_MEMORY
     root: str | None = None
     paths: Mapping[str, str] = {}
@@ -212,7 +237,7 @@ class Origin:
 
     def __init__(
         self,
-        candidates: Mapping[str, Candidate],
+        candidates: Mapping[str, SourceTensor],
         objects: Mapping[str, object],
         versions: Mapping[str, Mapping[str, object]],
     ) -> None:
@@ -222,7 +247,7 @@ class Origin:
 
     def leave_out(
         self, include: Collection[str], exclude: Collection[str]
-    ) -> Mapping[str, Candidate | None]:
+    ) -> Mapping[str, SourceTensor | None]:
         """Leave out the keys that patterns do not choose; an extra state whole, or not at all.
 
         Returns:
@@ -244,21 +269,17 @@ class Origin:
         self.blocked = {k: v for k, v in self.blocked.items() if k not in gone}
         return found
 
-    def tensor(self, candidate: Candidate, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a candidate's tensor, for code that looks at values.
+    def shown(self, one: SourceTensor, like: torch.Tensor | None) -> torch.Tensor:
+        """Return a tensor as code of the model's own is to see it.
 
         Args:
-            candidate: of this source, or one that the model's own code made.
+            one: of this source.
             like: the model's tensor that it is for, where there is one.
         """
-        value = candidate.value
-        if isinstance(value, Joined):
-            return value.whole()
-        assert isinstance(value, torch.Tensor)
-        return value
+        return one.tensor()
 
     def receive(self, keys: Sequence[str]) -> None:
-        """Have the tensors of these keys at hand, for code that looks at values."""
+        """Have the tensors of these keys here, for code that looks at values."""
 
     def reserve(self) -> None:
         """Take the memory that `fill` needs beside its targets."""
@@ -278,21 +299,17 @@ class Origin:
 class FileSource(Origin):
     """The tensors and objects of a checkpoint's files."""
 
+    views: MappedViews
+
     def __init__(self, ckpt: Checkpoint) -> None:
-        candidates = {key: Candidate(key, entry) for key, entry in ckpt.entries.items()}
+        self.views = views = MappedViews(ckpt._index)
+        candidates = {key: FileTensor(key, entry, views) for key, entry in ckpt.entries.items()}
         super().__init__(candidates, _objects_of(ckpt), ckpt._index.module_versions)
         self.path = ckpt.path
         self.checkpoints = (ckpt,)
         self.blocked = ckpt.blocked_keys
         self.templates = ckpt._index.templates
-        self.views = MappedViews(ckpt._index)
         self._ckpt = ckpt
-
-    def tensor(self, candidate: Candidate, like: torch.Tensor | None = None) -> torch.Tensor:
-        if candidate.value is not None:
-            return super().tensor(candidate)
-        assert candidate.entry is not None
-        return self.views.view(candidate.entry)
 
     def refusal(self, key: str) -> CheckpointError:
         return self._ckpt._refusal(key)
@@ -319,21 +336,16 @@ class _Layers(FileSource):
     """Several sources, of which a later one wins.
 
     Args:
-        merged: the files among them.
         layers: all of them.
         owner: key -> the number of the one that counts.
-        paths: key -> its path.
     """
 
-    def __init__(
-        self,
-        merged: Checkpoint,
-        layers: Sequence[Checkpoint | StateSource],
-        owner: Mapping[str, str],
-        paths: Mapping[str, str],
-    ) -> None:
-        super().__init__(merged)
-        self.paths = paths
+    def __init__(self, layers: Sequence[Layer], owner: Mapping[str, str]) -> None:
+        files = {str(n): one._index for n, one in enumerate(layers) if isinstance(one, Checkpoint)}
+        path = ", ".join(dict.fromkeys(layer.path for layer in layers))
+        # Each entry has the classes that were allowed for its own checkpoint.
+        super().__init__(Checkpoint(put_together(path, files, owner, {})))
+        self.paths = {key: layers[int(name)].path for key, name in owner.items()}
         self.checkpoints = [layer for layer in layers if isinstance(layer, Checkpoint)]
         candidates, objects = dict(self.candidates), dict[str, object]()
         self.blocked, self.templates = dict(self.blocked), dict(self.templates)
@@ -378,11 +390,15 @@ class StateSource(Origin):
         *,
         whole: bool = False,
     ) -> None:
-        tensors = {
-            key: value for key, value in state.items() if isinstance(value, (torch.Tensor, Sent))
-        }
-        candidates = {key: Candidate(key, value=value) for key, value in tensors.items()}
-        objects = {key: value for key, value in state.items() if key not in tensors}
+        candidates: dict[str, SourceTensor] = {}
+        objects: dict[str, object] = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                candidates[key] = MemoryTensor(key, value)
+            elif isinstance(value, Sent):
+                candidates[key] = replace(value, key=key)
+            else:
+                objects[key] = value
         super().__init__(candidates, objects, versions or {})
         self._whole = whole
 
@@ -398,103 +414,22 @@ class StateSource(Origin):
         hint = "Rename one of them, or pass the container that is meant."
         return FormatError(what, file=self.path, entry=key, hint=hint)
 
-    def tensor(self, candidate: Candidate, like: torch.Tensor | None = None) -> torch.Tensor:
-        value = super().tensor(candidate)
+    def shown(self, one: SourceTensor, like: torch.Tensor | None) -> torch.Tensor:
+        value = one.tensor()
         if not self._whole or like is None or not is_sharded(like):
             return value
         if is_sharded(value) or value.shape != like.shape:
             return value
         # As in torch: a module's own code gets a DTensor where the model has one.
-        return wrap(like, shard_of_value(value, like, candidate.key))
+        return wrap(like, shard_of_value(value, like, one.key))
+
+    def index(self) -> Index:
+        """Return the index of what is here: each tensor as if its storage were a file."""
+        entries = {key: described(one) for key, one in self.candidates.items()}
+        return Index(
+            self.path, "memory", entries, {}, {}, objects=self.objects, blocked_keys=self.blocked
+        )
 
 
-def copy_values(copies: Sequence[Copy]) -> None:
-    """Fill every target from tensors in memory; each rank touches only its own slices."""
-    targets = [item.target for item in copies if item.target.is_cuda]
-    cast = (item.target for item in copies if item.source.dtype != item.target.dtype)
-    with torch.no_grad(), Sender(targets, cast) if targets else nullcontext() as sender:
-        for item in copies:
-            source = item.source
-            assert not isinstance(source, Sent)
-            whole = tuple((0, size) for size in source.shape)
-            for values, block in source.slices if isinstance(source, Joined) else [(source, whole)]:
-                place(values, block, item, sender)
-
-
-def place(
-    values: torch.Tensor, block: Sequence[Span], item: Copy, sender: Sender | None = None
-) -> None:
-    """Copy what `values` (the `block` of the whole tensor) and the target have in common."""
-    target, copy = item.target, _copy if sender is None else sender.copy
-    # A scalar may have been saved with shape [1]; and a slice of a subclass need not be a view.
-    if target.dim() != values.dim() or (
-        target.shape == values.shape and item.spans == tuple((span,) for span in block)
-    ):
-        # Not reshaped where it need not be: a subclass may not know how.
-        if values.shape != target.shape:
-            values = values.reshape(target.shape)
-        copy(values, target)
-        return
-    for into, out_of in overlaps(item.spans, block):
-        part = slice_of(values, out_of)
-        copy(part, target if target.shape == part.shape else target[into])
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
-
-
-def whole_copy(source: Any, target: torch.Tensor) -> Copy:
-    """Return a copy into a plain tensor of the same shape."""
-    return Copy(source, target, everything(target.shape))
-
-
-def apart(copies: Iterable[Copy]) -> list[Copy]:
-    """Return the copies, where none reads from memory that another one writes to.
-
-    Two states may trade places: the second would otherwise read what the first has written. What is
-    in its place already is left out.
-    """
-    needed: list[tuple[set[int], Copy]] = []
-    written: set[int] = set()
-    for item in copies:
-        read, into = _memory(item.source), _memory(item.target)
-        if not read or read != into or not is_in_place(item.source, item.target):
-            needed.append((read, item))
-            written |= into
-    return [
-        item
-        if isinstance(item.source, Sent) or written.isdisjoint(read)
-        else item._replace(source=_copied(item.source))
-        for read, item in needed
-    ]
-
-
-def _copied(source: torch.Tensor | Joined) -> torch.Tensor:
-    return source.whole() if isinstance(source, Joined) else clone_of(source)
-
-
-def _memory(source: Value) -> set[int]:
-    """Return what tells the memory of values from that of others; of a wrapper, what it has."""
-    if isinstance(source, Joined):
-        return {memory for values, _ in source.slices for memory in _memory(values)}
-    if not isinstance(source, torch.Tensor) or not source.numel():
-        return set()
-    if is_wrapper(source):
-        return {memory for inner in inner_tensors(source) for memory in _memory(inner)}
-    return {source.untyped_storage().data_ptr()} if has_memory(source) else set()
-
-
-def is_in_place(one: Value, two: torch.Tensor) -> bool:
-    """Return whether the numbers of one are, in its memory, already those of the other."""
-    if not isinstance(one, torch.Tensor):
-        return False
-    if is_wrapper(one) or is_wrapper(two):
-        pairs = zip(inner_tensors(one), inner_tensors(two), strict=False)
-        return type(one) is type(two) and all(is_in_place(a, b) for a, b in pairs)
-    return (
-        one.data_ptr() == two.data_ptr()
-        and (one.dtype, one.device, one.shape, one.stride())
-        == (two.dtype, two.device, two.shape, two.stride())
-        and (one.is_conj(), one.is_neg()) == (two.is_conj(), two.is_neg())
-    )
+#: One of several sources.
+Layer = Checkpoint | StateSource

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Allow, Checkpoint
+from torchlift._load.fetch import Fetched, Prepared, fetch_all
 from torchlift._model.commit import Commit
 from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards
 from torchlift._model.handlers import is_plain
+from torchlift._model.hooks import run_post_hooks
 from torchlift._model.names import wrapped_names
 from torchlift._model.ranks import Agree, has_group, together
 from torchlift._model.slots import ModuleTree, is_lazy, locked
@@ -24,30 +26,22 @@ from torchlift._plan import (
     Advance,
     AnyMode,
     AnySource,
-    Copy,
     DeviceRule,
     DtypeRule,
-    Fetched,
-    Given,
     LoadPlan,
     LoadReport,
     Match,
     Options,
-    Origin,
     Patterns,
-    Prepared,
     Rename,
     Transform,
     allowed,
-    apart,
     check_names,
     check_order,
-    fetch_all,
     make_plan,
-    run_post_hooks,
-    sources,
 )
 from torchlift._skeleton.skeleton import forget
+from torchlift._sources import Copy, Given, Origin, apart, sources
 from torchlift._system import (
     Interruptible,
     clipped_list,

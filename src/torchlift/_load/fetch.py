@@ -13,27 +13,27 @@ from torchlift._model.commit import ordinary_tensors
 from torchlift._model.dtensor import everything, is_sharded, local_shape, unwrap, wrap
 from torchlift._model.handlers import clone_of, handles, is_plain, is_wrapper, oddity
 from torchlift._model.slots import Group, is_lazy
-from torchlift._plan.decide import (
-    candidate_dtype,
-    check_class,
-    is_dense,
-    overlapping,
-    swapped,
-    taken,
-    untransformed,
-)
-from torchlift._plan.plan import LoadPlan
-from torchlift._plan.sources import Origin, is_in_place
-from torchlift._plan.steps import (
+from torchlift._plan import (
     Advance,
-    Candidate,
-    Copy,
+    LoadPlan,
     Making,
     Step,
     Transform,
-    Value,
+    check_class,
+    is_dense,
+    swapped,
+    taken,
 )
 from torchlift._skeleton.skeleton import make, strided
+from torchlift._sources import (
+    Copy,
+    FileTensor,
+    MemoryTensor,
+    Origin,
+    SourceTensor,
+    Values,
+    is_in_place,
+)
 from torchlift._system import trim
 from torchlift._transfer import BUDGET, Request, allocate, read, requests_for
 from torchlift.errors import MismatchError, PlacementError, note
@@ -44,7 +44,7 @@ _BATCH = BUDGET // 4
 
 #: A step and the tensor that is to be placed for it. What rank 0 sends, and what is put together of
 #: others, may be copied in place.
-Prepared = tuple[Step, Value]
+Prepared = tuple[Step, Values]
 
 
 class Fetched(NamedTuple):
@@ -94,24 +94,19 @@ def _fetch_steps(
     for step in steps:
         _check_ties(step, origin)
         if transform is None:
-            _check_cast(step, candidate_dtype(step.candidate, path), path)
-    as_they_are = [step for step in steps if transform is None and not step.handled]
+            _check_cast(step, step.candidate.dtype, path)
+    as_they_are = [step for step in steps if not step.raw]
     found: list[Prepared] = []
     for step, value in zip(as_they_are, _by_route(as_they_are, origin, advance), strict=True):
         if isinstance(value, torch.Tensor):
             value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
         check_class(step, value, path)
         found.append((step, value))
-    rest = [step for step in steps if transform is not None or step.handled]
-    # A transform may write to what it gets: of two views of the same bytes, each would see what
-    # became of the other, depending on the order.
-    runs = [(step.entry.chunks[0], step) for step in rest if step.entry and step.entry.chunks]
-    shared = {step.key for pair in overlapping(runs) for step in pair}
+    rest = [step for step in steps if step.raw]
     # All ranks fill together: how many tensors one of them has must not count.
     for batch in [rest] if origin.collective else _batches(rest):
-        raw_steps = [untransformed(step, path, own=step.key in shared) for step in batch]
         # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
-        raw = _by_route(raw_steps, origin, lambda _: None)
+        raw = _by_route(batch, origin, lambda _: None)
         for step in batch:
             tensor = raw.pop(0)
             assert isinstance(tensor, torch.Tensor)
@@ -121,63 +116,62 @@ def _fetch_steps(
     return found
 
 
-def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[Value]:
+def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[Values]:
     """Return the tensors of the steps; read and copied all together where the route says so."""
-    tensors: list[Value] = []
+    tensors: list[Values] = []
     requests: list[Request] = []
     copies: list[Copy] = []
     vectors: dict[object, torch.Tensor] = {}
     for step in steps:
-        match step.route:
-            case "view":
-                tensors.append(_view(step.candidate, origin))
-            case "compute":
-                value = step.candidate.value
-                odd = isinstance(value, torch.Tensor) and (is_wrapper(value) or oddity(value))
-                if isinstance(value, torch.Tensor) and odd and step.spans is None:
-                    advance(step.span)
-                    tensors.append(_to(clone_of(value, step.memory), step.memory, step.dtype))
-                    continue
+        one = step.candidate
+        if step.route == "view":
+            tensors.append(one.values())
+        elif not isinstance(one, FileTensor):
+            device, dtype = step.fetched_as
+            value = one.value if isinstance(one, MemoryTensor) and step.spans is None else None
+            if value is not None and (is_wrapper(value) or oddity(value)):
+                tensors.append(_to(clone_of(value, device), device, dtype))
+            else:
                 copies.append(_copy(step))
                 tensors.append(copies[-1].target)
-            case "read":
-                tensors.append(_read(step, origin.path, requests, vectors))
-            case "fill":
-                entry = _entry(step)
-                target = allocate(entry.numel, step.dtype, step.memory).view(entry.shape)
-                tensors.append(origin.views.fill(target, entry))
-                advance(step.span)
-            case "copy":
-                tensors.append(_copy_of(origin.tensor(step.candidate), step))
-                advance(step.span)
-    if requests:
+        elif step.route == "read":
+            tensors.append(_read(step, one, requests, vectors))
+            continue
+        elif step.route == "fill":
+            tensors.append(one.views.fill(_new(step, one.entry).view(one.shape), one.entry))
+        else:
+            view = one.tensor()
+            flat, dense = _new(step, one.entry), is_dense(one.entry)
+            new = flat.as_strided(view.shape, view.stride()) if dense else flat.view_as(view)
+            tensors.append(new.copy_(view))
+        advance(step.span if step.route != "view" else 0)
+    if requests and origin.views is not None:
         read(requests, origin.views.files, advance=advance)
     if copies or origin.collective:
         origin.fill(copies)
     return tensors
 
 
-def _view(candidate: Candidate, origin: Origin) -> Value:
-    value = candidate.value
-    if value is None:
-        return origin.tensor(candidate)
-    return value.detach() if isinstance(value, torch.Tensor) else value
+def _new(step: Step, entry: TensorEntry) -> torch.Tensor:
+    """Return new memory for the elements of an entry."""
+    device, dtype = step.fetched_as
+    return allocate(entry.numel, dtype, device)
 
 
 def _read(
-    step: Step, path: str, requests: list[Request], vectors: dict[object, torch.Tensor]
+    step: Step, one: FileTensor, requests: list[Request], vectors: dict[object, torch.Tensor]
 ) -> torch.Tensor:
     """Return the tensor that the requests, of which it adds some, will fill."""
-    entry, dtype = _entry(step), candidate_dtype(step.candidate, path)
+    entry = one.entry
     run, owner = (step.base.entry, id(step.base.entry)) if step.base else (entry, step.key)
     if owner not in vectors:
-        flat = vectors[owner] = allocate(run.numel, step.dtype, step.memory)
+        flat = vectors[owner] = _new(step, run)
         if run.is_pieced:
-            requests += requests_for(run, flat, dtype, fresh=True)
+            requests += requests_for(run, flat, one.dtype, fresh=True)
         else:
             (chunk,) = run.chunks
-            file, offset, nbytes = chunk.file, chunk.offset, chunk.nbytes
-            requests.append(Request(file, offset, nbytes, flat, dtype, fresh=True))
+            place = chunk.file, chunk.offset, chunk.nbytes
+            requests.append(Request(*place, flat, one.dtype, fresh=True))
     if step.base is not None:
         return step.base.view(vectors[owner], entry)
     if entry.is_pieced:
@@ -186,28 +180,14 @@ def _read(
     return vectors[owner].as_strided(entry.shape, entry.stride)
 
 
-def _copy_of(view: torch.Tensor, step: Step) -> torch.Tensor:
-    flat = allocate(view.numel(), step.dtype, step.memory)
-    dense = is_dense(_entry(step))
-    new = flat.as_strided(view.shape, view.stride()) if dense else flat.view_as(view)
-    return new.copy_(view)
-
-
 def _copy(step: Step) -> Copy:
     """Return a copy of a value in memory, or of this rank's slice of it, into new memory."""
-    value = step.candidate.value
-    assert value is not None
-    spans = everything(value.shape) if step.spans is None else step.spans
-    if step.spans is None and isinstance(value, torch.Tensor):  # its strides are kept
-        made = torch.empty_like(value, dtype=step.dtype, device=step.memory, requires_grad=False)
-    else:
-        made = torch.empty(local_shape(spans), dtype=step.dtype, device=step.memory)
-    return Copy(value, made, spans)
-
-
-def _entry(step: Step) -> TensorEntry:
-    assert step.candidate.entry is not None
-    return step.candidate.entry
+    one, (device, dtype) = step.candidate, step.fetched_as
+    if step.spans is None and isinstance(one, MemoryTensor):  # its strides are kept
+        made = torch.empty_like(one.value, dtype=dtype, device=device, requires_grad=False)
+        return Copy(one.value, made, everything(one.shape))
+    spans = everything(one.shape) if step.spans is None else step.spans
+    return Copy(one.values(), torch.empty(local_shape(spans), dtype=dtype, device=device), spans)
 
 
 def _strided(step: Step, tensor: torch.Tensor) -> torch.Tensor:
@@ -300,23 +280,43 @@ def _to(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch
     return tensor.to(device) if tensor.dtype == dtype else tensor.to(device, dtype)
 
 
-def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
+def transformed(
+    transform: Transform, name: str, raw: torch.Tensor, path: str, key: str | None = None
+) -> torch.Tensor:
+    """Return what a caller's transform makes of one tensor.
+
+    Args:
+        transform: what the caller passed.
+        name: what it is told that the tensor is called.
+        raw: the tensor, which it may write to.
+        path: of the source.
+        key: the name in the source, where it is another one.
+
+    Raises:
+        TypeError: it returned no tensor.
+        PlacementError: it returned one that can be neither placed nor saved.
+    """
     try:
-        made = transform(step.key, raw)
+        made = transform(name, raw)
     except Exception as error:
-        note(error, f"transform was called with {step.key!r}, {step.candidate.key!r} in {path}")
+        note(error, f"transform was called with {name!r}, {key or name!r} in {path}")
         raise
     if not isinstance(made, torch.Tensor):
-        raise TypeError(f"transform({step.key!r}, ...) returned {type(made).__name__}, no tensor")
+        raise TypeError(f"transform({name!r}, ...) returned {type(made).__name__}, no tensor")
     # Found out while placing, these would leave the model half loaded.
     if odd := oddity(made):
         raise PlacementError(
             "transform returned a tensor that cannot be placed",
             file=path,
-            entry=step.key,
+            entry=name,
             expected="a dense tensor with values",
             found=odd,
         )
+    return made
+
+
+def _transformed(step: Step, transform: Transform, raw: torch.Tensor, path: str) -> torch.Tensor:
+    made = transformed(transform, step.key, raw, path, step.candidate.key)
     made = _without_old_scalar(step, made)
     if not is_lazy(step.group.tensor) and made.shape != step.group.tensor.shape:
         raise MismatchError(
@@ -368,20 +368,20 @@ def _check_ties(step: Step, origin: Origin) -> None:
                 "the model ties two keys that have different values in the checkpoint",
                 file=origin.path,
                 entry=step.candidate.key,
-                expected=f"the values of {other.key!r}: {_summary(other, origin)}",
-                found=_summary(step.candidate, origin),
+                expected=f"the values of {other.key!r}: {_summary(other)}",
+                found=_summary(step.candidate),
                 hint="Pass rename= to drop the one that is wrong, or untie the model.",
             )
 
 
-def _same_values(one: Candidate, two: Candidate, origin: Origin) -> bool:
+def _same_values(one: SourceTensor, two: SourceTensor, origin: Origin) -> bool:
     a, b = (item.entry and _content(item.entry) for item in (one, two))
     if a and a == b:
         return True
-    if one.value is not None and (one.value is two.value or origin.collective):
+    if origin.collective:
         return True
-    left, right = origin.tensor(one), origin.tensor(two)
-    if is_in_place(left, right):
+    left, right = one.tensor(), two.tensor()
+    if left is right or is_in_place(left, right):
         return True
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
@@ -398,7 +398,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
-def _summary(candidate: Candidate, origin: Origin) -> str:
-    tensor = origin.tensor(candidate)
+def _summary(one: SourceTensor) -> str:
+    tensor = one.tensor()
     first = ", ".join(f"{value:.4g}" for value in tensor.flatten()[:3].tolist())
-    return f"{candidate.dtype} {list(tensor.shape)} [{first}, ...]"
+    dtype = str(one.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)} [{first}, ...]"

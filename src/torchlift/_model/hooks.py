@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,12 +27,49 @@ from torchlift._model.handlers import clone_of, has_memory
 from torchlift._model.slots import ModuleTree, is_lazy
 from torchlift._model.torch_private import LAZY_HOOK, IncompatibleKeys, NormBase, storage_key
 from torchlift._model.watch import Watch, version_of
-from torchlift._plan.sources import Origin
-from torchlift._plan.steps import Candidate
 from torchlift._system import leaves, map_leaves
 from torchlift.errors import MismatchError, PlacementError
 
 _EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What loading code of a model is shown: all that a source has under the prefixes of it.
+
+    Attributes:
+        path: of the source, for errors.
+        tensors: name in the model -> tensor.
+        mapped: those of them that lie over the map of a file.
+        unseen: names in the model of the tensors that no such code sees.
+        objects: name in the model -> value that is no tensor.
+        names: key in the source -> name in the model.
+        versions: path of a module in the source -> what its state dict says of it.
+        templates: key of a container in the source -> the container as it was saved.
+    """
+
+    path: str
+    tensors: Mapping[str, torch.Tensor]
+    mapped: Collection[str]
+    unseen: Collection[str]
+    objects: Mapping[str, object]
+    names: Mapping[str, str]
+    versions: Mapping[str, Mapping[str, object]]
+    templates: Mapping[str, object]
+
+
+class Left(NamedTuple):
+    """A tensor that loading code leaves in the state dict, or puts into a module.
+
+    Attributes:
+        tensor: its values.
+        name: under which name it was shown, if it was.
+        written: whether the code has written to it.
+    """
+
+    tensor: torch.Tensor
+    name: str | None = None
+    written: bool = False
 
 
 @dataclass(slots=True)
@@ -40,13 +77,13 @@ class Outcome:
     """What the modules' code decided.
 
     Attributes:
-        candidates: name in the model -> what there is for it, after all hooks.
+        tensors: name in the model -> what there is for it, after all hooks.
         excused: names of the model that get nothing and are not to be called missing.
         missing, unexpected: names that the code itself reported.
         extra: (module, state) for `set_extra_state`.
     """
 
-    candidates: dict[str, Candidate] = field(default_factory=dict)
+    tensors: dict[str, Left] = field(default_factory=dict)
     excused: set[str] = field(default_factory=set)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -63,10 +100,8 @@ def run_hooks(
     tree: ModuleTree,
     modules: Sequence[tuple[str, nn.Module]],
     commit: Commit,
-    origin: Origin,
-    candidates: Mapping[str, Candidate],
-    objects: Mapping[str, str],
-    like: Mapping[str, torch.Tensor],
+    shown: Shown,
+    given: Sequence[tuple[str, torch.Tensor]],
     strict: bool,
     own: bool,
 ) -> Outcome:
@@ -80,37 +115,29 @@ def run_hooks(
         tree: the model.
         modules: of `hooked_modules`.
         commit: takes back what the code changes.
-        origin: where the values come from.
-        candidates: name in the model -> tensor of the source.
-        objects: key in the source -> name in the model, of leaves that are not tensors.
-        like: name -> tensor of the model.
+        shown: what the code sees.
+        given: (what a message calls it, tensor) of all that a caller has in memory.
         strict: passed on to the code.
         own: whether what modules keep besides their tensors is copied, as a file's map is not
             their own.
     """
-    if not modules:
-        unexpected = list(objects.values())
-        return Outcome(dict(candidates), unexpected=unexpected)
     commit.keep_attributes(tree.modules)
-    prefixes = tuple(prefix for prefix, _ in modules)
-    values = [(f"{one.key} of {origin.path}", one.value) for one in candidates.values()]
-    given = [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
     order = {prefix: number for number, (prefix, _) in enumerate(tree.paths)}
     watch = commit.watch(tree, given)
     with ordinary_tensors():
-        run = _Run(prefixes, origin, candidates, objects, like, strict, commit, watch)
+        run = _Run(shown, strict, commit, watch)
         for prefix, module in modules:
             watch.moment = order[prefix]
             run.visit(prefix, module)
         run.own(own)
         run.finish()
         tree.walk()  # again: the code may have put other tensors in their slots
-        _refuse_what_is_lost(tree, run.outcome, watch, order)
+        _refuse_what_is_lost(tree, {*shown.unseen, *run.outcome.tensors}, watch, order)
     return run.outcome
 
 
 def _refuse_what_is_lost(
-    tree: ModuleTree, outcome: Outcome, watch: Watch, order: Mapping[str, int]
+    tree: ModuleTree, given: Collection[str], watch: Watch, order: Mapping[str, int]
 ) -> None:
     """Refuse what code wrote to a tensor that `load_state_dict` loads before it runs that code.
 
@@ -121,7 +148,7 @@ def _refuse_what_is_lost(
     """
     for group in tree.groups if watch.written else ():
         moment = watch.moment_of(group.tensor)
-        names = [name for name in group.names if name in outcome.candidates]
+        names = [name for name in group.names if name in given]
         if moment is None or not names or not watch.is_other(group.tensor):
             continue
         if max(order.get(name[: name.rfind(".") + 1], moment) for name in names) < moment:
@@ -161,50 +188,23 @@ class _Run:
     Attributes:
         state: what their code sees, by its name in the model.
         order: the names in it, sorted: those under one prefix follow each other.
-        known: identity of a tensor in it -> what it was made from, and its version then.
+        known: identity of a tensor in it -> its name, itself and its version at first.
         versions: path of a module of the model -> what its state dict says of it.
         set: (module, name) of attributes that overrides set besides tensors.
     """
 
-    def __init__(
-        self,
-        prefixes: tuple[str, ...],
-        origin: Origin,
-        candidates: Mapping[str, Candidate],
-        objects: Mapping[str, str],
-        like: Mapping[str, torch.Tensor],
-        strict: bool,
-        commit: Commit,
-        watch: Watch,
-    ) -> None:
-        self.origin = origin
+    def __init__(self, shown: Shown, strict: bool, commit: Commit, watch: Watch) -> None:
+        self.shown = shown
         self.strict = strict
         self.commit = commit
         self.watch = watch
         self.set: list[tuple[nn.Module, str]] = []
-        self.templates: dict[str, tuple[str, object]] = {}
-        if origin.templates:
-            names = {candidate.key: name for name, candidate in candidates.items()}
-            self.templates = _templates_by_name(origin.templates, {**names, **objects})
+        self.templates = _templates_by_name(shown.templates, shown.names)
+        self.versions = _versions_by_name(shown.names, shown.versions)
         self.outcome = Outcome()
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, Any] = {**shown.tensors, **shown.objects}
         # With the tensor itself: while it lives, no other one has its identity.
-        self.known: dict[tuple[object, ...], tuple[Candidate, torch.Tensor, int]] = {}
-        self.versions: dict[str, Mapping[str, object]] = {}
-        for name, candidate in candidates.items():
-            if name.startswith(prefixes):
-                value = origin.tensor(candidate, like.get(name))
-                self.state[name] = value
-                self.known[_identity(value)] = candidate, value, version_of(value)
-            else:
-                self.outcome.candidates[name] = candidate
-        keys = {candidate.key: name for name, candidate in candidates.items()}
-        self.versions = _versions_by_name({**keys, **objects}, origin.versions)
-        for key, name in objects.items():
-            if name.startswith(prefixes):
-                self.state[name] = origin.objects[key]
-            else:
-                self.outcome.unexpected.append(name)
+        self.known = {_identity(v): (name, v, version_of(v)) for name, v in shown.tensors.items()}
         self.order = sorted(self.state)
 
     def visit(self, prefix: str, module: nn.Module) -> None:
@@ -273,7 +273,7 @@ class _Run:
             raise PlacementError(
                 "the loading code of its module asks for a container, and those of a file are "
                 "taken apart",
-                file=self.origin.path,
+                file=self.shown.path,
                 entry=str(error.args[0]),
                 hint="Load a state dict: torchlift.load(model, torch.load(path)).",
             ) from error
@@ -292,7 +292,7 @@ class _Run:
                 raise PlacementError(
                     "its module's own loading code writes into it, and on meta nothing can be "
                     "written",
-                    file=self.origin.path,
+                    file=self.shown.path,
                     entry=full,
                     hint="Make it first, with torchlift.materialize(model, names=...).",
                 )
@@ -305,9 +305,9 @@ class _Run:
             changed = (written or found is not old) and full not in missing
             refused = any(text.startswith(f"size mismatch for {full}:") for text in errors)
             if refused and isinstance(given, torch.Tensor):
-                self.outcome.candidates[full] = self._candidate(full, given)  # to be reported
+                self.outcome.tensors[full] = self._left(given)  # to be reported
             elif changed:
-                self.outcome.candidates[full] = self._candidate(full, found.detach())
+                self.outcome.tensors[full] = self._left(found.detach())
             elif full not in missing:
                 self.outcome.excused.add(full)
         self.outcome.missing += [name for name in missing if name[len(prefix) :] not in live]
@@ -352,7 +352,7 @@ class _Run:
         self.watch.add(name, getattr(module, name))
 
     def _is_of_source(self, tensor: torch.Tensor) -> bool:
-        return _memory(tensor) in {_memory(value) for _, value, _ in self.known.values()} - {None}
+        return _memory(tensor) in {_memory(value) for value in self.shown.tensors.values()} - {None}
 
     def _under(self, prefix: str) -> list[str]:
         if not prefix:
@@ -372,19 +372,17 @@ class _Run:
         if kept.keys() != set(old):
             self.order = sorted(self.state)
 
-    def _candidate(self, name: str, value: torch.Tensor) -> Candidate:
-        if _identity(value) not in self.known:
-            return Candidate(name, value=value)
-        candidate, _, version = self.known[_identity(value)]
-        # What the code wrote is in this tensor alone: the file, or the map of it, has old values.
-        entry = candidate.entry if version_of(value) == version else None
-        return Candidate(candidate.key, entry, value, candidate.keys)
+    def _left(self, tensor: torch.Tensor) -> Left:
+        if _identity(tensor) not in self.known:
+            return Left(tensor)
+        name, _, version = self.known[_identity(tensor)]
+        return Left(tensor, name, version_of(tensor) != version)
 
     def _refuse(self, errors: Sequence[str], prefix: str) -> None:
         if errors:
             raise MismatchError(
                 f"a module's own loading code refused: {'; '.join(errors)}",
-                file=self.origin.path,
+                file=self.shown.path,
                 entry=prefix[:-1] or None,
             )
 
@@ -394,11 +392,11 @@ class _Run:
         Args:
             mapped: whether the file's map is copied, too, and not only what a caller has.
         """
-        files = {_memory(v) for one, v, _ in self.known.values() if one.entry is not None}
-        given = {_memory(v) for _, v, _ in self.known.values()} - {None}
+        files = {_memory(self.shown.tensors[name]) for name in self.shown.mapped} - {None}
+        given = {_memory(value) for value in self.shown.tensors.values()} - {None}
 
         def is_ours(leaf: torch.Tensor) -> bool:
-            return not mapped and _memory(leaf) in files - {None}
+            return not mapped and _memory(leaf) in files
 
         def copied(state: object) -> Any:
             copies = {
@@ -427,7 +425,7 @@ class _Run:
         """Add to the outcome everything that no override took."""
         for name, value in self.state.items():
             if isinstance(value, torch.Tensor):
-                self.outcome.candidates.setdefault(name, self._candidate(name, value))
+                self.outcome.tensors.setdefault(name, self._left(value))
             else:
                 self.outcome.unexpected.append(name)
 

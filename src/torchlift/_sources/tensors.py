@@ -1,0 +1,363 @@
+"""A tensor that a plan draws from: of a file, of memory, or of another rank.
+
+Each says what it is (``key``, ``shape``, ``dtype``, ``nbytes``), gives a view of itself
+(``tensor``), and fills memory with a slice of itself: by a `Copy` what is in memory or sent, by the
+byte ranges of its entry what is in a file. A store on another machine is a file whose bytes come
+from there; a mesh that runs elsewhere sends its tensors as rank 0 does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from torchlift._checkpoint import MappedViews, dtype_of
+from torchlift._model.dtensor import Span, Spans, everything, is_sharded, overlaps
+from torchlift._model.handlers import (
+    clone_of,
+    has_memory,
+    inner_tensors,
+    is_wrapper,
+    oddity,
+    slice_of,
+)
+from torchlift._transfer import Sender
+from torchlift.formats import Chunk, TensorEntry, row_major, steps_in_file
+
+#: Stands before a key in place of a file, for a tensor in memory: no path has this character.
+_MEMORY = "\0"
+
+
+@dataclass(slots=True, eq=False)
+class FileTensor:
+    """A tensor of a file.
+
+    Attributes:
+        key: its name in the source, of several that it is made of the first.
+        entry: where its bytes are.
+        views: the files.
+        keys: all its names in the source, where a rename has made it of them.
+    """
+
+    key: str
+    entry: TensorEntry
+    views: MappedViews
+    keys: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in elements."""
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values in the source."""
+        return dtype_of(self.entry, self.views.index.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the source."""
+        return self.entry.nbytes
+
+    def tensor(self) -> torch.Tensor:
+        """Return a view of the file's map, or a copy where there is none of all of it."""
+        return self.views.view(self.entry)
+
+    values = tensor
+
+
+@dataclass(slots=True, eq=False)
+class MemoryTensor:
+    """A tensor in memory.
+
+    Attributes:
+        key, keys: as of a `FileTensor`.
+        value: the tensor: a caller's, or one that code of the model's own has seen or made.
+        entry: where a file has the same values, over whose map it lies; else None.
+    """
+
+    key: str
+    value: torch.Tensor
+    keys: tuple[str, ...] = ()
+    entry: TensorEntry | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in elements."""
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values in the source."""
+        return self.value.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the source."""
+        return _nbytes(self.value) if self.entry is None else self.entry.nbytes
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor itself."""
+        return self.value
+
+    def values(self) -> torch.Tensor:
+        """Return what its values are copied out of."""
+        return self.value.detach()
+
+
+@dataclass(slots=True, eq=False)
+class JoinedTensor:
+    """A tensor that is put together, where it goes, of slices of tensors in memory.
+
+    Attributes:
+        key, keys: as of a `FileTensor`.
+        slices: views, and which box of the tensor each one is.
+        shape, dtype: of the tensor.
+    """
+
+    key: str
+    keys: tuple[str, ...]
+    slices: tuple[tuple[torch.Tensor, tuple[Span, ...]], ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    entry: ClassVar[None] = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return _nbytes(self)
+
+    def tensor(self) -> torch.Tensor:
+        """Return the whole tensor, for code that looks at values."""
+        made = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        for values, block in self.slices:
+            made[tuple(slice(*span) for span in block)].copy_(values)
+        return made
+
+    def values(self) -> JoinedTensor:
+        """Return what its values are copied out of."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A whole tensor that rank 0 holds: what the other ranks know of it before it arrives.
+
+    Attributes:
+        index: its place in the order in which rank 0 sends tensors.
+        shape, dtype: of the whole tensor.
+        key, keys: as of a `FileTensor`.
+    """
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+    key: str = ""
+    keys: tuple[str, ...] = ()
+    entry: ClassVar[None] = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the source."""
+        return _nbytes(self)
+
+    def tensor(self) -> torch.Tensor:
+        """Return nothing: code that looks at values is given what has arrived."""
+        raise AssertionError(f"{self.key} is still with rank 0")
+
+    def values(self) -> Sent:
+        """Return what its values are copied out of."""
+        return self
+
+
+#: What memory is filled from.
+Values = torch.Tensor | JoinedTensor | Sent
+SourceTensor = FileTensor | MemoryTensor | JoinedTensor | Sent
+
+
+def _nbytes(one: Values) -> int:
+    return math.prod(one.shape) * one.dtype.itemsize
+
+
+# ---- as entries, of which a rename makes others
+
+
+def described(one: SourceTensor) -> TensorEntry:
+    """Return the entry of a tensor: of one in memory, as if its storage were a file."""
+    if isinstance(one, FileTensor):
+        return one.entry
+    shape = tuple(one.shape)
+    odd, offset, stride = "a whole tensor of rank 0", 0, row_major(shape)
+    if isinstance(one, MemoryTensor):
+        odd = oddity(one.value) or ""
+        if is_sharded(one.value) or is_wrapper(one.value):
+            odd = type(one.value).__name__
+        elif not odd:
+            offset, stride = int(one.value.storage_offset()), one.value.stride()
+    encoding = (odd,) if odd else ()
+    dtype = str(one.dtype).removeprefix("torch.")
+    entry = TensorEntry(one.key, dtype, shape, stride, one.nbytes, "", "", (), encoding=encoding)
+    file, zeros = _MEMORY + one.key, (0,) * len(shape)
+    chunk = Chunk(file, offset * entry.itemsize, entry.nbytes, zeros, shape)
+    return replace(entry, chunks=(chunk,) if entry.numel else ())
+
+
+def tensor_of(
+    entry: TensorEntry,
+    keys: tuple[str, ...],
+    tensors: Mapping[str, SourceTensor],
+    views: MappedViews | None,
+) -> SourceTensor:
+    """Return the tensor of an entry that a rename made of others, or left as it was.
+
+    Args:
+        entry: whose boxes are of files, of memory or of both.
+        keys: of what it is made.
+        tensors: key -> those of the source that are in memory.
+        views: the files, where there are any.
+    """
+    from_memory = [chunk.file[1:] for chunk in entry.chunks if chunk.file.startswith(_MEMORY)]
+    if views is not None and not from_memory:
+        return FileTensor(keys[0], entry, views, keys)
+    if len(from_memory) == 1 == len(entry.chunks):
+        whole = described(tensors[from_memory[0]])
+        if (whole.chunks, whole.stride) == (entry.chunks, entry.stride):
+            return replace(tensors[from_memory[0]], keys=keys)
+    slices = tuple(_slices(entry, tensors, views))
+    return JoinedTensor(keys[0], keys, slices, entry.shape, getattr(torch, entry.dtype))
+
+
+def _slices(
+    entry: TensorEntry, tensors: Mapping[str, SourceTensor], views: MappedViews | None
+) -> Iterator[tuple[torch.Tensor, tuple[Span, ...]]]:
+    """Yield what is in each box of an entry, as a view, and where in it that goes."""
+    for chunk in entry.chunks:
+        spans = zip(chunk.start, chunk.shape, strict=True)
+        block = tuple((start, start + size) for start, size in spans)
+        steps = steps_in_file(entry, chunk)
+        if chunk.file.startswith(_MEMORY):
+            value, offset = tensors[chunk.file[1:]].tensor(), chunk.offset // entry.itemsize
+            yield value.detach().as_strided(chunk.shape, steps, offset), block
+        else:
+            assert views is not None
+            alone = replace(chunk, start=(0,) * len(chunk.start), stride=None)
+            yield (
+                views.view(replace(entry, shape=chunk.shape, stride=steps, chunks=(alone,))),
+                block,
+            )
+
+
+# ---- filling memory
+
+
+class Copy(NamedTuple):
+    """One whole tensor on its way into one local tensor.
+
+    Attributes:
+        source: the whole tensor, what it is put together of, or its description where rank 0 sends
+            it.
+        target: a plain tensor in this process; it keeps its dtype.
+        spans: which slice of the whole tensor `target` is.
+    """
+
+    source: Values
+    target: torch.Tensor
+    spans: Spans
+
+
+def whole_copy(source: Values, target: torch.Tensor) -> Copy:
+    """Return a copy into a plain tensor of the same shape."""
+    return Copy(source, target, everything(target.shape))
+
+
+def copy_values(copies: Sequence[Copy]) -> None:
+    """Fill every target from tensors in memory; each rank touches only its own slices."""
+    targets = [item.target for item in copies if item.target.is_cuda]
+    cast = (item.target for item in copies if item.source.dtype != item.target.dtype)
+    with torch.no_grad(), Sender(targets, cast) if targets else nullcontext() as sender:
+        for item in copies:
+            source = item.source
+            assert not isinstance(source, Sent)
+            whole = tuple((0, size) for size in source.shape)
+            slices = source.slices if isinstance(source, JoinedTensor) else [(source, whole)]
+            for values, block in slices:
+                place(values, block, item, sender)
+
+
+def place(
+    values: torch.Tensor, block: Sequence[Span], item: Copy, sender: Sender | None = None
+) -> None:
+    """Copy what `values` (the `block` of the whole tensor) and the target have in common."""
+    target, copy = item.target, _copy if sender is None else sender.copy
+    # A scalar may have been saved with shape [1]; and a slice of a subclass need not be a view.
+    if target.dim() != values.dim() or (
+        target.shape == values.shape and item.spans == tuple((span,) for span in block)
+    ):
+        # Not reshaped where it need not be: a subclass may not know how.
+        if values.shape != target.shape:
+            values = values.reshape(target.shape)
+        copy(values, target)
+        return
+    for into, out_of in overlaps(item.spans, block):
+        part = slice_of(values, out_of)
+        copy(part, target if target.shape == part.shape else target[into])
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def apart(copies: Iterable[Copy]) -> list[Copy]:
+    """Return the copies, where none reads from memory that another one writes to.
+
+    Two states may trade places: the second would otherwise read what the first has written. What is
+    in its place already is left out.
+    """
+    needed: list[tuple[set[int], Copy]] = []
+    written: set[int] = set()
+    for item in copies:
+        read, into = _memory(item.source), _memory(item.target)
+        if not read or read != into or not is_in_place(item.source, item.target):
+            needed.append((read, item))
+            written |= into
+    return [
+        item
+        if isinstance(item.source, Sent) or written.isdisjoint(read)
+        else item._replace(source=_copied(item.source))
+        for read, item in needed
+    ]
+
+
+def _copied(source: torch.Tensor | JoinedTensor) -> torch.Tensor:
+    return source.tensor() if isinstance(source, JoinedTensor) else clone_of(source)
+
+
+def _memory(source: Values) -> set[int]:
+    """Return what tells the memory of values from that of others; of a wrapper, what it has."""
+    if isinstance(source, JoinedTensor):
+        return {memory for values, _ in source.slices for memory in _memory(values)}
+    if not isinstance(source, torch.Tensor) or not source.numel():
+        return set()
+    if is_wrapper(source):
+        return {memory for inner in inner_tensors(source) for memory in _memory(inner)}
+    return {source.untyped_storage().data_ptr()} if has_memory(source) else set()
+
+
+def is_in_place(one: Values, two: torch.Tensor) -> bool:
+    """Return whether the numbers of one are, in its memory, already those of the other."""
+    if not isinstance(one, torch.Tensor):
+        return False
+    if is_wrapper(one) or is_wrapper(two):
+        pairs = zip(inner_tensors(one), inner_tensors(two), strict=False)
+        return type(one) is type(two) and all(is_in_place(a, b) for a, b in pairs)
+    return (
+        one.data_ptr() == two.data_ptr()
+        and (one.dtype, one.device, one.shape, one.stride())
+        == (two.dtype, two.device, two.shape, two.stride())
+        and (one.is_conj(), one.is_neg()) == (two.is_conj(), two.is_neg())
+    )
