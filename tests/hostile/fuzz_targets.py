@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing: one format for as long as libFuzzer is told to.
 
-    PYTHONPATH=src:tests python tests/hostile/fuzz_targets.py every -max_total_time=60
+    PYTHONPATH=src:tests/support python tests/hostile/fuzz_targets.py every -max_total_time=60
 
 Whatever bytes a file has, `torchlift.open` and everything that lists its content ends with an
 answer or with a `CheckpointError` that knows its cause; nothing is imported, run, written, or

@@ -181,3 +181,17 @@ def test_low_bit_optimizer_state_loads_from_a_file(tmp_path: Path) -> None:
     assert type(two) is OptimState8bit
     assert torch.equal(one.codes, two.codes)
     assert torch.equal(one.scale, two.scale)
+
+
+def test_a_class_that_says_where_its_values_seemed_to_be_is_on_meta_with_them() -> None:
+    """NF4Tensor takes the device from the weight that it is made of, not from its own tensors."""
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, to_nf4
+
+    def make() -> nn.Linear:
+        layer = nn.Linear(128, 128, bias=False)
+        layer.weight = nn.Parameter(to_nf4(layer.weight.detach(), 64, 1), requires_grad=False)
+        return layer
+
+    weight = torchlift.skeleton(make).weight
+    assert isinstance(weight, NF4Tensor)
+    assert weight.is_meta

@@ -31,10 +31,8 @@ LAZY_HOOK: Any = LazyModuleMixin._lazy_load_hook
 DISABLED: Any = torch._C._disabled_torch_function_impl
 #: What turns gradients on and off, as a function mode sees it.
 SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
-#: In `torch.nn.init`, what `torch.nn.init.trunc_normal_` calls.
-TRUNC_NORMAL = "_no_grad_trunc_normal_"
-#: In `torch.Tensor`, what makes a tensor of a class that keeps its values in others.
-MAKE_WRAPPER = "_make_wrapper_subclass"
+#: The code of what `torch.nn.init.trunc_normal_` calls.
+TRUNC_NORMAL = torch.nn.init._no_grad_trunc_normal_.__code__
 #: A recurrent layer's weak references to its own weights: their list, and the weights.
 FLAT_REFERENCES, FLAT_WEIGHTS = "_flat_weight_refs", "_flat_weights"
 #: Children in which torch.compile, activation checkpointing and FullyShardedDataParallel hold the
@@ -54,7 +52,7 @@ def make_wrapper(
 ) -> torch.Tensor:
     """Return a tensor of a class that has no memory of its own, on the CPU."""
     cpu = torch.device("cpu")
-    make: Callable[..., torch.Tensor] = getattr(torch.Tensor, MAKE_WRAPPER)
+    make: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass
     return make(kind, shape, strides=stride, dtype=dtype, device=cpu, requires_grad=grad)
 
 

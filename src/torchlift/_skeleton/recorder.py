@@ -13,24 +13,20 @@ them): 1.0 s in a fresh process, against 1 ms for plain construction on meta.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import (
-    TorchFunctionMode,
-    handle_torch_function,
-    has_torch_function_unary,
-)
+from torch.overrides import TorchFunctionMode
 
 from torchlift._model.handlers import has_memory
 from torchlift._model.torch_private import (
-    MAKE_WRAPPER,
     SET_GRAD_ENABLED,
     TRUNC_NORMAL,
     device_constructors,
@@ -102,6 +98,8 @@ _LOOKS = frozenset({
         "storage_offset", "untyped_storage", "is_contiguous", "is_floating_point", "is_complex",
         "is_inference", "requires_grad_", "detach", "__len__",
     )),
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor._backward_hooks.__set__,  # type: ignore[union-attr]
     SET_GRAD_ENABLED, torch.is_floating_point, torch.is_complex, torch.numel,
 })
 # fmt: on
@@ -123,7 +121,6 @@ class Recorder(TorchFunctionMode):
         recording: what it has written down.
         default_device: where construction without a recorder would put a tensor, unless told
             otherwise.
-        paused: how many calls that make real tensors are running.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,12 +134,11 @@ class Recorder(TorchFunctionMode):
         # The source of random numbers since the constructor seeded torch's default generator; None
         # while it draws the caller's numbers, in whatever order a replay needs them.
         self._stream: Key | None = None
-        self.paused = 0
 
     def __torch_function__(
         self, func: Func, types: Any, args: Args = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _LOOKS or self.paused:
+        if func in _LOOKS:
             return func(*args, **(kwargs or {}))
         handle = _SPECIAL.get(func)
         if handle is not None:
@@ -193,6 +189,17 @@ class Recorder(TorchFunctionMode):
         if func is torch.Tensor.data_ptr:
             # Meta tensors are all at 0; equal addresses are how some constructors tell ties.
             return _key_of(tensor) + tensor.storage_offset() * tensor.element_size()
+        caller = sys._getframe(2)
+        if caller.f_code.co_name == "__new__":
+            # A wrapper is made where the tensors that it is made of are, not where they seem to be.
+            return func(tensor)
+        if caller.f_code is TRUNC_NORMAL:
+            # It samples in a loop until all values fit, which only a tensor on meta is spared:
+            # recorded call by call that is a question about data, recorded as one call it is one.
+            names = TRUNC_NORMAL.co_varnames[1 : TRUNC_NORMAL.co_argcount]
+            rest = {name: caller.f_locals[name] for name in names}
+            self._overwrite(nn.init.trunc_normal_, args, rest)
+            return True
         device = self._device_of(tensor)
         return device if func == _DEVICE else device.type == _IS_ON[func]
 
@@ -230,6 +237,11 @@ class Recorder(TorchFunctionMode):
         This and `_overwrite` are `_record` for the two calls that nearly all of a model is made
         of: a linear layer takes 61 us with them and 80 us without.
         """
+        if args == ((0,),) and func is torch.empty:
+            # `torch.load` sets the storages that it reads into such, which no mode sees: what a
+            # constructor loads is real, and adopted when it is used.
+            with suppress(RuntimeError, AssertionError):  # an accelerator that is not here
+                return func(*args, **kwargs)
         rest = {key: kwargs[key] for key in kwargs if key not in ("device", "pin_memory")}
         if not (_are_plain(args) and _are_plain(rest.values())):
             return self._record(func, args, kwargs)
@@ -262,7 +274,7 @@ class Recorder(TorchFunctionMode):
         ref = self.ref(tensor) if is_simple else None
         if ref is None:
             return self._record(func, args, kwargs)
-        if not tensor.numel():  # some of them warn of that, each time that they run
+        if 0 in ref.shape:  # some of them warn of that, each time that they run
             return tensor
         if args:
             args = (ref, *args[1:])
@@ -597,108 +609,54 @@ def _only_fills(func: Func, name: str, tensor: torch.Tensor) -> bool:
 
 _lock = threading.Lock()
 _recording = 0
-_originals: list[tuple[Any, str, Any]] = []
+_patched: list[tuple[Any, str, Func, Func]] = []
 
 
 @contextmanager
-def recordable() -> Iterator[None]:
-    """Let truncated normal initialisers, seeds and loads be recorded inside the block."""
+def seeds_noted() -> Iterator[None]:
+    """Let recorders note what seeds torch's default generator inside the block.
+
+    A constructor that does makes the same numbers, so its replay must. No mode sees these calls,
+    and the generator does not tell who seeded it, or that it was seeded alike again.
+    """
     global _recording
     with _lock:
         if _recording == 0:
-            for holder, name, wrapper in _PATCHES:
-                original = getattr(holder, name)
-                _originals.append((holder, name, original))
-                setattr(holder, name, wrapper(original))
+            for holder in (torch, torch.random):
+                for name, seed_of in _SEEDING.items():
+                    original = getattr(holder, name)
+                    _patched.append((holder, name, original, _noting(original, seed_of)))
+                    setattr(holder, name, _patched[-1][-1])
         _recording += 1
     try:
         yield
     finally:
         with _lock:
             _recording -= 1
-            while _recording == 0 and _originals:
-                setattr(*_originals.pop())
-
-
-def _overridable(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Let `trunc_normal_` be recorded like the other initialisers, which are overridable.
-
-    It samples until no value lies outside the bounds. Recorded call by call that is a question
-    about data in a loop; recorded as one call it is one call.
-    """
-
-    @wraps(function)
-    def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if has_torch_function_unary(tensor):
-            return handle_torch_function(initialise, (tensor,), tensor, *args, **kwargs)
-        return function(tensor, *args, **kwargs)
-
-    initialise.__name__ = "trunc_normal_"
-    return initialise
+            while _recording == 0 and _patched:
+                holder, name, original, noting = _patched.pop()
+                if getattr(holder, name) is noting:  # else another thread's patch would be lost
+                    setattr(holder, name, original)
 
 
 def _noting(
     function: Callable[[Any], Any], seed_of: Callable[[Any], int | None]
 ) -> Callable[[Any], Any]:
-    """Note what seeds: a constructor that does makes the same numbers, so its replay must.
-
-    `torch.random.fork_rng` ends by setting the state, which goes back to the numbers of before.
-    """
+    """Tell the recorders of the calling thread of a seed; in other threads, just call."""
 
     @wraps(function)
     def note(*args: Any, **kwargs: Any) -> Any:
         (value,) = *args, *kwargs.values()
-        for recorder in _recorders():
-            recorder.seed(seed_of(value))
+        for mode in function_modes():  # type: ignore[no-untyped-call]
+            if isinstance(mode, Recorder):
+                mode.seed(seed_of(value))
         return function(value)
 
     return note
 
 
-def _on_meta(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Make a wrapper where the tensors that it is made of are: they say that they are elsewhere."""
-
-    @wraps(function)
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _recorders():
-            kwargs["device"] = META
-        return function(*args, **kwargs)
-
-    return make
-
-
-def _real(function: Func) -> Func:
-    """Let `torch.load` make real tensors, over the storages that it reads; used, they are adopted.
-
-    A constructor that loads weights of its own (a pretrained backbone) copies them into parameters.
-    """
-
-    @wraps(function)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        recorders = _recorders()
-        for recorder in recorders:
-            recorder.paused += 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            for recorder in recorders:
-                recorder.paused -= 1
-
-    return load
-
-
-def _recorders() -> list[Recorder]:
-    """Return the recorders at work in this thread."""
-    return [mode for mode in function_modes() if isinstance(mode, Recorder)]  # type: ignore[no-untyped-call]
-
-
-_PATCHES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-    (nn.init, TRUNC_NORMAL, _overridable),
-    (torch.Tensor, MAKE_WRAPPER, _on_meta),
-    *((holder, "load", _real) for holder in (torch, torch.serialization)),
-    *((holder, "manual_seed", partial(_noting, seed_of=int)) for holder in (torch, torch.random)),
-    *(
-        (holder, "set_rng_state", partial(_noting, seed_of=lambda _: None))
-        for holder in (torch, torch.random)
-    ),
-)
+#: `torch.random.fork_rng` ends by setting the state, which goes back to the numbers of before.
+_SEEDING: dict[str, Callable[[Any], int | None]] = {
+    "manual_seed": int,
+    "set_rng_state": lambda _: None,
+}

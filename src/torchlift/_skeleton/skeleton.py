@@ -11,11 +11,11 @@ from torch import nn
 from torchlift._model.commit import CONSTRUCTION, Commit, exchange, ordinary_tensors, successor_of
 from torchlift._model.devices import usable_device
 from torchlift._model.dtensor import is_sharded, shard_of_value, wrap
-from torchlift._model.handlers import has_memory
+from torchlift._model.handlers import clone_of, has_memory, inner_tensors
 from torchlift._model.slots import Group, ModuleTree, is_lazy, locked
 from torchlift._model.torch_private import without_subclasses
-from torchlift._skeleton.recorder import Recorder, recordable
-from torchlift._skeleton.recording import Construction, Ref
+from torchlift._skeleton.recorder import Recorder, seeds_noted
+from torchlift._skeleton.recording import META, Construction, Ref
 from torchlift._skeleton.replay import replay
 from torchlift._system import clipped_list, collection_paused
 from torchlift.errors import PlacementError, did_you_mean
@@ -59,7 +59,7 @@ def skeleton(factory: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
     # Until all is written down: walks over the calls in memory were 45 % of the time of 20,000
     # small layers, which take 1.4 s (2.5 if the collector ran after construction; plain ones 1.0).
     with collection_paused():
-        with recordable(), recorder:
+        with seeds_noted(), recorder:
             model = factory(*args, **kwargs)
         if not isinstance(model, nn.Module):
             raise TypeError(f"{factory!r} returned {type(model).__name__}, not a module")
@@ -153,6 +153,11 @@ def _remember(recorder: Recorder, group: Group) -> None:
     calls the class), and so does a buffer that is cast; the module keeps its own.
     """
     tensor = group.tensor
+    inner = [] if tensor.is_meta else inner_tensors(tensor)
+    if inner and all(one.is_meta for one in inner):
+        # torchao's NF4Tensor says that it is where the tensor that it was made of seemed to be.
+        exchange(tensor, successor_of(tensor, clone_of(tensor, META)))
+        return
     if not (tensor.is_meta or is_lazy(tensor) or has_memory(tensor)):
         return  # a sparse one, say, which is made at once and stays
     if is_lazy(tensor):

@@ -1,6 +1,6 @@
 """The libraries that own the formats, as second readers of every file that torchlift reads.
 
-    PYTHONPATH=src:tests python tests/second_readers.py torch-zip 1000000
+    PYTHONPATH=src:tests/support python tests/support/second_readers.py torch-zip 1000000
 
 What torchlift shows of a file is what its owner's library reads, or the file is refused. Files are
 valid ones with something changed (see `valid_files`), or pickles made as programs.
