@@ -15,9 +15,13 @@ from typing import NamedTuple
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Chunk, TensorEntry, is_row_major
 from torchlift.formats.index import row_major as row_major  # also for who has boxes to lay out
+from torchlift.formats.unpickle import STEP, Budget
 
 #: For each dimension of a tensor the (start, stop) ranges that follow each other in a slice of it.
 Spans = Sequence[Sequence[tuple[int, int]]]
+
+#: The first index and the shape of a box of a tensor.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Run(NamedTuple):
@@ -388,3 +392,47 @@ def run_count(entry: TensorEntry) -> int:
         math.prod(c.shape[: _inner(c.shape, steps_in_file(entry, c), steps)[0]])
         for c in entry.chunks
     )
+
+
+def check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[Box], budget: Budget) -> None:
+    """Refuse chunks that reach outside the tensor, overlap, or leave gaps.
+
+    No chunk is compared with another: the sum of the boxes' indicator functions is one everywhere
+    in the tensor exactly where their corners, with alternating signs, cancel to the tensor's own.
+    """
+    for start, sizes in boxes:
+        if any(a + n > size for a, n, size in zip(start, sizes, shape, strict=True)):
+            raise FormatError(
+                "a chunk reaches outside its tensor",
+                entry=key,
+                expected=f"inside {list(shape)}",
+                found=f"{list(sizes)} at {list(start)}",
+            )
+    stored, numel = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if stored < numel:
+        raise FormatError(
+            "the chunks of a tensor leave gaps",
+            entry=key,
+            expected=f"{numel} elements",
+            found=f"{stored} in {len(boxes)} chunks",
+            hint="The checkpoint is incomplete: a rank's file may be missing, or its save failed.",
+        )
+    # A dimension that every box fills has no corners inside.
+    dims = [at for at, size in enumerate(shape) if any(sizes[at] != size for _, sizes in boxes)]
+    budget.spend(STEP * len(boxes) << len(dims), key)
+    corners: dict[tuple[int, ...], int] = {}
+    whole = ((0,) * len(shape), shape)
+    for sign, (start, sizes) in [(1, box) for box in boxes] + [(-1, whole)] * bool(boxes):
+        ends = [((start[at], 1), (start[at] + sizes[at], -1)) for at in dims]
+        for corner in itertools.product(*ends):
+            place = tuple(at for at, _ in corner)
+            corners[place] = corners.get(place, 0) + sign * math.prod(s for _, s in corner)
+    wrong = next((place for place, count in corners.items() if count), None)
+    if wrong is not None:
+        raise FormatError(
+            "the chunks of a tensor overlap",
+            entry=key,
+            expected=f"{numel} elements, each once",
+            found=f"{stored} in {len(boxes)} chunks, which do not fit together at "
+            f"{list(wrong)} along dimensions {dims}",
+        )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchlift.errors import FormatError, UnsafeError
+from torchlift.formats.boxes import Box, check_boxes
 from torchlift.formats.index import (
     ITEMSIZE,
     Chunk,
@@ -79,8 +80,6 @@ _PATHS = {
     for kind in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 }
 
-#: The first index and the shape of a chunk.
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
 #: The key of what an item holds, and the first index of the chunk; None for what is not a tensor.
 _Place = tuple[str, "tuple[int, ...] | None"]
 #: File, first byte and length of an item: a torch archive with one chunk or object.
@@ -150,7 +149,7 @@ class _Tensor:
     dtype: str
     shape: tuple[int, ...]
     requires_grad: bool
-    boxes: dict[_Box, None]
+    boxes: dict[Box, None]
 
 
 @dataclass(slots=True)
@@ -288,7 +287,7 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
     if name not in ITEMSIZE:
         raise FormatError("a tensor has a dtype that nobody knows", entry=key, found=_kind(dtype))
     shape = dense_shape(record.get("size"), key, "size")
-    boxes: dict[_Box, None] = {}
+    boxes: dict[Box, None] = {}
     budget.spend(8 * STEP * len(chunks) * (1 + len(shape)), key)
     for chunk in chunks:
         if not isinstance(chunk, _Record) or chunk.kind != "ChunkStorageMetadata":
@@ -300,7 +299,7 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
                 "a chunk has not the dimensions of its tensor",
                 entry=key,
                 expected=f"{len(shape)} dimensions",
-                found=_box_text((start, sizes)),
+                found=f"{list(sizes)} at {list(start)}",
             )
         boxes[start, sizes] = None
     return _Tensor(name, shape, requires_grad is True, boxes)
@@ -342,18 +341,14 @@ def _kind(value: object) -> str:
     return value.kind if isinstance(value, _Record) else f"a {type(value).__name__}"
 
 
-def _box_text(box: _Box) -> str:
-    return f"{list(box[1])} at {list(box[0])}"
-
-
 def _read_items(path: str, metadata: _Metadata) -> Index:
     """Read every item where it is stored, each file once, and put the tensors together."""
     # All names are checked before the first file is opened.
     files = locate_all(path, (name for name, _, _ in metadata.items.values()))
-    boxes: dict[_Place, _Box] = {}
+    boxes: dict[_Place, Box] = {}
     for key, tensor in metadata.tensors.items():
         filled = [box for box in tensor.boxes if 0 not in box[1]]
-        _check_boxes(key, tensor.shape, filled, metadata.budget)
+        check_boxes(key, tensor.shape, filled, metadata.budget)
         boxes.update({(key, box[0]): box for box in filled})
     places: dict[str, list[tuple[_Place, _Item]]] = {}
     for place in (*boxes, *((key, None) for key in metadata.objects)):
@@ -494,50 +489,6 @@ def _check_items(file: str, stored: list[tuple[_Place, _Item]]) -> None:
     for (_, stop, _), (start, _, key) in itertools.pairwise(spans):
         if start < stop:
             raise FormatError("two items overlap in their file", file=file, entry=key)
-
-
-def _check_boxes(key: str, shape: tuple[int, ...], boxes: list[_Box], budget: Budget) -> None:
-    """Refuse chunks that reach outside the tensor, overlap, or leave gaps.
-
-    No chunk is compared with another: the sum of the boxes' indicator functions is one everywhere
-    in the tensor exactly where their corners, with alternating signs, cancel to the tensor's own.
-    """
-    for start, sizes in boxes:
-        if any(a + n > size for a, n, size in zip(start, sizes, shape, strict=True)):
-            raise FormatError(
-                "a chunk reaches outside its tensor",
-                entry=key,
-                expected=f"inside {list(shape)}",
-                found=_box_text((start, sizes)),
-            )
-    stored, numel = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
-    if stored < numel:
-        raise FormatError(
-            "the chunks of a tensor leave gaps",
-            entry=key,
-            expected=f"{numel} elements",
-            found=f"{stored} in {len(boxes)} chunks",
-            hint="The checkpoint is incomplete: a rank's file may be missing, or its save failed.",
-        )
-    # A dimension that every box fills has no corners inside.
-    dims = [at for at, size in enumerate(shape) if any(sizes[at] != size for _, sizes in boxes)]
-    budget.spend(STEP * len(boxes) << len(dims), key)
-    corners: dict[tuple[int, ...], int] = {}
-    whole = ((0,) * len(shape), shape)
-    for sign, (start, sizes) in [(1, box) for box in boxes] + [(-1, whole)] * bool(boxes):
-        ends = [((start[at], 1), (start[at] + sizes[at], -1)) for at in dims]
-        for corner in itertools.product(*ends):
-            place = tuple(at for at, _ in corner)
-            corners[place] = corners.get(place, 0) + sign * math.prod(s for _, s in corner)
-    wrong = next((place for place, count in corners.items() if count), None)
-    if wrong is not None:
-        raise FormatError(
-            "the chunks of a tensor overlap",
-            entry=key,
-            expected=f"{numel} elements, each once",
-            found=f"{stored} in {len(boxes)} chunks, which do not fit together at "
-            f"{list(wrong)} along dimensions {dims}",
-        )
 
 
 def items_of(path: str) -> set[str]:

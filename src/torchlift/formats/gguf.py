@@ -12,7 +12,8 @@ from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
-from torchlift.formats.source import Cursor, Source, dense_shape
+from torchlift.formats.reader import Content, Reader
+from torchlift.formats.source import Cursor, dense_shape
 
 #: ggml's number of a type -> torch's name.
 _PLAIN = {
@@ -37,12 +38,13 @@ _TEXT, _ARRAY = 8, 9
 _SHOWN = 1000  # bytes of a text in the metadata: a chat template may have a hundred thousand
 
 
-def read_gguf(source: Source) -> Index:
+def read_gguf(content: Content) -> Index:
     """Read the index of a GGUF file.
 
     Raises:
         FormatError: malformed, truncated, or of a version that is not known.
     """
+    source = content.source
     cursor = _Cursor(source)
     cursor.take(4)
     version = cursor.number("<I")
@@ -174,3 +176,6 @@ class _Cursor(Cursor):
             for _ in range(count):
                 self.value(inner, name, depth + 1)
         return f"{count} values"
+
+
+READER = Reader(lambda content: content.head[:4] == b"GGUF", read_gguf)

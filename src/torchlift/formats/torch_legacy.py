@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import QUANTIZED, Index, Storage
+from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import (
     STORAGES,
@@ -271,13 +272,14 @@ class _TarWorld(TorchWorld):
         return found
 
 
-def read_torch_tar(source: Source) -> Index:
+def read_torch_tar(content: Content) -> Index:
     """Read the index of a tar.
 
     Raises:
         FormatError: not one of torch, damaged, truncated or inconsistent.
         UnsafeError: a member would leave the directory, or a pickle of numbers names a global.
     """
+    source = content.source
     members = _members(source)
     missing = [name for name in _MEMBERS[1:] if name not in members]
     if missing:
@@ -425,3 +427,6 @@ def _number_in(field: bytes) -> int | None:
     """Return the octal number in a header, or None."""
     text = field.partition(b"\0")[0].strip(b" ")
     return int(text, 8) if re.fullmatch(b"[0-7]+", text) else None
+
+
+TARS = Reader(lambda content: is_tar(content.head), read_torch_tar)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import Index, Record
+from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import (
     Blocked,
@@ -127,12 +128,8 @@ class _ScriptWorld(TorchWorld):
             super().build(target, state)
 
 
-def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
+def read_torchscript(content: Content) -> Index:
     """Read the index of a TorchScript archive.
-
-    Args:
-        source: the file.
-        records: its directory.
 
     Returns:
         The state dict of the module tree under its own names; below ``CONSTANTS`` the tensors that
@@ -141,6 +138,7 @@ def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
     Raises:
         FormatError: not such an archive, damaged, or inconsistent.
     """
+    source, records = content.source, content.records
     top = top_directory(records)
     notes = read_notes(source, records, top)
     data = read_content(source, records[top + "data.pkl"])
@@ -228,3 +226,6 @@ class _Splitter:
             )
             for name, parameters, buffers in (match.groups() for match in _CLASS.finditer(text))
         }
+
+
+READER = Reader(lambda content: f"{content.top}constants.pkl" in content.records, read_torchscript)
