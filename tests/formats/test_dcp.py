@@ -266,7 +266,7 @@ REFUSED: dict[str, tuple[Callable[[Metadata], object], type[Exception], str]] = 
     "past the end": (
         _set("model.weight", offset=1 << 40),
         FormatError,
-        r"'model.weight': an item reaches past the end of its file",
+        r"'model.weight': an item reaches past the end of the file",
     ),
     "negative": (_set("model.weight", offset=-5), FormatError, "impossible size or offset"),
     "not a number": (_set("model.weight", offset="5"), FormatError, "impossible size or offset"),

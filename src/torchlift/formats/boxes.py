@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -143,40 +143,30 @@ def permuted(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
         >>> turned.shape, turned.stride, turned.chunks[0].stride
         ((2, 3), (3, 1), (1, 2))
     """
-    chunks = []
-    for chunk in entry.chunks:
-        rows = (chunk.start, chunk.shape, steps_in_file(entry, chunk))
-        start, shape, steps = ([row[dim] for dim in dims] for row in rows)
-        chunks.append(_box(entry, chunk, chunk.offset, start, shape, steps))
-    return _boxed(entry, tuple(entry.shape[dim] for dim in dims), tuple(chunks))
+    return _rearranged(entry, lambda row, _: [row[dim] for dim in dims])
 
 
 def unsqueezed(entry: TensorEntry, dim: int) -> TensorEntry:
     """Return the entry of a tensor with one dimension of size 1 more, as boxes."""
-
-    def more(row: Sequence[int], value: int) -> tuple[int, ...]:
-        return (*row[:dim], value, *row[dim:])
-
-    chunks = [
-        # As far apart as the next one lies that follows in the file.
-        _box(entry, c, c.offset, more(c.start, 0), more(c.shape, 1), more(steps, entry.numel))
-        for c in entry.chunks
-        for steps in (steps_in_file(entry, c),)
-    ]
-    return _boxed(entry, more(entry.shape, 1), tuple(chunks))
+    return _rearranged(entry, lambda row, new: [*row[:dim], new, *row[dim:]])
 
 
 def squeezed(entry: TensorEntry, dim: int) -> TensorEntry:
     """Return the entry of a tensor without one dimension of size 1, as boxes."""
+    return _rearranged(entry, lambda row, _: [*row[:dim], *row[dim + 1 :]])
 
-    def less(row: Sequence[int]) -> tuple[int, ...]:
-        return (*row[:dim], *row[dim + 1 :])
 
-    chunks = [
-        _box(entry, c, c.offset, less(c.start), less(c.shape), less(steps_in_file(entry, c)))
-        for c in entry.chunks
-    ]
-    return _boxed(entry, less(entry.shape), tuple(chunks))
+def _rearranged(
+    entry: TensorEntry, change: Callable[[Sequence[int], int], Sequence[int]]
+) -> TensorEntry:
+    """Return an entry with other dimensions, given (row, item of a new one) -> the row changed."""
+    chunks = []
+    for chunk in entry.chunks:
+        start, shape = change(chunk.start, 0), change(chunk.shape, 1)
+        # Of a new dimension, as far apart as the next one lies that follows in the file.
+        steps = change(steps_in_file(entry, chunk), entry.numel)
+        chunks.append(_box(entry, chunk, chunk.offset, start, shape, steps))
+    return _boxed(entry, tuple(change(entry.shape, 1)), tuple(chunks))
 
 
 def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:

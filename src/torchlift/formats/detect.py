@@ -36,35 +36,24 @@ _EXPECTED = (
     "a file of torch (TorchScript and pt2, too), safetensors, GGUF, numpy or flax, or an "
     "*.index.json"
 )
-_UNPACK = "Unpack it first."
 _TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
-_ENGINE = "It holds a compiled program, whose weights cannot be had: ask for what it was made from."
 #: (how it starts, what it is, what to do). The first that fits counts.
 _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"version https://git-lfs\.github\.com/spec/",
      "a git-lfs pointer: the place of the weights, not the weights",
      "Fetch the file itself: git lfs pull."),
     (rb"\x89HDF\r\n\x1a\n", "an HDF5 file, such as Keras writes (.h5)", "Read it with h5py."),
-    (rb"\x1f\x8b", "a gzip archive, perhaps of a tar archive", "Decompress it first."),
-    (rb"\x28\xb5\x2f\xfd", "a zstd archive", "Decompress it first."),
-    (rb"\xfd7zXZ\0", "an xz archive", "Decompress it first."),
-    (rb"BZh", "a bzip2 archive", "Decompress it first."),
-    (rb"\x04\x22\x4d\x18", "an lz4 archive", "Decompress it first."),
-    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
-    (rb"Rar!", "a rar archive", _UNPACK),
+    (rb"\x1f\x8b|BZh|\xfd7zXZ\0|\x28\xb5\x2f\xfd", "a gzip, bzip2, xz or zstd archive",
+     "Decompress it first."),
     (rb"\x78[\x01\x5e\x9c\xda]", "a zlib stream, such as joblib writes",
      "Where you trust it, load it with joblib and save the arrays with numpy.savez."),
-    (rb"\x7fELF|MZ.{58}|\xcf\xfa\xed\xfe", "a program", "It holds no checkpoint."),
-    (rb"%PDF|\x89PNG|\xff\xd8\xff", "a document or a picture", "It holds no checkpoint."),
-    (rb"ftrt", "a TensorRT engine", _ENGINE),
-    (rb".{4}TFL3", "a TensorFlow Lite model", _ENGINE),
+    (rb"ftrt|.{4}TFL3", "a TensorRT engine or a TensorFlow Lite model",
+     "It holds a compiled program, whose weights cannot be had: ask for what it was made from."),
     (rb"\x08\x01\x12", "a TensorFlow SavedModel", _TENSORFLOW),
     (rb"model_checkpoint_path:", "TensorFlow's note of its last checkpoint", _TENSORFLOW),
     (rb"\x08[\x03-\x1f](?:\x12(?:\0|[\x01-\x7f][ -~])|[\x1a\x22\x28\x32\x3a\x42])", "an ONNX model",
      "Read it with onnx: its numpy_helper gives each initializer as an array."),
-    (rb"\x08[\x02-\x1f]\x12", "a Core ML model", "Read it with coremltools."),
     (rb"lmgg|fmgg|tjgg", "a GGML file, from before GGUF", "Convert it to GGUF with llama.cpp."),
-    (rb"MATLAB 5\.0 MAT-file", "a file of MATLAB", "Read it with scipy.io.loadmat."),
     (rb"\x80[\2-\5]", "a pickle that torch.save did not write",
      "Only unpickling could read it, which can run any code: ask for a file written by "
      "torch.save or safetensors."),
@@ -77,12 +66,10 @@ _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
      "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
     (r"(?:.*/)?saved_model\.pb", "a TensorFlow SavedModel", _TENSORFLOW),
     (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint", _TENSORFLOW),
-    (r"(?:.*/)?(?:com\.apple\.CoreML(?:/.*)?|coremldata\.bin)", "a Core ML model",
-     "Read it with coremltools."),
     (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt", "a checkpoint of orbax (jax)",
      "Read it with orbax, and save its arrays with numpy.savez or safetensors."),
     (r"(?:.*/)?[^/]+\.(?:safetensors|gguf|pth?|bin|ckpt|msgpack)",
-     "an archive with a checkpoint in it", _UNPACK),
+     "an archive with a checkpoint in it", "Unpack it first."),
 )  # fmt: skip
 #: The first name that a pickle calls for, as protocols from 4 on and those before write it.
 _CALLED = re.compile(

@@ -86,16 +86,9 @@ def read_gguf(content: Content) -> Index:
         if start + offset < end:
             raise FormatError("two tensors overlap", entry=key, found=f"{before!r} before it")
         end, before = start + offset + nbytes, key
-        if nbytes and end > source.size:
-            raise FormatError(
-                "a tensor reaches past the end of the file",
-                entry=key,
-                expected=f"at most {source.size} bytes",
-                found=f"bytes {start + offset} to {end}",
-                hint="The file is truncated: fetch it again.",
-            )
         entries[key] = entry
         if nbytes:
+            source.check(start + offset, nbytes, "a tensor", key)
             storages[key] = Storage(source.path, start + offset, nbytes, "cpu")
     files = {source.path: source.stamp}
     return Index(source.path, "gguf", entries, storages, files, metadata=metadata)

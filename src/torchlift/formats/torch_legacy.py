@@ -142,14 +142,7 @@ class _Stream:
                 expected=f"{ref.numel} elements",
                 found=f"{count}",
             )
-        if start + nbytes > self.source.size:
-            raise FormatError(
-                "a storage reaches past the end of the file",
-                entry=what,
-                expected=f"{nbytes} bytes",
-                found=f"{self.source.size - start}",
-                hint="The file is truncated: an interrupted save or download. Fetch it again.",
-            )
+        self.source.check(start, nbytes, "a storage", what)
         self.pos += nbytes
         return Storage(self.source.path, self.source.start + start, nbytes, ref.location)
 
@@ -392,18 +385,11 @@ def _members(source: Source) -> dict[str, Source]:
             found = header[124:136]
             raise FormatError("a member of the tar has an impossible size", entry=name, found=found)
         start = at + _BLOCK
-        if start + size > source.size:
-            raise FormatError(
-                "a member of the tar reaches past the end of the file",
-                entry=name,
-                expected=f"{size} bytes",
-                found=f"{source.size - start}",
-                hint="The file is truncated: fetch it again.",
-            )
+        member = source.window(start, size, "a member of the tar", name)
         at = start + -(-size // _BLOCK) * _BLOCK
         if kind == b"x":
             what = "an extended header of the tar"
-            if not _EXTENDED.fullmatch(source.window(start, size).read_all(1 << 16, what)):
+            if not _EXTENDED.fullmatch(member.read_all(1 << 16, what)):
                 raise FormatError(f"{what} that torch does not write", entry=name)
         if kind == b"x" or is_folder:  # an extended header is one of the next member
             continue
@@ -419,7 +405,7 @@ def _members(source: Source) -> dict[str, Source]:
             raise FormatError("two members of the tar have this name", entry=name)
         if len(members) > 1000:
             raise FormatError("a tar archive of many files", hint="Unpack it first.")
-        members[name] = source.window(start, size)
+        members[name] = member
     return members
 
 
