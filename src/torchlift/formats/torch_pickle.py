@@ -11,8 +11,8 @@ import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from torchlift._system import clipped_list
 from torchlift.errors import FormatError
@@ -347,7 +347,7 @@ class TorchWorld:
         """Return the storage of a key, as it was described at first."""
         made = StorageRef(dtype, key, location, numel)
         known = self.storages.setdefault(key, made)
-        if not known.numel and not numel:  # nothing, which torch makes anew each time
+        if known is made or not (known.numel or numel):  # nothing, which torch makes anew each time
             return made
         if (known.dtype, known.numel) != (dtype, numel):
             raise FormatError(
@@ -912,8 +912,7 @@ def read_torch_pickle(data: bytes, world: TorchWorld) -> object:
     return root
 
 
-@dataclass(slots=True, eq=False)
-class _Pattern:
+class _Pattern(NamedTuple):
     """The opcodes of a tensor, all but the storage's key and where the numbers of PUTs start.
 
     Read as one little-endian number, with zeros for the key, they are ``first * steps + code``.
@@ -940,7 +939,7 @@ class _Pattern:
     limit: int
     storage: tuple[str | None, str, int]
     rest: tuple[Any, ...]
-    after: list[_Pattern] = field(default_factory=list)
+    after: list[_Pattern]
 
 
 #: Most patterns that are tried for one tensor.
@@ -956,7 +955,7 @@ class _TensorStep:
 
     def __init__(self, world: TorchWorld) -> None:
         self.used = False
-        self._world = world
+        self._stored = world.stored
         self._rewritten = 0
         self._patterns: dict[tuple[int, ...], _Pattern] = {}
         self._after: list[_Pattern] = []
@@ -975,19 +974,16 @@ class _TensorStep:
             self._learn(m, *self._met)
             self._met = None
         data, start, first, number = m.data, m.pos - 1, m.highest + 1, int.from_bytes
-        for pattern in self._after:
-            opcodes = data[start : start + pattern.length]
-            key = opcodes[pattern.key_at : pattern.key_end]
-            code = number(opcodes, "little") - (number(key, "little") << 8 * pattern.key_at)
-            fits = code == first * pattern.steps + pattern.code and first <= pattern.limit
-            if fits and key.isdigit():
-                (dtype, location, numel), rest = pattern.storage, pattern.rest
-                storage = self._world.stored(dtype, key.decode(), location, numel)
-                m.stack[-1] = made = TensorRef(storage, *rest)
-                m.highest += pattern.puts
-                m.memo[m.highest] = made
-                m.pos = start + pattern.length
-                self.used, self._after = True, pattern.after
+        for length, key_at, key_end, steps, code, puts, limit, like, rest, after in self._after:
+            opcodes = data[start : start + length]
+            key = opcodes[key_at:key_end]
+            found = number(opcodes, "little") - (number(key, "little") << 8 * key_at)
+            if found == first * steps + code and first <= limit and key.isdigit():
+                storage = self._stored(like[0], key.decode(), like[1], like[2])
+                m.highest = last = m.highest + puts
+                m.stack[-1] = m.memo[last] = TensorRef(storage, *rest)
+                m.pos = start + length
+                self.used, self._after = True, after
                 return
         match = _TENSOR.match(data, start)
         self._met = match and (match, first)
@@ -1026,7 +1022,8 @@ class _TensorStep:
                 limit,
                 storage,
                 rest,
-            ),
+                [],
+            ),  # fmt: skip
         )
         after[:] = [pattern, *after[: _MOST_TRIED - 1]]
         self._after = pattern.after
