@@ -29,7 +29,13 @@ from torchlift.formats.index import (
     row_major,
 )
 from torchlift.formats.sharded import MOST_MISSING, claimed, locate, locate_all, missing
-from torchlift.formats.source import Source, dense_shape, errors_name, whole_numbers
+from torchlift.formats.source import (
+    Source,
+    dense_shape,
+    errors_name,
+    parse_json,
+    whole_numbers,
+)
 from torchlift.formats.torch_pickle import Blocked, Global, TorchWorld
 from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import STEP, Budget, read_pickle
@@ -123,11 +129,24 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
             metadata.add(source.read_all(_MAX_METADATA, "the metadata"))
             guides[file] = source.stamp
     index = _read_items(path, metadata)
-    if all(os.path.exists(os.path.join(path, name)) for name in (_COMMON, _BACKEND)):
+    if _has_common(path, metadata):
         with errors_name(file := locate(path, _COMMON)), Source(file, metadata.budget) as source:
             common = claimed(_COMMON, read_torch_zip(source), {})
         index = join(path, "dcp", [index, common], index.metadata, _CONFLICT)
     return replace(index, guides=guides)
+
+
+def _has_common(path: str, metadata: _Metadata) -> bool:
+    """Return whether Megatron stored what is not sharded in a file of its own, there or not."""
+    if not os.path.exists(os.path.join(path, _BACKEND)):
+        return False
+    if os.path.exists(os.path.join(path, _COMMON)):
+        return True
+    with errors_name(file := locate(path, _BACKEND)), Source(file, metadata.budget) as source:
+        noted = parse_json(source.read_all(1 << 16, "the note of the backend"), "the note")
+    # Since NVIDIA/Megatron-LM#5160 it is a sharded object like others.
+    sharded = any(key.partition("/")[0] == "common_state" for key in metadata.objects)
+    return "sharded_backend" in noted and not sharded
 
 
 def _check_ranks(path: str, names: Sequence[str]) -> None:

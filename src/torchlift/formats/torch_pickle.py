@@ -1010,21 +1010,9 @@ class _TensorStep:
         limit = (1 << 8 * (len(match[puts[0]]) - 1)) - len(puts)
         storage = made.storage.dtype, made.storage.location, made.storage.numel
         rest = made.dtype, made.offset, made.size, made.stride, made.requires_grad
-        pattern = self._patterns.setdefault(
-            (len(opcodes), key_at, len(key), steps, code),
-            _Pattern(
-                len(opcodes),
-                key_at,
-                key_at + len(key),
-                steps,
-                code,
-                len(puts),
-                limit,
-                storage,
-                rest,
-                [],
-            ),  # fmt: skip
-        )
+        known = len(opcodes), key_at, key_at + len(key), steps, code
+        record = _Pattern(*known, len(puts), limit, storage, rest, [])
+        pattern = self._patterns.setdefault(known, record)
         after[:] = [pattern, *after[: _MOST_TRIED - 1]]
         self._after = pattern.after
 
