@@ -424,7 +424,7 @@ ROWS: dict[str, tuple[Make, str, str | None, str]] = {
     "an odd key of storages": (legacy({"w": legacy_tensor()}, keys=["0", LONG]),
         FORMAT, LONG, "a storage that no tensor uses"),
     "an odd name in a script": (script(Script("Model", {LONG: tensor(numel=5)})),
-        FORMAT, "m/data/0", "a storage does not have the size that the tensor"),
+        READ, None, "read"),  # nothing declares it, so torch drops it
     "an odd class": (script(Script("X" + LONG[:300].replace("\r", ""), {"w": tensor(numel=5)})),
         FORMAT, "m/data/0", "does not have the size"),
     "an odd name in a program": (program({LONG: weight(dtype=99)}),
