@@ -266,7 +266,7 @@ REFUSED: dict[str, tuple[Callable[[Metadata], object], type[Exception], str]] = 
     "past the end": (
         _set("model.weight", offset=1 << 40),
         FormatError,
-        r"'model.weight': an item reaches past the end of its file",
+        r"'model.weight': an item reaches past the end of the file",
     ),
     "negative": (_set("model.weight", offset=-5), FormatError, "impossible size or offset"),
     "not a number": (_set("model.weight", offset="5"), FormatError, "impossible size or offset"),
@@ -502,7 +502,20 @@ def test_a_file_beside_the_metadata_of_megatron_is_as_strange_as_the_rest(torch_
     with pytest.raises(FormatError, match="not a regular file"):
         torchlift.open(torch_dist)
     common.unlink()
+    with pytest.raises(FormatError, match=r"'common\.pt': a shard is missing"):
+        torchlift.open(torch_dist)
+    (torch_dist / "metadata.json").write_text('{"by": "another program"}')
     assert "iteration" not in torchlift.open(torch_dist).objects
+
+
+def test_what_megatron_stores_of_all_ranks_may_be_a_sharded_object(tmp_path: Path) -> None:
+    """Newer versions have no ``common.pt``, and nothing is missing then."""
+    state = {"w": torch.ones(2), "common_state/shard_0_1": packed({"iteration": 100})}
+    planner = AsMegatron(flatten_state_dict=False)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner, no_dist=True)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with torchlift.open(tmp_path) as ckpt:
+        assert "w" in ckpt
 
 
 def test_items_like_others_are_checked_as_if_they_were_the_first(tmp_path: Path) -> None:

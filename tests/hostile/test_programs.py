@@ -42,6 +42,13 @@ def test_a_script_made_by_hand_is_read(path):
     assert ckpt.objects == {"ATTRIBUTES.n": 5}
 
 
+def test_what_the_text_of_a_class_does_not_declare_is_not_shown(path):
+    """Torch takes the attributes that are declared out of the pickle, and drops the others."""
+    state = {"w": tensor(), "0": tensor(), "undeclared": tensor(), "fixed": 1, "odd name": 2}
+    ckpt = torchlift.open(write_script(path, Script("Model", state)))
+    assert (list(ckpt), dict(ckpt.objects)) == (["w", "ATTRIBUTES.0"], {})
+
+
 def test_a_script_without_the_text_of_its_classes_keeps_every_tensor(path):
     """What is a buffer cannot be known then."""
     ckpt = torchlift.open(write_script(path, Script("Unknown", {"x": tensor()}), code=b""))

@@ -204,6 +204,18 @@ SCRIPT_CODE = b"""class Model(Module):
   __parameters__ = ["w", ]
   __buffers__ = ["b", ]
   w : Tensor
+  b : Tensor
+  other : Tensor
+  x : Tensor
+  n : int
+  training : bool
+  inner : __torch__.Model
+  plain : __torch__.Plain
+  m : __torch__.Model
+  a : __torch__.Model
+  CONSTANTS : __torch__.Model
+  __annotations__["0"] = Tensor
+  fixed : Final[int] = 1
 class Plain:
   w : Tensor
 """

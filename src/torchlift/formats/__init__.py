@@ -27,11 +27,12 @@ from torchlift.formats.index import (
     require_kept,
     used_by,
 )
+from torchlift.formats.reader import Content, Reader
 from torchlift.formats.sharded import put_together
 
 __all__ = [
-    "AMBIGUOUS", "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "FileStamp", "Index", "Kind", "Leaf",
-    "Record", "Storage", "TensorEntry", "allowed", "allowing", "ambiguity", "cut",
+    "AMBIGUOUS", "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "Content", "FileStamp", "Index", "Kind",
+    "Leaf", "Reader", "Record", "Storage", "TensorEntry", "allowed", "allowing", "ambiguity", "cut",
     "left_out", "matching", "of_model", "put_together", "read_index", "require_kept", "row_major",
     "select", "steps_in_file", "under", "used_by",
 ]  # fmt: skip

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Chunk, TensorEntry, is_row_major
 from torchlift.formats.index import row_major as row_major  # also for who has boxes to lay out
+from torchlift.formats.unpickle import STEP, Budget
 
 #: For each dimension of a tensor the (start, stop) ranges that follow each other in a slice of it.
 Spans = Sequence[Sequence[tuple[int, int]]]
+
+#: The first index and the shape of a box of a tensor.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Run(NamedTuple):
@@ -140,40 +144,30 @@ def permuted(entry: TensorEntry, dims: Sequence[int]) -> TensorEntry:
         >>> turned.shape, turned.stride, turned.chunks[0].stride
         ((2, 3), (3, 1), (1, 2))
     """
-    chunks = []
-    for chunk in entry.chunks:
-        rows = (chunk.start, chunk.shape, steps_in_file(entry, chunk))
-        start, shape, steps = ([row[dim] for dim in dims] for row in rows)
-        chunks.append(_box(entry, chunk, chunk.offset, start, shape, steps))
-    return _boxed(entry, tuple(entry.shape[dim] for dim in dims), tuple(chunks))
+    return _rearranged(entry, lambda row, _: [row[dim] for dim in dims])
 
 
 def unsqueezed(entry: TensorEntry, dim: int) -> TensorEntry:
     """Return the entry of a tensor with one dimension of size 1 more, as boxes."""
-
-    def more(row: Sequence[int], value: int) -> tuple[int, ...]:
-        return (*row[:dim], value, *row[dim:])
-
-    chunks = [
-        # As far apart as the next one lies that follows in the file.
-        _box(entry, c, c.offset, more(c.start, 0), more(c.shape, 1), more(steps, entry.numel))
-        for c in entry.chunks
-        for steps in (steps_in_file(entry, c),)
-    ]
-    return _boxed(entry, more(entry.shape, 1), tuple(chunks))
+    return _rearranged(entry, lambda row, new: [*row[:dim], new, *row[dim:]])
 
 
 def squeezed(entry: TensorEntry, dim: int) -> TensorEntry:
     """Return the entry of a tensor without one dimension of size 1, as boxes."""
+    return _rearranged(entry, lambda row, _: [*row[:dim], *row[dim + 1 :]])
 
-    def less(row: Sequence[int]) -> tuple[int, ...]:
-        return (*row[:dim], *row[dim + 1 :])
 
-    chunks = [
-        _box(entry, c, c.offset, less(c.start), less(c.shape), less(steps_in_file(entry, c)))
-        for c in entry.chunks
-    ]
-    return _boxed(entry, less(entry.shape), tuple(chunks))
+def _rearranged(
+    entry: TensorEntry, change: Callable[[Sequence[int], int], Sequence[int]]
+) -> TensorEntry:
+    """Return an entry with other dimensions, given (row, item of a new one) -> the row changed."""
+    chunks = []
+    for chunk in entry.chunks:
+        start, shape = change(chunk.start, 0), change(chunk.shape, 1)
+        # Of a new dimension, as far apart as the next one lies that follows in the file.
+        steps = change(steps_in_file(entry, chunk), entry.numel)
+        chunks.append(_box(entry, chunk, chunk.offset, start, shape, steps))
+    return _boxed(entry, tuple(change(entry.shape, 1)), tuple(chunks))
 
 
 def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
@@ -384,3 +378,47 @@ def run_count(entry: TensorEntry) -> int:
         math.prod(c.shape[: _inner(c.shape, steps_in_file(entry, c), steps)[0]])
         for c in entry.chunks
     )
+
+
+def check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[Box], budget: Budget) -> None:
+    """Refuse chunks that reach outside the tensor, overlap, or leave gaps.
+
+    No chunk is compared with another: the sum of the boxes' indicator functions is one everywhere
+    in the tensor exactly where their corners, with alternating signs, cancel to the tensor's own.
+    """
+    for start, sizes in boxes:
+        if any(a + n > size for a, n, size in zip(start, sizes, shape, strict=True)):
+            raise FormatError(
+                "a chunk reaches outside its tensor",
+                entry=key,
+                expected=f"inside {list(shape)}",
+                found=f"{list(sizes)} at {list(start)}",
+            )
+    stored, numel = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if stored < numel:
+        raise FormatError(
+            "the chunks of a tensor leave gaps",
+            entry=key,
+            expected=f"{numel} elements",
+            found=f"{stored} in {len(boxes)} chunks",
+            hint="The checkpoint is incomplete: a rank's file may be missing, or its save failed.",
+        )
+    # A dimension that every box fills has no corners inside.
+    dims = [at for at, size in enumerate(shape) if any(sizes[at] != size for _, sizes in boxes)]
+    budget.spend(STEP * len(boxes) << len(dims), key)
+    corners: dict[tuple[int, ...], int] = {}
+    whole = ((0,) * len(shape), shape)
+    for sign, (start, sizes) in [(1, box) for box in boxes] + [(-1, whole)] * bool(boxes):
+        ends = [((start[at], 1), (start[at] + sizes[at], -1)) for at in dims]
+        for corner in itertools.product(*ends):
+            place = tuple(at for at, _ in corner)
+            corners[place] = corners.get(place, 0) + sign * math.prod(s for _, s in corner)
+    wrong = next((place for place, count in corners.items() if count), None)
+    if wrong is not None:
+        raise FormatError(
+            "the chunks of a tensor overlap",
+            entry=key,
+            expected=f"{numel} elements, each once",
+            found=f"{stored} in {len(boxes)} chunks, which do not fit together at "
+            f"{list(wrong)} along dimensions {dims}",
+        )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchlift.errors import FormatError, UnsafeError
+from torchlift.formats.boxes import Box, check_boxes
 from torchlift.formats.index import (
     ITEMSIZE,
     Chunk,
@@ -28,7 +29,13 @@ from torchlift.formats.index import (
     row_major,
 )
 from torchlift.formats.sharded import MOST_MISSING, claimed, locate, locate_all, missing
-from torchlift.formats.source import Source, dense_shape, errors_name, whole_numbers
+from torchlift.formats.source import (
+    Source,
+    dense_shape,
+    errors_name,
+    parse_json,
+    whole_numbers,
+)
 from torchlift.formats.torch_pickle import Blocked, Global, TorchWorld
 from torchlift.formats.torch_zip import read_torch_zip
 from torchlift.formats.unpickle import STEP, Budget, read_pickle
@@ -79,8 +86,6 @@ _PATHS = {
     for kind in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 }
 
-#: The first index and the shape of a chunk.
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
 #: The key of what an item holds, and the first index of the chunk; None for what is not a tensor.
 _Place = tuple[str, "tuple[int, ...] | None"]
 #: File, first byte and length of an item: a torch archive with one chunk or object.
@@ -124,11 +129,24 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
             metadata.add(source.read_all(_MAX_METADATA, "the metadata"))
             guides[file] = source.stamp
     index = _read_items(path, metadata)
-    if all(os.path.exists(os.path.join(path, name)) for name in (_COMMON, _BACKEND)):
+    if _has_common(path, metadata):
         with errors_name(file := locate(path, _COMMON)), Source(file, metadata.budget) as source:
             common = claimed(_COMMON, read_torch_zip(source), {})
         index = join(path, "dcp", [index, common], index.metadata, _CONFLICT)
     return replace(index, guides=guides)
+
+
+def _has_common(path: str, metadata: _Metadata) -> bool:
+    """Return whether Megatron stored what is not sharded in a file of its own, there or not."""
+    if not os.path.exists(os.path.join(path, _BACKEND)):
+        return False
+    if os.path.exists(os.path.join(path, _COMMON)):
+        return True
+    with errors_name(file := locate(path, _BACKEND)), Source(file, metadata.budget) as source:
+        noted = parse_json(source.read_all(1 << 16, "the note of the backend"), "the note")
+    # Since NVIDIA/Megatron-LM#5160 it is a sharded object like others.
+    sharded = any(key.partition("/")[0] == "common_state" for key in metadata.objects)
+    return "sharded_backend" in noted and not sharded
 
 
 def _check_ranks(path: str, names: Sequence[str]) -> None:
@@ -150,7 +168,7 @@ class _Tensor:
     dtype: str
     shape: tuple[int, ...]
     requires_grad: bool
-    boxes: dict[_Box, None]
+    boxes: dict[Box, None]
 
 
 @dataclass(slots=True)
@@ -288,7 +306,7 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
     if name not in ITEMSIZE:
         raise FormatError("a tensor has a dtype that nobody knows", entry=key, found=_kind(dtype))
     shape = dense_shape(record.get("size"), key, "size")
-    boxes: dict[_Box, None] = {}
+    boxes: dict[Box, None] = {}
     budget.spend(8 * STEP * len(chunks) * (1 + len(shape)), key)
     for chunk in chunks:
         if not isinstance(chunk, _Record) or chunk.kind != "ChunkStorageMetadata":
@@ -300,7 +318,7 @@ def _tensor(key: str, record: _Record, budget: Budget) -> _Tensor:
                 "a chunk has not the dimensions of its tensor",
                 entry=key,
                 expected=f"{len(shape)} dimensions",
-                found=_box_text((start, sizes)),
+                found=f"{list(sizes)} at {list(start)}",
             )
         boxes[start, sizes] = None
     return _Tensor(name, shape, requires_grad is True, boxes)
@@ -342,18 +360,14 @@ def _kind(value: object) -> str:
     return value.kind if isinstance(value, _Record) else f"a {type(value).__name__}"
 
 
-def _box_text(box: _Box) -> str:
-    return f"{list(box[1])} at {list(box[0])}"
-
-
 def _read_items(path: str, metadata: _Metadata) -> Index:
     """Read every item where it is stored, each file once, and put the tensors together."""
     # All names are checked before the first file is opened.
     files = locate_all(path, (name for name, _, _ in metadata.items.values()))
-    boxes: dict[_Place, _Box] = {}
+    boxes: dict[_Place, Box] = {}
     for key, tensor in metadata.tensors.items():
         filled = [box for box in tensor.boxes if 0 not in box[1]]
-        _check_boxes(key, tensor.shape, filled, metadata.budget)
+        check_boxes(key, tensor.shape, filled, metadata.budget)
         boxes.update({(key, box[0]): box for box in filled})
     places: dict[str, list[tuple[_Place, _Item]]] = {}
     for place in (*boxes, *((key, None) for key in metadata.objects)):
@@ -494,50 +508,6 @@ def _check_items(file: str, stored: list[tuple[_Place, _Item]]) -> None:
     for (_, stop, _), (start, _, key) in itertools.pairwise(spans):
         if start < stop:
             raise FormatError("two items overlap in their file", file=file, entry=key)
-
-
-def _check_boxes(key: str, shape: tuple[int, ...], boxes: list[_Box], budget: Budget) -> None:
-    """Refuse chunks that reach outside the tensor, overlap, or leave gaps.
-
-    No chunk is compared with another: the sum of the boxes' indicator functions is one everywhere
-    in the tensor exactly where their corners, with alternating signs, cancel to the tensor's own.
-    """
-    for start, sizes in boxes:
-        if any(a + n > size for a, n, size in zip(start, sizes, shape, strict=True)):
-            raise FormatError(
-                "a chunk reaches outside its tensor",
-                entry=key,
-                expected=f"inside {list(shape)}",
-                found=_box_text((start, sizes)),
-            )
-    stored, numel = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
-    if stored < numel:
-        raise FormatError(
-            "the chunks of a tensor leave gaps",
-            entry=key,
-            expected=f"{numel} elements",
-            found=f"{stored} in {len(boxes)} chunks",
-            hint="The checkpoint is incomplete: a rank's file may be missing, or its save failed.",
-        )
-    # A dimension that every box fills has no corners inside.
-    dims = [at for at, size in enumerate(shape) if any(sizes[at] != size for _, sizes in boxes)]
-    budget.spend(STEP * len(boxes) << len(dims), key)
-    corners: dict[tuple[int, ...], int] = {}
-    whole = ((0,) * len(shape), shape)
-    for sign, (start, sizes) in [(1, box) for box in boxes] + [(-1, whole)] * bool(boxes):
-        ends = [((start[at], 1), (start[at] + sizes[at], -1)) for at in dims]
-        for corner in itertools.product(*ends):
-            place = tuple(at for at, _ in corner)
-            corners[place] = corners.get(place, 0) + sign * math.prod(s for _, s in corner)
-    wrong = next((place for place, count in corners.items() if count), None)
-    if wrong is not None:
-        raise FormatError(
-            "the chunks of a tensor overlap",
-            entry=key,
-            expected=f"{numel} elements, each once",
-            found=f"{stored} in {len(boxes)} chunks, which do not fit together at "
-            f"{list(wrong)} along dimensions {dims}",
-        )
 
 
 def items_of(path: str) -> set[str]:

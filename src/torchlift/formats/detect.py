@@ -1,6 +1,6 @@
 """Which reader a path needs, found from its content; and what it is that torchlift does not read.
 
-A new format is one file with a reader and one line in `_READERS` (files) or `_DIRECTORIES`.
+A new format is one file with a `Reader` and one line in `_FILES` or `_DIRECTORIES`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from dataclasses import replace
 
 from torchlift._system import collection_paused, printable
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.formats import flax_msgpack, gguf, npz, pt2, torch_legacy, torchscript, zero
 from torchlift.formats.dcp import METADATA, SUFFIX, metadata_files, read_dcp
-from torchlift.formats.flax_msgpack import is_flax, read_flax
-from torchlift.formats.gguf import read_gguf
-from torchlift.formats.index import Index, Record
-from torchlift.formats.npz import MAGIC, read_npy, read_npz
-from torchlift.formats.pt2 import read_pt2
+from torchlift.formats.index import Index
+from torchlift.formats.reader import HEAD, Content, Reader, is_zip, read_by_others
 from torchlift.formats.safetensors import read_safetensors
 from torchlift.formats.sharded import (
     MOST_MISSING,
@@ -30,49 +28,32 @@ from torchlift.formats.sharded import (
     read_sharded,
 )
 from torchlift.formats.source import Source, errors_name
-from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy, read_torch_tar
+from torchlift.formats.torch_legacy import is_legacy, is_tar, read_torch_legacy
 from torchlift.formats.torch_zip import read_torch_zip
-from torchlift.formats.torchscript import read_torchscript
 from torchlift.formats.unpickle import Budget
-from torchlift.formats.zero import read_zero, zero_files
-from torchlift.formats.zip_archive import END_MAGIC, LOCAL_MAGIC, read_directory
-
-#: Bytes at the start of a file that decide on its format.
-_HEAD = 512
 
 _EXPECTED = (
     "a file of torch (TorchScript and pt2, too), safetensors, GGUF, numpy or flax, or an "
     "*.index.json"
 )
-_UNPACK = "Unpack it first."
 _TENSORFLOW = "Read it with tf.train.load_checkpoint, and save its arrays with numpy.savez."
-_ENGINE = "It holds a compiled program, whose weights cannot be had: ask for what it was made from."
 #: (how it starts, what it is, what to do). The first that fits counts.
 _FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (rb"version https://git-lfs\.github\.com/spec/",
      "a git-lfs pointer: the place of the weights, not the weights",
      "Fetch the file itself: git lfs pull."),
     (rb"\x89HDF\r\n\x1a\n", "an HDF5 file, such as Keras writes (.h5)", "Read it with h5py."),
-    (rb"\x1f\x8b", "a gzip archive, perhaps of a tar archive", "Decompress it first."),
-    (rb"\x28\xb5\x2f\xfd", "a zstd archive", "Decompress it first."),
-    (rb"\xfd7zXZ\0", "an xz archive", "Decompress it first."),
-    (rb"BZh", "a bzip2 archive", "Decompress it first."),
-    (rb"\x04\x22\x4d\x18", "an lz4 archive", "Decompress it first."),
-    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
-    (rb"Rar!", "a rar archive", _UNPACK),
+    (rb"\x1f\x8b|BZh|\xfd7zXZ\0|\x28\xb5\x2f\xfd", "a gzip, bzip2, xz or zstd archive",
+     "Decompress it first."),
     (rb"\x78[\x01\x5e\x9c\xda]", "a zlib stream, such as joblib writes",
      "Where you trust it, load it with joblib and save the arrays with numpy.savez."),
-    (rb"\x7fELF|MZ.{58}|\xcf\xfa\xed\xfe", "a program", "It holds no checkpoint."),
-    (rb"%PDF|\x89PNG|\xff\xd8\xff", "a document or a picture", "It holds no checkpoint."),
-    (rb"ftrt", "a TensorRT engine", _ENGINE),
-    (rb".{4}TFL3", "a TensorFlow Lite model", _ENGINE),
+    (rb"ftrt|.{4}TFL3", "a TensorRT engine or a TensorFlow Lite model",
+     "It holds a compiled program, whose weights cannot be had: ask for what it was made from."),
     (rb"\x08\x01\x12", "a TensorFlow SavedModel", _TENSORFLOW),
     (rb"model_checkpoint_path:", "TensorFlow's note of its last checkpoint", _TENSORFLOW),
     (rb"\x08[\x03-\x1f](?:\x12(?:\0|[\x01-\x7f][ -~])|[\x1a\x22\x28\x32\x3a\x42])", "an ONNX model",
      "Read it with onnx: its numpy_helper gives each initializer as an array."),
-    (rb"\x08[\x02-\x1f]\x12", "a Core ML model", "Read it with coremltools."),
     (rb"lmgg|fmgg|tjgg", "a GGML file, from before GGUF", "Convert it to GGUF with llama.cpp."),
-    (rb"MATLAB 5\.0 MAT-file", "a file of MATLAB", "Read it with scipy.io.loadmat."),
     (rb"\x80[\2-\5]", "a pickle that torch.save did not write",
      "Only unpickling could read it, which can run any code: ask for a file written by "
      "torch.save or safetensors."),
@@ -85,12 +66,10 @@ _FOREIGN_NAMES: tuple[tuple[str, str, str], ...] = (
      "Read it with keras, or take model.weights.h5 out of it and read that with h5py."),
     (r"(?:.*/)?saved_model\.pb", "a TensorFlow SavedModel", _TENSORFLOW),
     (r".*\.data-\d{5}-of-\d{5}", "a TensorFlow checkpoint", _TENSORFLOW),
-    (r"(?:.*/)?(?:com\.apple\.CoreML(?:/.*)?|coremldata\.bin)", "a Core ML model",
-     "Read it with coremltools."),
     (r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt", "a checkpoint of orbax (jax)",
      "Read it with orbax, and save its arrays with numpy.savez or safetensors."),
     (r"(?:.*/)?[^/]+\.(?:safetensors|gguf|pth?|bin|ckpt|msgpack)",
-     "an archive with a checkpoint in it", _UNPACK),
+     "an archive with a checkpoint in it", "Unpack it first."),
 )  # fmt: skip
 #: The first name that a pickle calls for, as protocols from 4 on and those before write it.
 _CALLED = re.compile(
@@ -191,21 +170,18 @@ def _elsewhere(name: str) -> str:
 def _read_file(path: str, budget: Budget | None = None) -> Index:
     """Read a file of any format; a shard, which has a budget, is no index of further shards."""
     with errors_name(path), Source(path, budget) as source:
-        head = source.read(0, min(_HEAD, source.size))
-        for fits, read in _SHARD_READERS if budget else _READERS:
-            if fits(head):
-                return read(source)
-        raise _foreign(head, source.read(max(source.size - 8, 0), min(source.size, 8)), source.size)
-
-
-def _is_zip(head: bytes) -> bool:
-    return head[:4] in (LOCAL_MAGIC, END_MAGIC)
+        content = Content(path, _read_file, source=source)
+        files = _ARCHIVES if is_zip(content.head) else _FILES if budget else (*_FILES, _INDEXES)
+        for reader in files:
+            if reader.fits(content):
+                return reader.read(content)
+        return read_by_others(content) or _refuse(content)
 
 
 def _is_safetensors(head: bytes) -> bool:
     """Return whether it starts like safetensors, even one whose header length is absurd."""
     header = head[8:].lstrip(b" \t\r\n")[:1]
-    return (header == b"{" or (not header and len(head) == _HEAD)) and not _is_text(head[:8])
+    return (header == b"{" or (not header and len(head) == HEAD)) and not _is_text(head[:8])
 
 
 def _is_json(head: bytes) -> bool:
@@ -223,55 +199,50 @@ def _is_text(head: bytes) -> bool:
     return bool(text) and all(c.isprintable() or c in "\r\n\t" for c in text)
 
 
-def _read_zip(source: Source) -> Index:
-    """Read an archive of any kind; its records say of which."""
-    records = read_directory(source)
-    first = next(iter(records), "")
-    top = first[: first.find("/") + 1]
-    kinds = {name: read for name, read in _ZIPS.items() if top + name in records}
-    if read_pt2 in kinds.values() and len({*kinds.values()}) > 1:
-        raise FormatError(
-            "an archive that is two: torch.load reads one and torch.export.load the other",
-            found=", ".join(kinds),
-            hint="Programs disagree on what is in such a file; write it again.",
-        )
-    for read in kinds.values():
-        return read(source, records)
-    if first.endswith(".npy"):
-        return read_npz(source, records)
-    if error := _foreign_in(records):
-        raise error
-    return read_torch_zip(source, records=records)
+def _torch_zip(content: Content) -> Index:
+    return read_torch_zip(content.source, records=content.records)
 
 
-#: A record in the top directory of an archive -> its reader; the first one that is there counts.
-_ZIPS: dict[str, Callable[[Source, dict[str, Record]], Index]] = {
-    "constants.pkl": read_torchscript,
-    "archive_format": read_pt2,
-    "serialized_state_dict.pt": read_pt2,
-    "data.pkl": lambda source, records: read_torch_zip(source, records=records),
-}
-
-_Reader = tuple[Callable[[bytes], bool], Callable[[Source], Index]]
-
-#: How a file starts -> its reader. A text is not taken for safetensors, so the order is free.
-_SHARD_READERS: tuple[_Reader, ...] = (
-    (_is_zip, _read_zip),
-    (is_legacy, read_torch_legacy),
-    (is_tar, read_torch_tar),
-    (_is_safetensors, read_safetensors),
-    (lambda head: head[:4] == b"GGUF", read_gguf),
-    (lambda head: head[:6] == MAGIC, read_npy),
-    (is_flax, read_flax),
+#: Zip archives; their records say of which kind.
+_ARCHIVES: tuple[Reader, ...] = (
+    pt2.READER,
+    torchscript.READER,
+    Reader(lambda content: f"{content.top}data.pkl" in content.records, _torch_zip),
+    npz.ARCHIVES,
 )
-_READERS: tuple[_Reader, ...] = (
-    *_SHARD_READERS,
-    (_is_json, lambda source: read_sharded(source, _read_file)),
+#: Other files. A text is not taken for safetensors, so the order is free.
+_FILES: tuple[Reader, ...] = (
+    Reader(
+        lambda content: is_legacy(content.head), lambda content: read_torch_legacy(content.source)
+    ),
+    torch_legacy.TARS,
+    Reader(
+        lambda content: _is_safetensors(content.head),
+        lambda content: read_safetensors(content.source),
+    ),
+    gguf.READER,
+    npz.ARRAYS,
+    flax_msgpack.READER,
 )
+_INDEXES = Reader(
+    lambda content: _is_json(content.head), lambda content: read_sharded(content.source, _read_file)
+)
+
+
+def _refuse(content: Content) -> Index:
+    """Raise the error for a file that no reader takes: what it is and what to do."""
+    if is_zip(content.head):
+        if error := _foreign_in(content.records):
+            raise error
+        return _torch_zip(content)  # which says what is missing
+    source = content.source
+    raise _foreign(
+        content.head, source.read(max(source.size - 8, 0), min(source.size, 8)), source.size
+    )
 
 
 def _foreign(head: bytes, tail: bytes, size: int) -> CheckpointError:
-    """Make the error for a file that no reader takes: what it is and what to do."""
+    """Make the error for a file by its first and last bytes."""
     for magic, what, hint in _FOREIGN:
         if re.match(magic, head, re.DOTALL):
             called = _CALLED.search(head) if head[:1] == b"\x80" else None
@@ -332,12 +303,14 @@ def _read_directory(path: str) -> Index:
         raise _several("a directory of components, each with a checkpoint", components, path)
     # What has no variant first, whichever way it is stored: what its model is loaded from.
     for some in ([name for name in names if name not in variants], names):
-        for choose, read in _DIRECTORIES:
-            if chosen := choose(path, some):
-                if len(found := sorted(set(variants.values()))) > 1 and some is names:
-                    what = f"a directory with {len(found)} variants of a model: {', '.join(found)}"
-                    raise _several(what, list(variants), path)
-                return read(path, chosen)
+        content = Content(path, _read_file, names=some)
+        for reader in filter(lambda reader: reader.fits(content), _DIRECTORIES):
+            if len(found := sorted(set(variants.values()))) > 1 and some is names:
+                what = f"a directory with {len(found)} variants of a model: {', '.join(found)}"
+                raise _several(what, list(variants), path)
+            return reader.read(content)
+    if index := read_by_others(content):
+        return index
     if components := _components(path, names):
         raise _several("a directory of directories with checkpoints", components, path)
     raise _foreign_in(names) or FormatError(
@@ -377,71 +350,82 @@ def _components(path: str, names: list[str]) -> list[str]:
     for name in names[:_MOST_FOLDERS]:
         folder = os.path.join(path, name)
         if os.path.isdir(folder) and not os.path.islink(folder):
-            inner = sorted(os.listdir(folder))
-            if any(choose(folder, inner) for choose, _ in _DIRECTORIES):
+            content = Content(folder, _read_file, names=sorted(os.listdir(folder)))
+            if any(reader.fits(content) for reader in _DIRECTORIES):
                 found.append(name)
     return found
 
 
-def _read_index_in(path: str, names: list[str]) -> Index:
-    name = _preferred(path, names, [name + _INDEX for name in _PREFERRED])
-    with Source(locate(path, name)) as source:
-        return replace(read_sharded(source, _read_file), path=path)
+def _read_index_in(content: Content) -> Index:
+    preferred = [name + _INDEX for name in _PREFERRED]
+    name = _preferred(content.path, _indexes(content), preferred)
+    with Source(locate(content.path, name)) as source:
+        return replace(read_sharded(source, _read_file), path=content.path)
 
 
-def _read_files(path: str, names: list[str]) -> Index:
-    if _is_complete_set(names) and len(names) > 1:
-        return read_set(path, names, _read_file)
-    return _read_file(locate(path, _preferred(path, names, _PREFERRED)), Budget())
+def _files(fits: Callable[[Content], list[str]]) -> Reader:
+    """Make a reader of a file or a set of files among those that `fits` returns."""
+
+    def read(content: Content) -> Index:
+        names = fits(content)
+        if _is_complete_set(names) and len(names) > 1:
+            return read_set(content.path, names, _read_file)
+        name = _preferred(content.path, names, _PREFERRED)
+        return _read_file(locate(content.path, name), Budget())
+
+    return Reader(fits, read)
 
 
-def _ending(*suffixes: str) -> Callable[[str, list[str]], list[str]]:
-    return lambda path, names: [name for name in names if name.endswith(suffixes)]
+def _ending(*suffixes: str) -> Callable[[Content], list[str]]:
+    return lambda content: [name for name in content.names if name.endswith(suffixes)]
 
 
-def _indexes(path: str, names: list[str]) -> list[str]:
-    return list(filter(is_index, names))
+def _indexes(content: Content) -> list[str]:
+    return list(filter(is_index, content.names))
 
 
-def _notes(path: str, names: list[str]) -> list[str]:
+def _notes(content: Content) -> list[str]:
     """Return the notes that name the folder of the last checkpoint, unless a model is here, too."""
+    path, names = content.path, content.names
     notes = [name for name in _LAST if name in names and os.path.isfile(os.path.join(path, name))]
     return [] if any(name in names for name in _PREFERRED) else notes
 
 
-def _read_last(path: str, names: list[str]) -> Index:
+def _read_last(content: Content) -> Index:
     """Read the last checkpoint of a training, in the folder that its note names."""
-    with Source(locate(path, names[0])) as source:
-        text = source.read_all(_HEAD, "the note of the last checkpoint").decode().strip()
-    folder = locate(path, _LAST[names[0]].format(text) if text.isdecimal() else text)
+    path, (name, *_) = content.path, _notes(content)
+    with Source(locate(path, name)) as source:
+        text = source.read_all(HEAD, "the note of the last checkpoint").decode().strip()
+    folder = locate(path, _LAST[name].format(text) if text.isdecimal() else text)
     if not os.path.isdir(folder):
         raise FormatError("the last checkpoint is not a directory", file=folder)
     return replace(_read_directory(folder), path=path)
 
 
-def _torch_files(path: str, names: list[str]) -> list[str]:
-    return [n for n in names if n.endswith(_PICKLED) and _starts_as_torch(os.path.join(path, n))]
+def _torch_files(content: Content) -> list[str]:
+    names = [name for name in content.names if name.endswith(_PICKLED)]
+    return [name for name in names if _starts_as_torch(os.path.join(content.path, name))]
 
 
 def _starts_as_torch(path: str) -> bool:
     if not os.path.isfile(path):
         return False
     with open(path, "rb", buffering=0) as file:
-        head = file.read(_HEAD)
-    return _is_zip(head) or is_legacy(head) or is_tar(head)
+        head = file.read(HEAD)
+    return is_zip(head) or is_legacy(head) or is_tar(head)
 
 
-#: (directory, its names) -> the names that make it a checkpoint of a kind; how they are read.
-_DIRECTORIES: tuple[
-    tuple[Callable[[str, list[str]], list[str]], Callable[[str, list[str]], Index]], ...
-] = (
-    (lambda path, names: metadata_files(names), read_dcp),
-    (_indexes, _read_index_in),
-    (_ending(".safetensors"), _read_files),
-    (zero_files, lambda path, names: read_zero(path, names, _read_file)),
-    (_notes, _read_last),
-    (_torch_files, _read_files),
-    (_ending(".gguf", ".msgpack"), _read_files),
+_DIRECTORIES: tuple[Reader, ...] = (
+    Reader(
+        lambda content: metadata_files(content.names),
+        lambda content: read_dcp(content.path, metadata_files(content.names)),
+    ),
+    Reader(_indexes, _read_index_in),
+    _files(_ending(".safetensors")),
+    zero.READER,
+    Reader(_notes, _read_last),
+    _files(_torch_files),
+    _files(_ending(".gguf", ".msgpack")),
 )
 
 

@@ -18,6 +18,7 @@ from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flatten import ROOT_TENSOR
 from torchlift.formats.index import ITEMSIZE, Index, Storage, row_major
+from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Cursor, Source, dense_shape
 from torchlift.formats.torch_pickle import Blocked, StorageRef, TensorRef, TorchWorld
 from torchlift.formats.torch_zip import Resolver, index_of
@@ -48,17 +49,13 @@ _SIZED: dict[int, tuple[str, str | int]] = {
 }  # fmt: skip
 
 
-def is_flax(head: bytes) -> bool:
-    """Return whether a file starts as flax starts one."""
-    return _START.match(head) is not None
-
-
-def read_flax(source: Source) -> Index:
+def read_flax(content: Content) -> Index:
     """Read the index of a msgpack file of flax, without its arrays.
 
     Raises:
         FormatError: malformed, truncated, or an array whose bytes are not what its shape says.
     """
+    source = content.source
     scan = _Scan(source)
     try:
         root = scan.value(0)
@@ -199,3 +196,6 @@ def _unchunked(index: Index) -> Index:
 def _numbered(prefix: str, values: Mapping[str, object]) -> Iterator[str]:
     """Return ``prefix0``, ``prefix1`` and so on, as far as there are such keys."""
     return itertools.takewhile(values.__contains__, (f"{prefix}{at}" for at in itertools.count()))
+
+
+READER = Reader(lambda content: _START.match(content.head), read_flax)

@@ -12,7 +12,8 @@ from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
-from torchlift.formats.source import Cursor, Source, dense_shape
+from torchlift.formats.reader import Content, Reader
+from torchlift.formats.source import Cursor, dense_shape
 
 #: ggml's number of a type -> torch's name.
 _PLAIN = {
@@ -37,12 +38,13 @@ _TEXT, _ARRAY = 8, 9
 _SHOWN = 1000  # bytes of a text in the metadata: a chat template may have a hundred thousand
 
 
-def read_gguf(source: Source) -> Index:
+def read_gguf(content: Content) -> Index:
     """Read the index of a GGUF file.
 
     Raises:
         FormatError: malformed, truncated, or of a version that is not known.
     """
+    source = content.source
     cursor = _Cursor(source)
     cursor.take(4)
     version = cursor.number("<I")
@@ -84,16 +86,9 @@ def read_gguf(source: Source) -> Index:
         if start + offset < end:
             raise FormatError("two tensors overlap", entry=key, found=f"{before!r} before it")
         end, before = start + offset + nbytes, key
-        if nbytes and end > source.size:
-            raise FormatError(
-                "a tensor reaches past the end of the file",
-                entry=key,
-                expected=f"at most {source.size} bytes",
-                found=f"bytes {start + offset} to {end}",
-                hint="The file is truncated: fetch it again.",
-            )
         entries[key] = entry
         if nbytes:
+            source.check(start + offset, nbytes, "a tensor", key)
             storages[key] = Storage(source.path, start + offset, nbytes, "cpu")
     files = {source.path: source.stamp}
     return Index(source.path, "gguf", entries, storages, files, metadata=metadata)
@@ -174,3 +169,6 @@ class _Cursor(Cursor):
             for _ in range(count):
                 self.value(inner, name, depth + 1)
         return f"{count} values"
+
+
+READER = Reader(lambda content: content.head[:4] == b"GGUF", read_gguf)

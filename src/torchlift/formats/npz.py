@@ -22,10 +22,11 @@ from torchlift.formats.index import (
     TensorEntry,
     row_major,
 )
+from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Source, dense_shape
 from torchlift.formats.zip_archive import STORED, check_method, inflated
 
-MAGIC = b"\x93NUMPY"
+_MAGIC = b"\x93NUMPY"
 #: numpy's own limit on what it parses of a file that it does not trust.
 _MAX_HEADER = 10_000
 _MOST = 12 + _MAX_HEADER
@@ -38,28 +39,30 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def read_npy(source: Source) -> Index:
+def read_npy(content: Content) -> Index:
     """Read the index of a .npy file, whose only array is called ``tensor``.
 
     Raises:
         FormatError: malformed or truncated.
     """
-    return _index(source, {ROOT_TENSOR: Record("", 0, source.size, source.size, 0, STORED)})
+    size = content.source.size
+    return _index(content.source, {ROOT_TENSOR: Record("", 0, size, size, 0, STORED)})
 
 
-def read_npz(source: Source, records: Mapping[str, Record]) -> Index:
+def read_npz(content: Content) -> Index:
     """Read the index of a .npz file; the key of an array is the name of its record.
 
     Raises:
         FormatError: malformed, or compressed otherwise than numpy does it.
     """
+    records = content.records
     for name, record in records.items():
         if not name.endswith(".npy"):
             raise FormatError("a record that is no array of numpy's", entry=name)
         if name.removesuffix(".npy") in records:  # numpy looks for a record of the whole name first
             raise FormatError("an array has the name of another one's record", entry=name)
         check_method(record)
-    return _index(source, {name.removesuffix(".npy"): at for name, at in records.items()})
+    return _index(content.source, {name.removesuffix(".npy"): at for name, at in records.items()})
 
 
 def _index(source: Source, records: Mapping[str, Record]) -> Index:
@@ -119,7 +122,7 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
         most = next(inflated(source.read, record, _MOST), b"")
     head = most[:12]
     size = 2 if head[6:7] == b"\1" else 4
-    if len(head) < 12 or head[:6] != MAGIC or head[6:8] not in (b"\1\0", b"\2\0", b"\3\0"):
+    if len(head) < 12 or head[:6] != _MAGIC or head[6:8] not in (b"\1\0", b"\2\0", b"\3\0"):
         raise FormatError("not an array of numpy's", entry=key, found=repr(head))
     (length,) = struct.unpack_from("<H" if size == 2 else "<I", head, 8)
     start = 8 + size + length
@@ -145,3 +148,7 @@ def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, .
         # numpy.load takes records of numbers and texts as they are; objects are a pickle.
         code = "structured with |O" if "|O" in repr(code) else "structured"
     return code, shape, fields["fortran_order"], start
+
+
+ARRAYS = Reader(lambda content: content.head[:6] == _MAGIC, read_npy)
+ARCHIVES = Reader(lambda content: next(iter(content.records), "").endswith(".npy"), read_npz)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import ITEMSIZE, Index, Record, TensorEntry, join
+from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Source, errors_name, parse_json
 from torchlift.formats.torch_pickle import StorageRef, TensorRef
 from torchlift.formats.torch_zip import (
@@ -47,12 +48,8 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def read_pt2(source: Source, records: dict[str, Record]) -> Index:
+def read_pt2(content: Content) -> Index:
     """Read the index of an exported program, or of several in one archive.
-
-    Args:
-        source: the file.
-        records: its directory.
 
     Returns:
         The state dict under its own names, below ``CONSTANTS`` the constants; of several programs,
@@ -61,11 +58,16 @@ def read_pt2(source: Source, records: dict[str, Record]) -> Index:
     Raises:
         FormatError: not such an archive, damaged, or inconsistent.
     """
+    source, records, top = content.source, content.records, content.top
+    if both := [name for name in ("constants.pkl", "data.pkl") if top + name in records]:
+        raise FormatError(
+            "an archive that is two: torch.load reads one and torch.export.load the other",
+            found=", ".join(both),
+            hint="Programs disagree on what is in such a file; write it again.",
+        )
     if _OLD[0][0] in records:
         found = [_nested(source, records[name], under) for name, under in _OLD if name in records]
         return _joined(source, found, {})
-    first = next(iter(records))
-    top = first[: first.find("/") + 1]
     version = look_up(records, top + "archive_version")
     if version and read_content(source, version).strip() not in _VERSIONS:
         raise FormatError("a version of exported programs that torch does not read", entry=top)
@@ -225,3 +227,11 @@ def _field(record: object, name: str, kind: type) -> Any:
             found=f"a {type(found).__name__}",
         )
     return found
+
+
+READER = Reader(
+    lambda content: any(
+        content.top + name in content.records for name in ("archive_format", _OLD[0][0])
+    ),
+    read_pt2,
+)

@@ -28,10 +28,11 @@ _CACHE_ROOT = re.compile(r"(models|datasets|spaces)--.+")
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
-_ReadFile = Callable[[str, Budget], Index]
+#: Reads a file of a checkpoint that has several, out of one budget.
+ReadFile = Callable[[str, Budget], Index]
 
 
-def read_sharded(source: Source, read_file: _ReadFile) -> Index:
+def read_sharded(source: Source, read_file: ReadFile) -> Index:
     """Read all shards that an ``*.index.json`` names, each once.
 
     Tensors that a shard holds and the index does not mention are kept: other loaders see them too.
@@ -109,7 +110,7 @@ def _is_map(content: Mapping[str, Any]) -> bool:
     )
 
 
-def read_set(path: str, names: Iterable[str], read_file: _ReadFile) -> Index:
+def read_set(path: str, names: Iterable[str], read_file: ReadFile) -> Index:
     """Read the complete set ``x-00001-of-0000N`` of a directory that has no index.
 
     Args:
@@ -217,7 +218,7 @@ def _inside(directory: str, path: str) -> bool:
 
 
 def _read_shards(
-    directory: str, names: Iterable[str], read_file: _ReadFile, budget: Budget
+    directory: str, names: Iterable[str], read_file: ReadFile, budget: Budget
 ) -> dict[str, Index]:
     # All names are checked before the first file is opened.
     files = locate_all(directory, names)

@@ -54,22 +54,29 @@ class Source:
         self.stamp = FileStamp.of(self.descriptor)
         self.start, self.size = 0, self.stamp.size
 
-    def window(self, start: int, size: int) -> Source:
+    def window(
+        self, start: int, size: int, what: str = "an item", entry: str | None = None
+    ) -> Source:
         """Return a part of the file as a file of its own, over the same descriptor.
 
         Raises:
             FormatError: it reaches past the end.
         """
-        if start + size > self.size:
-            raise FormatError(
-                "an item reaches past the end of its file",
-                expected=f"at most {self.size} bytes",
-                found=f"bytes {start} to {start + size}",
-                hint="The file is truncated: fetch it again.",
-            )
+        self.check(start, size, what, entry)
         made = copy.copy(self)
         made.start, made.size = self.start + start, size
         return made
+
+    def check(self, offset: int, nbytes: int, what: str, entry: str | None = None) -> None:
+        """Refuse bytes that are not inside the file; an error calls them `what`."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise FormatError(
+                f"{what} reaches past the end of the file",
+                entry=entry,
+                expected=f"at most {self.size} bytes",
+                found=f"bytes {offset} to {offset + nbytes}",
+                hint="The file is truncated, or its header is damaged: fetch it again.",
+            )
 
     def read(self, offset: int, nbytes: int, entry: str | None = None) -> bytes:
         """Read exactly `nbytes` bytes at `offset`.
@@ -77,14 +84,7 @@ class Source:
         Raises:
             FormatError: the range is not inside the file, or the file shrank while it was read.
         """
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
-            raise FormatError(
-                "a byte range lies outside the file",
-                entry=entry,
-                expected=f"at most {self.size} bytes",
-                found=f"bytes {offset} to {offset + nbytes}",
-                hint="The file is truncated or its header is damaged.",
-            )
+        self.check(offset, nbytes, "a byte range", entry)
         self.budget.grow(nbytes)
         self._file.seek(self.start + offset)
         data = self._file.read(nbytes)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import QUANTIZED, Index, Storage
+from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import (
     STORAGES,
@@ -141,14 +142,7 @@ class _Stream:
                 expected=f"{ref.numel} elements",
                 found=f"{count}",
             )
-        if start + nbytes > self.source.size:
-            raise FormatError(
-                "a storage reaches past the end of the file",
-                entry=what,
-                expected=f"{nbytes} bytes",
-                found=f"{self.source.size - start}",
-                hint="The file is truncated: an interrupted save or download. Fetch it again.",
-            )
+        self.source.check(start, nbytes, "a storage", what)
         self.pos += nbytes
         return Storage(self.source.path, self.source.start + start, nbytes, ref.location)
 
@@ -271,13 +265,14 @@ class _TarWorld(TorchWorld):
         return found
 
 
-def read_torch_tar(source: Source) -> Index:
+def read_torch_tar(content: Content) -> Index:
     """Read the index of a tar.
 
     Raises:
         FormatError: not one of torch, damaged, truncated or inconsistent.
         UnsafeError: a member would leave the directory, or a pickle of numbers names a global.
     """
+    source = content.source
     members = _members(source)
     missing = [name for name in _MEMBERS[1:] if name not in members]
     if missing:
@@ -390,18 +385,11 @@ def _members(source: Source) -> dict[str, Source]:
             found = header[124:136]
             raise FormatError("a member of the tar has an impossible size", entry=name, found=found)
         start = at + _BLOCK
-        if start + size > source.size:
-            raise FormatError(
-                "a member of the tar reaches past the end of the file",
-                entry=name,
-                expected=f"{size} bytes",
-                found=f"{source.size - start}",
-                hint="The file is truncated: fetch it again.",
-            )
+        member = source.window(start, size, "a member of the tar", name)
         at = start + -(-size // _BLOCK) * _BLOCK
         if kind == b"x":
             what = "an extended header of the tar"
-            if not _EXTENDED.fullmatch(source.window(start, size).read_all(1 << 16, what)):
+            if not _EXTENDED.fullmatch(member.read_all(1 << 16, what)):
                 raise FormatError(f"{what} that torch does not write", entry=name)
         if kind == b"x" or is_folder:  # an extended header is one of the next member
             continue
@@ -417,7 +405,7 @@ def _members(source: Source) -> dict[str, Source]:
             raise FormatError("two members of the tar have this name", entry=name)
         if len(members) > 1000:
             raise FormatError("a tar archive of many files", hint="Unpack it first.")
-        members[name] = source.window(start, size)
+        members[name] = member
     return members
 
 
@@ -425,3 +413,6 @@ def _number_in(field: bytes) -> int | None:
     """Return the octal number in a header, or None."""
     text = field.partition(b"\0")[0].strip(b" ")
     return int(text, 8) if re.fullmatch(b"[0-7]+", text) else None
+
+
+TARS = Reader(lambda content: is_tar(content.head), read_torch_tar)

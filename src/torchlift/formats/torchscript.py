@@ -2,8 +2,9 @@
 
 ``data.pkl`` holds the tree: objects whose classes are source text in the archive, each with a dict
 of attributes. Which attributes are parameters and which are buffers stands only in that text, in
-two lines that the printer writes at the top of each class; they are matched, and nothing of the
-text is parsed or run. ``constants.pkl`` holds what the program refers to as ``CONSTANTS.c0``.
+lines that the printer writes at the top of each class, with the name of every attribute that torch
+takes out of the pickle; they are matched, and nothing of the text is parsed or run.
+``constants.pkl`` holds what the program refers to as ``CONSTANTS.c0``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import Index, Record
+from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Source, errors_name
 from torchlift.formats.torch_pickle import (
     Blocked,
@@ -43,6 +45,11 @@ _CLASS = re.compile(
     re.MULTILINE,
 )  # fmt: skip
 _NAME = re.compile(r'"([^"\\]*)"')
+#: An attribute, of which each has a line, and what stands behind the last of them.
+_ATTRIBUTE = re.compile(
+    r'^  (?:(\w+) : (?!Final\[)|__annotations__\["([^"\\]*)"\] = )', re.MULTILINE
+)
+_BEHIND = re.compile(r"^(?:  def |class |\Z)", re.MULTILINE)
 
 #: Calls that only say of what type a list is.
 _TYPED = "torch.jit._pickle."
@@ -58,11 +65,16 @@ _LAYOUTS = {
 
 
 class _Class(NamedTuple):
-    """What the text of a class lists; buffers None: each tensor that is no parameter is one."""
+    """What the text of a class lists; buffers None: each tensor that is no parameter is one.
+
+    Attributes:
+        declared: what torch takes out of the pickle; None of a class without text, for all of it.
+    """
 
     is_module: bool
     parameters: frozenset[str] = frozenset()
     buffers: frozenset[str] | None = None
+    declared: frozenset[str] | None = None
 
 
 class _Object(dict[Any, Any]):
@@ -127,12 +139,8 @@ class _ScriptWorld(TorchWorld):
             super().build(target, state)
 
 
-def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
+def read_torchscript(content: Content) -> Index:
     """Read the index of a TorchScript archive.
-
-    Args:
-        source: the file.
-        records: its directory.
 
     Returns:
         The state dict of the module tree under its own names; below ``CONSTANTS`` the tensors that
@@ -141,6 +149,7 @@ def read_torchscript(source: Source, records: dict[str, Record]) -> Index:
     Raises:
         FormatError: not such an archive, damaged, or inconsistent.
     """
+    source, records = content.source, content.records
     top = top_directory(records)
     notes = read_notes(source, records, top)
     data = read_content(source, records[top + "data.pkl"])
@@ -189,6 +198,8 @@ class _Splitter:
         state, other = self._split[id(module)] = {}, {}
         listed = self._class(module.kind)
         for name, value in module.items():
+            if listed.declared is not None and name not in listed.declared:
+                continue  # as torch drops it
             if isinstance(value, _Object) and self._class(value.kind).is_module:
                 inner, rest = self.split(value, depth + 1)
                 if inner:
@@ -220,11 +231,18 @@ class _Splitter:
         if file not in self.records:
             return None
         text = read_content(self.source, self.records[file]).decode("utf-8", "replace")
-        return {
-            name: _Class(
+        found = {}
+        for match in _CLASS.finditer(text):
+            name, parameters, buffers = match.groups()
+            behind = _BEHIND.search(text, match.end())
+            lines = text[match.end() : behind.start() if behind else None]
+            found[name] = _Class(
                 True,
                 frozenset(_NAME.findall(parameters)),
                 None if buffers is None else frozenset(_NAME.findall(buffers)),
+                frozenset("".join(names) for names in _ATTRIBUTE.findall(lines)),
             )
-            for name, parameters, buffers in (match.groups() for match in _CLASS.finditer(text))
-        }
+        return found
+
+
+READER = Reader(lambda content: f"{content.top}constants.pkl" in content.records, read_torchscript)

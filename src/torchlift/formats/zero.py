@@ -22,6 +22,7 @@ from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flatten import under
 from torchlift.formats.index import Index, TensorEntry, used_by
+from torchlift.formats.reader import Content, Reader
 from torchlift.formats.sharded import MOST_MISSING, claimed, locate, missing
 from torchlift.formats.source import dense_shape
 from torchlift.formats.unpickle import ENTRY, STEP, Budget
@@ -45,21 +46,9 @@ _LAYOUT = {
 _SMALL = (bool, int, float, type(None))
 
 _V = TypeVar("_V")
-_ReadFile = Callable[[str, Budget], Index]
 
 
-def zero_files(path: str, names: Iterable[str]) -> list[str]:
-    """Return the files of a ZeRO checkpoint; none where no rank has a file of its own.
-
-    Example:
-        >>> zero_files("", ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py"])
-        ['zero_pp_rank_0_mp_rank_00_optim_states.pt']
-    """
-    found = [match for name in names if (match := _FILE.fullmatch(name))]
-    return [match[0] for match in found] if any(match[1] for match in found) else []
-
-
-def read_zero(path: str, names: Sequence[str], read_file: _ReadFile) -> Index:
+def read_zero(content: Content) -> Index:
     """Read the index of a ZeRO checkpoint of stage 1, 2 or 3.
 
     Weights have the model's names, optimizer state is below ``optimizer.state.<name>`` and its
@@ -67,26 +56,23 @@ def read_zero(path: str, names: Sequence[str], read_file: _ReadFile) -> Index:
     dicts; what else rank 0 saved is below ``training``. State that is not one number for each
     element, nor one for all of them, is left out.
 
-    Args:
-        path: absolute path of the directory.
-        names: its files, see `zero_files`.
-        read_file: reads one file.
-
     Raises:
         FormatError: a rank's file is missing, the model is split in other ways too, or the vectors
             have not the length that the shapes need.
         UnsafeError: a file is a link that leaves the directory.
     """
-    budget = Budget()
+    path, budget = content.path, content.budget
     kinds: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
-    for match in filter(None, map(_FILE.fullmatch, names)):
+    for match in filter(None, map(_FILE.fullmatch, content.names)):
         if int(match[3]):
             raise _split("by tensor or pipeline parallelism", match[0])
         kinds[match[4]][int(match[2] or 0)] = match[0]
 
     def read(kind: str, ranks: Sequence[int]) -> list[Index]:
         files = [locate(path, kinds[kind][rank]) for rank in ranks]
-        return [claimed(os.path.basename(file), read_file(file, budget), {}) for file in files]
+        return [
+            claimed(os.path.basename(file), content.read_file(file, budget), {}) for file in files
+        ]
 
     def check(kind: str, ranks: int) -> None:
         there = kinds[kind]
@@ -444,3 +430,11 @@ class _Reader:
             for key, value in both.items()
             if key.partition(".")[0] not in _LAYOUT
         }
+
+
+def _fits(content: Content) -> bool:
+    """Return whether a rank has a file of its own."""
+    return any(match[1] for match in map(_FILE.fullmatch, content.names) if match)
+
+
+READER = Reader(_fits, read_zero)
