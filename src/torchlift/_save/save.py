@@ -82,8 +82,6 @@ class SaveReport(Summary):
         left_out: bytes of that memory that were not written.
         cast: key -> (dtype before, dtype in the file).
         seconds: how long it took.
-        taken_up: those of `files` that were not written, since a conversion that was killed had
-            finished them.
     """
 
     path: str
@@ -97,15 +95,11 @@ class SaveReport(Summary):
     left_out: int
     cast: Mapping[str, tuple[str, str]]
     seconds: float
-    taken_up: tuple[str, ...] = ()
 
     def _summary(self) -> tuple[str, Facts]:
         facts: Facts = [("format", self.format)]
         if len(self.files) > 1:
             facts.append(("files", f"{len(self.files):,}"))
-        if self.taken_up:
-            files = count_of(len(self.taken_up), "file")
-            facts.append(("taken up", f"{files} of a conversion that was killed"))
         if self.cast:
             facts.append(("cast", count_of(len(self.cast), "tensor")))
         for label, found in (("tied", self.tied), ("not kept", self.lost)):
@@ -661,11 +655,10 @@ def finish(
     folder = os.path.dirname(output.head)
     files = [os.path.join(folder, name) for name in output.files]
     files += [output.head] if output.content is not None else []
-    whole: list[str] = []
     if written:
         total = sum(value.here for value in output.values)
         with progress_bar(progress and (mesh is None or mesh.leads), total, "save") as advance:
-            write_all = partial(write, whole=whole) if mesh is None else mesh.write
+            write_all = write if mesh is None else mesh.write
             files = write_all(output, advance, check)
     cast = {v.key: (v.source_dtype, v.stored.dtype) for v in values}
     return SaveReport(
@@ -680,7 +673,6 @@ def finish(
         left_out=left_out,
         cast={key: (old, new) for key, (old, new) in cast.items() if old != new},
         seconds=time.perf_counter() - start,
-        taken_up=tuple(whole),
     )
 
 
