@@ -381,47 +381,6 @@ def place_of(output: Output) -> str:
     return os.path.join(os.path.realpath(folder), name)
 
 
-def write(output: Output, advance: Advance, check: Callable[[], None]) -> list[str]:
-    """Write all files; return their paths.
-
-    Args:
-        output: what to write.
-        advance: called with a number of bytes as they are written.
-        check: called before a file appears; raises where it must not.
-
-    Raises:
-        CheckpointError: they cannot be written; the old ones are untouched, unless it says that the
-            new ones are in place.
-    """
-    try:
-        # An interrupt comes between two blocks, and never to what makes files or removes them.
-        with uninterrupted() as deliver:
-            return _write(output, advance, check, deliver)
-    except OSError as error:
-        raise write_error(output.head, error) from error
-
-
-def _write(
-    output: Output,
-    advance: Advance,
-    check: Callable[[], None],
-    deliver: Callable[[], None],
-) -> list[str]:
-    def go_on(nbytes: int) -> None:
-        deliver()
-        advance(nbytes)
-
-    with Files(output) as files:
-        for name, sections in output.files.items():
-            sums = write_sections(files.create(name).descriptor, sections, go_on)
-            check()
-            files.complete(name, [sums])
-        if output.kind is not None:  # one file alone is in its place by now
-            check()
-            deliver()
-        return files.commit()
-
-
 def _remove_set(index: str) -> None:
     """Remove an index that one file has superseded, and its shards.
 

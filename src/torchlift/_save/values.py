@@ -20,6 +20,7 @@ from torchlift._model.state import read_model
 from torchlift._model.torch_private import storage_key
 from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Shared, require_plain
+from torchlift._system import printable
 from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE, Chunk, Index, Leaf, RebuiltEntry, TensorEntry
 from torchlift.formats.flatten import (
@@ -226,10 +227,6 @@ class Taken:
         paths: key -> the names of the containers that lead to it.
         containers: key of a container -> what names joined by dots do not tell of it.
         kinds: key of a container -> what no file tells of it.
-        rule: which values are containers.
-        states: id -> an object or a container that was looked into, and what is saved of it.
-        classes: id -> a container, and the class that no file tells of it.
-        copies: how often a container was met again.
     """
 
     plain: bool
@@ -239,10 +236,6 @@ class Taken:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     containers: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
-    rule: Containers = field(default_factory=lambda: Containers((torch.Tensor, TensorEntry)))
-    states: dict[int, tuple[object, Any]] = field(default_factory=dict)
-    classes: dict[int, tuple[object, str]] = field(default_factory=dict)
-    copies: Counter[int] = field(default_factory=Counter)
 
 
 def take_apart(saved: object, *, plain: bool = True) -> Taken:
@@ -259,87 +252,112 @@ def take_apart(saved: object, *, plain: bool = True) -> Taken:
         PlacementError: a name that no file can hold, two values of one dotted name, containers that
             contain themselves.
     """
-    taken = Taken(plain)
-    taken.template = _copied(_stated(saved, "", 0, taken), "", (), taken)
-    return taken
+    return _Walk(plain).run(saved)
 
 
-def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> Any:
-    notes = getattr(value, "_metadata", None)
-    if id(value) in taken.classes:
-        taken.kinds[key or "(all)"] = taken.classes[id(value)][1]
-    _check_depth(len(path), key)
-    items = taken.rule.items(value)
-    if isinstance(value, dict) and (items is not None or not path):
-        if any(type(name) is not str for name in value):
-            taken.containers[key] = TEXT_NAMES
-        if path and not key:
-            taken.containers.setdefault(key, EMPTY_NAME)
-        _count(value, key, taken)
-        made: Any = type(value)()
-        for name, item in items or ():
-            made[name] = _copied(item, _joined(key, _text(name)), (*path, _text(name)), taken)
-        if notes is not None:
-            require_plain(_joined(key, "_metadata"), notes)
-            made._metadata = notes
-        return made
-    if items is not None and type(value) in (list, tuple):
-        _count(value, key, taken)
-        is_tuple = type(value) is tuple
-        taken.containers[key] = TUPLE_NAMES if is_tuple else "a list, whose positions become names"
-        return type(value)(
-            _copied(item, _joined(key, str(at)), (*path, at), taken) for at, item in items
-        )
-    is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
-    is_unnamed = bool(path) and not key
-    key = key or (ROOT_TENSOR if is_tensor else ROOT_OBJECT)
-    if key in taken.paths:
-        raise PlacementError(
-            "two tensors or objects have this key once containers are joined by dots",
-            entry=key,
-            hint="Rename one of them.",
-        )
-    taken.paths[key] = path or (key,)
-    if is_unnamed:
-        taken.containers[key] = EMPTY_NAME
-    if is_tensor:
-        taken.tensors[key] = value
-    else:
-        if taken.plain:
-            require_plain(key, value)
-        taken.objects[key] = value
-    return Leaf(key)
+class _Walk:
+    """The walk through containers; objects are asked for their states on the way."""
 
+    def __init__(self, plain: bool) -> None:
+        self.taken = Taken(plain)
+        self._rule = Containers((torch.Tensor, TensorEntry))
+        # By identity, each with what has it: while that lives, nothing else has it.
+        self._states: dict[int, tuple[object, Any]] = {}  # what was looked into -> what is saved
+        self._classes: dict[int, tuple[object, str]] = {}  # container -> what no file tells of it
+        self._copies: Counter[int] = Counter()  # how often a container was met again
 
-def _stated(value: Any, key: str, depth: int, taken: Taken) -> Any:
-    """Return containers in which every object has become its state; what has none in it stays.
+    def run(self, saved: object) -> Taken:
+        self.taken.template = self._copied(self._stated(saved, "", 0), "", ())
+        return self.taken
 
-    Each is asked for its state once, wherever it is.
-    """
-    _check_depth(depth, key)
-    if isinstance(value, (torch.Tensor, TensorEntry, str, bool, int, float, type(None))):
-        return value
-    if id(value) in taken.states:
-        return taken.states[id(value)][1]
-    given, value = value, _state_of(value)
-    found = value
-    if _is_kind(value):
-        found = (dict if isinstance(value, Mapping) else tuple)(value)
-    if type(found) in (*_PAIR, list, tuple):
-        old = list(items_of(found))
-        new = [_stated(i, _joined(key, name_text(n)), depth + 1, taken) for n, i in old]
-        if any(made is not item for made, (_, item) in zip(new, old, strict=True)):
-            notes = getattr(found, "_metadata", None)
-            is_dict = isinstance(found, dict)
-            found = type(found)(dict(zip(found, new, strict=True)) if is_dict else new)
+    def _copied(self, value: Any, key: str, path: tuple[str | int, ...]) -> Any:
+        taken = self.taken
+        notes = getattr(value, "_metadata", None)
+        if id(value) in self._classes:
+            taken.kinds[key or "(all)"] = self._classes[id(value)][1]
+        _check_depth(len(path), key)
+        items = self._rule.items(value)
+        if isinstance(value, dict) and (items is not None or not path):
+            if any(type(name) is not str for name in value):
+                taken.containers[key] = TEXT_NAMES
+            if path and not key:
+                taken.containers.setdefault(key, EMPTY_NAME)
+            self._count(value, key)
+            made: Any = type(value)()
+            for name, item in items or ():
+                made[name] = self._copied(item, _joined(key, _text(name)), (*path, _text(name)))
             if notes is not None:
-                found._metadata = notes
-    if _is_kind(value):
-        what = f"a {type(value).__name__}, which becomes a {type(found).__name__}"
-        taken.kinds[key or "(all)"] = what
-        taken.classes[id(found)] = found, what
-    taken.states[id(given)] = given, found
-    return found
+                require_plain(_joined(key, "_metadata"), notes)
+                made._metadata = notes
+            return made
+        if items is not None and type(value) in (list, tuple):
+            self._count(value, key)
+            is_tuple = type(value) is tuple
+            taken.containers[key] = (
+                TUPLE_NAMES if is_tuple else "a list, whose positions become names"
+            )
+            return type(value)(
+                self._copied(item, _joined(key, str(at)), (*path, at)) for at, item in items
+            )
+        is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
+        is_unnamed = bool(path) and not key
+        key = key or (ROOT_TENSOR if is_tensor else ROOT_OBJECT)
+        if key in taken.paths:
+            raise PlacementError(
+                "two tensors or objects have this key once containers are joined by dots",
+                entry=key,
+                hint="Rename one of them.",
+            )
+        taken.paths[key] = path or (key,)
+        if is_unnamed:
+            taken.containers[key] = EMPTY_NAME
+        if is_tensor:
+            taken.tensors[key] = value
+        else:
+            if taken.plain:
+                require_plain(key, value)
+            taken.objects[key] = value
+        return Leaf(key)
+
+    def _stated(self, value: Any, key: str, depth: int) -> Any:
+        """Return containers in which every object has become its state; what has none in it stays.
+
+        Each is asked for its state once, wherever it is.
+        """
+        _check_depth(depth, key)
+        if isinstance(value, (torch.Tensor, TensorEntry, str, bool, int, float, type(None))):
+            return value
+        if id(value) in self._states:
+            return self._states[id(value)][1]
+        given, value = value, _state_of(value)
+        found = value
+        if _is_kind(value):
+            found = (dict if isinstance(value, Mapping) else tuple)(value)
+        if type(found) in (*_PAIR, list, tuple):
+            old = list(items_of(found))
+            new = [self._stated(i, _joined(key, name_text(n)), depth + 1) for n, i in old]
+            if any(made is not item for made, (_, item) in zip(new, old, strict=True)):
+                notes = getattr(found, "_metadata", None)
+                is_dict = isinstance(found, dict)
+                found = type(found)(dict(zip(found, new, strict=True)) if is_dict else new)
+                if notes is not None:
+                    found._metadata = notes
+        if _is_kind(value):
+            what = f"a {type(value).__name__}, which becomes a {type(found).__name__}"
+            self.taken.kinds[key or "(all)"] = what
+            self._classes[id(found)] = found, what
+        self._states[id(given)] = given, found
+        return found
+
+    def _count(self, value: object, key: str) -> None:
+        """Refuse containers that are in each other so often that their names have no end."""
+        self._copies[id(value)] += 1
+        if self._copies[id(value)] > _MAX_COPIES:
+            raise PlacementError(
+                "a container is in others too often: each of its places gets names of its own",
+                entry=key,
+                expected=f"at most {_MAX_COPIES:,} places",
+            )
 
 
 def _check_depth(depth: int, key: str) -> None:
@@ -368,17 +386,6 @@ def _is_kind(value: object) -> bool:
     if isinstance(value, tuple):
         return hasattr(value, "_fields")
     return isinstance(value, Mapping) and type(value) not in _PAIR
-
-
-def _count(value: object, key: str, taken: Taken) -> None:
-    """Refuse containers that are in each other so often that their names have no end."""
-    taken.copies[id(value)] += 1
-    if taken.copies[id(value)] > _MAX_COPIES:
-        raise PlacementError(
-            "a container is in others too often: each of its places gets names of its own",
-            entry=key,
-            expected=f"at most {_MAX_COPIES:,} places",
-        )
 
 
 def _joined(key: str, name: str) -> str:
@@ -500,6 +507,14 @@ def apart(values: Iterable[Value], shared: Mapping[str, Shared] | None) -> dict[
         for overlapping in _overlapping(values, alike=False)
         for value in overlapping
         if place(value) != place(overlapping[0])
+    }
+
+
+def untied(pairs: Mapping[str, str]) -> dict[str, str]:
+    """Return key -> what is lost of it, for keys that share no memory with another any more."""
+    return {
+        key: f"shares no memory with {printable(other, 80)} any more"
+        for key, other in pairs.items()
     }
 
 
