@@ -86,6 +86,16 @@ def _number(value: Any) -> Any:
     return value.item() if is_numpys else value
 
 
+def is_array(value: Any) -> bool:
+    """Return whether it is an array of numpy that a list tells all of, but for its dtype.
+
+    None of objects, fields or times, and no subclass: a list has no mask.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    kinds = () if numpy is None else (numpy.ndarray, numpy.memmap)
+    return type(value) in kinds and value.dtype.kind in "biufcSU"
+
+
 def _canonical(value: Any, made: dict[int, Any]) -> Any:
     """Return plain data of which equal strings are one object, and no containers more than were."""
     kind = type(value)
@@ -156,6 +166,8 @@ _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device,
 )  # fmt: skip
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter, set, torch.Size)
+#: The way out for an array.
+AS_TENSOR = "torch.from_numpy makes a tensor of an array of numbers, which can be saved."
 _MAX_BITS = 8 * (MAX_INT - 1)
 MAX_DEPTH = 90  # torchlift reads 100 levels, and a state dict and its templates are some of them
 
@@ -183,8 +195,7 @@ def require_plain(key: str, value: object) -> None:
             return
         if type(item) not in _CONTAINERS:
             found = f"a {type(item).__module__}.{type(item).__qualname__}"
-            as_tensor = "torch.from_numpy makes a tensor of it, which can be saved."
-            hint = as_tensor if found == "a numpy.ndarray" else ""
+            hint = AS_TENSOR if found.startswith("a numpy.") else ""
             refuse("tensors as values of the state dict, or plain data", found, hint)
         if depth == MAX_DEPTH:
             refuse(f"at most {MAX_DEPTH} levels of containers, none inside itself", "more")

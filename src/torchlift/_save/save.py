@@ -29,6 +29,7 @@ from torchlift._save.files import (
     write_error,
 )
 from torchlift._save.mesh import Mesh
+from torchlift._save.pickling import AS_TENSOR
 from torchlift._save.values import (
     EMPTY_NAME,
     TEXT_NAMES,
@@ -157,8 +158,8 @@ def save(
     the others, from where `torchlift.open` gives all of them. Tensors that share memory in another
     way have values of their own. Tuples with tensors are lists in DCP. No file keeps devices,
     ``requires_grad`` and subclasses of tensors; mappings of other classes become dicts, named
-    tuples tuples, and numpy's numbers Python's. What a format does not keep of this state is in the
-    report.
+    tuples tuples, numpy's numbers Python's and its arrays lists, as in the states of random
+    generators, which take them back. What a format does not keep of this state is in the report.
 
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
 
@@ -455,8 +456,9 @@ class Target:
                 "cannot be stored in a safetensors file",
                 entry=key,
                 expected="a dense tensor with values",
-                found=type(value).__name__,
-                hint="Save as a torch file or as DCP, which hold plain data, or leave it out.",
+                found=taken.kinds.get(key, type(value).__name__),
+                hint="Save as a torch file or as DCP, which hold plain data, or leave it out; "
+                f"{AS_TENSOR}",
             )
 
     def check_metadata(self, metadata: object) -> None:

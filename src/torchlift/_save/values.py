@@ -19,7 +19,7 @@ from torchlift._model.slots import ModuleTree
 from torchlift._model.state import read_model
 from torchlift._model.torch_private import storage_key
 from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
-from torchlift._save.pickling import MAX_DEPTH, Shared, require_plain
+from torchlift._save.pickling import MAX_DEPTH, Shared, is_array, require_plain
 from torchlift._system import printable
 from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE, Chunk, Index, Leaf, RebuiltEntry, TensorEntry
@@ -330,6 +330,8 @@ class _Walk:
         if id(value) in self._states:
             return self._states[id(value)][1]
         given, value = value, _state_of(value)
+        if is_array(value):
+            return self._listed(value, key)
         found = value
         if _is_kind(value):
             found = (dict if isinstance(value, Mapping) else tuple)(value)
@@ -347,6 +349,16 @@ class _Walk:
             self.taken.kinds[key or "(all)"] = what
             self._classes[id(found)] = found, what
         self._states[id(given)] = given, found
+        return found
+
+    def _listed(self, array: Any, key: str) -> Any:
+        """Return the list of an array of numpy, whose class ``weights_only=True`` does not take."""
+        found = array.tolist()
+        what = f"a numpy array of {array.dtype}, which becomes a {type(found).__name__}"
+        self.taken.kinds[key or "(all)"] = what
+        if array.ndim:  # a number may be the same object elsewhere
+            self._classes[id(found)] = found, what
+        self._states[id(array)] = array, found
         return found
 
     def _count(self, value: object, key: str) -> None:
