@@ -40,6 +40,7 @@ from torchlift._save.files import (
     write_error,
     write_sections,
 )
+from torchlift._save.pickling import Rebuilt
 from torchlift._save.values import Taken, Value, apart, stored_as, untied
 from torchlift._system import deliver_interrupt
 from torchlift._transfer.write import LockedFile
@@ -550,6 +551,7 @@ def _merged(told: Sequence[Taken]) -> Taken:
         made.paths = {**made.paths, **each.paths, **made.paths}
         made.containers = {**made.containers, **each.containers, **made.containers}
         made.kinds = {**made.kinds, **each.kinds, **made.kinds}
+        made.subclasses = {**made.subclasses, **each.subclasses, **made.subclasses}
     return made
 
 
@@ -570,9 +572,9 @@ def _merged_template(templates: Sequence[Any], key: str) -> Any:
             made._metadata = notes
         return made
     alike = len({type(each) for each in templates}) == 1
-    if alike and (isinstance(first, Leaf) or len({len(each) for each in templates}) == 1):
-        if isinstance(first, Leaf):
-            return first
+    if alike and isinstance(first, (Leaf, Rebuilt)):
+        return first
+    if alike and len({len(each) for each in templates}) == 1:
         rows = zip(*templates, strict=True)
         return type(first)(_merged_template(row, f"{key}.{at}") for at, row in enumerate(rows))
     raise PlacementError(

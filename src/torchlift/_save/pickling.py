@@ -43,6 +43,18 @@ class Shared(NamedTuple):
     stride: tuple[int, ...] = ()
 
 
+class Rebuilt(NamedTuple):
+    """In place of a tensor of a subclass: the call that torch pickles it as.
+
+    Attributes:
+        function: one of torch's, which makes it.
+        arguments: its class and what that has, with `Shared` for the tensors inside.
+    """
+
+    function: Any
+    arguments: Any
+
+
 def pickled(saved: object, tensors: Sequence[Stored], *, checked: bool = True) -> bytes:
     """Pickle containers of plain data, with `Shared` for the tensors in them.
 
@@ -148,6 +160,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if type(obj) is _Items:
             return set, (obj.items,)
+        if type(obj) is Rebuilt:
+            return obj.function, obj.arguments
         if type(obj) is not Shared:
             return NotImplemented
         storage = self._storages[obj.number]

@@ -152,14 +152,16 @@ def save(
     ============================================  =================================================
 
     **What is kept.** A torch file keeps containers as they are, plain data, strides, and which
-    tensors share memory: ties stay ties. DCP keeps plain data, and gives each key values of its
-    own. safetensors have tensors only: plain data is an error. Keys of containers are joined by
-    dots; of tied names the first has the values and the metadata (``torchlift.ties``) names it for
-    the others, from where `torchlift.open` gives all of them. Tensors that share memory in another
-    way have values of their own. Tuples with tensors are lists in DCP. No file keeps devices,
-    ``requires_grad`` and subclasses of tensors; mappings of other classes become dicts, named
-    tuples tuples, numpy's numbers Python's and its arrays lists, as in the states of random
-    generators, which take them back. What a format does not keep of this state is in the report.
+    tensors share memory: ties stay ties. Tensors that are made of others, such as torchao's, are in
+    it as ``torch.save`` has them: who loads it allows their classes. DCP keeps plain data, and
+    gives each key values of its own. safetensors have tensors only: plain data is an error. Keys of
+    containers are joined by dots; of tied names the first has the values and the metadata
+    (``torchlift.ties``) names it for the others, from where `torchlift.open` gives all of them.
+    Tensors that share memory in another way have values of their own. Tuples with tensors are lists
+    in DCP. No file keeps devices, ``requires_grad`` and other subclasses of tensors; mappings of
+    other classes become dicts, named tuples tuples, numpy's numbers Python's and its arrays lists,
+    as in the states of random generators, which take them back. What a format does not keep of this
+    state is in the report.
 
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
 
@@ -445,11 +447,20 @@ class Target:
         return self.format in ("safetensors", "sharded")
 
     def check_objects(self, taken: Taken) -> None:
-        """Refuse what is no tensor where the format has no place for it.
+        """Refuse what is no dense tensor where the format has no place for it.
 
         Raises:
             PlacementError: there is such a value.
         """
+        if self.format == "dcp" and taken.subclasses:
+            key, name = next(iter(taken.subclasses.items()))
+            raise PlacementError(
+                "cannot be stored in a directory of DCP",
+                entry=key,
+                expected="a dense tensor with values",
+                found=name,
+                hint="Save as a torch file, which keeps tensors that are made of others.",
+            )
         if self.only_tensors and taken.objects:
             key, value = next(iter(taken.objects.items()))
             raise PlacementError(

@@ -13,13 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchlift._checkpoint import MappedViews, dtype_of
-from torchlift._model.dtensor import held, reshard
+from torchlift._model.dtensor import held, is_dtensor, reshard
 from torchlift._model.names import Names
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import read_model
 from torchlift._model.torch_private import storage_key
 from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
-from torchlift._save.pickling import MAX_DEPTH, Shared, is_array, require_plain
+from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
 from torchlift._system import printable
 from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE, Chunk, Index, Leaf, RebuiltEntry, TensorEntry
@@ -227,6 +227,7 @@ class Taken:
         paths: key -> the names of the containers that lead to it.
         containers: key of a container -> what names joined by dots do not tell of it.
         kinds: key of a container -> what no file tells of it.
+        subclasses: key of a tensor that is made of those inside of it -> its class.
     """
 
     plain: bool
@@ -236,6 +237,7 @@ class Taken:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     containers: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    subclasses: dict[str, str] = field(default_factory=dict)
 
 
 def take_apart(saved: object, *, plain: bool = True) -> Taken:
@@ -300,6 +302,16 @@ class _Walk:
                 self._copied(item, _joined(key, str(at)), (*path, at)) for at, item in items
             )
         is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
+        call: tuple[Any, ...] = (
+            value.detach().__reduce_ex__(2) if taken.plain and _is_wrapper(value) else ()
+        )
+        if len(call) == 2:  # more would be what a class of its own adds
+            key = key or ROOT_TENSOR
+            taken.subclasses[key] = type(value).__name__
+            function, arguments = call
+            return Rebuilt(
+                function, tuple(self._inside(each, key, path or (key,)) for each in arguments)
+            )
         is_unnamed = bool(path) and not key
         key = key or (ROOT_TENSOR if is_tensor else ROOT_OBJECT)
         if key in taken.paths:
@@ -318,6 +330,18 @@ class _Walk:
                 require_plain(key, value)
             taken.objects[key] = value
         return Leaf(key)
+
+    def _inside(self, value: Any, key: str, path: tuple[str | int, ...]) -> Any:
+        """Return what a tensor of a subclass has, with a `Leaf` for each tensor inside."""
+        if isinstance(value, torch.Tensor):
+            return self._copied(value, key, path)
+        if type(value) in (dict, list, tuple):
+            made = {
+                name: self._inside(item, _joined(key, str(name)), (*path, str(name)))
+                for name, item in items_of(value)
+            }
+            return made if type(value) is dict else type(value)(made.values())
+        return value
 
     def _stated(self, value: Any, key: str, depth: int) -> Any:
         """Return containers in which every object has become its state; what has none in it stays.
@@ -393,6 +417,13 @@ def _state_of(value: Any) -> Any:
     return value
 
 
+def _is_wrapper(value: object) -> bool:
+    """Return whether it is a tensor that is made of others, such as those of torchao."""
+    is_strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    is_ours = is_strided and not value.is_nested and not is_dtensor(value)  # type: ignore[attr-defined]
+    return is_ours and is_traceable_wrapper_subclass(value)
+
+
 def _is_kind(value: object) -> bool:
     """Return whether it is a mapping or a named tuple of which no file tells the class."""
     if isinstance(value, tuple):
@@ -420,7 +451,11 @@ def filled(template: Any, values: Callable[[str], object]) -> Any:
         if hasattr(template, "_metadata"):
             made._metadata = template._metadata  # type: ignore[attr-defined]
         return made
-    return type(template)(filled(item, values) for item in template)
+    if isinstance(template, Rebuilt):
+        return Rebuilt(template.function, filled(template.arguments, values))
+    if type(template) in (list, tuple):
+        return type(template)(filled(item, values) for item in template)
+    return template  # what a tensor of a subclass has beside those inside of it
 
 
 def ties_of(values: Iterable[Value]) -> dict[str, str]:
