@@ -760,3 +760,26 @@ def test_names_and_containers_that_a_format_changes_are_reported(
     assert report.lost.keys() >= dcp.keys()
     assert list(load_file(tmp_path / "x.safetensors")) == names.split()
     assert not {*torchlift.save(state, tmp_path / "x.pt").lost} & dcp.keys()
+
+
+@pytest.mark.parametrize("format", list(NAMES))
+def test_a_checkpoint_is_saved_onto_itself(tmp_path: Path, format: str) -> None:
+    """As it was opened, out of tensors that are mapped from it, and converted in its place."""
+    folder = tmp_path / "to"
+    path = folder / NAMES[format]
+    options: dict[str, Any] = {"format": format}
+    if format in ("sharded", "dcp"):
+        options["max_shard_size"] = 8000
+    state = {f"t{at}": torch.randn(1000) for at in range(5)}
+    torchlift.save(state, path, **options)
+    count = len(list(folder.rglob("*")))
+    with torchlift.open(path) as ckpt:
+        torchlift.save(ckpt, path, **options)
+    with torchlift.open(path) as ckpt:
+        mapped = ckpt.state_dict()
+    torchlift.save(mapped, path, **options)
+    assert all(torch.equal(mapped[key], value) for key, value in state.items())
+    torchlift.convert(path, path, overwrite=True, transform=lambda _, t: t + 1, **options)
+    assert torchlift.diff({key: value + 1 for key, value in state.items()}, path).equal
+    assert torchlift.verify(path).ok
+    assert len(list(folder.rglob("*"))) == count
