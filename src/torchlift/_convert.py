@@ -86,11 +86,6 @@ def convert(
     it; the results wait on the disk beside `dst`, in a file without a name. The new files appear
     when they are whole, as with `torchlift.save`; the old ones are only read.
 
-    A conversion to shards that was killed goes on where it was when it is called again: shards that
-    were finished stay as they are (``taken_up`` of the report) if the source has not changed, the
-    result would be the same, and their checksums are right. In any other case, and with other
-    formats, it begins anew, and what was left is removed. An error or an interrupt leaves nothing.
-
     Aliases and ties stay where the format can have them. Files of PyTorch and DCP keep their
     containers (lists, plain data and, of files, integer keys) in a torch file; what `rename` leaves
     below a dict of a file stays in it, but for names inside of lists: then all are flat.

@@ -674,6 +674,10 @@ def values_that_differ_between_ranks_are_never_mixed() -> None:
         save_consolidated({}, path, replicated="rank0" if rank else "equal")
     with pytest.raises((ValueError, CheckpointError), match=r"one of 'equal', 'rank0', not 'all'"):
         save_consolidated({}, path, replicated="all")  # type: ignore[arg-type]
+    opened = torchlift.open(path)
+    with pytest.raises(TypeError, match="a Checkpoint is saved by one process: call it there"):
+        save_consolidated(opened, path)  # type: ignore[arg-type]
+    opened.close()
     dist.barrier()
 
 

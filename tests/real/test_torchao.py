@@ -195,3 +195,28 @@ def test_a_class_that_says_where_its_values_seemed_to_be_is_on_meta_with_them() 
     weight = torchlift.skeleton(make).weight
     assert isinstance(weight, NF4Tensor)
     assert weight.is_meta
+
+
+@configs
+def test_a_quantised_model_is_saved_as_torch_saves_it(name: str, tmp_path: Path) -> None:
+    """A file of `save` is read as one of `torch.save`: by torch, and where it fills a model."""
+    model, path = quantised(name), tmp_path / "q.pt"
+    torchlift.save(model, path)
+    allowed = [type(model[0].weight), *INSIDE.get(name, [])]
+    torch.save(model.state_dict(), tmp_path / "torch.pt")
+    ours, theirs = torchlift.open(path), torchlift.open(tmp_path / "torch.pt")
+    assert (ours.blocked, list(ours)) == (theirs.blocked, list(theirs))
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint
+    assert unsafe(path) == unsafe(tmp_path / "torch.pt")
+    found = torch.load(path, weights_only=False)
+    assert type(found["0.weight"]) is type(model[0].weight)
+    assert list(found) == list(model.state_dict())
+    live = quantised(name, 2)
+    torchlift.load(live, path, allow_classes=allowed)
+    assert torch.equal(live(X), model(X))
+    for where in ("x.safetensors", "folder"):
+        with pytest.raises(
+            torchlift.PlacementError, match=r"'0.weight': cannot be stored in a .*found"
+        ):
+            torchlift.save(model, tmp_path / where, format="dcp" if where == "folder" else None)
+    assert not (tmp_path / "folder").exists()

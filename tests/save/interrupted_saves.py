@@ -15,8 +15,8 @@ from interrupting import Step
 import torchlift
 
 FILES = (
-    "_transfer/write.py", "_save/files.py", "_save/save.py", "torchlift/_system.py",
-    "contextlib.py",
+    "_transfer/write.py", "_save/files.py", "_save/mesh.py", "_save/save.py", "_model/ranks.py",
+    "torchlift/_system.py", "contextlib.py",
 )  # fmt: skip
 WAYS = {
     "torch-zip": ("x.pt", {}),

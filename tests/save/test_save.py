@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import warnings
 from collections import OrderedDict, defaultdict
 from pathlib import Path
@@ -349,7 +350,7 @@ def training() -> dict[str, Any]:
 
 @pytest.mark.parametrize("format", ["torch-zip", "dcp"])
 def test_numbers_of_numpy_are_numbers(tmp_path: Path, format: str) -> None:
-    """A best loss or a history of them; arrays are refused, with the way out."""
+    """A best loss or a history of them."""
     path = tmp_path / NAMES[format]
     history = [np.float32(0.5), {"hits": np.int64(3)}, (np.bool_(True), np.complex64(1j))]
     state = {"weight": torch.ones(2), "best": np.float64(0.25), "history": history}
@@ -358,8 +359,83 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path, format: str) -> None:
         found = dict(ckpt.objects)
     assert found == {"best": 0.25, "history": [0.5, {"hits": 3}, (True, 1j)]}
     assert type(found["best"]) is float
-    with pytest.raises(PlacementError, match=r"found a numpy\.ndarray\. torch\.from_numpy makes"):
-        torchlift.save({"seeds": np.arange(3)}, path, format=format)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of generators, as numpy, Python and torch give them."""
+    bits = (np.random.PCG64(3), np.random.MT19937(3), np.random.Philox(3), np.random.SFC64(3))
+    return {
+        "legacy": np.random.RandomState(7).get_state(),
+        "named": np.random.RandomState(7).get_state(legacy=False),
+        "python": random.Random(7).getstate(),
+        "torch": torch.Generator().manual_seed(7).get_state(),
+        "bits": {type(each).__name__: each.state for each in bits},
+    }
+
+
+@pytest.mark.parametrize("door", ["torch-zip", "dcp", "file"])
+def test_arrays_and_random_states_are_plain_data(tmp_path: Path, door: str) -> None:
+    """What weights_only=True reads; the report says what became of an array."""
+    arrays = {
+        "floats": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "turned": np.asfortranarray(np.arange(6, dtype=">i2").reshape(2, 3)),
+        "flags": [np.array([True, False]), {"text": np.array(["a", "b"])}],
+        "scalar": np.array(3.5),
+        "none": np.zeros((0, 2), np.uint8),
+        "waves": np.array([1j, 2]),
+    }
+    state = {"weight": torch.ones(2), "arrays": arrays, "rng": random_states()}
+    path = tmp_path / NAMES["torch-zip" if door == "file" else door]
+    if door == "file":
+        with path.open("wb") as file:
+            report = torchlift.save(state, file)
+    else:
+        report = torchlift.save(state, path, format=door)
+    assert report.lost["arrays.floats"] == "a numpy array of float32, which becomes a list"
+    assert isinstance(arrays["floats"], np.ndarray)
+    with torchlift.open(path) as ckpt:
+        assert ckpt.objects["arrays.floats"] == [[0, 1, 2], [3, 4, 5]]
+        assert ckpt.objects["rng.legacy"][1] == state["rng"]["legacy"][1].tolist()
+        found = ckpt.tree() if door == "dcp" else torch.load(path, weights_only=True)
+    found, rng = found["arrays"], found["rng"]
+    assert found["turned"] == arrays["turned"].tolist()
+    assert found["flags"] == [[True, False], {"text": ["a", "b"]}]
+    assert (found["scalar"], found["none"], found["waves"]) == (3.5, [], [1j, 2])
+    one, other = np.random.RandomState(), random.Random()
+    for name in ("legacy", "named"):
+        one.set_state(rng[name])
+        assert one.randint(1000) == np.random.RandomState(7).randint(1000)
+    other.setstate(rng["python"])
+    assert other.random() == random.Random(7).random()
+    assert torch.equal(rng["torch"], state["rng"]["torch"])
+    for name, expected in state["rng"]["bits"].items():
+        bits = getattr(np.random, name)()
+        bits.state = rng["bits"][name]
+        again = getattr(np.random, name)()
+        again.state = expected
+        assert np.random.Generator(bits).random() == np.random.Generator(again).random()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([object()]),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
+        np.array(["2026-01-01"], dtype="datetime64[ns]"),
+        np.ma.masked_array([1, 2], [False, True]),
+    ],
+)
+def test_an_array_that_no_list_tells_is_refused(tmp_path: Path, array: Any) -> None:
+    """Of objects, of fields, of times, with a mask: a list would not say what it was."""
+    with pytest.raises(PlacementError, match=r"'a'.*numpy.*torch\.from_numpy makes a tensor"):
+        torchlift.save({"a": array}, tmp_path / "x.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_safetensors_have_no_place_for_an_array(tmp_path: Path) -> None:
+    """It is named, and so are the ways out."""
+    with pytest.raises(PlacementError, match=r"'a': .*a numpy array of int64.*from_numpy"):
+        torchlift.save({"w": torch.ones(2), "a": np.arange(3)}, tmp_path / "x.safetensors")
 
 
 def test_a_training_s_state_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -684,3 +760,26 @@ def test_names_and_containers_that_a_format_changes_are_reported(
     assert report.lost.keys() >= dcp.keys()
     assert list(load_file(tmp_path / "x.safetensors")) == names.split()
     assert not {*torchlift.save(state, tmp_path / "x.pt").lost} & dcp.keys()
+
+
+@pytest.mark.parametrize("format", list(NAMES))
+def test_a_checkpoint_is_saved_onto_itself(tmp_path: Path, format: str) -> None:
+    """As it was opened, out of tensors that are mapped from it, and converted in its place."""
+    folder = tmp_path / "to"
+    path = folder / NAMES[format]
+    options: dict[str, Any] = {"format": format}
+    if format in ("sharded", "dcp"):
+        options["max_shard_size"] = 8000
+    state = {f"t{at}": torch.randn(1000) for at in range(5)}
+    torchlift.save(state, path, **options)
+    count = len(list(folder.rglob("*")))
+    with torchlift.open(path) as ckpt:
+        torchlift.save(ckpt, path, **options)
+    with torchlift.open(path) as ckpt:
+        mapped = ckpt.state_dict()
+    torchlift.save(mapped, path, **options)
+    assert all(torch.equal(mapped[key], value) for key, value in state.items())
+    torchlift.convert(path, path, overwrite=True, transform=lambda _, t: t + 1, **options)
+    assert torchlift.diff({key: value + 1 for key, value in state.items()}, path).equal
+    assert torchlift.verify(path).ok
+    assert len(list(folder.rglob("*"))) == count

@@ -19,7 +19,6 @@ import torch
 from torchlift._model.torch_private import dcp_item
 from torchlift._save.blocks import BLOCK, Workspace
 from torchlift._save.pickling import Shared, pickled
-from torchlift._save.resume import is_whole, plan_of
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
 from torchlift._system import uninterrupted
 from torchlift._transfer.write import (
@@ -66,7 +65,6 @@ class Output:
         tied: key -> the key that holds its values.
         untied: key -> the key that is the same tensor, and in the files has values of its own.
         shared: what each key is of a torch file's storages.
-        plan: what is equal where a later call would write the same files; None: nobody can tell.
     """
 
     head: str
@@ -77,7 +75,6 @@ class Output:
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Shared] | None = None
-    plan: str | None = None
 
     @property
     def values(self) -> list[Value]:
@@ -172,8 +169,7 @@ def sharded_output(
         return index_content(dict(zip(found, keys, strict=True)), nbytes)
 
     files = {name: [section] for name, section in zip(names, sections, strict=True)}
-    plan = plan_of(values) if checksum else None
-    return Output(head, files, content, shards_of_kind(head), tied=tied, plan=plan)
+    return Output(head, files, content, shards_of_kind(head), tied=tied)
 
 
 def _stem(head: str) -> str:
@@ -306,7 +302,7 @@ class Files:
             _make_folders(os.path.dirname(output.head), self._made)
             if output.kind is not None:
                 names = list(output.files)
-                self._set = AtomicSet(output.head, names, output.kind, output.replaces, output.plan)
+                self._set = AtomicSet(output.head, names, output.kind, output.replaces)
         except BaseException:
             self.close()
             raise
@@ -321,13 +317,6 @@ class Files:
     def names(self) -> list[str]:
         """Return the names that the files get in their folder."""
         return list(self.output.files) if self._set is None else self._set.names
-
-    def finished(self, name: str) -> str | None:
-        """Return the path of a file that a writer who was killed has left whole."""
-        if self._set is None or not self._set.goes_on:
-            return None
-        path = os.path.join(os.path.dirname(self.output.head), self.names[self._numbers[name]])
-        return path if is_whole(path, self.output.files[name][0].layout) else None
 
     def create(self, name: str) -> AtomicFile:
         """Create a file, under a temporary name.
@@ -390,56 +379,6 @@ def place_of(output: Output) -> str:
         return os.path.realpath(output.head)
     folder, name = os.path.split(output.head)
     return os.path.join(os.path.realpath(folder), name)
-
-
-def write(
-    output: Output, advance: Advance, check: Callable[[], None], whole: list[str]
-) -> list[str]:
-    """Write all files; return their paths.
-
-    Args:
-        output: what to write.
-        advance: called with a number of bytes as they are written.
-        check: called before a file appears; raises where it must not.
-        whole: gets the paths of those that a writer who was killed has left whole.
-
-    Raises:
-        CheckpointError: they cannot be written; the old ones are untouched, unless it says that the
-            new ones are in place.
-    """
-    try:
-        # An interrupt comes between two blocks, and never to what makes files or removes them.
-        with uninterrupted() as deliver:
-            return _write(output, advance, check, whole, deliver)
-    except OSError as error:
-        raise write_error(output.head, error) from error
-
-
-def _write(
-    output: Output,
-    advance: Advance,
-    check: Callable[[], None],
-    whole: list[str],
-    deliver: Callable[[], None],
-) -> list[str]:
-    def go_on(nbytes: int) -> None:
-        deliver()
-        advance(nbytes)
-
-    with Files(output) as files:
-        for name, sections in output.files.items():
-            path = files.finished(name)
-            if path is not None:
-                whole.append(path)
-                go_on(sum(stored.nbytes for stored, _ in sections[0].layout.payloads))
-                continue
-            sums = write_sections(files.create(name).descriptor, sections, go_on)
-            check()
-            files.complete(name, [sums])
-        if output.kind is not None:  # one file alone is in its place by now
-            check()
-            deliver()
-        return files.commit()
 
 
 def _remove_set(index: str) -> None:

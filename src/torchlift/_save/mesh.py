@@ -40,7 +40,8 @@ from torchlift._save.files import (
     write_error,
     write_sections,
 )
-from torchlift._save.values import Taken, Value, stored_as
+from torchlift._save.pickling import Rebuilt
+from torchlift._save.values import Taken, Value, apart, stored_as, untied
 from torchlift._system import deliver_interrupt
 from torchlift._transfer.write import LockedFile
 from torchlift.errors import CheckpointError, PlacementError
@@ -128,34 +129,9 @@ class Share(Value):
             yield view, places
 
 
-class _Summary(NamedTuple):
-    """What one rank is to save, in a few bytes.
-
-    Attributes:
-        asked: the arguments that have to be the same.
-        digest: of all names, kinds, shapes, containers and plain data.
-    """
-
-    asked: Mapping[str, object]
-    digest: bytes
-
-
-class _Described(NamedTuple):
-    """What one rank is to save, without the values of tensors.
-
-    Attributes:
-        tensors: name -> what is stored of it, and the first rank of its mesh; None if it has none.
-        objects, template, paths, containers, kinds: see `Taken`.
-        metadata: text for the headers of safetensors.
-    """
-
-    tensors: dict[str, tuple[Stored, int | None]]
-    objects: dict[str, object]
-    template: Any
-    paths: dict[str, tuple[str | int, ...]]
-    containers: dict[str, str]
-    kinds: dict[str, str]
-    metadata: dict[str, str]
+#: What one rank is to save, without the values of tensors: of each what is stored, and the first
+#: rank of its mesh (None if it has none); and text for the headers of safetensors.
+_Described = tuple[Taken, dict[str, str]]
 
 
 class _Begun(NamedTuple):
@@ -166,7 +142,7 @@ class _Begun(NamedTuple):
 
 
 class Mesh:
-    """The processes that save a checkpoint together.
+    """The processes that save a checkpoint together, or one alone.
 
     Attributes:
         path: where to, for messages.
@@ -174,28 +150,35 @@ class Mesh:
         written: bytes of tensors that this one has written.
     """
 
-    def __init__(self, process_group: Any) -> None:
-        self.path = ""
-        self.group = RankGroup.of_all(process_group=process_group)
-        self.ranks = ranks_of(process_group)
+    def __init__(self, process_group: Any = None, *, alone: bool = False, path: str = "") -> None:
+        self.path = path
+        self.group = RankGroup([]) if alone else RankGroup.of_all(process_group=process_group)
         self.rank = rank()
+        self.ranks = [self.rank] if alone else ranks_of(process_group)
         self.leads = self.rank == self.ranks[0]
         self.written = 0
 
-    def together(self, step: Callable[[], T]) -> list[T]:
-        """Take a step on all ranks; return what each got, or raise what any of them met.
+    def run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """Take a step on all ranks, or raise what any of them met.
+
+        Args:
+            step: returns what it made, and what the others are to know of it.
+
+        Returns:
+            What it made here, and what each rank told.
 
         Raises:
             CheckpointError: a rank met an error, or is gone.
         """
         error: BaseException | None = None
-        value: Any = None
+        made: Any = None
+        told: Any = None
         try:
-            value = step()
+            made, told = step()
         except BaseException as failure:
             error = failure
         try:
-            values = self.group.agree(error, value)
+            values = self.group.agree(error, told)
         except RuntimeError as failure:
             if failure is error:
                 raise
@@ -203,18 +186,21 @@ class Mesh:
             reason = "another rank died or does not answer"
             found = str(failure).partition("\n")[0]
             raise CheckpointError(reason, file=self.path, found=found, hint=hint) from failure
-        return [values[who] for who in self.ranks]
+        return made, [values[who] for who in self.ranks]
+
+    def together(self, step: Callable[[], T]) -> list[T]:
+        """Take a step on all ranks; return what each got, or raise what any of them met."""
+        return self.run(lambda: (None, step()))[1]
 
     def on_all(self, step: Callable[[], T]) -> T:
         """Take a step on all ranks; return what it made here, or raise what any of them met."""
-        made: list[T] = []
 
-        def take() -> None:
-            made.append(step())
+        def take() -> tuple[T, None]:
+            made = step()
             deliver_interrupt()  # here, where the others are told of it
+            return made, None
 
-        self.together(take)
-        return made[0]
+        return self.run(take)[0]
 
     def on_disk(self, step: Callable[[], T]) -> Callable[[], T]:
         """Return a step of which an error of the system says what became of the files.
@@ -236,13 +222,12 @@ class Mesh:
         Raises:
             PlacementError: not all lay them out alike, and would write over each other's bytes.
         """
-        made: list[Output] = []
 
-        def lay_out() -> bytes:
-            made.append(step())
-            return made[0].digest
+        def lay_out() -> tuple[Output, bytes]:
+            output = step()
+            return output, output.digest if len(self.ranks) > 1 else b""
 
-        digests = self.together(self.on_disk(lay_out))
+        output, digests = self.run(self.on_disk(lay_out))
         for who, digest in zip(self.ranks, digests, strict=True):
             if digest != digests[0]:
                 raise PlacementError(
@@ -252,68 +237,64 @@ class Mesh:
                     found=f"others on rank {who}",
                     hint="Let all ranks have the same versions of Python, torch and torchlift.",
                 )
-        return made[0]
+        return output
 
     def merged(
-        self,
-        taken: Taken,
-        metadata: Mapping[str, str],
-        asked: Mapping[str, object],
-        replicated: str,
-    ) -> tuple[Taken, list[Value], dict[str, str]]:
-        """Tell each other what there is to save; return what all have, the same on each of them.
+        self, taken: Taken, metadata: Mapping[str, str], asked: Mapping[str, object]
+    ) -> tuple[Taken, list[Value], Mapping[str, str], dict[str, str]]:
+        """Tell each other what there is to save, of which ranks may have names of their own.
 
-        Ranks may have names of their own, as the stages of a pipeline do. Of plain data the first
-        rank that has the name counts, and rank 0's metadata.
+        Of plain data the first rank that has the name counts, and rank 0's metadata.
 
         Args:
             taken: what this process has.
             metadata: text for the headers of safetensors.
             asked: the arguments that have to be the same on all ranks.
-            replicated: see `save`.
+
+        Returns:
+            What all have, the same on each of them: containers, values and metadata; and key ->
+            what is lost of this rank's.
 
         Raises:
             PlacementError: two ranks hold unlike things under one name, or ask for unlike things.
         """
         local = taken.tensors
+        kind = "torch-zip" if taken.plain else "safetensors"
 
-        described: list[_Described] = []
-
-        def describe() -> _Summary:
-            kind = "torch-zip" if taken.plain else "safetensors"
+        def describe() -> tuple[tuple[_Described, dict[str, str]], tuple[Any, bytes]]:
+            values = [Value.of_tensor(key, held(tensor), kind) for key, tensor in local.items()]
             tensors = {
                 key: (stored_as(key, tensor, kind), first_rank(tensor))
                 for key, tensor in local.items()
             }
-            facts = taken.objects, taken.template, taken.paths, taken.containers, taken.kinds
-            described.append(_Described(tensors, *facts, dict(metadata)))
-            return _Summary(asked, _digest(described[0]))
+            own = replace(taken, tensors=tensors), dict(metadata)
+            return (own, untied(apart(values, None))), (asked, _digest(own))
 
-        told = self.together(describe)
-        (own,) = described
+        ((own, texts), lost), told = self.run(describe)
         # All ranks know the same, so they raise together without another exchange.
-        _require_alike(self.ranks, [each.asked for each in told])
+        _require_alike(self.ranks, [asked for asked, _ in told])
         holders: dict[str, list[int]] = {}
-        if any(each.digest != told[0].digest for each in told):
-            each_own = self.together(lambda: own)
-            holders = self._holders(each_own)
-            taken, own = _merged(each_own, taken.plain)
+        if any(digest != told[0][1] for _, digest in told):
+            each_own = self.together(lambda: (own, texts))
+            holders = self._holders([each for each, _ in each_own])
+            own, texts = _merged([each for each, _ in each_own]), each_own[0][1]
         same = _ties(own, self.together(lambda: _same_as(own, local)))
 
         def share(turn: int, key: str, stored: Stored, first: int | None) -> Value:
             made = Share.of(stored, same.get(key, key), turn)
             if key not in local:
                 return made
-            return self._share_of(made, local[key], holders.get(key, self.ranks), first, replicated)
+            ranks, is_equal = holders.get(key, self.ranks), asked["replicated"] == "equal"
+            return self._share_of(made, local[key], ranks, first, is_equal)
 
         values = self.on_all(
             lambda: [
                 share(turn, key, *found) for turn, (key, found) in enumerate(own.tensors.items())
             ]
         )
-        return taken, values, own.metadata
+        return own, values, texts, lost
 
-    def _holders(self, told: Sequence[_Described]) -> dict[str, list[int]]:
+    def _holders(self, told: Sequence[Taken]) -> dict[str, list[int]]:
         """Return name -> the ranks that have it.
 
         Raises:
@@ -348,7 +329,7 @@ class Mesh:
         tensor: torch.Tensor,
         holders: Sequence[int],
         first: int | None,
-        replicated: str,
+        is_equal: bool,
     ) -> Share:
         """Return what this rank holds and writes of a tensor.
 
@@ -371,7 +352,7 @@ class Mesh:
                 else:
                     part = part * mesh.size(axis) + coordinate[axis]
             spans = spans_of(tensor, whole.key)
-        if replicated == "rank0":
+        if not is_equal:
             copies = 1 if number == 0 else 0
         return whole.with_values(held(tensor).detach(), spans, part, number, copies)
 
@@ -518,7 +499,7 @@ def _require_alike(ranks: Sequence[int], asked: Sequence[Mapping[str, object]]) 
                 )
 
 
-def _same_as(own: _Described, local: Mapping[str, torch.Tensor]) -> array[int]:
+def _same_as(own: Taken, local: Mapping[str, torch.Tensor]) -> array[int]:
     """Return for each tensor the number of an earlier one that is the same here, or its own.
 
     It is -1 where this rank holds no values of it.
@@ -538,7 +519,7 @@ def _same_as(own: _Described, local: Mapping[str, torch.Tensor]) -> array[int]:
     return found
 
 
-def _ties(own: _Described, told: Sequence[array[int]]) -> dict[str, str]:
+def _ties(own: Taken, told: Sequence[array[int]]) -> dict[str, str]:
     """Return name -> the first name that is the same tensor on every rank which holds some of it.
 
     A rank sees that two names are one tensor by their memory, but only where it holds values. All
@@ -552,14 +533,15 @@ def _ties(own: _Described, told: Sequence[array[int]]) -> dict[str, str]:
     return same
 
 
-def _merged(told: Sequence[_Described], plain: bool) -> tuple[Taken, _Described]:
+def _merged(told: Sequence[Taken]) -> Taken:
     """Return what several ranks have, as one; the first that has a name counts.
 
     Raises:
         PlacementError: their containers do not fit into each other.
     """
     tensors: dict[str, tuple[Stored, int | None]] = {}
-    made = Taken(plain, _merged_template([each.template for each in told], ""))
+    template = _merged_template([each.template for each in told], "")
+    made = Taken(told[0].plain, template, tensors)
     for each in told:
         for key, (stored, first) in each.tensors.items():
             _, known = tensors.get(key, (stored, first))
@@ -569,9 +551,8 @@ def _merged(told: Sequence[_Described], plain: bool) -> tuple[Taken, _Described]
         made.paths = {**made.paths, **each.paths, **made.paths}
         made.containers = {**made.containers, **each.containers, **made.containers}
         made.kinds = {**made.kinds, **each.kinds, **made.kinds}
-    made.tensors = {key: stored for key, (stored, _) in tensors.items()}
-    facts = made.objects, made.template, made.paths, made.containers, made.kinds
-    return made, _Described(tensors, *facts, told[0].metadata)
+        made.subclasses = {**made.subclasses, **each.subclasses, **made.subclasses}
+    return made
 
 
 def _merged_template(templates: Sequence[Any], key: str) -> Any:
@@ -591,9 +572,9 @@ def _merged_template(templates: Sequence[Any], key: str) -> Any:
             made._metadata = notes
         return made
     alike = len({type(each) for each in templates}) == 1
-    if alike and (isinstance(first, Leaf) or len({len(each) for each in templates}) == 1):
-        if isinstance(first, Leaf):
-            return first
+    if alike and isinstance(first, (Leaf, Rebuilt)):
+        return first
+    if alike and len({len(each) for each in templates}) == 1:
         rows = zip(*templates, strict=True)
         return type(first)(_merged_template(row, f"{key}.{at}") for at, row in enumerate(rows))
     raise PlacementError(

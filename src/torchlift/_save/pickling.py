@@ -43,6 +43,18 @@ class Shared(NamedTuple):
     stride: tuple[int, ...] = ()
 
 
+class Rebuilt(NamedTuple):
+    """In place of a tensor of a subclass: the call that torch pickles it as.
+
+    Attributes:
+        function: one of torch's, which makes it.
+        arguments: its class and what that has, with `Shared` for the tensors inside.
+    """
+
+    function: Any
+    arguments: Any
+
+
 def pickled(saved: object, tensors: Sequence[Stored], *, checked: bool = True) -> bytes:
     """Pickle containers of plain data, with `Shared` for the tensors in them.
 
@@ -84,6 +96,16 @@ def _number(value: Any) -> Any:
     numpy: Any = sys.modules.get("numpy")
     is_numpys = numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
     return value.item() if is_numpys else value
+
+
+def is_array(value: Any) -> bool:
+    """Return whether it is an array of numpy that a list tells all of, but for its dtype.
+
+    None of objects, fields or times, and no subclass: a list has no mask.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    kinds = () if numpy is None else (numpy.ndarray, numpy.memmap)
+    return type(value) in kinds and value.dtype.kind in "biufcSU"
 
 
 def _canonical(value: Any, made: dict[int, Any]) -> Any:
@@ -138,6 +160,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if type(obj) is _Items:
             return set, (obj.items,)
+        if type(obj) is Rebuilt:
+            return obj.function, obj.arguments
         if type(obj) is not Shared:
             return NotImplemented
         storage = self._storages[obj.number]
@@ -156,6 +180,8 @@ _LEAVES = (
     type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device,
 )  # fmt: skip
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter, set, torch.Size)
+#: The way out for an array.
+AS_TENSOR = "torch.from_numpy makes a tensor of an array of numbers, which can be saved."
 _MAX_BITS = 8 * (MAX_INT - 1)
 MAX_DEPTH = 90  # torchlift reads 100 levels, and a state dict and its templates are some of them
 
@@ -183,8 +209,7 @@ def require_plain(key: str, value: object) -> None:
             return
         if type(item) not in _CONTAINERS:
             found = f"a {type(item).__module__}.{type(item).__qualname__}"
-            as_tensor = "torch.from_numpy makes a tensor of it, which can be saved."
-            hint = as_tensor if found == "a numpy.ndarray" else ""
+            hint = AS_TENSOR if found.startswith("a numpy.") else ""
             refuse("tensors as values of the state dict, or plain data", found, hint)
         if depth == MAX_DEPTH:
             refuse(f"at most {MAX_DEPTH} levels of containers, none inside itself", "more")

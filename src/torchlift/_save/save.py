@@ -7,8 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Literal
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint.tree import Tree
-from torchlift._model.dtensor import held, is_dtensor
+from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_flattened
 from torchlift._model.ranks import tensors_of
 from torchlift._save.files import (
@@ -26,10 +26,10 @@ from torchlift._save.files import (
     safetensors_output,
     sharded_output,
     torch_output,
-    write,
     write_error,
 )
 from torchlift._save.mesh import Mesh
+from torchlift._save.pickling import AS_TENSOR
 from torchlift._save.values import (
     EMPTY_NAME,
     TEXT_NAMES,
@@ -40,6 +40,7 @@ from torchlift._save.values import (
     apart,
     compacted,
     take_apart,
+    untied,
 )
 from torchlift._system import (
     Facts,
@@ -82,8 +83,7 @@ class SaveReport(Summary):
         left_out: bytes of that memory that were not written.
         cast: key -> (dtype before, dtype in the file).
         seconds: how long it took.
-        taken_up: those of `files` that were not written, since a conversion that was killed had
-            finished them.
+        written: of `nbytes`, those that this process wrote: of a mesh, this rank.
     """
 
     path: str
@@ -97,15 +97,12 @@ class SaveReport(Summary):
     left_out: int
     cast: Mapping[str, tuple[str, str]]
     seconds: float
-    taken_up: tuple[str, ...] = ()
+    written: int = 0
 
     def _summary(self) -> tuple[str, Facts]:
         facts: Facts = [("format", self.format)]
         if len(self.files) > 1:
             facts.append(("files", f"{len(self.files):,}"))
-        if self.taken_up:
-            files = count_of(len(self.taken_up), "file")
-            facts.append(("taken up", f"{files} of a conversion that was killed"))
         if self.cast:
             facts.append(("cast", count_of(len(self.cast), "tensor")))
         for label, found in (("tied", self.tied), ("not kept", self.lost)):
@@ -128,6 +125,7 @@ def save(
     max_shard_size: int | str | None = None,
     checksum: bool = True,
     progress: bool = False,
+    metadata: Mapping[str, str] | None = None,
     replicated: Literal["equal", "rank0"] = "equal",
     process_group: Any = None,
 ) -> SaveReport:
@@ -154,14 +152,16 @@ def save(
     ============================================  =================================================
 
     **What is kept.** A torch file keeps containers as they are, plain data, strides, and which
-    tensors share memory: ties stay ties. DCP keeps plain data, and gives each key values of its
-    own. safetensors have tensors only: plain data is an error. Keys of containers are joined by
-    dots; of tied names the first has the values and the metadata (``torchlift.ties``) names it for
-    the others, from where `torchlift.open` gives all of them. Tensors that share memory in another
-    way have values of their own. Tuples with tensors are lists in DCP. No file keeps devices,
-    ``requires_grad`` and subclasses of tensors; mappings of other classes become dicts, named
-    tuples tuples, and numpy's numbers Python's. What a format does not keep of this state is in the
-    report.
+    tensors share memory: ties stay ties. Tensors that are made of others, such as torchao's, are in
+    it as ``torch.save`` has them: who loads it allows their classes. DCP keeps plain data, and
+    gives each key values of its own. safetensors have tensors only: plain data is an error. Keys of
+    containers are joined by dots; of tied names the first has the values and the metadata
+    (``torchlift.ties``) names it for the others, from where `torchlift.open` gives all of them.
+    Tensors that share memory in another way have values of their own. Tuples with tensors are lists
+    in DCP. No file keeps devices, ``requires_grad`` and other subclasses of tensors; mappings of
+    other classes become dicts, named tuples tuples, numpy's numbers Python's and its arrays lists,
+    as in the states of random generators, which take them back. What a format does not keep of this
+    state is in the report.
 
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
 
@@ -194,6 +194,8 @@ def save(
             ``torchlift.load(verify=True)`` compute again: in a torch file and DCP where zip files
             have it, in safetensors in the metadata, where other readers pass over it.
         progress: show a bar of bytes on stderr; of a mesh, of what its first rank has.
+        metadata: text for the header of safetensors; of a mesh rank 0's. Other formats have no
+            place for any.
         replicated: what a mesh saves of values that several ranks hold under one name. ``"equal"``:
             they must be equal, for which every rank reads all of its own. ``"rank0"``: those of the
             first rank that has the name, unread on the others; for statistics that each rank has of
@@ -212,8 +214,9 @@ def save(
         CheckpointError: the folder holds a checkpoint of another format, which readers would take;
             or the file cannot be written. The older one is untouched and nothing is left
             behind, unless the message says that the new one is in its place.
+        TypeError: a path that is none, or metadata that is not text.
         ValueError: a format that is not known, no format and a suffix that does not tell, or
-            `max_shard_size` for a torch file.
+            `max_shard_size` or metadata for a torch file.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -224,32 +227,57 @@ def save(
         >>> torch.load(path, weights_only=True)["groups"]
         [{'lr': 0.1}]
     """
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        if not hasattr(path, "write"):
-            raise TypeError(
-                f"expected a path (str, bytes or os.PathLike object) or a binary file, not {path!r}"
-            )
-        if process_group is not None or _has_dtensors(obj):
-            raise TypeError("ranks save together to a path: a file object is one process's own")
+    is_alone = process_group is None and not _has_dtensors(obj)
+    if is_alone and hasattr(path, "write"):
         return _save_to(path, obj, format, max_shard_size, checksum, progress)
-    together = partial(
-        save_together, obj, path, format=format, max_shard_size=max_shard_size, checksum=checksum,
-        progress=progress, replicated=replicated, process_group=process_group,
-    )  # fmt: skip
-    if process_group is not None or _has_dtensors(obj):
-        return together()[0]
-    _check_word(replicated)
-    _check_whole(obj, path)
-    target = Target.of(path, format, max_shard_size)
-    if isinstance(obj, Checkpoint):
-        taken, values = from_files(obj, target)
-    else:
-        taken = take_apart(obj, plain=not target.only_tensors)
-        if any(map(is_dtensor, taken.tensors.values())):  # those of an object with a state
-            return together()[0]
-        values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
-    target.check_objects(taken)
-    return finish(target, taken, values, checksum=checksum, progress=progress)
+    texts: Mapping[str, str] = metadata if metadata is not None else {}
+    mesh = Mesh(process_group, alone=is_alone)
+
+    def prepare() -> tuple[Target, Taken, list[Value]]:
+        if hasattr(path, "write"):
+            raise TypeError("ranks save together to a path: a file object is one process's own")
+        # There may be no current folder.
+        mesh.path = mesh.on_disk(lambda: os.path.abspath(os.fsdecode(path)))()
+        if replicated not in _REPLICATED:
+            known = ", ".join(map(repr, _REPLICATED))
+            raise ValueError(f"replicated must be one of {known}, not {replicated!r}")
+        target = Target.of(path, format, max_shard_size)
+        target.check_metadata(texts)
+        _check_whole(obj, mesh.path)
+        values: list[Value] = []
+        if not isinstance(obj, Checkpoint):
+            taken = take_apart(obj, plain=not target.only_tensors)
+        elif is_alone:
+            taken, values = from_files(obj, target)
+        else:
+            raise TypeError(
+                "a Checkpoint is saved by one process: call it there, without process_group="
+            )
+        target.check_objects(taken)
+        return target, taken, values
+
+    with ExitStack() as stack:
+        if not is_alone:
+            # An interrupt comes where the ranks are about to agree, or the others would wait.
+            stack.enter_context(uninterrupted())
+        target, taken, values = mesh.on_all(prepare)
+        if is_alone and any(map(is_dtensor, taken.tensors.values())):
+            # Those of an object with a state, which was not asked for it before.
+            stack.enter_context(uninterrupted())
+            is_alone, mesh = False, Mesh(None, path=mesh.path)
+        lost: Mapping[str, str] = {}
+        if not is_alone:
+            asked = {
+                "format": target.format, "max_shard_size": target.limit, "checksum": checksum,
+                "replicated": replicated,
+            }  # fmt: skip
+            taken, values, texts, lost = mesh.merged(taken, texts, asked)
+        elif not isinstance(obj, Checkpoint):
+            values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
+        return finish(
+            target, taken, values, metadata=texts, checksum=checksum, lost=lost, progress=progress,
+            mesh=mesh,
+        )  # fmt: skip
 
 
 def _save_to(
@@ -298,75 +326,6 @@ def _save_to(
     return replace(report, path=shown, files=(shown,))
 
 
-def save_together(
-    obj: object,
-    path: Any,
-    *,
-    format: str | None,
-    max_shard_size: int | str | None = None,
-    checksum: bool = True,
-    progress: bool = False,
-    metadata: Mapping[str, str] | None = None,
-    replicated: str,
-    process_group: Any,
-) -> tuple[SaveReport, int]:
-    """Save with other processes; return the report, and the bytes that this one wrote.
-
-    The arguments are those of `save`; `metadata` is text for the headers of safetensors.
-    """
-    # An interrupt comes where the ranks are about to agree, or the others would wait for this one.
-    with uninterrupted():
-        return _save_together(
-            obj, path, format, max_shard_size, checksum, progress, metadata, replicated,
-            Mesh(process_group),
-        )  # fmt: skip
-
-
-def _save_together(
-    obj: object,
-    path: Any,
-    format: str | None,
-    max_shard_size: int | str | None,
-    checksum: bool,
-    progress: bool,
-    metadata: Mapping[str, str] | None,
-    replicated: str,
-    mesh: Mesh,
-) -> tuple[SaveReport, int]:
-    given = metadata if metadata is not None else {}
-
-    def prepare() -> tuple[Target, Taken, dict[str, object], dict[str, str]]:
-        # There may be no current folder.
-        mesh.path = mesh.on_disk(lambda: os.path.abspath(os.fsdecode(path)))()
-        _check_word(replicated)
-        target = Target.of(path, format, max_shard_size)
-        if isinstance(obj, Checkpoint):
-            raise TypeError(
-                "a Checkpoint is saved by one process: call it there, without process_group="
-            )
-        target.check_metadata(given)
-        _check_whole(obj, mesh.path)
-        taken = take_apart(obj, plain=not target.only_tensors)
-        target.check_objects(taken)
-        asked = {"format": target.format, "max_shard_size": target.limit, "checksum": checksum}
-        here = [target.value_of(key, held(tensor)) for key, tensor in taken.tensors.items()]
-        return target, taken, {**asked, "replicated": replicated}, _untied(apart(here, None))
-
-    target, taken, asked, lost = mesh.on_all(prepare)
-    taken, values, texts = mesh.merged(taken, given, asked, replicated)
-    report = finish(
-        target,
-        taken,
-        values,
-        metadata=texts,
-        checksum=checksum,
-        lost=lost,
-        progress=progress,
-        mesh=mesh,
-    )
-    return report, mesh.written
-
-
 def _inside(obj: object) -> Iterator[object]:
     """Yield what a state has inside, as far as objects tell without being asked for theirs."""
     seen: dict[int, object] = {}
@@ -407,13 +366,6 @@ def _check_whole(obj: object, path: object) -> None:
                 "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) returns, or "
                 "shard the model with fully_shard.",
             )
-
-
-def _check_word(replicated: str) -> None:
-    if replicated not in _REPLICATED:
-        raise ValueError(
-            f"replicated must be one of {', '.join(map(repr, _REPLICATED))}, not {replicated!r}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,19 +447,29 @@ class Target:
         return self.format in ("safetensors", "sharded")
 
     def check_objects(self, taken: Taken) -> None:
-        """Refuse what is no tensor where the format has no place for it.
+        """Refuse what is no dense tensor where the format has no place for it.
 
         Raises:
             PlacementError: there is such a value.
         """
+        if self.format == "dcp" and taken.subclasses:
+            key, name = next(iter(taken.subclasses.items()))
+            raise PlacementError(
+                "cannot be stored in a directory of DCP",
+                entry=key,
+                expected="a dense tensor with values",
+                found=name,
+                hint="Save as a torch file, which keeps tensors that are made of others.",
+            )
         if self.only_tensors and taken.objects:
             key, value = next(iter(taken.objects.items()))
             raise PlacementError(
                 "cannot be stored in a safetensors file",
                 entry=key,
                 expected="a dense tensor with values",
-                found=type(value).__name__,
-                hint="Save as a torch file or as DCP, which hold plain data, or leave it out.",
+                found=taken.kinds.get(key, type(value).__name__),
+                hint="Save as a torch file or as DCP, which hold plain data, or leave it out; "
+                f"{AS_TENSOR}",
             )
 
     def check_metadata(self, metadata: object) -> None:
@@ -640,15 +602,17 @@ def finish(
         check: called before a file appears; raises where it must not.
         progress: show a bar of bytes on stderr.
         written: whether to write; else the report says what would be.
-        mesh: the processes that write together.
+        mesh: the processes that write together; None: this one alone.
     """
     start = time.perf_counter()
+    mesh = mesh or Mesh(alone=True)
+    mesh.path = target.head
 
     def lay_out() -> Output:
         target.check_folder()
         return target.lay_out(taken, values, metadata or {}, checksum)
 
-    output = lay_out() if mesh is None else mesh.laid_out(lay_out)
+    output = mesh.laid_out(lay_out)
     format = target.format if output.content is None or target.format == "dcp" else "sharded"
     gone = {**taken.kinds, **(lost or {})}
     for key, what in taken.containers.items():
@@ -656,17 +620,16 @@ def finish(
             gone.setdefault(key or "(all)", what)
         elif format == "dcp" and what == TUPLE_NAMES:
             gone[key or "(all)"] = f"{gone.get(key or '(all)', 'a tuple')}, which becomes a list"
-    gone |= _untied({**apart(values, output.shared), **output.untied})
+    gone |= untied({**apart(values, output.shared), **output.untied})
     keys, left_out = compacted(values)
     folder = os.path.dirname(output.head)
     files = [os.path.join(folder, name) for name in output.files]
     files += [output.head] if output.content is not None else []
-    whole: list[str] = []
     if written:
         total = sum(value.here for value in output.values)
-        with progress_bar(progress and (mesh is None or mesh.leads), total, "save") as advance:
-            write_all = partial(write, whole=whole) if mesh is None else mesh.write
-            files = write_all(output, advance, check)
+        # An interrupt comes between two blocks, and never to what makes files or removes them.
+        with uninterrupted(), progress_bar(progress and mesh.leads, total, "save") as advance:
+            files = mesh.write(output, advance, check)
     cast = {v.key: (v.source_dtype, v.stored.dtype) for v in values}
     return SaveReport(
         path=output.head if format != "dcp" else folder,
@@ -680,12 +643,5 @@ def finish(
         left_out=left_out,
         cast={key: (old, new) for key, (old, new) in cast.items() if old != new},
         seconds=time.perf_counter() - start,
-        taken_up=tuple(whole),
+        written=mesh.written,
     )
-
-
-def _untied(pairs: Mapping[str, str]) -> dict[str, str]:
-    return {
-        key: f"shares no memory with {printable(other, 80)} any more"
-        for key, other in pairs.items()
-    }

@@ -13,13 +13,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchlift._checkpoint import MappedViews, dtype_of, not_dense
-from torchlift._model.dtensor import held, reshard
+from torchlift._model.dtensor import held, is_dtensor, reshard
 from torchlift._model.names import Names
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import read_model
 from torchlift._model.torch_private import storage_key
 from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
-from torchlift._save.pickling import MAX_DEPTH, Shared, require_plain
+from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
+from torchlift._system import printable
 from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE, Chunk, Index, Leaf, TensorEntry
 from torchlift.formats.flatten import (
@@ -220,10 +221,7 @@ class Taken:
         paths: key -> the names of the containers that lead to it.
         containers: key of a container -> what names joined by dots do not tell of it.
         kinds: key of a container -> what no file tells of it.
-        rule: which values are containers.
-        states: id -> an object or a container that was looked into, and what is saved of it.
-        classes: id -> a container, and the class that no file tells of it.
-        copies: how often a container was met again.
+        subclasses: key of a tensor that is made of those inside of it -> its class.
     """
 
     plain: bool
@@ -233,10 +231,7 @@ class Taken:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     containers: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
-    rule: Containers = field(default_factory=lambda: Containers((torch.Tensor, TensorEntry)))
-    states: dict[int, tuple[object, Any]] = field(default_factory=dict)
-    classes: dict[int, tuple[object, str]] = field(default_factory=dict)
-    copies: Counter[int] = field(default_factory=Counter)
+    subclasses: dict[str, str] = field(default_factory=dict)
 
 
 def take_apart(saved: object, *, plain: bool = True) -> Taken:
@@ -253,87 +248,146 @@ def take_apart(saved: object, *, plain: bool = True) -> Taken:
         PlacementError: a name that no file can hold, two values of one dotted name, containers that
             contain themselves.
     """
-    taken = Taken(plain)
-    taken.template = _copied(_stated(saved, "", 0, taken), "", (), taken)
-    return taken
+    return _Walk(plain).run(saved)
 
 
-def _copied(value: Any, key: str, path: tuple[str | int, ...], taken: Taken) -> Any:
-    notes = getattr(value, "_metadata", None)
-    if id(value) in taken.classes:
-        taken.kinds[key or "(all)"] = taken.classes[id(value)][1]
-    _check_depth(len(path), key)
-    items = taken.rule.items(value)
-    if isinstance(value, dict) and (items is not None or not path):
-        if any(type(name) is not str for name in value):
-            taken.containers[key] = TEXT_NAMES
-        if path and not key:
-            taken.containers.setdefault(key, EMPTY_NAME)
-        _count(value, key, taken)
-        made: Any = type(value)()
-        for name, item in items or ():
-            made[name] = _copied(item, _joined(key, _text(name)), (*path, _text(name)), taken)
-        if notes is not None:
-            require_plain(_joined(key, "_metadata"), notes)
-            made._metadata = notes
-        return made
-    if items is not None and type(value) in (list, tuple):
-        _count(value, key, taken)
-        is_tuple = type(value) is tuple
-        taken.containers[key] = TUPLE_NAMES if is_tuple else "a list, whose positions become names"
-        return type(value)(
-            _copied(item, _joined(key, str(at)), (*path, at), taken) for at, item in items
-        )
-    is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
-    is_unnamed = bool(path) and not key
-    key = key or (ROOT_TENSOR if is_tensor else ROOT_OBJECT)
-    if key in taken.paths:
-        raise PlacementError(
-            "two tensors or objects have this key once containers are joined by dots",
-            entry=key,
-            hint="Rename one of them.",
-        )
-    taken.paths[key] = path or (key,)
-    if is_unnamed:
-        taken.containers[key] = EMPTY_NAME
-    if is_tensor:
-        taken.tensors[key] = value
-    else:
-        if taken.plain:
-            require_plain(key, value)
-        taken.objects[key] = value
-    return Leaf(key)
+class _Walk:
+    """The walk through containers; objects are asked for their states on the way."""
 
+    def __init__(self, plain: bool) -> None:
+        self.taken = Taken(plain)
+        self._rule = Containers((torch.Tensor, TensorEntry))
+        # By identity, each with what has it: while that lives, nothing else has it.
+        self._states: dict[int, tuple[object, Any]] = {}  # what was looked into -> what is saved
+        self._classes: dict[int, tuple[object, str]] = {}  # container -> what no file tells of it
+        self._copies: Counter[int] = Counter()  # how often a container was met again
 
-def _stated(value: Any, key: str, depth: int, taken: Taken) -> Any:
-    """Return containers in which every object has become its state; what has none in it stays.
+    def run(self, saved: object) -> Taken:
+        self.taken.template = self._copied(self._stated(saved, "", 0), "", ())
+        return self.taken
 
-    Each is asked for its state once, wherever it is.
-    """
-    _check_depth(depth, key)
-    if isinstance(value, (torch.Tensor, TensorEntry, str, bool, int, float, type(None))):
-        return value
-    if id(value) in taken.states:
-        return taken.states[id(value)][1]
-    given, value = value, _state_of(value)
-    found = value
-    if _is_kind(value):
-        found = (dict if isinstance(value, Mapping) else tuple)(value)
-    if type(found) in (*_PAIR, list, tuple):
-        old = list(items_of(found))
-        new = [_stated(i, _joined(key, name_text(n)), depth + 1, taken) for n, i in old]
-        if any(made is not item for made, (_, item) in zip(new, old, strict=True)):
-            notes = getattr(found, "_metadata", None)
-            is_dict = isinstance(found, dict)
-            found = type(found)(dict(zip(found, new, strict=True)) if is_dict else new)
+    def _copied(self, value: Any, key: str, path: tuple[str | int, ...]) -> Any:
+        taken = self.taken
+        notes = getattr(value, "_metadata", None)
+        if id(value) in self._classes:
+            taken.kinds[key or "(all)"] = self._classes[id(value)][1]
+        _check_depth(len(path), key)
+        items = self._rule.items(value)
+        if isinstance(value, dict) and (items is not None or not path):
+            if any(type(name) is not str for name in value):
+                taken.containers[key] = TEXT_NAMES
+            if path and not key:
+                taken.containers.setdefault(key, EMPTY_NAME)
+            self._count(value, key)
+            made: Any = type(value)()
+            for name, item in items or ():
+                made[name] = self._copied(item, _joined(key, _text(name)), (*path, _text(name)))
             if notes is not None:
-                found._metadata = notes
-    if _is_kind(value):
-        what = f"a {type(value).__name__}, which becomes a {type(found).__name__}"
-        taken.kinds[key or "(all)"] = what
-        taken.classes[id(found)] = found, what
-    taken.states[id(given)] = given, found
-    return found
+                require_plain(_joined(key, "_metadata"), notes)
+                made._metadata = notes
+            return made
+        if items is not None and type(value) in (list, tuple):
+            self._count(value, key)
+            is_tuple = type(value) is tuple
+            taken.containers[key] = (
+                TUPLE_NAMES if is_tuple else "a list, whose positions become names"
+            )
+            return type(value)(
+                self._copied(item, _joined(key, str(at)), (*path, at)) for at, item in items
+            )
+        is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
+        call: tuple[Any, ...] = (
+            value.detach().__reduce_ex__(2) if taken.plain and _is_wrapper(value) else ()
+        )
+        if len(call) == 2:  # more would be what a class of its own adds
+            key = key or ROOT_TENSOR
+            taken.subclasses[key] = type(value).__name__
+            function, arguments = call
+            return Rebuilt(
+                function, tuple(self._inside(each, key, path or (key,)) for each in arguments)
+            )
+        is_unnamed = bool(path) and not key
+        key = key or (ROOT_TENSOR if is_tensor else ROOT_OBJECT)
+        if key in taken.paths:
+            raise PlacementError(
+                "two tensors or objects have this key once containers are joined by dots",
+                entry=key,
+                hint="Rename one of them.",
+            )
+        taken.paths[key] = path or (key,)
+        if is_unnamed:
+            taken.containers[key] = EMPTY_NAME
+        if is_tensor:
+            taken.tensors[key] = value
+        else:
+            if taken.plain:
+                require_plain(key, value)
+            taken.objects[key] = value
+        return Leaf(key)
+
+    def _inside(self, value: Any, key: str, path: tuple[str | int, ...]) -> Any:
+        """Return what a tensor of a subclass has, with a `Leaf` for each tensor inside."""
+        if isinstance(value, torch.Tensor):
+            return self._copied(value, key, path)
+        if type(value) in (dict, list, tuple):
+            made = {
+                name: self._inside(item, _joined(key, str(name)), (*path, str(name)))
+                for name, item in items_of(value)
+            }
+            return made if type(value) is dict else type(value)(made.values())
+        return value
+
+    def _stated(self, value: Any, key: str, depth: int) -> Any:
+        """Return containers in which every object has become its state; what has none in it stays.
+
+        Each is asked for its state once, wherever it is.
+        """
+        _check_depth(depth, key)
+        if isinstance(value, (torch.Tensor, TensorEntry, str, bool, int, float, type(None))):
+            return value
+        if id(value) in self._states:
+            return self._states[id(value)][1]
+        given, value = value, _state_of(value)
+        if is_array(value):
+            return self._listed(value, key)
+        found = value
+        if _is_kind(value):
+            found = (dict if isinstance(value, Mapping) else tuple)(value)
+        if type(found) in (*_PAIR, list, tuple):
+            old = list(items_of(found))
+            new = [self._stated(i, _joined(key, name_text(n)), depth + 1) for n, i in old]
+            if any(made is not item for made, (_, item) in zip(new, old, strict=True)):
+                notes = getattr(found, "_metadata", None)
+                is_dict = isinstance(found, dict)
+                found = type(found)(dict(zip(found, new, strict=True)) if is_dict else new)
+                if notes is not None:
+                    found._metadata = notes
+        if _is_kind(value):
+            what = f"a {type(value).__name__}, which becomes a {type(found).__name__}"
+            self.taken.kinds[key or "(all)"] = what
+            self._classes[id(found)] = found, what
+        self._states[id(given)] = given, found
+        return found
+
+    def _listed(self, array: Any, key: str) -> Any:
+        """Return the list of an array of numpy, whose class ``weights_only=True`` does not take."""
+        found = array.tolist()
+        what = f"a numpy array of {array.dtype}, which becomes a {type(found).__name__}"
+        self.taken.kinds[key or "(all)"] = what
+        if array.ndim:  # a number may be the same object elsewhere
+            self._classes[id(found)] = found, what
+        self._states[id(array)] = array, found
+        return found
+
+    def _count(self, value: object, key: str) -> None:
+        """Refuse containers that are in each other so often that their names have no end."""
+        self._copies[id(value)] += 1
+        if self._copies[id(value)] > _MAX_COPIES:
+            raise PlacementError(
+                "a container is in others too often: each of its places gets names of its own",
+                entry=key,
+                expected=f"at most {_MAX_COPIES:,} places",
+            )
 
 
 def _check_depth(depth: int, key: str) -> None:
@@ -357,22 +411,18 @@ def _state_of(value: Any) -> Any:
     return value
 
 
+def _is_wrapper(value: object) -> bool:
+    """Return whether it is a tensor that is made of others, such as those of torchao."""
+    is_strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    is_ours = is_strided and not value.is_nested and not is_dtensor(value)  # type: ignore[attr-defined]
+    return is_ours and is_traceable_wrapper_subclass(value)
+
+
 def _is_kind(value: object) -> bool:
     """Return whether it is a mapping or a named tuple of which no file tells the class."""
     if isinstance(value, tuple):
         return hasattr(value, "_fields")
     return isinstance(value, Mapping) and type(value) not in _PAIR
-
-
-def _count(value: object, key: str, taken: Taken) -> None:
-    """Refuse containers that are in each other so often that their names have no end."""
-    taken.copies[id(value)] += 1
-    if taken.copies[id(value)] > _MAX_COPIES:
-        raise PlacementError(
-            "a container is in others too often: each of its places gets names of its own",
-            entry=key,
-            expected=f"at most {_MAX_COPIES:,} places",
-        )
 
 
 def _joined(key: str, name: str) -> str:
@@ -395,7 +445,11 @@ def filled(template: Any, values: Callable[[str], object]) -> Any:
         if hasattr(template, "_metadata"):
             made._metadata = template._metadata  # type: ignore[attr-defined]
         return made
-    return type(template)(filled(item, values) for item in template)
+    if isinstance(template, Rebuilt):
+        return Rebuilt(template.function, filled(template.arguments, values))
+    if type(template) in (list, tuple):
+        return type(template)(filled(item, values) for item in template)
+    return template  # what a tensor of a subclass has beside those inside of it
 
 
 def ties_of(values: Iterable[Value]) -> dict[str, str]:
@@ -494,6 +548,14 @@ def apart(values: Iterable[Value], shared: Mapping[str, Shared] | None) -> dict[
         for overlapping in _overlapping(values, alike=False)
         for value in overlapping
         if place(value) != place(overlapping[0])
+    }
+
+
+def untied(pairs: Mapping[str, str]) -> dict[str, str]:
+    """Return key -> what is lost of it, for keys that share no memory with another any more."""
+    return {
+        key: f"shares no memory with {printable(other, 80)} any more"
+        for key, other in pairs.items()
     }
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from hashlib import sha256
@@ -199,21 +199,14 @@ class AtomicSet:
 
     Until then the head is the old one, and what it names is in place. Before a file is made, its
     name is in a journal beside the head, which is locked for as long as its owner lives: so an
-    error, or else the next writer of the head, removes what no head names in the end. A writer with
-    the plan of a dead one goes on with the names of that one, whose files are then not removed.
+    error, or else the next writer of the head, removes what no head names in the end.
 
     Attributes:
-        names: those of the files, which the folder had not, or a dead writer with this plan made.
-        goes_on: whether it is so.
+        names: those of the files, which the folder had not.
     """
 
     def __init__(
-        self,
-        head: str,
-        names: Sequence[str],
-        kind: SetKind,
-        replaces: Sequence[str] = (),
-        plan: str | None = None,
+        self, head: str, names: Sequence[str], kind: SetKind, replaces: Sequence[str] = ()
     ) -> None:
         """Find names, and remove what dead writers of the same head left.
 
@@ -223,7 +216,6 @@ class AtomicSet:
                 others.
             kind: of the head.
             replaces: paths of files that the new head supersedes.
-            plan: what is equal where a later writer would write the same; None: nobody can tell.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -236,31 +228,21 @@ class AtomicSet:
         self._is_committed = self._is_clean = False
         self._journals = self._head + ".files"
         _mode_of(self._head)
-        if plan is not None:  # other names, such as those of more shards, are another plan
-            plan = sha256(json.dumps([plan, *names]).encode()).hexdigest()
         with self._locked():
-            taken, dead = self._recover()
-            alike = [j for j in dead.values() if plan is not None and j.plan == plan]
-            made = [journal.names[: len(names)] for journal in alike]
-            self.names = next((found for found in made if self._may_go_on(found, names)), [])
-            self.goes_on = bool(self.names)
-            if not self.goes_on:
-                self._forget(dead)
-                self.names = list(names)
-                # Beside an older head, too: who has read that one must not find other values there.
-                there = any(name in taken or os.path.lexists(self._path(name)) for name in names)
-                if there or os.path.lexists(self._head):
-                    token = secrets.token_hex(4)
-                    self.names = [_with_token(name, token) for name in names]
+            taken = self._recover()
+            self.names = list(names)
+            # Beside an older head, too: who has read that one must not find other values there.
+            there = any(name in taken or os.path.lexists(self._path(name)) for name in names)
+            if there or os.path.lexists(self._head):
+                token = secrets.token_hex(4)
+                self.names = [_with_token(name, token) for name in names]
             self._journal = AtomicFile(self._journals, alone=False)
             self._known: list[str] = []
             try:
-                self._note(self.names, plan)
+                self._note(self.names)
             except BaseException:
                 self._journal.close()
                 raise
-            if self.goes_on:
-                self._forget(dead)
 
     def file(self, number: int) -> AtomicFile:
         """Return one of the files, to be written and committed.
@@ -342,28 +324,13 @@ class AtomicSet:
         except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
             return None
 
-    def _forget(self, dead: Mapping[str, _Journal]) -> None:
-        """Remove what dead writers left and this one does not go on with, and their journals."""
-        for path, journal in dead.items():
-            with suppress(OSError):  # the next writer does
-                if self._clean(name for name in journal.names if name not in self.names):
-                    os.unlink(path)
-
-    def _may_go_on(self, made: Sequence[str], names: Sequence[str]) -> bool:
-        """Return whether files of a dead writer are as many, and no checkpoint's yet."""
-        ours = re.compile(self._kind.ours).fullmatch
-        needed = self._needed()
-        free = needed is not None and not needed.intersection(made)
-        return free and len(set(made)) == len(names) and all(map(ours, made))
-
-    def _note(self, names: Iterable[str], plan: str | None = None) -> None:
-        new: list[object] = [name for name in names if name not in self._known]
-        lines = new if plan is None else [{"plan": plan}, *new]
+    def _note(self, names: Iterable[str]) -> None:
+        new = [name for name in names if name not in self._known]
         end = os.fstat(self._journal.descriptor).st_size
-        data = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+        data = "".join(f"{json.dumps(name)}\n" for name in new).encode()
         write_at(self._journal.descriptor, data, end)
         os.fsync(self._journal.descriptor)
-        self._known += map(str, new)
+        self._known += new
 
     def _needed(self) -> set[str] | None:
         """Return what the heads of the folder name; None where nobody can tell."""
@@ -389,19 +356,15 @@ class AtomicSet:
             with suppress(FileNotFoundError):  # it may never have been made
                 os.unlink(self._path(name))
 
-    def _recover(self) -> tuple[set[str], dict[str, _Journal]]:
-        """Return the names that live writers are about to use, and the journals of dead ones."""
+    def _recover(self) -> set[str]:
+        """Remove what dead writers left; return the names that live ones are about to use."""
         taken: set[str] = set()
-        dead: dict[str, _Journal] = {}
-
-        def left(path: str) -> bool:
-            dead[path] = _journal(path)
-            return False  # until what it names is noted elsewhere, or gone
-
         remove_debris(
-            self._journals, dead=left, live=lambda path: taken.update(_journal(path).names)
+            self._journals,
+            dead=lambda path: self._clean(_noted(path)),
+            live=lambda path: taken.update(_noted(path)),
         )
-        return taken, dead
+        return taken
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -415,16 +378,9 @@ class AtomicSet:
             yield
 
 
-class _Journal(NamedTuple):
-    """What a writer has noted: the names of its files first, and its plan."""
-
-    names: list[str]
-    plan: str | None
-
-
-def _journal(path: str) -> _Journal:
+def _noted(path: str) -> list[str]:
+    """Return the names that are in a journal."""
     names: list[str] = []
-    plan = None
     with suppress(OSError), open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             # A crash of the machine may leave zeros, or a line that is cut off, for names of which
@@ -432,8 +388,7 @@ def _journal(path: str) -> _Journal:
             with suppress(ValueError):
                 found = json.loads(line) if line.endswith("\n") else None
                 names += [found] if isinstance(found, str) and os.sep not in found else []
-                plan = found.get("plan") if isinstance(found, dict) else plan
-    return _Journal(names, plan)
+    return names
 
 
 def _with_token(name: str, token: str) -> str:

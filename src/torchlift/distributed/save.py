@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchlift._save import save_together
+from torchlift._model.ranks import has_group
+from torchlift._save import save
 
 
 def save_consolidated(
@@ -58,12 +59,7 @@ def save_consolidated(
         >>> torch.load(os.path.join(folder, "model.pt"), mmap=True)["weight"].shape
         torch.Size([2, 3])
     """
-    _, nbytes = save_together(
-        obj,
-        path,
-        format=format,
-        metadata=metadata,
-        replicated=replicated,
-        process_group=process_group,
-    )
-    return nbytes
+    group = process_group or (torch.distributed.group.WORLD if has_group() else None)
+    return save(
+        obj, path, format=format, metadata=metadata, replicated=replicated, process_group=group
+    ).written
