@@ -287,6 +287,18 @@ def test_another_model_is_named_and_what_fits_of_it_loads(tmp_path: Path) -> Non
     assert optimizer.state[larger[0].weight]["exp_avg"].any()
 
 
+def test_an_optimizer_of_another_kind_is_not_resumed(tmp_path: Path) -> None:
+    """Its moments would be nobody's: nothing changes."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path) as keeper:
+        train(run, 1)
+        keeper.save(1, run)
+    run["optimizer"] = torch.optim.SGD(run["model"].parameters(), lr=0.5, momentum=0.9)
+    with pytest.raises(torchlift.MismatchError, match="another kind of optimizer than SGD"):
+        torchlift.Keeper(tmp_path).resume(run)
+    assert run["optimizer"].param_groups[0]["lr"] == 0.5
+
+
 def test_a_save_may_be_skipped_while_another_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
