@@ -34,6 +34,7 @@ from torchlift._plan import (
     rewritten,
     same_name,
     target_dtype,
+    versions_by_name,
 )
 from torchlift._save import Becomes, SaveReport, Target, finish, from_files
 from torchlift._save.blocks import memory_of
@@ -145,7 +146,9 @@ def convert(
         >>> torchlift.open(dst)["weight"]
         tensor([1., 1.], dtype=torch.bfloat16)
     """
-    options = Options(rename=rename, dtype=dtype, include=include, exclude=exclude)
+    options = Options(
+        rename=rename, dtype=dtype, include=include, exclude=exclude, transform=transform
+    )
     if dtype == "model":  # which would leave everything as it is
         raise ValueError("dtype='model': a conversion has no model; expected the name of a dtype")
     target = Target.of(dst, format, max_shard_size)
@@ -392,13 +395,14 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
         if name in made:
             raise same_name(name, made[name].keys[0], key, index.path)
     require_kept(index.path, (kept, rest), (made, names), "rename drops", f"rename={rename!r}")
+    new_names = {key: name for name, item in made.items() for key in item.keys} | names
     return replace(
         index,
         entries={name: replace(item.entry, key=name) for name, item in made.items()},
         objects=_of(index.objects, names),
         blocked_keys=_of(index.blocked_keys, names),
         blocked_tensors=_of(index.blocked_tensors, names),
-        module_versions={},
+        module_versions=versions_by_name(new_names, index.module_versions),
         templates={},
         tree=None,
     )
@@ -417,7 +421,7 @@ def _containers(before: Index, index: Index, dropped: set[str]) -> Any:
     with Checkpoint(before) as ckpt:
         tree = Tree(before, lambda entry: entry, ckpt.refusal, dropped)
         new = {key: value for key, value in leaves.items() if key not in same}
-        return arranged(tree, before, known.keys() - same, new)
+        return arranged(tree, before, known.keys() - same, new, index.module_versions)
 
 
 def _of(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, TypeVar, overload
 import torch
 
 from torchlift._checkpoint.tree import Tree, with_arrays
+from torchlift._model.state import versioned
 from torchlift._system import clipped_list, printable
 from torchlift._transfer import Files
 from torchlift.errors import (
@@ -247,14 +248,17 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return self.mapped().blocks(entry)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return all tensors as a plain dict of mapped views; aliases stay aliases."""
+        """Return all tensors as a dict of mapped views; aliases stay aliases.
+
+        The versions of modules, where the file has them, are its ``_metadata``, as in torch.
+        """
         found: dict[str, torch.Tensor] = {}
         made: dict[object, torch.Tensor] = {}
         for key, entry in self.entries.items():
             # What is put together of chunks is in memory: once for all of its names.
             spot = (entry.storage, entry.chunks) if len(entry.chunks) > 1 else key
             found[key] = made[spot] = made[spot] if spot in made else self.view(entry)
-        return found
+        return versioned(found, self._index.module_versions or None)
 
     def tree(self, root: str | None = None) -> Any:
         """Return the containers as they were saved: integer keys, lists, dtypes, devices, slices.

@@ -4,6 +4,7 @@ from torchlift._plan.fetch import Fetched as Fetched
 from torchlift._plan.fetch import Prepared as Prepared
 from torchlift._plan.fetch import fetch_all as fetch_all
 from torchlift._plan.hooks import run_post_hooks as run_post_hooks
+from torchlift._plan.hooks import versions_by_name as versions_by_name
 from torchlift._plan.names import Made as Made
 from torchlift._plan.names import Rewriting as Rewriting
 from torchlift._plan.names import as_index as as_index

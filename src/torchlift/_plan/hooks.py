@@ -199,7 +199,7 @@ class _Run:
             else:
                 self.outcome.candidates[name] = candidate
         keys = {candidate.key: name for name, candidate in candidates.items()}
-        self.versions = _versions_by_name({**keys, **objects}, origin.versions)
+        self.versions = versions_by_name({**keys, **objects}, origin.versions)
         for key, name in objects.items():
             if name.startswith(prefixes):
                 self.state[name] = origin.objects[key]
@@ -444,7 +444,7 @@ def _registry(module: nn.Module, name: str) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _versions_by_name(
+def versions_by_name(
     names: Mapping[str, str], versions: Mapping[str, Mapping[str, object]]
 ) -> dict[str, Mapping[str, object]]:
     """Return path of a module of the model -> what its state dict says of it.
