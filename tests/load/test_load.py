@@ -836,10 +836,15 @@ def test_a_report_can_be_kept_and_sent(tmp_path):
         ({"allow_missing": "a.*"}, "allow_missing='a.*': expected patterns such as ['head.*']"),
         ({"allow_unexpected": [1]}, "allow_unexpected=[1]: expected patterns"),
         ({"rename": 3}, "rename=3: expected a callable, a dict of names or None"),
+        ({"dtype": float}, "dtype=<class 'float'>: expected a torch.dtype"),
+        ({"transform": "x"}, "transform='x': expected a callable or None"),
+        ({"strict": "no"}, "strict='no': expected True or False"),
+        ({"ignore_mismatched": 1}, "ignore_mismatched=1: expected True or False"),
+        ({"root": 1}, "root=1: expected the dotted name of a container, or None"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_type_errors(tmp_path, options, message):
-    """A number for a dtype or a rename, a text for patterns: refused by name."""
+    """A number for a dtype, a rename or a root, a text for patterns or a flag: refused by name."""
     for function in (torchlift.plan, torchlift.load):
         with pytest.raises(TypeError, match=re.escape(message)):
             function(Two(), saved(randomised(Two()), tmp_path), **options)
