@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from tempfile import TemporaryFile
@@ -36,7 +36,7 @@ from torchlift._plan import (
     target_dtype,
     versions_by_name,
 )
-from torchlift._save import Becomes, SaveReport, Target, finish, from_files
+from torchlift._save import Becomes, SaveReport, Target, finish, from_files, untied
 from torchlift._save.blocks import memory_of
 from torchlift._system import printable
 from torchlift.errors import Argument, CheckpointError, Hint, PlacementError, note
@@ -112,6 +112,7 @@ def convert(
             callable from `TensorEntry` to one or None, such as `torchlift.remap.by_pattern`.
         transform: callable from (new name, a tensor of its own) to a tensor, called once for each,
             before anything is written; its result may have another shape and dtype, and is cast.
+            Of tied names each has its own: they are tied no more, which of files the report says.
         allow_classes: tensor subclasses that may be rebuilt, for a transform that makes plain
             tensors of them; see `torchlift.open`.
         max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``.
@@ -196,6 +197,7 @@ def convert(
         for one in checkpoints if verify and not dry_run and transform is not None else ():
             require_intact(one)  # before its values are somebody's
         taken, values = from_files(ckpt, target, becomes, dropped, results.of, containers)
+        lost |= {} if transform is None else _untied(ckpt.entries, taken.tensors)
         if verify and not dry_run and transform is None:
             # What is written as it is gets compared on the way: it is not read twice.
             sources = (value.source for value in values if value.crc32 is not None)
@@ -422,6 +424,17 @@ def _containers(before: Index, index: Index, dropped: set[str]) -> Any:
         tree = Tree(before, lambda entry: entry, ckpt.refusal, dropped)
         new = {key: value for key, value in leaves.items() if key not in same}
         return arranged(tree, before, known.keys() - same, new, index.module_versions)
+
+
+def _untied(entries: Mapping[str, TensorEntry], taken: Iterable[str]) -> dict[str, str]:
+    """Return what is lost of names that were one tensor, of which a transform makes one each."""
+    first: dict[Hashable, str] = {}
+    kept = {
+        key: first.setdefault((entry.storage, entry.chunks), key)
+        for key, entry in ((key, entries[key]) for key in taken if key in entries)
+        if entry.chunks
+    }
+    return {key: untied(other) for key, other in kept.items() if key != other}
 
 
 def _of(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

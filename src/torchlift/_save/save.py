@@ -705,8 +705,10 @@ def _versions_in(taken: Taken) -> dict[str, str]:
     return {"(versions)": what} if telling else {}
 
 
+def untied(other: str) -> str:
+    """Return what is lost of a tensor that has values of its own in the file."""
+    return f"shares no memory with {printable(other, 80)} any more"
+
+
 def _untied(pairs: Mapping[str, str]) -> dict[str, str]:
-    return {
-        key: f"shares no memory with {printable(other, 80)} any more"
-        for key, other in pairs.items()
-    }
+    return {key: untied(other) for key, other in pairs.items()}
