@@ -278,6 +278,16 @@ class _Run:
                 hint="Load a state dict: torchlift.load(model, torch.load(path)).",
             ) from error
         vars(module).pop("set_extra_state", None)
+        # Of what is no tensor the plan says which names they are and the way out, all in one.
+        odd = {
+            f'While copying the parameter named "{full}", expected torch.Tensor': full
+            for full in (prefix + name for name in live)
+            if full in local and not isinstance(local[full], torch.Tensor)
+        }
+        refused_values = {text: odd[start] for text in errors for start in odd if start in text}
+        missing += refused_values.values()
+        unexpected += refused_values.values()
+        errors = [text for text in errors if text not in refused_values]
         # torch's own words for a shape that differs; the plan has its own, with all of them.
         self._refuse([text for text in errors if "size mismatch" not in text], prefix)
         self.outcome.extra += [(module, state) for state in extras]

@@ -13,7 +13,6 @@ import torch
 
 from torchlift._model.names import Names
 from torchlift._model.state import own
-from torchlift._plan import IN_MEMORY
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 from torchlift.formats import left_out
 
@@ -202,7 +201,7 @@ class Saved:
             MismatchError: a pattern fits nothing, or nothing is left.
         """
         names = dict.fromkeys((*self.state, *self.hyper))
-        self.gone = left_out(names, (), include, exclude, IN_MEMORY)
+        self.gone = left_out(names, (), include, exclude, "")  # which file, the caller adds
         self.allow_missing = allow_missing
         self.state = {name: value for name, value in self.state.items() if name not in self.gone}
         self.hyper = {name: value for name, value in self.hyper.items() if name not in self.gone}
