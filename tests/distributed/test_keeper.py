@@ -21,7 +21,7 @@ from torch import nn
 
 import torchlift
 from torchlift.distributed import keeper as keeper_module
-from torchlift.errors import CheckpointError, IntegrityError
+from torchlift.errors import CheckpointError, FormatError, IntegrityError
 
 RANKS = (2, 4)
 
@@ -111,6 +111,9 @@ def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     before = run["model"][0].weight.clone()
     again = run_of()
     with pytest.raises(IntegrityError, match=r"damaged.*complete ones of the steps \[1\]"):
+        keeper.resume(again)
+    os.truncate(tmp_path / "step-000000002.pt", 1000)
+    with pytest.raises(FormatError, match=r"complete ones of the steps \[1\]"):
         keeper.resume(again)
     assert torch.equal(again["model"][0].weight, before)
     assert keeper.resume(again, step=1) == 1

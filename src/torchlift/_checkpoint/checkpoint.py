@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar, overload
 
@@ -205,7 +205,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     @cached_property
     def objects(self) -> Mapping[str, object]:
-        """Return key -> leaf that is not a tensor."""
+        """Return key -> leaf that is not a tensor.
+
+        Dtypes and devices are text here, unlike in `tree`; numpy's numbers are Python's.
+        """
         return _Leaves(self._index.objects, self.entries)
 
     def views(self) -> MappedViews:
@@ -284,12 +287,17 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             {'groups': [{'params': [0, 1], 'lr': 0.1}], 'type': torch.float16}
         """
         if self._index.tree is not None:
-            return Tree(self._index, self.view, self.refusal).rebuild(root)
+            return Tree(self._index, self.view, partial(self.refusal, loading=False)).rebuild(root)
         index = self._index if root is None else select(self._index, root)
         return {**{key: self.view(e) for key, e in index.entries.items()}, **index.objects}
 
-    def refusal(self, key: str) -> CheckpointError:
-        """Return the error that says why `key` cannot be had; the empty one is the whole file."""
+    def refusal(self, key: str, *, loading: bool = True) -> CheckpointError:
+        """Return the error that says why `key` cannot be had; the empty one is the whole file.
+
+        Args:
+            key: of what is blocked.
+            loading: whether it may be that a model is loaded, which can leave it out.
+        """
         key = key or ROOT_OBJECT
         if self._index.blocked_keys.get(key) == AMBIGUOUS:
             return ambiguity(self.path, key)
@@ -305,9 +313,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             if self.entries or self._index.objects:
                 left_out = Argument("allow_unexpected", "[...] with its name")
                 root = Argument("root")
-                hint = Hint(
-                    "Load without it: ", left_out, ", or ", root, " for a part of the file. "
-                )
+                without = Hint("Load without it: ", left_out)
+                without = without if loading else Hint("Take the tensors by their keys")
+                hint = Hint(without, ", or ", root, " for a part of the file. ")
             hint = Hint(
                 hint,
                 "torch.load(path, weights_only=False) would make it, and run whatever the file "

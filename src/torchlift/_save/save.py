@@ -158,13 +158,13 @@ def save(
 
     **What is kept.** A torch file keeps containers as they are, plain data, strides, and which
     tensors share memory: ties stay ties. DCP keeps plain data, and gives each key values of its
-    own. safetensors have tensors only: plain data is an error. Keys of containers are joined by
-    dots; of tied names the first has the values and the metadata (``torchlift.ties``) names it for
-    the others, from where `torchlift.open` gives all of them. Tensors that share memory in another
-    way have values of their own. Tuples with tensors are lists in DCP. No file keeps devices,
-    ``requires_grad`` and subclasses of tensors; mappings of other classes become dicts, named
-    tuples tuples, and numpy's numbers Python's. What a format does not keep of this state is in the
-    report.
+    own. safetensors have tensors only: plain data is an error. Values of both lie in rows, those in
+    ``channels_last``, too. Keys of containers are joined by dots; of tied names the first has the
+    values and the metadata (``torchlift.ties``) names it for the others, from where
+    `torchlift.open` gives all of them. Tensors that share memory in another way have values of
+    their own. Tuples with tensors are lists in DCP. No file keeps devices, ``requires_grad`` and
+    subclasses of tensors; mappings of other classes become dicts, named tuples tuples, and numpy's
+    numbers Python's. What a format does not keep of this state is in the report.
 
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
 
