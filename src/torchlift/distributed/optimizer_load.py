@@ -254,7 +254,7 @@ class _Target:
     group: dict[str, Any]
     plan: OptimizerPlan
     options: StateDictOptions
-    by_order: bool
+    by_order: bool = False
 
     @cached_property
     def initial(self) -> dict[tuple[Any, ...], torch.Tensor]:
