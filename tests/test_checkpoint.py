@@ -262,6 +262,8 @@ def test_a_closed_checkpoint_gives_no_more_tensors(tmp_path):
         ckpt["v"]
     with pytest.raises(CheckpointError, match="the checkpoint is closed"):
         ckpt.state_dict()
+    with pytest.raises(CheckpointError, match="the checkpoint is closed"):
+        torchlift.load(nn.Module(), ckpt)
     ckpt.close()
     assert ckpt.entries["v"].shape == (1,)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from tempfile import TemporaryFile
@@ -15,6 +15,7 @@ import torch
 from torchlift._checkpoint import Allow, Checkpoint, dtype_of
 from torchlift._checkpoint.tree import Tree, arranged
 from torchlift._load import require_intact, transformed
+from torchlift._model.hooks import versions_by_name
 from torchlift._plan import (
     DtypeRule,
     Options,
@@ -28,7 +29,7 @@ from torchlift._plan import (
     same_name,
     target_dtype,
 )
-from torchlift._save import Becomes, SaveReport, Target, finish, from_files
+from torchlift._save import Becomes, SaveReport, Target, finish, from_files, untied
 from torchlift._save.blocks import memory_of
 from torchlift._sources import (
     FileTensor,
@@ -108,6 +109,7 @@ def convert(
             callable from `TensorEntry` to one or None, such as `torchlift.remap.by_pattern`.
         transform: callable from (new name, a tensor of its own) to a tensor, called once for each,
             before anything is written; its result may have another shape and dtype, and is cast.
+            Of tied names each has its own: they are tied no more, which of files the report says.
         allow_classes: tensor subclasses that may be rebuilt, for a transform that makes plain
             tensors of them; see `torchlift.open`.
         max_shard_size: bytes of tensors in a shard, or text such as ``"5GB"``.
@@ -142,7 +144,9 @@ def convert(
         >>> torchlift.open(dst)["weight"]
         tensor([1., 1.], dtype=torch.bfloat16)
     """
-    options = Options(rename=rename, dtype=dtype, include=include, exclude=exclude)
+    options = Options(
+        rename=rename, dtype=dtype, include=include, exclude=exclude, transform=transform
+    )
     if dtype == "model":  # which would leave everything as it is
         raise ValueError("dtype='model': a conversion has no model; expected the name of a dtype")
     target = Target.of(dst, format, max_shard_size)
@@ -196,6 +200,7 @@ def convert(
         for one in checkpoints if verify and not dry_run and transform is not None else ():
             require_intact(one)  # before its values are somebody's
         taken, values = from_files(ckpt, target, becomes, dropped, results.of, containers)
+        lost |= {} if transform is None else _untied(ckpt.entries, taken.tensors)
         if verify and not dry_run and transform is None:
             # What is written as it is gets compared on the way: it is not read twice.
             sources = (value.source for value in values if value.crc32 is not None)
@@ -349,13 +354,14 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
         if name in made:
             raise same_name(name, made[name].keys[0], key, index.path)
     require_kept(index.path, (kept, rest), (made, names), "rename drops", f"rename={rename!r}")
+    new_names = {key: name for name, item in made.items() for key in item.keys} | names
     return replace(
         index,
         entries={name: replace(item.entry, key=name) for name, item in made.items()},
         objects=_of(index.objects, names),
         blocked_keys=_of(index.blocked_keys, names),
         blocked_tensors=_of(index.blocked_tensors, names),
-        module_versions={},
+        module_versions=versions_by_name(new_names, index.module_versions),
         templates={},
         tree=None,
     )
@@ -374,7 +380,18 @@ def _containers(before: Index, index: Index, dropped: set[str]) -> Any:
     with Checkpoint(before) as ckpt:
         tree = Tree(before, lambda entry: entry, ckpt._refusal, dropped)
         new = {key: value for key, value in leaves.items() if key not in same}
-        return arranged(tree, before, known.keys() - same, new)
+        return arranged(tree, before, known.keys() - same, new, index.module_versions)
+
+
+def _untied(entries: Mapping[str, TensorEntry], taken: Iterable[str]) -> dict[str, str]:
+    """Return what is lost of names that were one tensor, of which a transform makes one each."""
+    first: dict[Hashable, str] = {}
+    kept = {
+        key: first.setdefault((entry.storage, entry.chunks), key)
+        for key, entry in ((key, entries[key]) for key in taken if key in entries)
+        if entry.chunks
+    }
+    return untied({key: other for key, other in kept.items() if key != other})
 
 
 def _of(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

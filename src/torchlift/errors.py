@@ -251,16 +251,20 @@ class IntegrityError(CheckpointError):
     """
 
 
-#: Keywords of torch's and other libraries' loaders -> what there is in their place.
+#: Keywords of torch's and other libraries' functions -> what there is in their place.
 _ELSEWHERE = {
+    "_use_new_zipfile_serialization": "leave it out: a torch file is the zip archive",
     "assign": 'pass mode="assign" to load',
     "device_map": "pass device= to load: remap.by_key takes such a dict, remap.fit makes one",
     "key_mapping": "pass rename= to load: remap.rules takes such pairs",
     "map_location": "no location in a file is obeyed: pass device= to load, a device or a rule "
     "such as remap.by_location",
     "max_memory": "pass device=remap.fit(model, max_memory) to load",
+    "metadata": "leave it out: put text of your own into a file beside it",
     "mmap": 'pass source="mmap" or source="read" to load',
+    "overwrite": "leave it out: a checkpoint that is there is replaced",
     "pickle_module": "leave it out: nothing is unpickled",
+    "pickle_protocol": "leave it out: torch files are written as torch writes them by itself",
     "torch_dtype": "pass dtype= to load",
     "weights_only": "leave it out: nothing of a file is ever run; allow_classes= names tensor "
     "subclasses to rebuild",
@@ -268,7 +272,7 @@ _ELSEWHERE = {
 
 
 def answers_keywords(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Return the function, which answers keywords of other libraries' loaders with its own."""
+    """Return the function, which answers keywords of other libraries' functions with its own."""
 
     @wraps(function)
     def call(*args: _P.args, **keywords: _P.kwargs) -> _T:

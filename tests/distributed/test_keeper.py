@@ -21,7 +21,7 @@ from torch import nn
 
 import torchlift
 from torchlift.distributed import keeper as keeper_module
-from torchlift.errors import CheckpointError, IntegrityError
+from torchlift.errors import CheckpointError, FormatError, IntegrityError
 
 RANKS = (2, 4)
 
@@ -111,6 +111,9 @@ def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     before = run["model"][0].weight.clone()
     again = run_of()
     with pytest.raises(IntegrityError, match=r"damaged.*complete ones of the steps \[1\]"):
+        keeper.resume(again)
+    os.truncate(tmp_path / "step-000000002.pt", 1000)
+    with pytest.raises(FormatError, match=r"complete ones of the steps \[1\]"):
         keeper.resume(again)
     assert torch.equal(again["model"][0].weight, before)
     assert keeper.resume(again, step=1) == 1
@@ -285,6 +288,18 @@ def test_another_model_is_named_and_what_fits_of_it_loads(tmp_path: Path) -> Non
     torchlift.load_optimizer(larger, optimizer, file, root="optimizer", strict=False)
     assert torch.equal(larger[0].weight, run["model"][0].weight)
     assert optimizer.state[larger[0].weight]["exp_avg"].any()
+
+
+def test_an_optimizer_of_another_kind_is_not_resumed(tmp_path: Path) -> None:
+    """Its moments would be nobody's: nothing changes."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path) as keeper:
+        train(run, 1)
+        keeper.save(1, run)
+    run["optimizer"] = torch.optim.SGD(run["model"].parameters(), lr=0.5, momentum=0.9)
+    with pytest.raises(torchlift.MismatchError, match="another kind of optimizer than SGD"):
+        torchlift.Keeper(tmp_path).resume(run)
+    assert run["optimizer"].param_groups[0]["lr"] == 0.5
 
 
 def test_a_save_may_be_skipped_while_another_is_on_its_way(

@@ -45,13 +45,16 @@ def test_what_is_left_out_stays_as_it_is(tmp_path: Path) -> None:
             assert [group["lr"] for group in other.param_groups] == [0.1, 0.35]
 
 
-def test_patterns_that_fit_nothing_and_states_that_are_missing_are_errors() -> None:
+def test_patterns_that_fit_nothing_and_states_that_are_missing_are_errors(tmp_path: Path) -> None:
     """Before anything changes; what may be missing is allowed by name."""
     model, optimizer = trained(0.1, 3)
     whole = torchlift.distributed.get_optimizer_state_dict(model, optimizer)
     live, other = trained(0.7, 1)
     with pytest.raises(StateDictMismatch, match=r"no key fits the pattern '2\.\*'"):
         torchlift.load_optimizer(live, other, whole, include=["2.*"])
+    torch.save(whole, tmp_path / "whole.pt")
+    with pytest.raises(StateDictMismatch, match=r"whole\.pt: no key fits the pattern '2\.\*'"):
+        torchlift.load_optimizer(live, other, tmp_path / "whole.pt", include=["2.*"])
     with pytest.raises(TypeError, match=r"exclude='1\.\*': expected patterns"):
         torchlift.load_optimizer(live, other, whole, exclude="1.*")
     part = {

@@ -468,3 +468,64 @@ def test_simple_models_and_optimizers_make_the_round_trip(name: str, options: An
         saved = copy.deepcopy(ours.get_optimizer_state_dict(model, source, options=options))
         ours.set_optimizer_state_dict(target, other, saved, options=options)
         assert equal(ours.get_optimizer_state_dict(target, other, options=options), saved)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("options", [StateDictOptions(), FLAT], ids=["nested", "flat"])
+def test_an_optimizer_of_another_kind_is_refused(options: Any) -> None:
+    """SGD would keep Adam's moments beside its own, and `betas` in its groups, and train on."""
+    model, adam = trained()
+    saved = ours.get_optimizer_state_dict(model, adam, options=options)
+    sgd = _sgd(model)
+    before = copy.deepcopy(sgd.state_dict())
+    text = "another kind of optimizer than SGD; expected momentum, dampening in each group; found"
+    with pytest.raises(ours.StateDictMismatch, match=text) as caught:
+        ours.set_optimizer_state_dict(model, sgd, saved, options=options)
+    assert "betas, eps, amsgrad" in str(caught.value)
+    assert equal(sgd.state_dict(), before)
+    with pytest.raises(ours.StateDictMismatch, match="another kind of optimizer than Adam"):
+        ours.set_optimizer_state_dict(model, adam, sgd.state_dict())
+    report = ours.set_optimizer_state_dict(model, sgd, saved, options=PARTIAL)
+    assert len(report.loaded) == 4
+
+
+def test_older_versions_and_schedulers_of_the_same_optimizer_load() -> None:
+    """Groups then lack the newer switches, and have what a scheduler keeps in them."""
+    model, adam = trained()
+    saved = copy.deepcopy(adam.state_dict())
+    for name in ("foreach", "maximize", "capturable", "differentiable", "fused"):
+        del saved["param_groups"][0][name]
+    saved["param_groups"][0]["initial_lr"] = saved["param_groups"][0]["lr"]
+    report = ours.set_optimizer_state_dict(model, adam, saved)
+    assert len(report.loaded) == 4
+    assert adam.param_groups[0]["initial_lr"] == adam.param_groups[0]["lr"]
+
+
+def test_numbers_are_matched_by_name_where_the_optimizer_was_made_with_names() -> None:
+    """Two weights of one shape would get each other's moments, in silence."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    saving = torch.optim.Adam(model.named_parameters())
+    (model[0].weight.sum() * 5 + model[1].weight.sum()).backward()
+    saving.step()
+    loading = torch.optim.Adam([model[1].weight, model[0].weight])
+    ours.set_optimizer_state_dict(model, loading, saving.state_dict())
+    for layer in model:
+        assert torch.equal(
+            loading.state[layer.weight]["exp_avg"], saving.state[layer.weight]["exp_avg"]
+        )
+
+
+def test_another_order_of_parameters_is_named_as_the_cause() -> None:
+    """Where only numbers tell them apart, and shapes show that they are in another order."""
+    model, adam = trained()
+    turned = torch.optim.Adam(list(model.parameters())[::-1])
+    with pytest.raises(ours.StateDictMismatch, match=r"in the order of the one that was saved\."):
+        ours.set_optimizer_state_dict(model, turned, adam.state_dict())
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(model, adam))
+    saved["state"]["0.bias"]["exp_avg"] = torch.ones(7)
+    with pytest.raises(ours.StateDictMismatch) as caught:
+        ours.set_optimizer_state_dict(model, adam, saved)
+    assert caught.value.hint is None

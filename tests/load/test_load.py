@@ -836,13 +836,31 @@ def test_a_report_can_be_kept_and_sent(tmp_path):
         ({"allow_missing": "a.*"}, "allow_missing='a.*': expected patterns such as ['head.*']"),
         ({"allow_unexpected": [1]}, "allow_unexpected=[1]: expected patterns"),
         ({"rename": 3}, "rename=3: expected a callable, a dict of names or None"),
+        ({"dtype": float}, "dtype=<class 'float'>: expected a torch.dtype"),
+        ({"transform": "x"}, "transform='x': expected a callable or None"),
+        ({"strict": "no"}, "strict='no': expected True or False"),
+        ({"ignore_mismatched": 1}, "ignore_mismatched=1: expected True or False"),
+        ({"root": 1}, "root=1: expected the dotted name of a container, or None"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_type_errors(tmp_path, options, message):
-    """A number for a dtype or a rename, a text for patterns: refused by name."""
+    """A number for a dtype, a rename or a root, a text for patterns or a flag: refused by name."""
     for function in (torchlift.plan, torchlift.load):
         with pytest.raises(TypeError, match=re.escape(message)):
             function(Two(), saved(randomised(Two()), tmp_path), **options)
+
+
+def test_arrays_in_a_state_dict_are_named_beside_modules_with_loading_code_of_their_own():
+    """BatchNorm has such; the way out is the same as for a linear layer."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    arrays = {key: value.numpy() for key, value in model.state_dict().items()}
+    with pytest.raises(
+        MismatchError, match=r"Pass tensors under these names \(torch\.from_numpy"
+    ) as e:
+        torchlift.load(model, arrays)
+    assert "no tensor in the checkpoint (7)" in str(e.value)
+    assert "loading code" not in str(e.value)
+    assert "left out" not in str(e.value)
 
 
 def test_packed_four_bit_floats_are_loaded_but_never_cast(tmp_path):

@@ -517,6 +517,30 @@ def test_the_command_says_what_it_would_write_and_writes_it(
     assert torchlift.open(tmp_path / "d").format == "dcp"
 
 
+def test_arrays_of_an_npz_are_no_views(tmp_path: Path) -> None:
+    """Their headers are not memory that a smaller file leaves out."""
+    np.savez(tmp_path / "x.npz", a=np.ones((3, 4), np.float32), b=np.zeros(5))
+    for name in ("x.pt", "x.safetensors"):
+        report = torchlift.convert(tmp_path / "x.npz", tmp_path / name)
+        assert (report.compacted, report.left_out) == ((), 0)
+        assert torchlift.open(tmp_path / name)["a"].eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["new.pt", "new.safetensors"])
+def test_ties_that_a_transform_ends_are_in_the_report(tmp_path: Path, name: str) -> None:
+    """It is called with each name, and what it makes of them are two tensors."""
+    weight = torch.ones(4)
+    state = {"a": weight, "b": weight, "c": torch.zeros(4)}
+    torch.save(state, tmp_path / "old.pt")
+    source = tmp_path / "old.pt"
+    report = torchlift.convert(source, tmp_path / name, transform=lambda key, value: value * 2)
+    assert report.lost == {"b": "shares no memory with a any more"}
+    with torchlift.open(tmp_path / name) as ckpt:
+        assert ckpt.aliases == ()
+    report = torchlift.convert(source, tmp_path / name, overwrite=True)
+    assert report.lost == {}
+
+
 class Blocked:
     """What only unpickling could rebuild."""
 

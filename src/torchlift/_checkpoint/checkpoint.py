@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar, overload
 
@@ -28,6 +28,7 @@ from torchlift._checkpoint.kinds import (
     with_arrays,
 )
 from torchlift._checkpoint.tree import Tree
+from torchlift._model.state import versioned
 from torchlift._system import clipped_list, printable
 from torchlift._transfer import Files
 from torchlift.errors import (
@@ -202,7 +203,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     @cached_property
     def objects(self) -> Mapping[str, object]:
-        """Return key -> leaf that is not a tensor."""
+        """Return key -> leaf that is not a tensor.
+
+        Dtypes and devices are text here, unlike in `tree`; numpy's numbers are Python's.
+        """
         return _Leaves(self._index.objects, self.entries)
 
     def _mapped(self) -> MappedViews:
@@ -223,14 +227,17 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return self._mapped().view(entry)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return all tensors as a plain dict of mapped views; aliases stay aliases."""
+        """Return all tensors as a dict of mapped views; aliases stay aliases.
+
+        The versions of modules, where the file has them, are its ``_metadata``, as in torch.
+        """
         found: dict[str, torch.Tensor] = {}
         made: dict[object, torch.Tensor] = {}
         for key, entry in self.entries.items():
             # What is put together of chunks is in memory: once for all of its names.
             spot = (entry.storage, entry.chunks) if len(entry.chunks) > 1 else key
             found[key] = made[spot] = made[spot] if spot in made else self._view(entry)
-        return found
+        return versioned(found, self._index.module_versions or None)
 
     def tree(self, root: str | None = None) -> Any:
         """Return the containers as they were saved: integer keys, lists, dtypes, devices, slices.
@@ -256,12 +263,18 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             {'groups': [{'params': [0, 1], 'lr': 0.1}], 'type': torch.float16}
         """
         if self._index.tree is not None:
-            return Tree(self._index, self._view, self._refusal).rebuild(root)
+            refusal = partial(self._refusal, loading=False)
+            return Tree(self._index, self._view, refusal).rebuild(root)
         index = self._index if root is None else select(self._index, root)
         return {**{key: self._view(e) for key, e in index.entries.items()}, **index.objects}
 
-    def _refusal(self, key: str) -> CheckpointError:
-        """Return the error that says why `key` cannot be had; the empty one is the whole file."""
+    def _refusal(self, key: str, *, loading: bool = True) -> CheckpointError:
+        """Return the error that says why `key` cannot be had; the empty one is the whole file.
+
+        Args:
+            key: of what is blocked.
+            loading: whether it may be that a model is loaded, which can leave it out.
+        """
         key = key or ROOT_OBJECT
         if self._index.blocked_keys.get(key) == AMBIGUOUS:
             return ambiguity(self.path, key)
@@ -277,9 +290,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             if self.entries or self._index.objects:
                 left_out = Argument("allow_unexpected", "[...] with its name")
                 root = Argument("root")
-                hint = Hint(
-                    "Load without it: ", left_out, ", or ", root, " for a part of the file. "
-                )
+                without = Hint("Load without it: ", left_out)
+                without = without if loading else Hint("Take the tensors by their keys")
+                hint = Hint(without, ", or ", root, " for a part of the file. ")
             hint = Hint(
                 hint,
                 "torch.load(path, weights_only=False) would make it, and run whatever the file "

@@ -18,6 +18,7 @@ from torchlift.formats.flatten import (
     below,
     flatten_state,
     name_text,
+    paths_inside,
 )
 from torchlift.formats.torch_pickle import (
     Blocked,
@@ -113,7 +114,11 @@ class Tree(Values):
 
 
 def arranged(
-    tree: Tree, index: Index, changed: Collection[str], leaves: Mapping[str, object]
+    tree: Tree,
+    index: Index,
+    changed: Collection[str],
+    leaves: Mapping[str, object],
+    versions: Mapping[str, Mapping[str, object]],
 ) -> dict[Any, Any] | None:
     """Return the containers of a tree with other names in them.
 
@@ -122,6 +127,7 @@ def arranged(
         index: of the tree.
         changed: keys that are gone from their containers.
         leaves: new name -> what it is; it goes into the deepest container that its name is in.
+        versions: path of a module, by its new name -> what its state dict says of it.
 
     Returns:
         None where the names cannot be in these containers: a list would lose an item, or a name is
@@ -136,7 +142,7 @@ def arranged(
         return None
     if "" not in paths or not isinstance(made, dict):
         return None
-    _forget_versions(made)  # of modules by their old names
+    _set_versions(made, "", versions)
     for name, value in leaves.items():
         at = name
         while at and (at := at.rpartition(".")[0]) not in paths:
@@ -151,12 +157,14 @@ def arranged(
     return made
 
 
-def _forget_versions(made: object) -> None:
+def _set_versions(made: object, key: str, versions: Mapping[str, Mapping[str, object]]) -> None:
+    """Give state dicts the versions of modules by their new names."""
     if isinstance(made, dict):
-        if isinstance(made, OrderedDict):
-            vars(made).pop("_metadata", None)
-        for item in made.values():
-            _forget_versions(item)
+        if hasattr(made, "_metadata"):
+            made._metadata = OrderedDict(paths_inside(versions, key) if key else versions)
+        for name, item in made.items():
+            text = name_text(name)
+            _set_versions(item, f"{key}.{text}" if key else text, versions)
 
 
 def _dicts(value: object, key: str, path: tuple[Any, ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -200,7 +200,7 @@ class _Run:
         self.watch = watch
         self.set: list[tuple[nn.Module, str]] = []
         self.templates = _templates_by_name(shown.templates, shown.names)
-        self.versions = _versions_by_name(shown.names, shown.versions)
+        self.versions = versions_by_name(shown.names, shown.versions)
         self.outcome = Outcome()
         self.state: dict[str, Any] = {**shown.tensors, **shown.objects}
         # With the tensor itself: while it lives, no other one has its identity.
@@ -278,6 +278,16 @@ class _Run:
                 hint="Load a state dict: torchlift.load(model, torch.load(path)).",
             ) from error
         vars(module).pop("set_extra_state", None)
+        # Of what is no tensor the plan says which names they are and the way out, all in one.
+        odd = {
+            f'While copying the parameter named "{full}", expected torch.Tensor': full
+            for full in (prefix + name for name in live)
+            if full in local and not isinstance(local[full], torch.Tensor)
+        }
+        refused_values = {text: odd[start] for text in errors for start in odd if start in text}
+        missing += refused_values.values()
+        unexpected += refused_values.values()
+        errors = [text for text in errors if text not in refused_values]
         # torch's own words for a shape that differs; the plan has its own, with all of them.
         self._refuse([text for text in errors if "size mismatch" not in text], prefix)
         self.outcome.extra += [(module, state) for state in extras]
@@ -442,7 +452,7 @@ def _registry(module: nn.Module, name: str) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _versions_by_name(
+def versions_by_name(
     names: Mapping[str, str], versions: Mapping[str, Mapping[str, object]]
 ) -> dict[str, Mapping[str, object]]:
     """Return path of a module of the model -> what its state dict says of it.

@@ -97,7 +97,10 @@ def versioned(
     if versions is None or not state:
         return state
     state = OrderedDict(state)
-    state._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    # Each a copy: torch writes to them when it loads with assign=True.
+    state._metadata = OrderedDict(  # type: ignore[attr-defined]
+        {path: dict(told) for path, told in versions.items()}
+    )
     return state
 
 

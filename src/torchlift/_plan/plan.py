@@ -502,7 +502,7 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     if missing:
         lists.append(f"missing ({len(missing)}): {clipped_list(missing)}")
         ways.append(Argument("allow_missing", "[...] with the names that may be"))
-    if nothing and not missing:
+    if nothing and not (missing or odd):
         names = [name for name in matched.missing if name in matched.left_out]
         lists.append(f"left out ({len(names)}): {clipped_list(names)}")
         ways.append(Argument("include", "[...] with keys that the model has"))

@@ -192,7 +192,7 @@ def require_plain(key: str, value: object) -> None:
 
     def refuse(expected: str, found: str, hint: str = "") -> NoReturn:
         raise PlacementError(
-            "cannot be stored in a torch file so that it can be read back without running code",
+            "cannot be stored so that it can be read back without running code",
             entry=key,
             expected=expected,
             found=found,

@@ -20,6 +20,7 @@ from torchlift._checkpoint.tree import Tree
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_flattened
 from torchlift._model.ranks import tensors_of
+from torchlift._model.state import versioned
 from torchlift._save.files import (
     Output,
     dcp_output,
@@ -45,6 +46,7 @@ from torchlift._save.values import (
 from torchlift._system import (
     Facts,
     Summary,
+    clipped_list,
     count_of,
     human,
     parse_size,
@@ -52,10 +54,10 @@ from torchlift._system import (
     progress_bar,
     uninterrupted,
 )
-from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
-from torchlift.formats import TensorEntry
+from torchlift.errors import Argument, CheckpointError, Hint, PlacementError, answers_keywords
+from torchlift.formats import Leaf, TensorEntry
 from torchlift.formats.dcp import METADATA, metadata_files
-from torchlift.formats.flatten import ROOT_TENSOR
+from torchlift.formats.flatten import ROOT_TENSOR, Containers, flatten_state
 from torchlift.formats.layout import FORMATS, INDEX, SETS, format_for
 from torchlift.formats.sharded import is_index
 
@@ -117,6 +119,7 @@ class SaveReport(Summary):
         return f"{self.path}: {size}", facts
 
 
+@answers_keywords
 def save(
     obj: nn.Module | Mapping[str, Any] | Sequence[Any] | torch.Tensor | Checkpoint,
     path: str | bytes | os.PathLike[str] | IO[bytes],
@@ -154,14 +157,14 @@ def save(
     **What is kept.** A torch file keeps containers as they are, plain data, strides, and which
     tensors share memory: ties stay ties. Tensors that are made of others, such as torchao's, are in
     it as ``torch.save`` has them: who loads it allows their classes. DCP keeps plain data, and
-    gives each key values of its own. safetensors have tensors only: plain data is an error. Keys of
-    containers are joined by dots; of tied names the first has the values and the metadata
-    (``torchlift.ties``) names it for the others, from where `torchlift.open` gives all of them.
-    Tensors that share memory in another way have values of their own. Tuples with tensors are lists
-    in DCP. No file keeps devices, ``requires_grad`` and other subclasses of tensors; mappings of
-    other classes become dicts, named tuples tuples, numpy's numbers Python's and its arrays lists,
-    as in the states of random generators, which take them back. What a format does not keep of this
-    state is in the report.
+    gives each key values of its own. safetensors have tensors only: plain data is an error. Values
+    of both lie in rows, those in ``channels_last``, too. Keys of containers are joined by dots; of
+    tied names the first has the values and the metadata (``torchlift.ties``) names it for the
+    others, from where `torchlift.open` gives all of them. Tensors that share memory in another way
+    have values of their own. Tuples with tensors are lists in DCP. No file keeps devices,
+    ``requires_grad`` and other subclasses of tensors; mappings of other classes become dicts, named
+    tuples tuples, numpy's numbers Python's and its arrays lists, as in the states of random
+    generators, which take them back. What a format does not keep of this state is in the report.
 
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
 
@@ -551,7 +554,8 @@ def from_files(
         raise error
     index, views = ckpt._index, ckpt._mapped()
     leaves = {**index.entries, **index.objects}
-    tree = {key: value for key, value in leaves.items() if key not in dropped}
+    kept_leaves = {key: value for key, value in leaves.items() if key not in dropped}
+    tree: Any = versioned(kept_leaves, index.module_versions or None)
     if index.tree is not None:
         tree = Tree(index, lambda entry: entry, ckpt._refusal, dropped).rebuild(None)
     plain = not target.only_tensors
@@ -620,6 +624,8 @@ def finish(
             gone.setdefault(key or "(all)", what)
         elif format == "dcp" and what == TUPLE_NAMES:
             gone[key or "(all)"] = f"{gone.get(key or '(all)', 'a tuple')}, which becomes a list"
+    if format != "torch-zip":
+        gone |= _versions_in(taken)
     gone |= untied({**apart(values, output.shared), **output.untied})
     keys, left_out = compacted(values)
     folder = os.path.dirname(output.head)
@@ -645,3 +651,18 @@ def finish(
         seconds=time.perf_counter() - start,
         written=mesh.written,
     )
+
+
+def _versions_in(taken: Taken) -> dict[str, str]:
+    """Return, under one key, which modules would take values without a version for old."""
+    noted = flatten_state(taken.template, Containers((Leaf,))).versions
+    versions = {path: version for path, told in noted.items() if (version := told.get("version"))}
+    # Version 2 of BatchNorm says that there is this tensor, which its name says as well.
+    telling = [
+        f"{path or 'the whole'} has {version}"
+        for path, version in versions.items()
+        if version != 1
+        and (version != 2 or f"{path}.num_batches_tracked".removeprefix(".") not in taken.tensors)
+    ]
+    what = f"versions of modules, by which they know older values: {clipped_list(telling)}"
+    return {"(versions)": what} if telling else {}

@@ -114,7 +114,8 @@ class Value:
         storage = index.storage_of(entry)
         if storage is not None and len(entry.chunks) == 1:
             first, rest = divmod(entry.chunks[0].offset - storage.offset, entry.itemsize)
-            whole = storage.nbytes
+            # That of npz has a header before the values: they are no view of it.
+            whole = 0 if index.format == "npz" else storage.nbytes
             plain = set(entry.encoding) <= {"big-endian"} and not rest
             if plain:
                 found = entry.storage, entry.dtype, entry.encoding

@@ -111,8 +111,12 @@ def checkpoint(
         root: the container to take.
         whole: whether what holds no model is taken, too.
         allow_classes: classes that may be rebuilt.
+
+    Raises:
+        CheckpointError: it was closed.
     """
     if isinstance(given, Checkpoint):
+        given._mapped()  # or else some loads of a closed one would go on, and others not
         yield _chosen(given, root, whole, allow_classes)
         return
     if isinstance(given, Mapping):

@@ -677,22 +677,26 @@ def _verify(path: str, before: list[int]) -> None:
     """Compare all checksums of a checkpoint.
 
     Raises:
+        FormatError: a file is cut.
         IntegrityError: one is wrong.
     """
+    hint = f"There are complete ones of the steps {before}: resume(step=...)." if before else None
     files = [path]
     if os.path.isdir(path):
         files += [os.path.join(path, name) for name in os.listdir(path) if name.endswith(".pt")]
     for file in files:
-        report = verify_file(file)
+        try:
+            report = verify_file(file)
+        except FormatError as error:
+            error.hint = hint or error.hint
+            raise
         if not report.ok:
             raise IntegrityError(
                 "the checkpoint is damaged",
                 file=file,
                 entry=report.failed[0].name,
                 found=f"{len(report.failed)} wrong checksums",
-                hint=f"There are complete ones of the steps {before}: resume(step=...)."
-                if before
-                else None,
+                hint=hint,
             )
 
 

@@ -27,7 +27,7 @@ from torchlift._model.names import Names
 from torchlift._model.state import own
 from torchlift._plan import allowed, listed
 from torchlift._sources import Copy, Sent
-from torchlift._system import Facts, Summary, leaves, map_leaves
+from torchlift._system import Facts, Summary, clipped_list, leaves, map_leaves
 from torchlift.distributed.optimizer_state import Saved, first_name, initial_state, once
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
 
@@ -131,6 +131,8 @@ def _plan(
     stateless = []
     for group in optimizer.param_groups:
         plan.hyper.append(_hyper(group, names, saved, plan.report))
+        if options.strict and plan.hyper[-1] and group["params"]:
+            _require_kind(optimizer, group, plan.hyper[-1])
         for param in once(group["params"]):
             name = _saved_name(param, names, saved.state)
             if name is None and not saved.gone.isdisjoint(names.fqns(param)):
@@ -141,7 +143,7 @@ def _plan(
             if name is None:
                 stateless.append((group, param))
                 continue
-            target = _Target(name, param, group, plan, options)
+            target = _Target(name, param, group, plan, options, saved.by_order)
             plan.state[param] = _new_state(target, saved.state[name])
             plan.report.loaded.append(name)
     stepped = bool(plan.state)
@@ -196,6 +198,34 @@ def _hyper(
     return hyper
 
 
+def _require_kind(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: dict[str, Any]
+) -> None:
+    """Refuse the group of an optimizer of another kind, whose state would be nobody's.
+
+    New versions of an optimizer add switches, and schedulers and callers keep numbers of their own
+    in groups: so only one that lacks a number of this kind, and has one that is none of it, is not.
+
+    Raises:
+        StateDictMismatch: it is.
+    """
+    lacks = [
+        key
+        for key, default in optimizer.defaults.items()
+        if key not in saved and not isinstance(default, (bool, type(None)))
+    ]
+    more = [key for key in saved if key not in group]
+    if lacks and more:
+        kind = type(optimizer).__name__
+        raise StateDictMismatch(
+            f"saved by another kind of optimizer than {kind}",
+            entry="param_groups",
+            expected=f"{clipped_list(lacks)} in each group",
+            found=clipped_list(more),
+            hint="Make an optimizer of the kind that was saved, or pass strict=False.",
+        )
+
+
 def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str) -> None:
     for key in sorted((a.keys() & b.keys()) - {"param_names"}):
         same = a[key] is b[key] or bool(torch.as_tensor(a[key] == b[key]).all())
@@ -209,6 +239,13 @@ def _require_same(a: dict[str, Any], b: dict[str, Any], first: str, second: str)
             )
 
 
+#: The way out where numbers were all that told parameters apart.
+_ORDER = (
+    "Only numbers tell its parameters apart: give the optimizer them in the order of the one that "
+    "was saved. To save them by name, make it of model.named_parameters(), or use torchlift.Keeper."
+)
+
+
 @dataclass(frozen=True)
 class _Target:
     """The parameter whose state is being loaded, by its name, in a group of a plan's optimizer."""
@@ -218,6 +255,7 @@ class _Target:
     group: dict[str, Any]
     plan: OptimizerPlan
     options: StateDictOptions
+    by_order: bool = False
 
     @cached_property
     def initial(self) -> dict[tuple[Any, ...], torch.Tensor]:
@@ -297,6 +335,7 @@ def _layout_for(
             expected=list(expected.shape),
             found=list(value.shape),
             mismatched={where: (tuple(expected.shape), tuple(value.shape))},
+            hint=_ORDER if target.by_order else None,
         )
     check_value(where, expected, value, target.options)
     if is_dtensor(value):

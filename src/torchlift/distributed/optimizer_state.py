@@ -13,7 +13,6 @@ import torch
 
 from torchlift._model.names import Names
 from torchlift._model.state import own
-from torchlift._sources import IN_MEMORY
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 from torchlift.formats import left_out
 
@@ -182,6 +181,7 @@ class Saved:
         other: state under keys that are no parameter.
         gone: canonical names that the caller left out.
         allow_missing: patterns of names that may be missing.
+        by_order: whether only numbers told parameters apart: each is of one in the same place.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -190,6 +190,7 @@ class Saved:
     other: dict[Any, Any] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     allow_missing: Collection[str] = ()
+    by_order: bool = False
 
     def leave_out(
         self, include: Collection[str], exclude: Collection[str], allow_missing: Collection[str]
@@ -200,7 +201,7 @@ class Saved:
             MismatchError: a pattern fits nothing, or nothing is left.
         """
         names = dict.fromkeys((*self.state, *self.hyper))
-        self.gone = left_out(names, (), include, exclude, IN_MEMORY)
+        self.gone = left_out(names, (), include, exclude, "")  # which file, the caller adds
         self.allow_missing = allow_missing
         self.state = {name: value for name, value in self.state.items() if name not in self.gone}
         self.hyper = {name: value for name, value in self.hyper.items() if name not in self.gone}
@@ -213,7 +214,8 @@ def normalised(
 
     Args:
         saved: nested under canonical names, flat, or an optimizer's own with numbers for
-            parameters, which then must be in the order of each optimizer.
+            parameters, which then must be in the order of each optimizer, unless it has their names
+            (``param_names``), as one that was made of ``model.named_parameters()`` does.
         optimizers: only looked at for the last form and for nested flat states.
         names: of the model.
 
@@ -231,8 +233,8 @@ def normalised(
             "not an optimizer state dict",
             expected=f"a dict under {_STATE!r}, and under {_GROUPS!r} dicts with {_PARAMS!r}",
         )
-    found = Saved()
-    numbered = _numbered(groups, optimizers, names)
+    numbered, by_order = _numbered(groups, optimizers, names)
+    found = Saved(by_order=by_order)
     for key, value in state.items():
         name = numbered.get(key, key)
         (found.state if isinstance(name, str) else found.other)[name] = value
@@ -250,17 +252,26 @@ def normalised(
 
 def _numbered(
     groups: Any, optimizers: Iterable[torch.optim.Optimizer], names: Names
-) -> dict[Any, str]:
-    """Return the names of the parameters that an optimizer's own state dict numbers."""
+) -> tuple[dict[Any, str], bool]:
+    """Return the names of the parameters that an optimizer's own state dict numbers.
+
+    And whether their order alone told them apart.
+    """
     keys = [key for group in groups for key in group[_PARAMS]]
     if not keys or not all(isinstance(key, int) for key in keys):
-        return {}
+        return {}, False
+    told = [name for group in groups for name in group.get("param_names") or ()]
     for optimizer in optimizers:
         params = _params(optimizer)
         if len(params) == len(keys):
-            found = {k: first_name(p, names) for k, p in zip(keys, params, strict=True)}
+            mine = {fqn: first_name(param, names) for param in params for fqn in names.fqns(param)}
+            named = len(told) == len(keys) and mine.keys() >= set(told)
+            order = (
+                [mine[name] for name in told] if named else [first_name(p, names) for p in params]
+            )
+            found = dict(zip(keys, order, strict=True))
             # DCP makes text of every key, and leaves the numbers in the groups' lists alone.
-            return {**found, **{str(k): name for k, name in found.items()}}
+            return {**found, **{str(k): name for k, name in found.items()}}, not named
     raise StateDictMismatch(
         "the optimizer state dict numbers its parameters, and no optimizer has as many",
         found=f"{len(keys)} parameters",

@@ -378,8 +378,9 @@ def load_optimizer(
         >>> load_optimizer(model, optimizer, path, root="optimizer").missing_keys
         []
     """
+    # Checks their types.
+    Options(include=include, exclude=exclude, allow_missing=allow_missing, strict=strict)
     options = StateDictOptions(strict=strict, full_state_dict=True)
-    Options(include=include, exclude=exclude, allow_missing=allow_missing)  # checks their types
     chosen = collective, process_group, include, exclude, allow_missing
     with ExitStack() as stack:
         if isinstance(ckpt, Mapping) and not isinstance(ckpt, Checkpoint):

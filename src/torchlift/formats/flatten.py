@@ -403,7 +403,11 @@ def under(index: Index, root: str) -> Index | None:
     """Return what an index has below the container `root`, with that prefix stripped, or None.
 
     Storages that only other keys use are left out, so that sizes are those of what is left.
+
+    Raises:
+        TypeError: `root` is no text.
     """
+    _require_text(root)
     entries, every = (
         {key: replace(entry, key=key) for key, entry in _inside(found, root).items()}
         for found in (index.entries, index.every)
@@ -422,7 +426,7 @@ def under(index: Index, root: str) -> Index | None:
         blocked=globals_in(blocked_keys),
         storages=used_by(every or entries, index.storages),
         templates={key: _strip_leaves(tree, f"{root}.") for key, tree in templates.items()},
-        module_versions=_paths_inside(index.module_versions, root),
+        module_versions=paths_inside(index.module_versions, root),
         aside=(),
         tree=None if index.tree is None else (below(index.tree[0], root),),
     )
@@ -439,11 +443,12 @@ def flat_under(flat: Flat[_Tensor], root: str, path: str) -> Flat[_Tensor]:
     Raises:
         FormatError: there is no such container, or two values have this key.
     """
+    _require_text(root)
     made: Flat[_Tensor] = Flat(
         _inside(flat.tensors, root),
         _inside(flat.objects, root),
         _inside(flat.blocked, root),
-        versions=_paths_inside(flat.versions, root),
+        versions=paths_inside(flat.versions, root),
         templates={
             key: _strip_leaves(tree, f"{root}.")
             for key, tree in _inside(flat.templates, root).items()
@@ -478,6 +483,7 @@ def below(saved: object, root: str) -> Any:
         >>> below({"a.b": 1, "a": {"c": 2}}, "a"), below({"a": {"b.c": [3]}}, "a.b")
         ({'b': 1, 'c': 2}, {'c': [3]})
     """
+    _require_text(root)
     found: list[tuple[object, object]] = []
     _find(saved, root, found)
     # A leaf of this name is not below it.
@@ -511,7 +517,7 @@ def _find(value: object, root: str, found: list[tuple[object, object]]) -> None:
     notes = _metadata_of(value)
     if loose and isinstance(notes, Mapping):
         inside = {name: note for name, note in notes.items() if type(name) is str}
-        _set_metadata(loose, _paths_inside(inside, root))
+        _set_metadata(loose, paths_inside(inside, root))
 
 
 def _emptied(container: object) -> dict[Any, Any]:
@@ -554,7 +560,12 @@ def _inside(values: Mapping[str, Any], root: str) -> dict[str, Any]:
     return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
 
 
-def _paths_inside(versions: Mapping[str, Any], root: str) -> dict[str, Any]:
+def _require_text(root: object) -> None:
+    if not isinstance(root, str):
+        raise TypeError(f"root={root!r}: expected the dotted name of a container, or None")
+
+
+def paths_inside(versions: Mapping[str, Any], root: str) -> dict[str, Any]:
     """Return what is told of a module and of those in it; its own path is the empty one then."""
     own = {"": versions[root]} if root in versions else {}
     return {**own, **_inside(versions, root)}
