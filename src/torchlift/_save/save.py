@@ -45,6 +45,7 @@ from torchlift._system import (
     Facts,
     Summary,
     count_of,
+    deliver_interrupt,
     human,
     parse_size,
     printable,
@@ -57,6 +58,7 @@ from torchlift.formats.dcp import METADATA, metadata_files
 from torchlift.formats.flatten import ROOT_TENSOR
 from torchlift.formats.layout import FORMATS, INDEX, SETS, format_for
 from torchlift.formats.sharded import is_index
+from torchlift.formats.source import errors_name
 
 #: As in Hugging Face's libraries.
 _SHARD = 5 * 10**9
@@ -335,7 +337,7 @@ def _save_together(
 ) -> tuple[SaveReport, int]:
     given = metadata if metadata is not None else {}
 
-    def prepare() -> tuple[Target, Taken, dict[str, object], dict[str, str]]:
+    def prepare() -> tuple[tuple[Target, Taken, dict[str, object], dict[str, str]], None]:
         # There may be no current folder.
         mesh.path = mesh.on_disk(lambda: os.path.abspath(os.fsdecode(path)))()
         _check_word(replicated)
@@ -350,20 +352,23 @@ def _save_together(
         target.check_objects(taken)
         asked = {"format": target.format, "max_shard_size": target.limit, "checksum": checksum}
         here = [target.value_of(key, held(tensor)) for key, tensor in taken.tensors.items()]
-        return target, taken, {**asked, "replicated": replicated}, _untied(apart(here, None))
+        lost = _untied(apart(here, None))
+        deliver_interrupt()  # here, where the others are told of it
+        return (target, taken, {**asked, "replicated": replicated}, lost), None
 
-    target, taken, asked, lost = mesh.on_all(prepare)
-    taken, values, texts = mesh.merged(taken, given, asked, replicated)
-    report = finish(
-        target,
-        taken,
-        values,
-        metadata=texts,
-        checksum=checksum,
-        lost=lost,
-        progress=progress,
-        mesh=mesh,
-    )
+    (target, taken, asked, lost), _ = mesh.group.run(prepare)
+    with errors_name(mesh.path):
+        taken, values, texts = mesh.merged(taken, given, asked, replicated)
+        report = finish(
+            target,
+            taken,
+            values,
+            metadata=texts,
+            checksum=checksum,
+            lost=lost,
+            progress=progress,
+            mesh=mesh,
+        )
     return report, mesh.written
 
 

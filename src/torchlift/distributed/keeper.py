@@ -246,12 +246,18 @@ class Keeper:
         Raises:
             CheckpointError: the last save failed; what was complete before it still is.
         """
-        (saving,) = self._in_flight
-        error = None if saving is None else saving.exception()
-        # Not before: an interrupted wait must not let the next snapshot into the same memory.
-        self._in_flight[0] = None
+
+        def end() -> tuple[None, None]:
+            (saving,) = self._in_flight
+            error = None if saving is None else saving.exception()
+            # Not before: an interrupted wait must not let the next snapshot into the same memory.
+            self._in_flight[0] = None
+            if error is not None:
+                raise error
+            return None, None
+
         # All ranks raise, or one would go on alone into the next collective.
-        self._ranks.agree(error)
+        self._ranks.run(end)
 
     def close(self) -> None:
         """Wait for the last save, and free the memory of the snapshot; on a mesh on all ranks.
