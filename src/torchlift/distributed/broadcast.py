@@ -95,10 +95,9 @@ class BroadcastSource(StateSource):
 
         Large tensors are sent in blocks, so that a rank never holds more than `LONGEST` bytes
         beside its own slices: torch's own function sends each whole (pytorch/pytorch#149640), which
-        of 256 MiB took as much memory on each rank, and 0.61 s and not 0.22. Small ones do not
-        share a message, for which rank 0 had to copy all: of 100 tensors of 2.4 MB that took 0.79 s
-        and not 0.67, and of 300 of 4 KB 0.03 s and not 0.53, as torch's calls for each do (medians
-        of nine, two ranks on two processors with much else to do).
+        of 256 MiB took as much memory on each rank, and 0.7 s and not 0.4. Small ones do not share
+        a message, for which rank 0 had to copy all: of 100 tensors of 2.4 MB that took 0.8 s and
+        not 0.1, and of 300 of 4 KB 0.02 s and not 0.2 (two ranks on busy processors).
         """
         copy_values(apart([item for item in copies if isinstance(item.source, torch.Tensor)]))
         taken: dict[int, list[Copy]] = {}

@@ -372,7 +372,7 @@ class _Gathering:
 
     torch's `full_tensor` takes two to five times as long (two ranks, 100 tensors of 2.4 MB: 0.28 s
     and 0.12; 300 of 4 KB: 0.27 and 0.05), and the memory of a whole tensor on every rank. A message
-    for each tensor takes as long at best, and up to four times as long on busy processors.
+    for each tensor takes as long on idle processors, and up to four times as long on busy ones.
 
     Messages are received over one communicator of all ranks: under NCCL a send alone makes one for
     its two ranks.
