@@ -25,7 +25,7 @@ from torchlift._transfer import Sender
 from torchlift.errors import PlacementError
 
 #: Bytes of the longest block that travels: a rank takes no more beside its own slices.
-LONGEST = 8 * 2**20
+LONGEST = 32 * 2**20
 
 
 class BroadcastSource(StateSource):
@@ -95,9 +95,9 @@ class BroadcastSource(StateSource):
 
         Large tensors are sent in blocks, so that a rank never holds more than `LONGEST` bytes
         beside its own slices: torch's own function sends each whole (pytorch/pytorch#149640), which
-        of 256 MiB took as much memory on each rank, and 0.7 s and not 0.4. Small ones do not share
-        a message, for which rank 0 had to copy all: of 100 tensors of 2.4 MB that took 0.8 s and
-        not 0.1, and of 300 of 4 KB 0.02 s and not 0.2 (two ranks on busy processors).
+        of 256 MiB took as much memory on each rank, and longer. Small ones do not share a message:
+        for 300 of 4 KB that saved 0.06 s, and for 100 of 2.4 MB it cost 0.2, since rank 0 had to
+        copy all of it.
         """
         copy_values(apart([item for item in copies if isinstance(item.source, torch.Tensor)]))
         taken: dict[int, list[Copy]] = {}
