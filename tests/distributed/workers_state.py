@@ -151,16 +151,16 @@ def a_module_that_loads_itself_gets_what_it_gets_from_torch() -> None:
 
 
 @check(2)
-def a_block_smaller_than_a_tensor_changes_nothing() -> None:
+def a_bucket_smaller_than_a_tensor_changes_nothing() -> None:
     from torchlift.distributed import broadcast, gather
 
-    longest, budget = broadcast.LONGEST, gather.BUDGET
+    budget = broadcast.BUDGET
     try:
-        broadcast.LONGEST = gather.BUDGET = 64
+        broadcast.BUDGET = gather.BUDGET = 64
         rank_0_loads_for_everybody_and_the_others_pass_nothing()
         reads_as_torch_does("fsdp blocks", "adamw")
     finally:
-        broadcast.LONGEST, gather.BUDGET = longest, budget
+        broadcast.BUDGET = gather.BUDGET = budget
 
 
 @check(2)

@@ -96,11 +96,11 @@ def nf4_weights_are_read_and_set_as_shards_and_as_a_whole() -> None:
 
 
 def rank_0_sends_plain_values_and_each_class_takes_or_refuses_them() -> None:
-    """In blocks of some rows each: a class may have no slices to write to."""
+    """In buckets of which each has some rows: a class may have no slices to write to."""
     plain = weights(1, None).state_dict() if dist.get_rank() == 0 else {}
-    for longest in (broadcast.LONGEST, 2**15):
+    for budget in (broadcast.BUDGET, 2**16):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(broadcast, "LONGEST", longest)
+            patch.setattr(broadcast, "BUDGET", budget)
             target = weights(2, NF4Tensor)
             ours.set_model_state_dict(target, plain, options=FROM_0)
             same(target[0].weight.detach(), weights(1, NF4Tensor)[0].weight.detach())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,8 +25,11 @@ from torchlift._plan import (
 from torchlift._transfer import Sender
 from torchlift.errors import PlacementError
 
-#: Bytes of the longest block that travels: a rank takes no more beside its own slices.
-LONGEST = 32 * 2**20
+T = TypeVar("T")
+
+#: Bytes in flight at once, in two buffers of half the size: one is filled while the other travels.
+BUDGET = 64 * 2**20
+ALIGNMENT = 16
 
 
 class BroadcastSource(StateSource):
@@ -56,15 +60,20 @@ class BroadcastSource(StateSource):
         self._group = carrier(process_group)
         self._wire = wire(kind, self._group)
         self._received: dict[int, torch.Tensor] = {}
-        self._stage: torch.Tensor | None = None
+        self._stages: list[torch.Tensor] = []
         self._arriving: dict[int, torch.Tensor] = {}
 
     def reserve(self) -> None:
-        """Take the memory of all blocks, before the ranks agree to go on."""
-        if self._stage is None:
-            sizes = [(math.prod(each.shape), each.dtype.itemsize) for each in self._tensors]
-            longest = max((min(many, LONGEST // each) * each for many, each in sizes), default=0)
-            self._stage = torch.empty(longest, dtype=torch.uint8, device=self._wire)
+        """Take the two buffers of all buckets, before the ranks agree to go on."""
+        if self._stages:
+            return
+        limit = BUDGET // 2
+        sizes = [each.dtype.itemsize * math.prod(each.shape) + ALIGNMENT for each in self._tensors]
+        size = max(min(sum(sizes), limit), *(each.dtype.itemsize for each in self._tensors), 0, 0)
+        count = 2 if sum(sizes) > limit else 1
+        self._stages = [
+            torch.empty(size, dtype=torch.uint8, device=self._wire) for _ in range(count)
+        ]
 
     def receive(self, keys: Sequence[str]) -> None:
         """Receive whole tensors; all ranks take part, also those that need none."""
@@ -93,61 +102,31 @@ class BroadcastSource(StateSource):
     def fill(self, copies: Sequence[Copy]) -> None:
         """Execute the copies; all ranks take part, and each may take something else.
 
-        Large tensors are sent in blocks, so that a rank never holds more than `LONGEST` bytes
-        beside its own slices: torch's own function sends each whole (pytorch/pytorch#149640), which
-        of 256 MiB took as much memory on each rank, and longer. Small ones do not share a message:
-        for 300 of 4 KB that saved 0.06 s, and for 100 of 2.4 MB it cost 0.2, since rank 0 had to
-        copy all of it.
+        Small tensors share a bucket and large ones are sent in blocks, so that a rank never holds
+        more than `BUDGET` bytes beside its own slices, and the number of messages depends on the
+        bytes only. torch sends tensors one by one and each one whole (pytorch/pytorch#149640).
         """
         copy_values(apart([item for item in copies if isinstance(item.source, torch.Tensor)]))
         taken: dict[int, list[Copy]] = {}
         for item in copies:
             if isinstance(item.source, Sent):
                 taken.setdefault(item.source.index, []).append(item)
-        sources: dict[int, Any] = dict(enumerate(self._tensors))
-        if rank() == 0:
-            # What is sent from where it lies must not be what one before it is copied to.
-            own = [item._replace(source=sources[at]) for at in taken for item in taken[at]]
-            kept = {id(item.target): item.source for item in apart(own)}
-            for at, items in taken.items():
-                sources[at] = kept.get(id(items[0].target), sources[at])
-        self.reserve()
-        stage = self._stage
-        assert stage is not None
-        with Sender([stage] if rank() == 0 else ()) as sender:
-            for index in self._choose(taken):
-                whole = sources[index]
-                for block in blocks(whole.shape, LONGEST // whole.dtype.itemsize):
-                    shape = [stop - start for start, stop in block]
-                    room = stage[: math.prod(shape) * whole.dtype.itemsize]
-                    values = room.view(whole.dtype).view(shape)
-                    if isinstance(whole, torch.Tensor):
-                        part = whole[tuple(slice(*span) for span in block)]
-                        if (
-                            part.is_contiguous()
-                            and part.device == self._wire
-                            and not (part.is_conj() or part.is_neg())
-                        ):
-                            values, room = part, part.view(-1).view(torch.uint8)
-                        else:
-                            sender.copy(part, values)
-                            sender.flush()
-                    torch.distributed.broadcast(room, 0, self._group)
-                    for item in taken.get(index, ()):
-                        self._place(values, block, item, whole.shape)
+        for bucket, stage in self._travel(self._choose(taken)):
+            for block in bucket:
+                for item in taken.get(block.index, ()):
+                    self._place(block, stage, item)
 
-    def _place(
-        self, values: torch.Tensor, block: Sequence[Span], item: Copy, shape: Sequence[int]
-    ) -> None:
+    def _place(self, block: _Block, stage: torch.Tensor, item: Copy) -> None:
         if not is_wrapper(item.target):
-            place(values, block, item)
+            place(block.view(stage), block.spans, item)
             return
         # Which slices its class takes only it knows: it gets all of this rank's values at once.
         device, plain = item.target.device, self._arriving.pop(id(item), None)
         if plain is None:
-            plain = torch.empty(local_shape(item.spans), dtype=values.dtype, device=device)
-        place(values, block, item._replace(target=plain))
-        if all(stop == size for (_, stop), size in zip(block, shape, strict=True)):
+            plain = torch.empty(local_shape(item.spans), dtype=block.dtype, device=device)
+        place(block.view(stage), block.spans, item._replace(target=plain))
+        shape = self._tensors[block.index].shape
+        if all(stop == size for (_, stop), size in zip(block.spans, shape, strict=True)):
             item.target.copy_(plain)
         else:
             self._arriving[id(item)] = plain
@@ -166,6 +145,81 @@ class BroadcastSource(StateSource):
         if any_failed and not failed:
             raise PlacementError("a rank has not enough memory for what rank 0 sends")
         return [index for index, flag in enumerate(chosen) if flag]
+
+    def _travel(self, chosen: Sequence[int]) -> Iterator[tuple[list[_Block], torch.Tensor]]:
+        """Yield each bucket when it has arrived, with the next one on its way."""
+        buckets = list(_buckets(chosen, self._tensors, BUDGET // 2))
+        self.reserve()
+        before: tuple[Any, list[_Block], torch.Tensor] | None = None
+        with Sender(self._stages if rank() == 0 else ()) as sender:
+            for turn, bucket in enumerate([*buckets, None]):
+                now = None
+                if bucket is not None:
+                    stage = self._stages[turn % len(self._stages)]
+                    for block in bucket if rank() == 0 else ():
+                        source = self._tensors[block.index]
+                        assert isinstance(source, torch.Tensor)
+                        index = tuple(slice(*span) for span in block.spans)
+                        sender.copy(source[index], block.view(stage))
+                    sender.flush()
+                    used = stage[: bucket[-1].stop]
+                    now = torch.distributed.broadcast(used, 0, self._group, True), bucket, stage
+                if before is not None:
+                    work, arrived, stage = before
+                    if work is not None:
+                        work.wait()
+                    yield arrived, stage
+                before = now
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One block of a tensor in a bucket, whose bytes are from `start` to `stop`."""
+
+    index: int
+    spans: tuple[Span, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def view(self, stage: torch.Tensor) -> torch.Tensor:
+        """Return the block as a view of the memory of its bucket."""
+        flat = stage[self.start : self.stop].view(self.dtype)
+        return flat.view([stop - start for start, stop in self.spans])
+
+
+def _buckets(
+    chosen: Sequence[int], tensors: Sequence[torch.Tensor | Sent], limit: int
+) -> Iterator[list[_Block]]:
+    """Yield what travels together: the same on every rank, as shapes and dtypes are."""
+    items = (
+        ((index, spans, dtype), dtype.itemsize * math.prod(stop - start for start, stop in spans))
+        for index in chosen
+        for dtype in [tensors[index].dtype]
+        for spans in blocks(tensors[index].shape, limit // dtype.itemsize)
+    )
+    for message in packed(items, limit):
+        yield [_Block(*block, start, stop) for block, start, stop in message]
+
+
+def packed(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[tuple[T, int, int]]]:
+    """Yield messages of at most `limit` bytes: items, each with where its bytes start and stop.
+
+    Example:
+        >>> list(packed([("a", 4), ("b", 4), ("c", 20)], 32))
+        [[('a', 0, 4), ('b', 16, 20)], [('c', 0, 20)]]
+    """
+    message: list[tuple[T, int, int]] = []
+    used = 0
+    for item, nbytes in items:
+        used += -used % ALIGNMENT
+        if message and used + nbytes > limit:
+            yield message
+            message, used = [], 0
+        message.append((item, used, used + nbytes))
+        used += nbytes
+    if message:
+        yield message
 
 
 def carrier(process_group: Any) -> Any:

@@ -38,7 +38,7 @@ from torchlift._model.handlers import is_wrapper
 from torchlift._model.ranks import RankGroup, rank, ranks_of
 from torchlift._model.torch_private import shard_order
 from torchlift._system import leaves, map_leaves
-from torchlift.distributed.broadcast import carrier, wire
+from torchlift.distributed.broadcast import ALIGNMENT, BUDGET, carrier, packed, wire
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
 if TYPE_CHECKING:
@@ -362,17 +362,11 @@ def _text(item: TensorLayout) -> str:
 
 #: A block on its way: number of the tensor, index in the local and in the whole tensor.
 _Block = tuple[int, Index, Index]
-#: Bytes of all messages that the first rank receives at once, and where in one a tensor may begin.
-BUDGET, ALIGNMENT = 64 * 2**20, 16
 IN_FLIGHT = 8  # messages that the first rank receives at once, each from another rank
 
 
 class _Gathering:
     """Tensors on their way to the first rank, in messages of many blocks.
-
-    torch's `full_tensor` takes two to five times as long (two ranks, 100 tensors of 2.4 MB: 0.28 s
-    and 0.12; 300 of 4 KB: 0.27 and 0.05), and the memory of a whole tensor on every rank. A message
-    for each tensor takes as long on idle processors, and up to four times as long on busy ones.
 
     Messages are received over one communicator of all ranks: under NCCL a send alone makes one for
     its two ranks.
@@ -489,26 +483,6 @@ def messages_to(
                 nbytes = size * math.prod(s.stop - s.start for s in here)
                 sent.setdefault(owner, []).append(((number, there, here), nbytes))
     return {owner: list(packed(blocks, limit)) for owner, blocks in sent.items()}
-
-
-def packed(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[tuple[T, int, int]]]:
-    """Yield messages of at most `limit` bytes: items, each with where its bytes start and stop.
-
-    Example:
-        >>> list(packed([("a", 4), ("b", 4), ("c", 20)], 32))
-        [[('a', 0, 4), ('b', 16, 20)], [('c', 0, 20)]]
-    """
-    message: list[tuple[T, int, int]] = []
-    used = 0
-    for item, nbytes in items:
-        used += -used % ALIGNMENT
-        if message and used + nbytes > limit:
-            yield message
-            message, used = [], 0
-        message.append((item, used, used + nbytes))
-        used += nbytes
-    if message:
-        yield message
 
 
 def _wait(operations: list[Any]) -> None:
