@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -71,14 +72,14 @@ def fully_sharded_data_parallel_agrees_over_the_group_that_is_named() -> None:
     model, optimizer = fsdp1()
     named = dist.new_group()
     agreed: list[object] = []
-    exchange = RankGroup.exchange
+    run = RankGroup.run
 
-    def spy(self: RankGroup, value: object) -> dict[int, object]:
+    def spy(self: RankGroup, step: Any) -> Any:
         agreed.extend(self.groups)
-        return exchange(self, value)
+        return run(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankGroup, "exchange", spy)
+        patch.setattr(RankGroup, "run", spy)
         good = cloned(
             containers(ours.get_state_dict(model, optimizer, options=WHOLE, process_group=named))
         )

@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -367,3 +368,40 @@ def test_an_interrupt_in_the_middle_leaves_all_loaded_or_nothing(at: int) -> Non
         return
     assert equal(dict(model.state_dict()), dict(states[0]))
     assert equal(ours.get_optimizer_state_dict(model, optimizer)["state"], states[1]["state"])
+
+
+class Remembering(nn.Linear):
+    """Has extra state, and says when it is given some."""
+
+    given: Callable[[object], object] = staticmethod(lambda state: None)
+    extra: object = "old"
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.given(state)
+        self.extra = state
+
+
+def test_an_interrupt_while_a_load_is_taken_back_lets_that_end() -> None:
+    """What comes after the step that is being taken back is taken back, too."""
+    model = nn.Sequential(Remembering(2, 2), Remembering(2, 2), nn.Linear(2, 2))
+    saved = {
+        key: torch.ones_like(value) if torch.is_tensor(value) else "new"
+        for key, value in model.state_dict().items()
+    }
+
+    def interrupt(state: object) -> None:
+        if state == "old":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no")
+
+    model[1].given = interrupt
+    model[2].register_load_state_dict_post_hook(refuse)
+    before = copy.deepcopy(dict(model.state_dict()))
+    with pytest.raises(KeyboardInterrupt):
+        ours.set_model_state_dict(model, saved)
+    assert equal(dict(model.state_dict()), before)

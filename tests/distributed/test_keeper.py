@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -461,8 +463,19 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     again = runs["grouped"]
     with torch.no_grad():
         again["model"].weight.zero_()
+    filters, changed = warnings.filters, []
+
+    def look(frame: FrameType, *_: object) -> None:
+        if warnings.filters is not filters:
+            changed.append(frame.f_code.co_filename)
+
     with torchlift.Keeper(tmp_path / "grouped") as keeper:
-        assert keeper.resume(again) == 2
+        sys.setprofile(look)
+        try:
+            assert keeper.resume(again) == 2
+        finally:
+            sys.setprofile(None)
+        assert not changed, "they are those of all threads"
         keeper.save(3, again)
     assert torch.equal(again["model"].weight, runs["plain"]["model"].weight + 1)
     assert sorted(os.listdir(tmp_path / "grouped")) == ["step-000000002", "step-000000003.pt"]

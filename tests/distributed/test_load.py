@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from ranks import run_saves_then_loads
 
-# Seven starts of up to four processes, which share whatever the machine has.
+# Five starts of up to four processes, which share whatever the machine has.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-WORLDS = (1, 2, 3, 4)
+WORLDS = (1, 2, 4)  # of two and four ranks the shards of odd sizes overlap, and some are empty
 WORKERS = Path(__file__).with_name("workers_load.py")
 
 
@@ -69,7 +69,7 @@ def test_all_ranks_load_or_none_does(
 def test_checkpoints_of_any_mesh_load_onto_any_other(
     results: dict[int, dict[str, str]], ranks: int, check: str
 ) -> None:
-    """DCP directories (sync, async) and consolidated files of 1 to 4 ranks, onto 1 to 4."""
+    """DCP directories (sync, async) and consolidated files of 1, 2 and 4 ranks, onto each."""
     assert results[ranks][check] == ""
 
 

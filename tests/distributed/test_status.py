@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from torchlift._model.ranks import RankGroup, raise_first, tensors_of, together, world_of
+from torchlift._model.ranks import RankGroup, raise_first, tensors_of, world_of
 from torchlift.distributed.options import StateDictMismatch
 from torchlift.errors import CheckpointError, FormatError, MismatchError
 
@@ -16,9 +14,10 @@ def test_without_a_group_everybody_agrees() -> None:
     """One process is always of one mind; its errors pass through unchanged."""
     assert world_of() == (0, 1)
     model = torch.nn.Linear(2, 2)
-    with together(tensors_of(model), True) as agree:
+    group = RankGroup.of_model(tensors_of(model), collective=True)
+    with group.together() as agree:
         assert agree(True)
-    with pytest.raises(FormatError, match=r"^bad$"), together([], None):
+    with pytest.raises(FormatError, match=r"^bad$"), group.together():
         raise FormatError("bad")
 
 
@@ -65,20 +64,19 @@ def test_others_get_an_error_that_the_caller_s_except_knows() -> None:
 
 def test_a_group_of_one_raises_what_it_met() -> None:
     """There is nobody to tell, so nothing is wrapped."""
-    assert RankGroup.of_all().agree(None, 5) == {0: 5}
+    assert RankGroup.of_all().run(lambda: ("made", 5)) == ("made", {0: 5})
     with pytest.raises(KeyError):
-        RankGroup.of_model([], []).agree(KeyError("x"))
+        RankGroup.of_model([], []).run(lambda: {}["x"])
 
 
 def test_what_went_wrong_first_is_raised_when_the_others_are_lost() -> None:
     """A time-out says nothing of why; the argument that was wrong does."""
 
-    class Lost(RankGroup):
-        def exchange(self, *_: object) -> Any:
-            raise TimeoutError("nobody answers")
+    def wrong() -> tuple[None, None]:
+        raise TypeError("wrong")
 
+    group = RankGroup(["no process group"])
+    group._talking = ["no process group"]
     with pytest.raises(TypeError, match="wrong") as caught:
-        Lost([]).agree(TypeError("wrong"))
-    assert isinstance(caught.value.__cause__, TimeoutError)
-    with pytest.raises(TimeoutError):
-        Lost([]).agree(None)
+        group.run(wrong)
+    assert caught.value.__cause__ is not None

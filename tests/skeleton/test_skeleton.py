@@ -17,10 +17,12 @@ import torch
 from checkpoint_files import same_bits
 from constructions import FACTORIES
 from in_code import in_code
+from interrupting import Step
 from same_model import all_tensors, assert_same_tensors, scrambled
 from torch import nn
 
 import torchlift
+from torchlift._model.commit import CONSTRUCTION
 from torchlift._model.slots import ModuleTree
 
 MIB = 2**20
@@ -579,3 +581,18 @@ model = torchlift.skeleton(Model)
     assert 4 * part <= everything < 4 * part + 1.5 * part
     alone = in_code(code, "small", setup=setup).memory.added_anonymous / MIB
     assert alone < 2
+
+
+@pytest.mark.parametrize("nth", range(1, 2000, 67))
+def test_an_interrupt_leaves_all_of_a_skeleton_made_or_nothing(nth: int) -> None:
+    """What is on meta can still be made, and what was made is no part of a skeleton any more."""
+    model = torchlift.skeleton(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    files = "_model/commit.py", "_skeleton/skeleton.py"
+    step = Step(nth, files, raw=False)
+    met = step.run(lambda: torchlift.materialize(model))
+    assert met is (step.count >= nth)
+    on_meta = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    assert on_meta in ([], list(model.state_dict())), step.at
+    remember = [CONSTRUCTION in vars(module) for module in model]
+    assert remember == [bool(on_meta)] * 2, step.at
+    assert torchlift.materialize(model) == on_meta

@@ -20,7 +20,7 @@ from torchlift._model.dtensor import everything, held, is_sharded, refresh_shard
 from torchlift._model.handlers import is_plain
 from torchlift._model.hooks import run_post_hooks
 from torchlift._model.names import wrapped_names
-from torchlift._model.ranks import Agree, has_group, together
+from torchlift._model.ranks import Agree, RankGroup, has_group
 from torchlift._model.slots import ModuleTree, is_lazy, locked
 from torchlift._plan import (
     Advance,
@@ -169,7 +169,11 @@ def load(
     pause = collection_paused() if transform is None else nullcontext()
     with (
         locked(model) as tree,
-        together([group.tensor for group in tree.groups], collective, process_group) as agree,
+        RankGroup.of_model(
+            [group.tensor for group in tree.groups],
+            collective=collective,
+            process_group=process_group,
+        ).together() as agree,
         pause,
     ):
         with sources(ckpt, root, allow_classes) as origin:

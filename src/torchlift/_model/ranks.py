@@ -12,7 +12,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -86,8 +86,8 @@ class RankGroup:
         kind: what is raised for another's error is one of these; here a caller's ``except`` says.
 
     Example:
-        >>> RankGroup([]).agree(None, "ready")  # no other process
-        {0: 'ready'}
+        >>> RankGroup([]).run(lambda: ("made here", "told"))  # no other process
+        ('made here', {0: 'told'})
     """
 
     def __init__(self, groups: list[Any], kind: type[CheckpointError] = CheckpointError) -> None:
@@ -139,42 +139,18 @@ class RankGroup:
     def _talking(self) -> list[Any]:
         return [_on_cpu(group) for group in self.groups]
 
-    def exchange(self, value: T) -> dict[int, T]:
-        """Return a small value of each process, by its rank."""
-        known = {rank(): value}
-        for group in self._talking:
-            found = [known] * torch.distributed.get_world_size(group)
-            if len(found) > 1:
-                torch.distributed.all_gather_object(found, known, group=group)
-            known = {who: told for each in found for who, told in each.items()}
-        return known
-
-    def agree(self, error: BaseException | None, value: Any = None) -> dict[int, Any]:
-        """Return the values of all when none met an error; else raise on every process.
-
-        Raises:
-            CheckpointError: see `raise_first`. A process that met an error itself may raise that.
-        """
-        met = None if error is None else portable(error)
-        try:
-            told = self.exchange((met, value))
-        except BaseException as lost:
-            if error is not None:
-                raise error from lost  # what went wrong first is what has to be mended
-            raise
-        raise_first({who: problem for who, (problem, _) in told.items()}, error, self._kind)
-        if error is not None:
-            raise error
-        return {who: each for who, (_, each) in told.items()}
-
     def run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, dict[int, Any]]:
-        """Take a step on every process.
+        """Take a step on every process; where it raised on any, raise one error on all.
 
         Args:
-            step: returns what it made, and what the others are to know of it.
+            step: returns what it made, and what the others are to know of it, in few bytes.
 
         Returns:
-            What it made here, and what the processes tell; where it raised on any, see `agree`.
+            What it made here, and what the processes tell, in the order of ranks.
+
+        Raises:
+            CheckpointError: what the first process met that met anything (see `raise_first`), or
+                one does not answer. A process that met an error itself may raise that.
         """
         problem: BaseException | None = None
         done: tuple[T, Any] | None = None
@@ -182,55 +158,63 @@ class RankGroup:
             done = step()
         except BaseException as error:
             problem = error
-        told = self.agree(problem, done and done[1])
+        known = {rank(): (None if problem is None else portable(problem), done and done[1])}
+        try:
+            for group in self._talking:
+                found = [known] * torch.distributed.get_world_size(group)
+                if len(found) > 1:
+                    torch.distributed.all_gather_object(found, known, group=group)
+                known = {who: told for each in found for who, told in each.items()}
+        except BaseException as lost:
+            if problem is not None:
+                raise problem from lost  # what went wrong first is what has to be mended
+            if not isinstance(lost, RuntimeError):
+                raise
+            raise self._kind(
+                "another rank died or does not answer",
+                found=str(lost).partition("\n")[0],
+                hint="Nothing has changed here; of a save the file is the old one, or the complete "
+                "new one if that rank was last.",
+            ) from lost
+        raise_first({who: each for who, (each, _) in known.items()}, problem, self._kind)
+        if problem is not None:
+            raise problem
         assert done is not None
-        return done[0], told
+        return done[0], {who: known[who][1] for who in sorted(known)}
 
     @contextmanager
     def together(self) -> Iterator[Agree]:
-        """Let the processes go through a block together or not at all; see `together`."""
+        """Let the processes enter the second half of the block together or not at all.
+
+        The block gets a function to call when nothing has changed yet. It returns when every rank
+        has called it. If one left the block with an error before that, it raises on all others, and
+        the block raises on that one, the same error with the rank in its text. Where any rank asks
+        for it, all are asked again, and so on: by then something has changed that can be taken
+        back.
+
+        Example:
+            >>> with RankGroup([]).together() as agree:  # nobody to agree with
+            ...     agree(False)
+            False
+        """
         expected = bool(self.groups)
 
         def agree(again: bool) -> bool:
             nonlocal expected
             expected = False
-            again = any(self.agree(None, again).values())
+            again = any(self.run(lambda: (None, again))[1].values())
             expected = again and bool(self.groups)
             return again
+
+        def leave(error: BaseException) -> tuple[None, None]:
+            raise error
 
         try:
             yield agree
         except BaseException as error:
             if expected:
-                self.agree(error)
+                self.run(partial(leave, error))
             raise
-
-
-@contextmanager
-def together(
-    tensors: Iterable[torch.Tensor], collective: bool | None = None, process_group: Any = None
-) -> Iterator[Agree]:
-    """Let the ranks that share tensors enter the second half of the block together or not at all.
-
-    The block gets a function to call when nothing has changed yet. It returns when every rank has
-    called it. If one left the block with an error before that, it raises on all others, and the
-    block raises on that one, the same error with the rank in its text. Where any rank asks for it,
-    all are asked again, and so on: by then something has changed that can be taken back.
-
-    Args:
-        tensors: what the ranks share; those of its DTensors' meshes take part.
-        collective: None: when there are DTensors among the tensors. True: also when there are none,
-            and then over the whole process group. False: never.
-        process_group: whose ranks take part instead.
-
-    Example:
-        >>> with together([]) as agree:  # no process group: nobody to agree with
-        ...     agree(False)
-        False
-    """
-    group = RankGroup.of_model(tensors, collective=collective, process_group=process_group)
-    with group.together() as agree:
-        yield agree
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

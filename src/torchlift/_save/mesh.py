@@ -44,7 +44,7 @@ from torchlift._save.pickling import Rebuilt
 from torchlift._save.values import Taken, Value, apart, stored_as, untied
 from torchlift._system import deliver_interrupt
 from torchlift._transfer.write import LockedFile
-from torchlift.errors import CheckpointError, PlacementError
+from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, Leaf, TensorEntry
 from torchlift.formats.boxes import cut, row_major, runs
 from torchlift.formats.layout import Stored
@@ -158,50 +158,6 @@ class Mesh:
         self.leads = self.rank == self.ranks[0]
         self.written = 0
 
-    def run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-        """Take a step on all ranks, or raise what any of them met.
-
-        Args:
-            step: returns what it made, and what the others are to know of it.
-
-        Returns:
-            What it made here, and what each rank told.
-
-        Raises:
-            CheckpointError: a rank met an error, or is gone.
-        """
-        error: BaseException | None = None
-        made: Any = None
-        told: Any = None
-        try:
-            made, told = step()
-        except BaseException as failure:
-            error = failure
-        try:
-            values = self.group.agree(error, told)
-        except RuntimeError as failure:
-            if failure is error:
-                raise
-            hint = "The file is the old one, or the complete new one if that rank was last."
-            reason = "another rank died or does not answer"
-            found = str(failure).partition("\n")[0]
-            raise CheckpointError(reason, file=self.path, found=found, hint=hint) from failure
-        return made, [values[who] for who in self.ranks]
-
-    def together(self, step: Callable[[], T]) -> list[T]:
-        """Take a step on all ranks; return what each got, or raise what any of them met."""
-        return self.run(lambda: (None, step()))[1]
-
-    def on_all(self, step: Callable[[], T]) -> T:
-        """Take a step on all ranks; return what it made here, or raise what any of them met."""
-
-        def take() -> tuple[T, None]:
-            made = step()
-            deliver_interrupt()  # here, where the others are told of it
-            return made, None
-
-        return self.run(take)[0]
-
     def on_disk(self, step: Callable[[], T]) -> Callable[[], T]:
         """Return a step of which an error of the system says what became of the files.
 
@@ -227,9 +183,9 @@ class Mesh:
             output = step()
             return output, output.digest if len(self.ranks) > 1 else b""
 
-        output, digests = self.run(self.on_disk(lay_out))
-        for who, digest in zip(self.ranks, digests, strict=True):
-            if digest != digests[0]:
+        output, digests = self.group.run(self.on_disk(lay_out))
+        for who, digest in digests.items():
+            if digest != digests[self.ranks[0]]:
                 raise PlacementError(
                     "the ranks do not lay the files out alike",
                     file=self.path,
@@ -270,15 +226,17 @@ class Mesh:
             own = replace(taken, tensors=tensors), dict(metadata)
             return (own, untied(apart(values, None))), (asked, _digest(own))
 
-        ((own, texts), lost), told = self.run(describe)
+        ((own, texts), lost), told = self.group.run(describe)
         # All ranks know the same, so they raise together without another exchange.
-        _require_alike(self.ranks, [asked for asked, _ in told])
+        _require_alike({who: asked for who, (asked, _) in told.items()})
         holders: dict[str, list[int]] = {}
-        if any(digest != told[0][1] for _, digest in told):
-            each_own = self.together(lambda: (own, texts))
-            holders = self._holders([each for each, _ in each_own])
-            own, texts = _merged([each for each, _ in each_own]), each_own[0][1]
-        same = _ties(own, self.together(lambda: _same_as(own, local)))
+        if len({digest for _, digest in told.values()}) > 1:
+            _, each_own = self.group.run(lambda: (None, (own, texts)))
+            holders = self._holders({who: each for who, (each, _) in each_own.items()})
+            texts = each_own[self.ranks[0]][1]
+            own = _merged([each for each, _ in each_own.values()])
+        _, alike = self.group.run(lambda: (None, _same_as(own, local)))
+        same = _ties(own, [*alike.values()])
 
         def share(turn: int, key: str, stored: Stored, first: int | None) -> Value:
             made = Share.of(stored, same.get(key, key), turn)
@@ -287,14 +245,16 @@ class Mesh:
             ranks, is_equal = holders.get(key, self.ranks), asked["replicated"] == "equal"
             return self._share_of(made, local[key], ranks, first, is_equal)
 
-        values = self.on_all(
-            lambda: [
-                share(turn, key, *found) for turn, (key, found) in enumerate(own.tensors.items())
-            ]
-        )
+        def shares() -> tuple[list[Value], None]:
+            found = enumerate(own.tensors.items())
+            made = [share(turn, key, *each) for turn, (key, each) in found]
+            deliver_interrupt()  # here, where the others are told of it
+            return made, None
+
+        values, _ = self.group.run(shares)
         return own, values, texts, lost
 
-    def _holders(self, told: Sequence[Taken]) -> dict[str, list[int]]:
+    def _holders(self, told: Mapping[int, Taken]) -> dict[str, list[int]]:
         """Return name -> the ranks that have it.
 
         Raises:
@@ -302,7 +262,7 @@ class Mesh:
         """
         holders: dict[str, list[int]] = {}
         kinds: dict[str, tuple[int, str]] = {}
-        for who, each in zip(self.ranks, told, strict=True):
+        for who, each in told.items():
             found = dict.fromkeys(each.objects, "plain data")
             for key, (stored, first) in each.tensors.items():
                 kind = "a plain tensor" if first is None else "a DTensor"
@@ -376,30 +336,33 @@ class Mesh:
         with ExitStack() as stack:
             files: list[Files] = []  # on the first rank
 
-            def go_on(done: list[str], written: list[Sums], batch: list[str]) -> _Begun | None:
+            def go_on(batch: list[str]) -> tuple[None, _Begun | None]:
                 """Complete the files that all have written, and create the next ones."""
                 if not self.leads:
-                    return None
+                    return None, None
                 if not files:
                     files.append(stack.enter_context(Files(output)))
                 self._complete(files[0], done, written)
                 created = [files[0].create(name).temporary for name in batch]
-                return _Begun(files[0].place, [os.path.basename(path) for path in created])
+                names = [os.path.basename(path) for path in created]
+                return None, _Begun(files[0].place, names)
 
-            def commit() -> list[str]:
+            def commit() -> tuple[None, list[str]]:
                 check()
-                go_on(done, written, [])
-                return files[0].commit() if files else []
+                go_on([])
+                return None, files[0].commit() if files else []
 
             try:
                 for batch in batches:
-                    begin = self.on_disk(partial(go_on, done, written, batch))
-                    begun = self.together(begin)[0]
-                    assert begun is not None
-                    step = partial(self._write, output, begun, batch, temporary, advance)
-                    done, written = batch, self.together(self.on_disk(step))
-                    _require_equal(self.ranks, _payloads(output, batch), written, self.path)
-                return self.together(self.on_disk(commit))[0]
+                    _, told = self.group.run(self.on_disk(partial(go_on, batch)))
+                    step = partial(
+                        self._write, output, told[self.ranks[0]], batch, temporary, advance
+                    )
+                    _, sums = self.group.run(self.on_disk(step))
+                    done, written = batch, [*sums.values()]
+                    _require_equal(sums, _payloads(output, batch), self.path)
+                paths: list[str] = self.group.run(self.on_disk(commit))[1][self.ranks[0]]
+                return paths
             except BaseException:
                 # The first rank may be the one that died, and cannot remove what it has created.
                 for path in temporary:
@@ -414,7 +377,7 @@ class Mesh:
         names: Sequence[str],
         temporary: list[str],
         advance: Advance,
-    ) -> Sums:
+    ) -> tuple[None, Sums]:
         """Write this rank's byte ranges of some files; `temporary` gets the paths of these.
 
         Nobody else has their random names: a rank that sees them is in the same folder, whatever
@@ -444,7 +407,7 @@ class Mesh:
                 os.fsync(file.descriptor)
         deliver_interrupt()  # the last one that ends the save: the others are told of it
         self.written += sum(each.nbytes for each in sums)
-        return _joined(sums)
+        return None, _joined(sums)
 
     def _complete(self, files: Files, names: Sequence[str], written: Sequence[Sums]) -> None:
         payloads = _payloads(files.output, names)
@@ -487,14 +450,15 @@ def _digest(own: _Described) -> bytes:
     return hashlib.sha256(pickle.dumps(own)).digest()
 
 
-def _require_alike(ranks: Sequence[int], asked: Sequence[Mapping[str, object]]) -> None:
+def _require_alike(asked: Mapping[int, Mapping[str, object]]) -> None:
     """Refuse ranks that ask for other formats, or for other values of what they share."""
-    for who, each in zip(ranks, asked, strict=True):
+    first, expected = next(iter(asked.items()))
+    for who, each in asked.items():
         for name, value in each.items():
-            if value != asked[0][name]:
+            if value != expected[name]:
                 raise PlacementError(
                     f"the ranks do not save with the same {name}=",
-                    expected=f"{asked[0][name]!r}, as on rank {ranks[0]}",
+                    expected=f"{expected[name]!r}, as on rank {first}",
                     found=f"{value!r} on rank {who}",
                 )
 
@@ -584,9 +548,7 @@ def _merged_template(templates: Sequence[Any], key: str) -> Any:
     )
 
 
-def _require_equal(
-    ranks: Sequence[int], payloads: Sequence[Stored], written: Sequence[Sums], path: str
-) -> None:
+def _require_equal(written: Mapping[int, Sums], payloads: Sequence[Stored], path: str) -> None:
     """Refuse values that are not the same on ranks which should hold the same.
 
     They were written in turns: of two that differ, the file has some of each.
@@ -594,7 +556,7 @@ def _require_equal(
     wrong: list[tuple[str, int, int]] = []
     for at, stored in enumerate(payloads):
         seen: dict[int, tuple[int, int]] = {}
-        for who, each in zip(ranks, written, strict=True):
+        for who, each in written.items():
             share, crc = divmod(each.shares[at], 1 << 32)
             if share:
                 other, expected = seen.setdefault(share, (who, crc))

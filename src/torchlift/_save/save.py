@@ -48,6 +48,7 @@ from torchlift._system import (
     Summary,
     clipped_list,
     count_of,
+    deliver_interrupt,
     human,
     parse_size,
     printable,
@@ -60,6 +61,7 @@ from torchlift.formats.dcp import METADATA, metadata_files
 from torchlift.formats.flatten import ROOT_TENSOR, Containers, flatten_state
 from torchlift.formats.layout import FORMATS, INDEX, SETS, format_for
 from torchlift.formats.sharded import is_index
+from torchlift.formats.source import errors_name
 
 #: As in Hugging Face's libraries.
 _SHARD = 5 * 10**9
@@ -236,7 +238,7 @@ def save(
     texts: Mapping[str, str] = metadata if metadata is not None else {}
     mesh = Mesh(process_group, alone=is_alone)
 
-    def prepare() -> tuple[Target, Taken, list[Value]]:
+    def prepare() -> tuple[tuple[Target, Taken, list[Value]], None]:
         if hasattr(path, "write"):
             raise TypeError("ranks save together to a path: a file object is one process's own")
         # There may be no current folder.
@@ -257,19 +259,21 @@ def save(
                 "a Checkpoint is saved by one process: call it there, without process_group="
             )
         target.check_objects(taken)
-        return target, taken, values
+        deliver_interrupt()  # here, where the others are told of it
+        return (target, taken, values), None
 
     with ExitStack() as stack:
         if not is_alone:
             # An interrupt comes where the ranks are about to agree, or the others would wait.
             stack.enter_context(uninterrupted())
-        target, taken, values = mesh.on_all(prepare)
+        (target, taken, values), _ = mesh.group.run(prepare)
         if is_alone and any(map(is_dtensor, taken.tensors.values())):
             # Those of an object with a state, which was not asked for it before.
             stack.enter_context(uninterrupted())
             is_alone, mesh = False, Mesh(None, path=mesh.path)
         lost: Mapping[str, str] = {}
         if not is_alone:
+            stack.enter_context(errors_name(mesh.path))
             asked = {
                 "format": target.format, "max_shard_size": target.limit, "checksum": checksum,
                 "replicated": replicated,

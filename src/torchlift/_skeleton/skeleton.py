@@ -17,7 +17,7 @@ from torchlift._model.torch_private import without_subclasses
 from torchlift._skeleton.recorder import Recorder, seeds_noted
 from torchlift._skeleton.recording import META, Construction, Ref
 from torchlift._skeleton.replay import replay
-from torchlift._system import clipped_list, collection_paused
+from torchlift._system import clipped_list, collection_paused, uninterrupted
 from torchlift.errors import PlacementError, did_you_mean
 
 P = ParamSpec("P")
@@ -106,10 +106,12 @@ def materialize(
             groups = _named(groups, [names] if isinstance(names, str) else list(names), tree)
         with ordinary_tensors():
             made = make(groups, [where] * len(groups))
-        with Commit() as commit:
+        with uninterrupted() as deliver, Commit() as commit:
             for group, tensor in zip(groups, made, strict=True):
                 commit.put(group, tensor)
-        forget(tree)
+            deliver()  # an interrupt takes it back; one that comes later finds all of it done
+            commit.finish()
+            forget(tree)
     return [name for group in groups for name in group.names]
 
 

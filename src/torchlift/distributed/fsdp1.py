@@ -21,7 +21,7 @@ from torchlift._model.ranks import RankGroup, rank, ranks_of
 from torchlift._model.slots import ModuleTree
 from torchlift._model.state import unpatched, versioned, versions_of
 from torchlift._system import leaves, map_leaves
-from torchlift.distributed.gather import Sequence, run_alike
+from torchlift.distributed.gather import Sequence, digests, require_alike
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import initial_state
 from torchlift.distributed.options import (
@@ -51,11 +51,14 @@ def read(
         StateDictMismatch: the check fails on a rank, or a rank has other arguments.
     """
 
-    def begin() -> tuple[None, Sequence, None]:
+    def begin() -> tuple[Sequence, dict[str, str]]:
         check()
-        return None, {"call": _call(optimizers, options)}, None
+        steps = {"call": _call(optimizers, options)}
+        return steps, digests(steps)
 
-    run_alike(_group(model, process_group), begin)
+    group = _group(model, process_group)
+    steps, told = group.run(begin)
+    require_alike(group, steps, told.values())
     chosen = own.StateDictOptions(**vars(options))
     state: list[dict[str, Any]] = [{}, {}]
     with unpatched(model, *optimizers):
@@ -90,7 +93,7 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
     # Where torch looks at the optimizer state of rank 0 only.
     offloads = chosen.full_state_dict and chosen.cpu_offload
 
-    def begin() -> tuple[tuple[Any, Any], Sequence, bool]:
+    def begin() -> tuple[tuple[Any, Any, Sequence], tuple[dict[str, str], bool]]:
         several(found, call.part)
         strict = chosen.strict and not receives
         model = _add_paths(call.model, _copied(call.model_dict(strict)))
@@ -100,12 +103,13 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         if not chosen.broadcast_from_rank0:
             steps["model_state_dict"] = _described(model)
             steps["optim_state_dict"] = ["on rank 0"] if offloads else _described(optim)
-        return (model, optim), steps, model is not None
+        return (model, optim, steps), (digests(steps), model is not None)
 
-    (model_state, optim_state), has_model = run_alike(group, begin)
+    (model_state, optim_state, steps), told = group.run(begin)
+    require_alike(group, steps, (each for each, _ in told.values()))
     if receives:
         # What else a dict here holds, torch would call unexpected on this rank only.
-        model_state = {} if has_model.get(0, True) else None
+        model_state = {} if 0 not in told or told[0][1] else None
     # One by one, in torch's order: its set_state_dict leaves the model alone on ranks that have
     # nothing, and those that rank 0 sends to need nothing.
     theirs = own.StateDictOptions(**vars(chosen))

@@ -77,33 +77,26 @@ def sequence(tree: Any, shared: Iterable[torch.Tensor] = ()) -> Sequence:
     return found
 
 
-def run_alike(
-    group: RankGroup, step: Callable[[], tuple[T, Sequence, Any]]
-) -> tuple[T, dict[int, Any]]:
-    """Take a step on every rank, and check that ranks of one mesh are about to do the same.
+def digests(steps: Sequence) -> dict[str, str]:
+    """Return what ranks tell of what they are about to do: names take room."""
+    return {mesh: _digest("\n".join(lines)) for mesh, lines in steps.items()}
+
+
+def require_alike(group: RankGroup, mine: Sequence, told: Iterable[dict[str, str]]) -> None:
+    """Check that ranks of one mesh are about to do the same; all of the group call this.
 
     Args:
-        group: the processes; all of them call this.
-        step: returns what it made, what this rank is about to do, and a value for the others.
-
-    Returns:
-        What the step made here, and the values of all ranks.
+        group: the processes.
+        mine: what this rank is about to do.
+        told: the `digests` of all ranks.
 
     Raises:
-        StateDictMismatch: on every rank, when two differ, or when the step raised on one.
+        StateDictMismatch: on every rank, when two differ.
     """
-
-    def run() -> tuple[tuple[T, Sequence], Any]:
-        made, mine, value = step()
-        # A rank tells few bytes: names take room, and are exchanged only for the error.
-        return (made, mine), (value, {mesh: _digest("\n".join(mine[mesh])) for mesh in mine})
-
-    (made, mine), told = group.run(run)
     first: dict[str, str] = {}
-    digests = [item for _, each in told.values() for item in each.items()]
-    if not all(first.setdefault(mesh, digest) == digest for mesh, digest in digests):
-        raise _difference(group.exchange(mine))
-    return made, {who: value for who, (value, _) in told.items()}
+    items = [item for each in told for item in each.items()]
+    if not all(first.setdefault(mesh, digest) == digest for mesh, digest in items):
+        raise _difference(group.run(lambda: (None, mine))[1])
 
 
 def _difference(known: dict[int, Sequence]) -> StateDictMismatch:

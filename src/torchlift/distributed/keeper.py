@@ -246,12 +246,18 @@ class Keeper:
         Raises:
             CheckpointError: the last save failed; what was complete before it still is.
         """
-        (saving,) = self._in_flight
-        error = None if saving is None else saving.exception()
-        # Not before: an interrupted wait must not let the next snapshot into the same memory.
-        self._in_flight[0] = None
+
+        def end() -> tuple[None, None]:
+            (saving,) = self._in_flight
+            error = None if saving is None else saving.exception()
+            # Not before: an interrupted wait must not let the next snapshot into the same memory.
+            self._in_flight[0] = None
+            if error is not None:
+                raise error
+            return None, None
+
         # All ranks raise, or one would go on alone into the next collective.
-        self._ranks.agree(error)
+        self._ranks.run(end)
 
     def close(self) -> None:
         """Wait for the last save, and free the memory of the snapshot; on a mesh on all ranks.
@@ -530,6 +536,8 @@ class Keeper:
             )
         path, before = told[0]
         whole = os.path.isfile(path)
+        # What several ranks kept one process reads as whole tensors.
+        together = not whole and not self._alone
         rest = {
             name: obj
             for name, obj in named.items()
@@ -543,7 +551,10 @@ class Keeper:
                     _verify(path, before)
                 file = path if whole else os.path.join(path, _REST)
                 saved = stack.enter_context(open_checkpoint(file)).tree()
-                _require(saved, named if whole else rest, path)
+                if self._alone and not whole:
+                    saved |= {name: {} for module, name, _ in models if not module.state_dict()}
+                    saved |= stack.enter_context(open_checkpoint(path)).tree()
+                _require(saved, rest if together else named, path)
                 _require(saved, ["step"], path)
                 rng = saved.get("rng") if whole else _own_generators(path, self._rank)
                 return (models, saved, _checked(rng, path)), None
@@ -551,14 +562,14 @@ class Keeper:
             (models, saved, rng), _ = self._ranks.run(read)
             for module, name, optimizers in models:
                 try:
-                    if not whole:
+                    if together:
                         saved |= self._read_shards(path, module, name, optimizers)
                     set_state_dict(
                         module,
                         [*optimizers.values()],
                         model_state_dict=saved[name],
                         optim_state_dict=_merged([saved[other] for other in optimizers]),
-                        options=StateDictOptions(full_state_dict=whole),
+                        options=StateDictOptions(full_state_dict=not together),
                         process_group=self._ranks.groups[0] if self._ranks.groups else None,
                     )
                 except StateDictMismatch as error:
@@ -627,12 +638,7 @@ class Keeper:
             if missing or unexpected or others:
                 raise model_misfit(missing, unexpected, others)
             try:
-                with warnings.catch_warnings():
-                    # What several ranks kept one process may read: no cause for torch's warning.
-                    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                    state_dict_loader.load(
-                        states, storage_reader=CheckpointReader(ckpt), no_dist=not has_group()
-                    )
+                state_dict_loader.load(states, storage_reader=CheckpointReader(ckpt))
             except CheckpointException as error:
                 raise _cause(error, "could not be loaded", path) from error
         return states
@@ -760,7 +766,8 @@ def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> No
 def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the states of several optimizers of one module as one."""
     return {
-        "state": {name: each for state in states for name, each in state["state"].items()},
+        # DCP leaves an empty dict out.
+        "state": {name: each for state in states for name, each in state.get("state", {}).items()},
         "param_groups": [group for state in states for group in state["param_groups"]],
     } if states else {}  # fmt: skip
 

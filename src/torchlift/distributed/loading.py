@@ -26,7 +26,14 @@ from torchlift._plan import LoadPlan, Match, Options, make_plan
 from torchlift._sources import MemoryTensor, Sent, StateSource
 from torchlift._system import leaves, map_leaves, uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
-from torchlift.distributed.gather import Sequence, map_tensors, relaid, run_alike, sequence
+from torchlift.distributed.gather import (
+    Sequence,
+    digests,
+    map_tensors,
+    relaid,
+    require_alike,
+    sequence,
+)
 from torchlift.distributed.optimizer_load import (
     OptimizerPlan,
     OptimizerReport,
@@ -103,16 +110,18 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
     }  # fmt: skip
     group = RankGroup.of_model(tensors, tree.modules, StateDictMismatch, **among)
     # Where one rank of a model sends to all processes, the others take part, and then refuse.
-    asked = set(group.exchange(bool(getattr(call.options, "broadcast_from_rank0", False))).values())
+    sends = bool(getattr(call.options, "broadcast_from_rank0", False))
+    asked = set(group.run(lambda: (None, sends))[1].values())
     begin = partial(_begin, call, tree)
 
-    def begin_alike() -> tuple[_Job, Sequence, None]:
+    def begin_alike() -> tuple[tuple[_Job, Sequence], dict[str, str]]:
         job = begin()
         loaded = {"model": job.state.model, "optimizers": job.state.optimizer}
         loading = [f"to load {name}" for name, state in loaded.items() if state is not None]
         other: dict[str, torch.Tensor] = {}
         _each_other_layout(job, lambda name, value, _: other.setdefault(name, value))
-        return job, {"call": loading, **sequence(other, tensors)}, None
+        steps = {"call": loading, **sequence(other, tensors)}
+        return (job, steps), digests(steps)
 
     try:
         with torch.no_grad():
@@ -121,7 +130,8 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
                     raise ValueError("broadcast_from_rank0=True is not for a rank that loads alone")
                 group = RankGroup.of_all(StateDictMismatch, call.process_group)
                 return _load(_received(group, begin, alike=len(asked) == 1), group)
-            job, _ = run_alike(group, begin_alike)
+            (job, steps), told = group.run(begin_alike)
+            require_alike(group, steps, told.values())
 
             # This communicates: now, when no rank can be stopped by its modules' code.
             def laid_out(name: str, value: Any, live: Any) -> Any:
@@ -172,7 +182,8 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
     missing: list[str] = []
     unexpected: list[str] = []
     numbers = {names.key(name): number for number, name in enumerate(state.model or ())}
-    with Commit() as commit:
+    # The commit is the inner one: an interrupt while it takes things back would end that half-way.
+    with uninterrupted() as deliver, Commit() as commit:
         asked = _engine_options(job)
 
         def prepare() -> tuple[tuple[LoadPlan | None, list[OptimizerPlan]], Any]:
@@ -187,6 +198,7 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
                 extra = sum(1 << numbers[name] for name in plan.unexpected_keys)
             refuses = any(not is_left_to_us(each.optimizer) for each in plans)
             source.reserve()  # before the ranks go on: one without memory stops all
+            deliver()  # an interrupt: here the others are told of it
             return (plan, plans), (refuses, options.strict, extra)
 
         source = _source(job)
@@ -200,7 +212,7 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
             if unexpected and strict:
                 raise misfit("model", {UNEXPECTED: unexpected}, unexpected_keys=unexpected)
         again = refuses or broadcasts
-        with uninterrupted() as deliver, group.together() as agree:
+        with group.together() as agree:
             more = True
             if plan is not None:
                 fetched = fetch_all(plan, source, None, _ignore)

@@ -25,7 +25,14 @@ from torchlift._model.state import PATCH, read_model, versioned
 from torchlift._plan import Options, Patterns
 from torchlift._sources import IN_MEMORY, Given, checkpoint, container
 from torchlift._system import collection_paused
-from torchlift.distributed.gather import Sequence, finish, require_within, run_alike, sequence
+from torchlift.distributed.gather import (
+    Sequence,
+    digests,
+    finish,
+    require_alike,
+    require_within,
+    sequence,
+)
 from torchlift.distributed.loading import load
 from torchlift.distributed.optimizer_load import OptimizerReport
 from torchlift.distributed.optimizer_state import read_optimizers
@@ -547,7 +554,7 @@ def _read(
         only = inside if inside and not found else {model}
         shared = [tensor for module in only for tensor in tensors_of(module)]
 
-    def read() -> tuple[list[dict[str, Any]], Sequence, bool]:
+    def read() -> tuple[tuple[list[dict[str, Any]], Sequence], tuple[dict[str, str], bool]]:
         check()
         tree = ModuleTree(model)
         reshard(tree.modules)
@@ -567,15 +574,16 @@ def _read(
         if chosen.full_state_dict and not chosen.cpu_offload:
             require_within(state)
         steps = sequence({"model": state[0], "optimizer": state[1]}, shared) if group.groups else {}
-        return state, steps, chosen.cpu_offload
+        return (state, steps), (digests(steps), chosen.cpu_offload)
 
     group = RankGroup.of_model(shared, kind=StateDictMismatch, process_group=process_group)
     if chosen.cpu_offload and process_group is None and any(map(is_dtensor, shared)):
         # Ranks that no mesh ties to this one may have other stages, which would be lost.
         group = RankGroup.of_all(StateDictMismatch)
     with collection_paused(), torch.no_grad():
-        state, offloads = run_alike(group, read)
-        every = all(offloads.values())
+        (state, steps), told = group.run(read)
+        require_alike(group, steps, (each for each, _ in told.values()))
+        every = all(offloads for _, offloads in told.values())
         return [
             versioned(finish(each, chosen, every, group), getattr(each, "_metadata", None))
             for each in state
