@@ -267,3 +267,27 @@ def test_set_version_takes_writes_back_from_the_count() -> None:
     tensor.add_(1)
     private.set_version(tensor, version)
     assert tensor._version == view._version == version
+
+
+def test_a_shape_that_differs_is_told_by_torch_in_these_words() -> None:
+    """A line of the errors that a module's loading code collects, and a key that it names."""
+    missing, unexpected, errors = list[str](), list[str](), list[str]()
+    state = {"a.weight": torch.ones(3, 3), "a.bias": torch.ones(1)}
+    nn.Linear(2, 1)._load_from_state_dict(state, "a.", {}, True, missing, unexpected, errors)
+    assert len(errors) == 1
+    assert private.differs_in_shape(errors[0])
+    assert private.differs_in_shape(errors[0], "a.weight")
+    assert not private.differs_in_shape(errors[0], "a.bias")
+    assert not private.differs_in_shape("cannot be read, as there is a size mismatch for a.weight")
+
+
+def test_writes_into_leaf_tells_what_autograd_refuses() -> None:
+    """In place, and by way of a view; another refusal is not taken for it."""
+    leaf = torch.zeros(2, requires_grad=True)
+    for target in leaf, leaf[:1]:
+        with pytest.raises(RuntimeError) as caught:
+            target.add_(1)
+        assert private.writes_into_leaf(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        leaf.view(3)
+    assert not private.writes_into_leaf(caught.value)

@@ -25,7 +25,13 @@ from torchlift._model.commit import Commit, ordinary_tensors, successor_of
 from torchlift._model.dtensor import is_fsdp
 from torchlift._model.handlers import clone_of, has_memory
 from torchlift._model.slots import ModuleTree, is_lazy
-from torchlift._model.torch_private import LAZY_HOOK, IncompatibleKeys, NormBase, storage_key
+from torchlift._model.torch_private import (
+    LAZY_HOOK,
+    IncompatibleKeys,
+    NormBase,
+    differs_in_shape,
+    storage_key,
+)
 from torchlift._model.watch import Watch, version_of
 from torchlift._system import leaves, map_leaves
 from torchlift.errors import MismatchError, PlacementError
@@ -289,7 +295,7 @@ class _Run:
         unexpected += refused_values.values()
         errors = [text for text in errors if text not in refused_values]
         # torch's own words for a shape that differs; the plan has its own, with all of them.
-        self._refuse([text for text in errors if "size mismatch" not in text], prefix)
+        self._refuse([text for text in errors if not differs_in_shape(text)], prefix)
         self.outcome.extra += [(module, state) for state in extras]
         for name, found in dict(_own(module)).items():
             full, given = prefix + name, local.get(prefix + name)
@@ -313,7 +319,7 @@ class _Run:
             if name in module._non_persistent_buffers_set:
                 continue
             changed = (written or found is not old) and full not in missing
-            refused = any(text.startswith(f"size mismatch for {full}:") for text in errors)
+            refused = any(differs_in_shape(text, full) for text in errors)
             if refused and isinstance(given, torch.Tensor):
                 self.outcome.tensors[full] = self._left(given)  # to be reported
             elif changed:

@@ -56,6 +56,18 @@ def make_wrapper(
     return make(kind, shape, strides=stride, dtype=dtype, device=cpu, requires_grad=grad)
 
 
+def differs_in_shape(error: str, key: str = "") -> bool:
+    """Say whether a line of a module's own loading code is torch's about the shape of a key."""
+    # Only the text tells: of a shape that differs torch keeps a line, and no exception.
+    return error.startswith(f"size mismatch for {key}:" if key else "size mismatch for ")
+
+
+def writes_into_leaf(error: Exception) -> bool:
+    """Say whether autograd refused a call for writing into a leaf that wants gradients."""
+    # Only the text tells: it is a RuntimeError as any other.
+    return "leaf Variable" in str(error)
+
+
 def use_count(tensor: torch.Tensor) -> int:
     """Return how many hold the tensor's content, in C++."""
     return int(tensor._use_count())  # type: ignore[attr-defined]

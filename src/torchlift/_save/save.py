@@ -32,10 +32,8 @@ from torchlift._save.files import (
 from torchlift._save.mesh import Mesh
 from torchlift._save.pickling import AS_TENSOR
 from torchlift._save.values import (
-    EMPTY_NAME,
-    TEXT_NAMES,
-    TUPLE_NAMES,
     Becomes,
+    Loss,
     Taken,
     Value,
     apart,
@@ -624,9 +622,9 @@ def finish(
     format = target.format if output.content is None or target.format == "dcp" else "sharded"
     gone = {**taken.kinds, **(lost or {})}
     for key, what in taken.containers.items():
-        if target.only_tensors or (format == "dcp" and what in (TEXT_NAMES, EMPTY_NAME)):
-            gone.setdefault(key or "(all)", what)
-        elif format == "dcp" and what == TUPLE_NAMES:
+        if target.only_tensors or (format == "dcp" and what in (Loss.TEXT, Loss.EMPTY)):
+            gone.setdefault(key or "(all)", what.value)
+        elif format == "dcp" and what is Loss.TUPLE:
             gone[key or "(all)"] = f"{gone.get(key or '(all)', 'a tuple')}, which becomes a list"
     if format != "torch-zip":
         gone |= _versions_in(taken)

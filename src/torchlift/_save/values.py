@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -36,14 +37,17 @@ from torchlift.formats.torch_zip import repeats_too_often
 
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
-#: What is lost of a container whose names are no text.
-TEXT_NAMES = "names that are no text become text"
-#: What is lost of a tuple with tensors in it; where positions stay, it becomes a list.
-TUPLE_NAMES = "a tuple, whose positions become names"
-#: What is lost where the names that lead to it are empty.
-EMPTY_NAME = "an empty name, which keys do not keep"
 _PAIR = (dict, OrderedDict, Counter)
 _MAX_COPIES = 100_000  # of one container
+
+
+class Loss(Enum):
+    """What names joined by dots do not tell of a container."""
+
+    TEXT = "names that are no text become text"
+    LIST = "a list, whose positions become names"
+    TUPLE = "a tuple, whose positions become names"
+    EMPTY = "an empty name, which keys do not keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,7 @@ class Taken:
     tensors: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    containers: dict[str, str] = field(default_factory=dict)
+    containers: dict[str, Loss] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     subclasses: dict[str, str] = field(default_factory=dict)
 
@@ -276,9 +280,9 @@ class _Walk:
         items = self._rule.items(value)
         if isinstance(value, dict) and (items is not None or not path):
             if any(type(name) is not str for name in value):
-                taken.containers[key] = TEXT_NAMES
+                taken.containers[key] = Loss.TEXT
             if path and not key:
-                taken.containers.setdefault(key, EMPTY_NAME)
+                taken.containers.setdefault(key, Loss.EMPTY)
             self._count(value, key)
             made: Any = type(value)()
             for name, item in items or ():
@@ -289,10 +293,7 @@ class _Walk:
             return made
         if items is not None and type(value) in (list, tuple):
             self._count(value, key)
-            is_tuple = type(value) is tuple
-            taken.containers[key] = (
-                TUPLE_NAMES if is_tuple else "a list, whose positions become names"
-            )
+            taken.containers[key] = Loss.TUPLE if type(value) is tuple else Loss.LIST
             return type(value)(
                 self._copied(item, _joined(key, str(at)), (*path, at)) for at, item in items
             )
@@ -317,7 +318,7 @@ class _Walk:
             )
         taken.paths[key] = path or (key,)
         if is_unnamed:
-            taken.containers[key] = EMPTY_NAME
+            taken.containers[key] = Loss.EMPTY
         if is_tensor:
             taken.tensors[key] = value
         else:

@@ -32,6 +32,7 @@ from torchlift._model.torch_private import (
     device_constructors,
     function_modes,
     key_of,
+    writes_into_leaf,
 )
 from torchlift._model.watch import version_of
 from torchlift._skeleton.recording import (
@@ -308,7 +309,7 @@ class Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
             answered = isinstance(result, torch.Tensor) and result.layout is not torch.strided
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            if "leaf Variable" in str(error):
+            if writes_into_leaf(error):
                 raise  # values are not asked for gradients, so replaying would not object
             answered = True
         if answered:
