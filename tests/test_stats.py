@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchlift
-from torchlift._checkpoint.stats import TensorStats, stats_of
+from torchlift._checkpoint.stats import TensorStats
 from torchlift.formats import ITEMSIZE
 
 FLOATS = st.floats(width=32, allow_subnormal=False)
@@ -22,7 +22,7 @@ FLOATS = st.floats(width=32, allow_subnormal=False)
 def stats(path, key="w") -> TensorStats:
     """Those of one tensor of a file."""
     with torchlift.open(path) as ckpt:
-        return stats_of(ckpt, ckpt.entries[key])
+        return ckpt.stats(key)
 
 
 @settings(deadline=None)
@@ -106,10 +106,9 @@ def test_one_block_is_in_memory_at_a_time(tmp_path) -> None:
     torch.save(state, tmp_path / "m.pt")
     code = """
 import sys, torch, torchlift
-from torchlift._checkpoint.stats import stats_of
 with torchlift.open(sys.argv[1]) as ckpt, torchlift.measure.memory() as use:
-    for entry in ckpt.entries.values():
-        assert stats_of(ckpt, entry).std == 0
+    for key in ckpt:
+        assert ckpt.stats(key).std == 0
 print(use.added_anonymous)
 """
     done = subprocess.run(

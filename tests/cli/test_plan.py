@@ -173,7 +173,7 @@ def test_renames_are_applied_in_order_and_keys_can_be_dropped(run, path) -> None
     [
         (["--budget", "cuda:0=1KiB"], 1, "does not fit: 4.2 KiB in all, budgets of 1.0 KiB"),
         (["--budget", "cdua=1KiB"], 2, "'cdua': is mapped to something that is no device"),
-        (["--budget", "meta"], 2, "--budget: 'meta': budgets: the device holds no values"),
+        (["--budget", "meta"], 2, "--budget: 'meta': the device holds no values"),
         (["--budget", "cpu", "--budget", "cpu=1GB"], 2, "--budget: a device is given twice"),
         (["--budget", "cpu=1KiB"], 1, "give a smaller --dtype, or add --budget disk for what"),
         (["--no-split", "3"], 2, "--no-split: needs --budget"),

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchlift
-from torchlift._checkpoint.stats import stats_of
 from torchlift.errors import FormatError
 from torchlift.formats import read_index
 from torchlift.formats.gguf import BLOCKS
@@ -73,7 +72,7 @@ def test_every_value_is_what_the_package_reads(tmp_path):
         assert ckpt["f32"].shape == (4, 512)
         text = str(ckpt)
         for key in "f32", "Q4_0":
-            sums = stats_of(ckpt, ckpt.entries[key])
+            sums = ckpt.stats(key)
             assert (sums.min, sums.max) == (ckpt[key].min().item(), ckpt[key].max().item())
     assert "Q4_0   1.1 KiB  Q4_0      4 x 512" in text
     assert read_index(path).entries["Q4_0"].encoding == ("Q4_0",)

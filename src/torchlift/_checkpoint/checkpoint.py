@@ -27,6 +27,7 @@ from torchlift._checkpoint.kinds import (
     made_of,
     with_arrays,
 )
+from torchlift._checkpoint.stats import TensorStats, stats_of
 from torchlift._checkpoint.tree import Tree
 from torchlift._model.state import versioned
 from torchlift._system import clipped_list, printable
@@ -225,6 +226,25 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def _view(self, entry: TensorEntry) -> torch.Tensor:
         return self._mapped().view(entry)
+
+    def stats(self, key: str) -> TensorStats:
+        """Read a tensor's values and sum them up, some of them in memory at a time.
+
+        Args:
+            key: one of `entries`, of any dtype; quantised blocks take the package that knows them.
+
+        Raises:
+            FormatError: its values cannot be computed here.
+            IntegrityError: the file is gone, or not the one that was opened.
+
+        Example:
+            >>> import torch, torchlift, tempfile, os
+            >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
+            >>> torch.save({"w": torch.tensor([1.0, 3.0, float("nan")])}, path)
+            >>> torchlift.open(path).stats("w")
+            TensorStats(min=1.0, max=3.0, mean=2.0, std=1.0, nan=1, inf=0)
+        """
+        return stats_of(self._mapped().blocks(self.entries[key]))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all tensors as a dict of mapped views; aliases stay aliases.

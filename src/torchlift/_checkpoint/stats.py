@@ -1,14 +1,12 @@
-"""`stats_of`: what the values of a tensor are like, one block of it in memory at a time."""
+"""What the values of a tensor are like, one block of it in memory at a time."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-
-from torchlift._checkpoint.checkpoint import Checkpoint
-from torchlift.formats import TensorEntry
 
 #: What the four bits of a float4_e2m1fn say; a byte holds two of them, the first in its low half.
 _FLOAT4 = torch.tensor(
@@ -37,29 +35,12 @@ class TensorStats:
     inf: int
 
 
-def stats_of(ckpt: Checkpoint, entry: TensorEntry) -> TensorStats:
-    """Read a tensor's values and sum them up.
-
-    Args:
-        ckpt: the checkpoint.
-        entry: one of its entries, of any dtype; quantised blocks take the package that knows them.
-
-    Raises:
-        FormatError: its values cannot be computed here.
-        IntegrityError: the file is gone, or not the one that was opened.
-
-    Example:
-        >>> import torch, torchlift, tempfile, os
-        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
-        >>> torch.save({"w": torch.tensor([1.0, 3.0, float("nan")])}, path)
-        >>> with torchlift.open(path) as ckpt:
-        ...     stats_of(ckpt, ckpt.entries["w"])
-        TensorStats(min=1.0, max=3.0, mean=2.0, std=1.0, nan=1, inf=0)
-    """
+def stats_of(blocks: Iterable[torch.Tensor]) -> TensorStats:
+    """Sum up the values of a tensor of any dtype, whose elements come some at a time."""
     count, mean, squares, nan, inf = 0, 0.0, 0.0, 0, 0
     smallest: float | None = None
     largest: float | None = None
-    for block in ckpt._mapped().blocks(entry):
+    for block in blocks:
         values = _numbers(block)
         if values.is_floating_point() and not math.isfinite(values.sum().item()):
             nan += int(values.isnan().sum())

@@ -18,7 +18,6 @@ from torchlift._plan.plan import plan_only as plan_only
 from torchlift._plan.report import LoadReport as LoadReport
 from torchlift._plan.report import Mismatch as Mismatch
 from torchlift._plan.report import listed as listed
-from torchlift._plan.report import names_of as names_of
 from torchlift._plan.report import summarise as summarise
 from torchlift._plan.rules import AnyMode as AnyMode
 from torchlift._plan.rules import AnySource as AnySource

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,6 +60,11 @@ class LoadPlan(LoadReport):
     excusable: list[str] = field(default_factory=list)
     work: Work = field(default_factory=Work, repr=False)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the lists of names and the costs, as ``torchlift plan --json`` prints them."""
+        costs = {"bytes_to_read": self.bytes_to_read, "peak_bytes": self.peak_bytes}
+        return {**super().to_dict(), **costs}
+
     def _summary(self) -> tuple[str, Facts]:
         peak = human(self.peak_bytes)
         costs = f"to read {human(self.bytes_to_read)}, anonymous memory at the peak {peak}"
@@ -85,6 +91,7 @@ def plan(
     source: AnySource = "auto",
     allow_classes: Allow = (),
     transform: Transform | None = None,
+    present: bool = True,
 ) -> LoadPlan:
     """Say what `load` with the same arguments would do, without doing it.
 
@@ -117,6 +124,7 @@ def plan(
             ``__setstate__``) and reads the indices of sparse ones.
         transform: what `load` will be given, which is not called here: its shapes are not checked,
             and new memory for each of its results is in the estimate.
+        present: whether the devices must be there; False plans for a machine that has them.
 
     Returns:
         The plan; printing it gives a summary.
@@ -136,7 +144,7 @@ def plan(
     """
     options = Options(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
-        source, include, exclude, transform,
+        source, include, exclude, transform, present=present,
     )  # fmt: skip
     return plan_only(model, ckpt, options, root=root, allow_classes=allow_classes)
 

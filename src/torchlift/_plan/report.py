@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torchlift._system import Facts, Summary, clipped_list, count_of, human, printable
 
@@ -133,6 +133,25 @@ class LoadReport(Summary):
         """Name -> ``"mmap"``, ``"read"`` or ``"memory"``."""
         return {key: item.source for key, item in self.loaded.items()}
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the lists of names as plain data, as ``torchlift plan --json`` prints them."""
+        return {
+            "loaded": len(self.loaded),
+            "missing_keys": self.missing_keys,
+            "unexpected_keys": self.unexpected_keys,
+            "dropped": self.dropped,
+            "mismatched": {
+                item.key: {"expected": item.expected, "found": item.found}
+                for item in self.mismatched.values()
+            },
+            "replayed": self.replayed,
+            "deferred": self.deferred,
+            "tied": [list(names) for names in self.tied],
+            "renamed": dict(self.renamed),
+            "merged": {name: list(keys) for name, keys in self.merged.items()},
+            "split": {key: list(names) for key, names in self.split.items()},
+        }
+
     @property
     def _from(self) -> str:
         paths = dict.fromkeys(item.path for item in self.loaded.values())
@@ -195,26 +214,6 @@ def _brief(names: tuple[str, ...]) -> str:
 def _bytes_of(reports: Iterable[KeyReport]) -> int:
     """Return bytes in the checkpoint, those of a tie counted once."""
     return sum({id(item): item.nbytes for item in reports}.values())
-
-
-def names_of(report: LoadReport) -> dict[str, object]:
-    """Return names as plain data, as ``torchlift plan --json`` prints them."""
-    return {
-        "loaded": len(report.loaded),
-        "missing_keys": report.missing_keys,
-        "unexpected_keys": report.unexpected_keys,
-        "dropped": report.dropped,
-        "mismatched": {
-            item.key: {"expected": item.expected, "found": item.found}
-            for item in report.mismatched.values()
-        },
-        "replayed": report.replayed,
-        "deferred": report.deferred,
-        "tied": [list(names) for names in report.tied],
-        "renamed": dict(report.renamed),
-        "merged": {name: list(keys) for name, keys in report.merged.items()},
-        "split": {key: list(names) for key, names in report.split.items()},
-    }
 
 
 def listed(title: str, items: list[str]) -> Facts:

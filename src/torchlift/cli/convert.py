@@ -6,6 +6,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
+import torchlift
 from torchlift._system import printable
 from torchlift.cli import UsageError
 from torchlift.cli.output import print_json
@@ -49,10 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what was written."""
     check_names(args)
-    from torchlift._convert import convert  # which takes torch a second
-
     try:
-        report = convert(
+        report = torchlift.convert(
             args.src,
             args.dst,
             format=args.format,

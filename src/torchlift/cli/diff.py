@@ -6,6 +6,7 @@ import argparse
 import math
 from dataclasses import asdict
 
+import torchlift
 from torchlift._system import printable
 from torchlift.cli.output import print_json
 
@@ -33,15 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the differences; 1 when there are any."""
-    # With torch, which wrong usage does not wait for.
-    from torchlift._checkpoint import open as open_checkpoint
-    from torchlift._checkpoint.diff import diff
-
     with (
-        open_checkpoint(args.a, root=args.root_a or args.root) as a,
-        open_checkpoint(args.b, root=args.root_b or args.root) as b,
+        torchlift.open(args.a, root=args.root_a or args.root) as a,
+        torchlift.open(args.b, root=args.root_b or args.root) as b,
     ):
-        found = diff(a, b, rtol=args.rtol, atol=args.atol)
+        found = torchlift.diff(a, b, rtol=args.rtol, atol=args.atol)
     if args.json:
         print_json({**asdict(found), "equal": found.equal})
     else:

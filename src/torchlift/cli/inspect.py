@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import torchlift
 from torchlift._system import collection_paused, printable, progress_bar
 from torchlift.cli import add_model, check_model
 from torchlift.cli.output import print_json
@@ -17,11 +17,8 @@ from torchlift.formats import Index, matching, read_index, select
 from torchlift.formats.summary import SORTS, counted, sorted_by, to_json, to_table, to_text
 
 if TYPE_CHECKING:
-    from torchlift._checkpoint.stats import TensorStats
+    from torchlift._checkpoint import TensorStats
 
-#: What is listed as blocked and is no code: kinds of tensors, numbers and texts that no entry can
-#: be. An array of objects is a pickle.
-_DATA = re.compile(r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$|numpy\.dtype\((?!.*\|O)")
 _STATS = ("min", "max", "mean", "std", "nan", "inf")
 
 
@@ -102,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
     elsewhere = [name for name in whole.blocked if name not in index.blocked]
     if elsewhere:
         _note(f"blocked elsewhere in the file: {', '.join(elsewhere[:5])}")
-    return 0 if all(map(_DATA.match, whole.blocked)) else 3
+    return 3 if whole.names_code else 0
 
 
 def _kinds(index: Index, args: argparse.Namespace) -> dict[str, int]:
@@ -121,18 +118,15 @@ def _note(text: str) -> None:
 
 def _stats(index: Index) -> Mapping[str, TensorStats | str]:
     """Return what the values of every tensor are like, or why that is not known."""
-    from torchlift._checkpoint import Checkpoint
-    from torchlift._checkpoint.stats import stats_of
-
     found: dict[str, TensorStats | str] = {}
     total = sum(entry.nbytes for entry in index.entries.values())
     with (
-        Checkpoint(index) as ckpt,
+        torchlift.Checkpoint(index) as ckpt,
         progress_bar(sys.stderr.isatty(), total, "stats") as advance,
     ):
         for key, entry in index.entries.items():
             try:
-                found[key] = stats_of(ckpt, entry)
+                found[key] = ckpt.stats(key)
             except FormatError as error:  # quantised to what no package here computes
                 found[key] = error.reason
             advance(entry.nbytes)

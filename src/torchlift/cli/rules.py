@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import functools
 import operator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torchlift.cli import UsageError
+from torchlift.errors import PlacementError
 
 if TYPE_CHECKING:
     import torch
 
-    from torchlift._plan import DtypeRule, Rename
+    from torchlift.remap import ByPattern
+
+Rename = Callable[[str], str | None]
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
@@ -52,19 +56,22 @@ def rename_of(args: argparse.Namespace) -> Rename | None:
     return functools.reduce(operator.or_, steps) if steps else None
 
 
-def dtype_of(args: argparse.Namespace) -> DtypeRule:
+def dtype_of(args: argparse.Namespace) -> ByPattern[torch.dtype] | None:
     """Return the rule for dtypes that the options make."""
     import torch
 
-    from torchlift._plan.rules import full_name
     from torchlift.remap import by_pattern
 
     named = [text.rpartition("=")[::2] for text in args.dtype]
     found: dict[str, torch.dtype] = {}
     for pattern, name in sorted(named, key=lambda pair: not pair[0]):  # the general one is last
-        dtype = getattr(torch, name, None)
+        wrong = f"--dtype {name!r}: not a floating-point dtype of torch"
+        try:
+            rule: Mapping[str, Any] = by_pattern({pattern: name})
+        except PlacementError as error:
+            raise UsageError(f"{wrong}. {error.hint or ''}".rstrip()) from error
+        dtype = rule[pattern]
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            what = "not a floating-point dtype of torch"
-            raise UsageError(f"--dtype {name!r}: {what}{full_name(name)}")
+            raise UsageError(wrong)
         found[pattern] = dtype
     return by_pattern(found) if found else None

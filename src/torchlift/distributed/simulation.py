@@ -31,12 +31,12 @@ from torchlift._model.torch_private import shard_order
 from torchlift._plan import (
     DtypeRule,
     LoadPlan,
+    LoadReport,
     Made,
     Rename,
     check_rename,
     check_rule,
     entry_like,
-    names_of,
     plan,
     rewritten,
     summarise,
@@ -97,7 +97,7 @@ class Simulation(Summary):
         """Return the same as plain data."""
         found = dict(vars(self), ranks=self.ranks, amplification=self.amplification)
         found["files"] = {f: {"bytes": n, "requests": m} for f, (n, m) in self.files.items()}
-        found["plan"] = names_of(self.plan) if self.plan is not None else None
+        found["plan"] = LoadReport.to_dict(self.plan) if self.plan is not None else None
         return {name: value for name, value in found.items() if value is not None}
 
     def _summary(self) -> tuple[str, Facts]:

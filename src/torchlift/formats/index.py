@@ -415,6 +415,11 @@ class Index:
         return self.storages.get(entry.storage) if entry.storage else None
 
     @property
+    def names_code(self) -> bool:
+        """Return whether something in it would run code: a blocked name that is not of data."""
+        return not all(map(_DATA.match, self.blocked))
+
+    @property
     def aliases(self) -> tuple[tuple[str, ...], ...]:
         """Return the groups of keys that share a storage, in file order."""
         groups: dict[str, list[str]] = {}
@@ -541,6 +546,11 @@ def ambiguity(path: str, key: str) -> FormatError:
             ". Or rename one of them in the program that saved the file.",
         ),
     )
+
+
+#: Globals that no entry can be, and that are no code: kinds of tensors, numbers and texts of numpy.
+#: An array of objects is a pickle.
+_DATA = re.compile(r"torch\.(Tensor|UntypedStorage|_utils\._rebuild_\w+)$|numpy\.dtype\((?!.*\|O)")
 
 
 def globals_in(blocked_keys: Mapping[str, str]) -> tuple[str, ...]:

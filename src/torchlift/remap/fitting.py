@@ -8,9 +8,11 @@ filled one after the other (`_arrangements`), and the map (`placed`).
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +48,8 @@ class Fit(Summary, ByKey[str]):
         contents: device -> prefix of the map -> bytes below it.
         main: the accelerator on which layers that are kept on the host or on disk run; None where
             there is none, or none that could take the largest of them in.
+        tensors: device -> number of tensors on it.
+        dtypes: dtype, after casting -> number of tensors of it, the most first.
     """
 
     budgets: dict[str, int | None]
@@ -53,11 +57,33 @@ class Fit(Summary, ByKey[str]):
     reserved: dict[str, int]
     contents: dict[str, dict[str, int]]
     main: str | None
+    tensors: dict[str, int]
+    dtypes: dict[torch.dtype, int]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, after casting."""
         return sum(self.used.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data, as ``torchlift plan --json`` prints it."""
+        return {
+            "tensors": sum(self.tensors.values()),
+            "nbytes": self.nbytes,
+            "dtypes": {str(dtype)[6:]: count for dtype, count in self.dtypes.items()},
+            "devices": {
+                device: {
+                    "tensors": self.tensors[device],
+                    "used": self.used[device],
+                    "budget": budget,
+                    "reserved": self.reserved.get(device, 0),
+                    "contents": self.contents[device],
+                }
+                for device, budget in self.budgets.items()
+            },
+            "main_device": self.main,
+            "device_map": dict(self),
+        }
 
     # A rule that a program can be given again, as that of every other rule; it is as short.
     __repr__ = ByKey.__repr__
@@ -112,7 +138,8 @@ def fit(
         model_or_ckpt: a module, live or a skeleton; or a checkpoint, or its path. A module's order
             is that of registration; a checkpoint's is that of its file, numbered lists in order.
         budgets: device -> ``"20GiB"`` or bytes, filled in this order. ``"disk"`` is for what fits
-            nowhere else: `torchlift.load` leaves it mapped from the file. None is any number.
+            nowhere else: `torchlift.load` leaves it mapped from the file. None is any number. Or a
+            `by_key` map, which says it all: what it puts where is counted.
         no_split: what must stay on one device: module classes or their names, or dotted paths in
             which ``*`` stands for part of a name (``"model.layers.*"``).
         dtype: as for `torchlift.load`; sizes are those after casting. None: as they are.
@@ -138,8 +165,12 @@ def fit(
         >>> device_map["encoder"], device_map.used["cuda:0"] < 100 * 2**20
         ('cuda:0', True)
     """
-    limits = limits_of(budgets)
     inventory = take(model_or_ckpt, dtype, rename)
+    if isinstance(budgets, ByKey):
+        budgets.check(inventory.names, present=False)
+        given = {name: spelled(budgets.at(name) or "cpu") for name in inventory.names}
+        return placed(inventory, given, dict.fromkeys(given.values()))
+    limits = limits_of(budgets)
     hard = _hard_paths(inventory, no_split)
     room = max(float("inf") if size is None else size for size in limits.values())
     found = [
@@ -210,8 +241,11 @@ def placed(
     result.reserved = dict(reserved or {})
     result.main = main
     result.contents = {device: {} for device in limits}
+    result.tensors = dict.fromkeys(limits, 0)
+    result.dtypes = dict(Counter(item.dtype for item in inventory.items).most_common())
     for item in inventory.items:
         prefix = next(p for p in reversed(ancestors(item.names[0])) if p in result)
+        result.tensors[result[prefix]] += 1
         contents = result.contents[result[prefix]]
         contents[prefix] = contents.get(prefix, 0) + item.added
     result.used = {device: sum(sizes.values()) for device, sizes in result.contents.items()}

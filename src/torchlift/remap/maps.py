@@ -306,6 +306,7 @@ def _valued(value: Any, entry: str) -> Any:
         raise PlacementError(
             "is mapped to something that is no dtype",
             entry=entry,
-            found=f"{value!r}{full_name(value)}",
+            found=repr(value),
+            hint=full_name(value).removeprefix(". "),
         )
     return value if isinstance(value, torch.dtype) else checked(value, entry)
