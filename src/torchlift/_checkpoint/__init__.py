@@ -9,9 +9,8 @@ from torchlift._checkpoint.checkpoint import (
     shared_records,
 )
 from torchlift._checkpoint.kinds import Allow, classes
-from torchlift._checkpoint.stats import TensorStats
 
 __all__ = [
-    "Allow", "Checkpoint", "MappedViews", "TensorStats", "classes", "dtype_of", "not_dense",
+    "Allow", "Checkpoint", "MappedViews", "classes", "dtype_of", "not_dense",
     "open", "shared_records",
 ]  # fmt: skip

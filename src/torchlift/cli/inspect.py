@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torchlift
 from torchlift._system import collection_paused, printable, progress_bar
@@ -15,9 +15,6 @@ from torchlift.cli.output import print_json
 from torchlift.errors import FormatError
 from torchlift.formats import Index, matching, read_index, select
 from torchlift.formats.summary import SORTS, counted, sorted_by, to_json, to_table, to_text
-
-if TYPE_CHECKING:
-    from torchlift._checkpoint import TensorStats
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf")
 
@@ -84,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
         found = to_json(index) | kinds
         for tensor in found["tensors"] if args.stats else ():
             known = stats[tensor["key"]]
-            tensor["stats"] = {"error": known} if isinstance(known, str) else asdict(known)
+            tensor["stats"] = {"error": known} if isinstance(known, str) else known
         print_json(found)
     elif args.tensors or args.stats:
         cells = {key: _cells(known) for key, known in stats.items()}
@@ -116,9 +113,9 @@ def _note(text: str) -> None:
     print(f"torchlift: {printable(text)}", file=sys.stderr)
 
 
-def _stats(index: Index) -> Mapping[str, TensorStats | str]:
+def _stats(index: Index) -> Mapping[str, dict[str, Any] | str]:
     """Return what the values of every tensor are like, or why that is not known."""
-    found: dict[str, TensorStats | str] = {}
+    found: dict[str, dict[str, Any] | str] = {}
     total = sum(entry.nbytes for entry in index.entries.values())
     with (
         torchlift.Checkpoint(index) as ckpt,
@@ -126,17 +123,16 @@ def _stats(index: Index) -> Mapping[str, TensorStats | str]:
     ):
         for key, entry in index.entries.items():
             try:
-                found[key] = ckpt.stats(key)
+                found[key] = asdict(ckpt.stats(key))
             except FormatError as error:  # quantised to what no package here computes
                 found[key] = error.reason
             advance(entry.nbytes)
     return found
 
 
-def _cells(known: TensorStats | str) -> list[str]:
+def _cells(known: dict[str, Any] | str) -> list[str]:
     if isinstance(known, str):
         return [*[""] * len(_STATS), known]
-    numbers: dict[str, Any] = asdict(known)
-    counts = [f"{numbers[name]:,}" for name in _STATS[4:]]
-    floats = [numbers[name] for name in _STATS[:4]]
+    counts = [f"{known[name]:,}" for name in _STATS[4:]]
+    floats = [known[name] for name in _STATS[:4]]
     return [*("" if number is None else f"{number:.4g}" for number in floats), *counts, ""]
