@@ -64,7 +64,7 @@ def test_versions_go_where_the_names_of_their_modules_go(tmp_path: Path, nested:
     model = nn.ModuleDict({"inner": inner, "norm": nn.BatchNorm1d(2)})
     root = "net" if nested else None
     assert _count(tmp_path / "new.pt", model, root) == 5
-    found = torchlift.open(tmp_path / "new.pt", root=root).index.module_versions
+    found = torchlift.open(tmp_path / "new.pt", root=root)._index.module_versions
     assert found["inner.new"] == found["norm"] == {"version": 2}
     assert "old" not in found
 
@@ -79,7 +79,7 @@ def test_the_state_dict_of_a_checkpoint_has_the_versions_as_torchs_has(tmp_path:
         model.load_state_dict(state, assign=True)
         assert model.count == 5
         torchlift.save(state, tmp_path / "b.pt")
-        assert ckpt.index.module_versions == {"": {"version": 2}}
+        assert ckpt._index.module_versions == {"": {"version": 2}}
     assert _count(tmp_path / "b.pt") == 5
 
 

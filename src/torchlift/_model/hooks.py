@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._model.commit import Commit, ordinary_tensors, successor_of
+from torchlift._model.commit import Commit, successor_of
 from torchlift._model.dtensor import is_fsdp
 from torchlift._model.handlers import clone_of, has_memory
 from torchlift._model.slots import ModuleTree, is_lazy
@@ -130,15 +130,14 @@ def run_hooks(
     commit.keep_attributes(tree.modules)
     order = {prefix: number for number, (prefix, _) in enumerate(tree.paths)}
     watch = commit.watch(tree, given)
-    with ordinary_tensors():
-        run = _Run(shown, strict, commit, watch)
-        for prefix, module in modules:
-            watch.moment = order[prefix]
-            run.visit(prefix, module)
-        run.own(own)
-        run.finish()
-        tree.walk()  # again: the code may have put other tensors in their slots
-        _refuse_what_is_lost(tree, {*shown.unseen, *run.outcome.tensors}, watch, order)
+    run = _Run(shown, strict, commit, watch)
+    for prefix, module in modules:
+        watch.moment = order[prefix]
+        run.visit(prefix, module)
+    run.own(own)
+    run.finish()
+    tree.walk()  # again: the code may have put other tensors in their slots
+    _refuse_what_is_lost(tree, {*shown.unseen, *run.outcome.tensors}, watch, order)
     return run.outcome
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Allow, shared_records
-from torchlift._model.commit import Commit, content_bytes
+from torchlift._model.commit import Commit, content_bytes, ordinary_tensors
 from torchlift._model.dtensor import held, local_shape
 from torchlift._model.handlers import is_plain
 from torchlift._model.hooks import Outcome, Shown, has_post_hooks, hooked_modules, run_hooks
@@ -287,6 +287,7 @@ def make_plan(
     return replace(plan, peak_bytes=plan.peak_bytes + extra)
 
 
+@ordinary_tensors()
 def _after_hooks(
     tree: ModuleTree,
     modules: Sequence[tuple[str, nn.Module]],
