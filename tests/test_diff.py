@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import torchlift
-from torchlift._checkpoint.diff import ValueChange
+from torchlift._checkpoint.comparison import ValueChange
 from torchlift.cli import main
 from torchlift.formats import ITEMSIZE
 

@@ -71,6 +71,14 @@ def test_every_room_has_a_floor_and_the_top_is_seen_at_a_glance() -> None:
     assert names - {"__init__"} == {room for layer in house.layers() for room in house.rooms(layer)}
 
 
+def test_every_room_of_several_files_has_a_door_that_a_contract_holds() -> None:
+    """A room that is added is held too: import-linter knows the rooms that it is told of."""
+    contracts = house.contracts()
+    known = {c["protected_modules"][0] for c in contracts if c["type"] == "protected"}
+    folders = [path.parent.name for path in house.PACKAGE.glob("*/__init__.py")]
+    assert known == {f"torchlift.{name}.*" for name in folders}
+
+
 def test_the_package_itself_only_names_what_is_public() -> None:
     """A table of names: it defines nothing, and imports what reads the table."""
     tree = ast.parse(house.PACKAGE.joinpath("__init__.py").read_text(encoding="utf-8"))

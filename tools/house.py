@@ -11,6 +11,7 @@ import ast
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import tomllib
 
@@ -24,11 +25,16 @@ BLOCK = re.compile(
 )
 
 
+def contracts() -> list[dict[str, Any]]:
+    """Return what import-linter checks."""
+    config = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text(encoding="utf-8"))
+    found: list[dict[str, Any]] = config["tool"]["importlinter"]["contracts"]
+    return found
+
+
 def layers() -> list[str]:
     """Return the floors as the contract writes them, from the top."""
-    config = tomllib.loads(ROOT.joinpath("pyproject.toml").read_text(encoding="utf-8"))
-    contracts = config["tool"]["importlinter"]["contracts"]
-    found: list[str] = next(c["layers"] for c in contracts if c["type"] == "layers")
+    found: list[str] = next(c["layers"] for c in contracts() if c["type"] == "layers")
     return found
 
 

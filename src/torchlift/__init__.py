@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torchlift import remap as remap
     from torchlift import swap as swap
     from torchlift._checkpoint import Checkpoint as Checkpoint
+    from torchlift._checkpoint import CheckpointDiff as CheckpointDiff
+    from torchlift._checkpoint import diff as diff
     from torchlift._checkpoint import open as open
-    from torchlift._checkpoint.diff import CheckpointDiff as CheckpointDiff
-    from torchlift._checkpoint.diff import diff as diff
     from torchlift._convert import convert as convert
     from torchlift._load import load as load
     from torchlift._plan import LoadPlan as LoadPlan
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torchlift._plan import plan as plan
     from torchlift._save import SaveReport as SaveReport
     from torchlift._save import save as save
-    from torchlift._skeleton.skeleton import materialize as materialize
-    from torchlift._skeleton.skeleton import skeleton as skeleton
+    from torchlift._skeleton import materialize as materialize
+    from torchlift._skeleton import skeleton as skeleton
     from torchlift.distributed.keeper import Keeper as Keeper
     from torchlift.distributed.state_dict import load_optimizer as load_optimizer
     from torchlift.errors import CheckpointError as CheckpointError
@@ -35,28 +35,26 @@ if TYPE_CHECKING:
     from torchlift.errors import PlacementError as PlacementError
     from torchlift.errors import UnsafeError as UnsafeError
     from torchlift.formats import TensorEntry as TensorEntry
-    from torchlift.formats.verify import VerifyReport as VerifyReport
-    from torchlift.formats.verify import verify as verify
+    from torchlift.formats import VerifyReport as VerifyReport
+    from torchlift.formats import verify as verify
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "_checkpoint": "Checkpoint open",
-        "_checkpoint.diff": "CheckpointDiff diff",
+        "_checkpoint": "Checkpoint CheckpointDiff diff open",
         "_convert": "convert",
         "_load": "load",
         "_plan": "LoadPlan LoadReport plan",
         "_save": "SaveReport save",
-        "_skeleton.skeleton": "materialize skeleton",
+        "_skeleton": "materialize skeleton",
         "bench": "bench",
         "distributed": "distributed",
         "distributed.keeper": "Keeper",
         "distributed.state_dict": "load_optimizer",
-        "errors": "errors CheckpointError FormatError IntegrityError MismatchError PlacementError "
-        "UnsafeError",
-        "formats": "TensorEntry",
-        "formats.verify": "VerifyReport verify",
+        "errors": "errors CheckpointError FormatError IntegrityError MismatchError "
+        "PlacementError UnsafeError",
+        "formats": "TensorEntry VerifyReport verify",
         "measure": "measure",
         "remap": "remap",
         "swap": "swap",

@@ -12,10 +12,9 @@ from typing import IO, Any
 
 import torch
 
-from torchlift._checkpoint import Allow, Checkpoint, dtype_of
-from torchlift._checkpoint.tree import Tree, arranged
+from torchlift._checkpoint import Allow, Checkpoint, Tree, arranged, dtype_of
 from torchlift._load import require_intact, transformed
-from torchlift._model.hooks import versions_by_name
+from torchlift._model import versions_by_name
 from torchlift._plan import (
     DtypeRule,
     Options,
@@ -29,8 +28,7 @@ from torchlift._plan import (
     same_name,
     target_dtype,
 )
-from torchlift._save import Becomes, SaveReport, Target, finish, from_files, untied
-from torchlift._save.blocks import memory_of
+from torchlift._save import Becomes, SaveReport, Target, finish, from_files, memory_of, untied
 from torchlift._sources import (
     FileTensor,
     Given,

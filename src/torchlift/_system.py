@@ -40,7 +40,7 @@ def collection_paused() -> Iterator[None]:
 
 
 #: Calls that deliver the SIGINTs that are held back. Only the main thread gets any.
-_held_back: list[Callable[[], object]] = []
+_interrupts: list[Callable[[], object]] = []
 
 
 class _Hold:
@@ -51,7 +51,7 @@ class _Hold:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         deliver_interrupt()
-        _held_back.append(partial(self.handler, number, frame))
+        _interrupts.append(partial(self.handler, number, frame))
 
 
 @contextmanager
@@ -93,8 +93,8 @@ def deliver_interrupt() -> None:
 
     What waits for others calls it: a lock may be theirs for as long as they like.
     """
-    if _held_back and _is_main_thread():
-        _held_back.pop()()
+    if _interrupts and _is_main_thread():
+        _interrupts.pop()()
 
 
 def _is_main_thread() -> bool:
@@ -327,3 +327,34 @@ def leaves(tree: Any) -> dict[tuple[Any, ...], Any]:
     found: dict[tuple[Any, ...], Any] = {}
     map_leaves(tree, lambda leaf, path: found.setdefault(path, leaf))
     return found
+
+
+def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
+    """Return what another process unpickles, functions and all that they refer to by value.
+
+    Raises:
+        TypeError: some of it cannot be sent.
+        ModuleNotFoundError: it takes cloudpickle, which is not installed.
+    """
+    import pickle
+
+    try:
+        from cloudpickle import dumps
+    except ModuleNotFoundError:  # what can be imported by name travels by name
+        dumps = pickle.dumps
+    reason: Exception = AttributeError("it is in a script or a notebook")
+    try:
+        found: bytes = dumps(content)
+        if dumps is not pickle.dumps or b"__main__" not in found:
+            return found
+    except Exception as error:
+        reason = error
+    if dumps is pickle.dumps:
+        raise ModuleNotFoundError(
+            f"{caller} sends functions to other processes with cloudpickle, and cloudpickle is not "
+            'installed: pip install "torchlift[recipes]"',
+            name="cloudpickle",
+        ) from reason
+    raise TypeError(
+        f"{what} cannot be sent to another process: {type(reason).__name__}: {reason}"
+    ) from None

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torchlift import FormatError, bench
 from torchlift._system import parse_size
 from torchlift.bench import WAYS, Way, loading
-from torchlift.bench.compare import Comparison, Result
+from torchlift.bench.comparison import Comparison, Result
 from torchlift.cli import main
 
 MIB = 2**20

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchlift.formats import Chunk, TensorEntry
-from torchlift.formats.boxes import cut, row_major, run_count, runs, shortest_run
+from torchlift.formats.boxes import narrowed, row_major, run_count, runs, shortest_run
 
 
 def entry(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> TensorEntry:
@@ -51,7 +51,7 @@ SPANS = [
 @pytest.mark.parametrize("spans", SPANS)
 def test_a_part_is_exactly_its_elements(stride: tuple[int, ...], spans: Any) -> None:
     """Every element once, in its place, for contiguous, transposed and gapped tensors."""
-    part = cut(entry((4, 6, 5), stride), spans)
+    part = narrowed(entry((4, 6, 5), stride), spans)
     assert gathered(part) == positions(stride, spans)
     assert run_count(part) == len(list(runs(part)))
     assert shortest_run(part) == min((run.numel for run in runs(part)), default=0)
@@ -59,18 +59,18 @@ def test_a_part_is_exactly_its_elements(stride: tuple[int, ...], spans: Any) -> 
 
 def test_a_part_of_a_part_is_a_part() -> None:
     """Cutting twice gives what cutting once would have."""
-    first = cut(entry((4, 6, 5)), [[(1, 4)], [(0, 3), (5, 6)], [(0, 5)]])
-    twice = cut(first, [[(1, 3)], [(2, 4)], [(1, 2)]])
+    first = narrowed(entry((4, 6, 5)), [[(1, 4)], [(0, 3), (5, 6)], [(0, 5)]])
+    twice = narrowed(first, [[(1, 3)], [(2, 4)], [(1, 2)]])
     assert gathered(twice) == positions((30, 5, 1), [[(2, 4)], [(2, 3), (5, 6)], [(1, 2)]])
 
 
 def test_rows_are_one_run_and_the_whole_is_itself() -> None:
     """What is contiguous in the file stays a view of it; a whole tensor keeps its storage."""
     whole = entry((4, 6, 5))
-    rows = cut(whole, [[(1, 3)], [(0, 6)], [(0, 5)]])
-    assert not rows.is_pieced
+    rows = narrowed(whole, [[(1, 3)], [(0, 6)], [(0, 5)]])
+    assert not rows.needs_assembly
     assert (rows.chunks[0].offset, rows.chunks[0].nbytes) == (30, 60)
-    assert cut(whole, [[(0, 4)], [(0, 6)], [(0, 5)]]) is whole
-    assert cut(whole, [[(0, 4)], [(0, 3)], [(0, 5)]]).is_pieced
+    assert narrowed(whole, [[(0, 4)], [(0, 6)], [(0, 5)]]) is whole
+    assert narrowed(whole, [[(0, 4)], [(0, 3)], [(0, 5)]]).needs_assembly
     scalar = entry(())
-    assert cut(scalar, []) is scalar
+    assert narrowed(scalar, []) is scalar

@@ -21,7 +21,7 @@ from torch import nn
 import torchlift
 from torchlift.errors import FormatError
 from torchlift.formats import read_index
-from torchlift.formats.gguf import BLOCKS
+from torchlift.formats.gguf import GGUF_BLOCKS
 
 VALUES = np.random.default_rng(0).standard_normal((4, 512)).astype(np.float32)
 #: Those that the package can also make.
@@ -49,7 +49,7 @@ def write(path: Path, *kinds: str) -> Path:
 
 def test_the_table_of_block_types_is_the_package_s():
     """Names and sizes, of every type that is known here."""
-    for number, (name, values, nbytes) in BLOCKS.items():
+    for number, (name, values, nbytes) in GGUF_BLOCKS.items():
         assert Kind(number).name == name
         assert gguf.GGML_QUANT_SIZES[Kind(number)] == (values, nbytes)
 

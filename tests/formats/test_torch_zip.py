@@ -30,7 +30,7 @@ from torchlift._checkpoint import MappedViews
 from torchlift._transfer import Files
 from torchlift.distributed import CheckpointReader
 from torchlift.errors import CheckpointError, PlacementError, UnsafeError
-from torchlift.formats import ITEMSIZE, cut, read_index
+from torchlift.formats import ITEMSIZE, narrowed, read_index
 from torchlift.formats.summary import to_json, to_text
 
 
@@ -460,7 +460,7 @@ def test_slices_of_big_endian_tensors_are_turned_around(path, tmp_path):
     ckpt = torchlift.open(other)
     views = MappedViews(ckpt._index)
     for key, whole in (("w", value), ("t", value.t())):
-        part = cut(ckpt.entries[key], [[(1, 3), (4, 5)], [(2, 5)]])
+        part = narrowed(ckpt.entries[key], [[(1, 3), (4, 5)], [(2, 5)]])
         expected = torch.cat([whole[1:3, 2:5], whole[4:5, 2:5]])
         assert torch.equal(views.fill(torch.empty(part.shape), part), expected)
     state = {"w": torch.zeros(6, 8), "t": torch.zeros(8, 6)}
@@ -500,7 +500,7 @@ def test_deflated_storages_are_those_of_torch_load(path, tmp_path):
     assert entry.chunks[0].packed.size == 96_000 > 2 * entry.chunks[0].packed.nbytes
     assert ckpt["row"].untyped_storage().data_ptr() == ckpt["w"].untyped_storage().data_ptr()
     assert ckpt["half"].untyped_storage().data_ptr() != ckpt["half"].untyped_storage().data_ptr()
-    part = cut(entry, [[(1, 3), (7, 8)], [(5, 9)]])
+    part = narrowed(entry, [[(1, 3), (7, 8)], [(5, 9)]])
     expected = torch.cat([DEFLATED["w"][1:3, 5:9], DEFLATED["w"][7:8, 5:9]])
     assert torch.equal(MappedViews(ckpt._index).fill(torch.empty(3, 4), part), expected)
     assert torchlift.diff(path, other).equal

@@ -19,7 +19,7 @@ from small_models import saved
 
 import torchlift
 from torchlift.errors import FormatError, IntegrityError
-from torchlift.formats.verify import verify_index
+from torchlift.formats.integrity import verify_index
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torchlift
 from torchlift.errors import MismatchError
 
 FILES = (
-    "_load/load.py", "_plan/plan.py", "_model/hooks.py", "_load/fetch.py",
+    "_load/loading.py", "_plan/planner.py", "_model/hooks.py", "_load/fetch.py",
     "_sources/opening.py", "_sources/tensors.py",
     "_model/commit.py", "_model/watch.py", "_model/slots.py", "_model/ranks.py",
     "_transfer/reading.py", "torchlift/_system.py", "contextlib.py",

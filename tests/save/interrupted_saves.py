@@ -15,7 +15,7 @@ from interrupting import Step
 import torchlift
 
 FILES = (
-    "_transfer/write.py", "_save/files.py", "_save/mesh.py", "_save/save.py", "_model/ranks.py",
+    "_transfer/write.py", "_save/files.py", "_save/mesh.py", "_save/saving.py", "_model/ranks.py",
     "torchlift/_system.py", "contextlib.py",
 )  # fmt: skip
 WAYS = {

@@ -535,7 +535,7 @@ result = sorted(set(sys.modules) - before)
 """
     plain = "with torch.device('meta'): model = LlamaForCausalLM(config)"
     recorded = "model = torchlift.skeleton(LlamaForCausalLM, config)"
-    setup = _LLAMA + "import torchlift._skeleton.skeleton"
+    setup = _LLAMA + "import torchlift._skeleton.construction"
     both = [
         in_code(count.format(build=build), 64, 2, setup=setup).value for build in (plain, recorded)
     ]
@@ -587,7 +587,7 @@ model = torchlift.skeleton(Model)
 def test_an_interrupt_leaves_all_of_a_skeleton_made_or_nothing(nth: int) -> None:
     """What is on meta can still be made, and what was made is no part of a skeleton any more."""
     model = torchlift.skeleton(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    files = "_model/commit.py", "_skeleton/skeleton.py"
+    files = "_model/commit.py", "_skeleton/construction.py"
     step = Step(nth, files, raw=False)
     met = step.run(lambda: torchlift.materialize(model))
     assert met is (step.count >= nth)

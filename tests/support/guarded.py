@@ -21,9 +21,9 @@ from typing import NamedTuple
 from torchlift._system import printable
 from torchlift.errors import CheckpointError
 from torchlift.formats import Index, read_index
+from torchlift.formats.integrity import verify_index
 from torchlift.formats.reader import entry_points
 from torchlift.formats.summary import to_html, to_json, to_text
-from torchlift.formats.verify import verify_index
 
 entry_points()  # what other packages bring is looked for once
 for _codec in ("raw-unicode-escape", "unicode_escape", "latin1"):

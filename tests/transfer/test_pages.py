@@ -108,7 +108,7 @@ def pattern(nbytes: int) -> torch.Tensor:
     return (torch.arange(nbytes) % 251).to(torch.uint8)
 
 
-def written(target: torch.Tensor, content: torch.Tensor, fresh: bool = True) -> list[bool]:
+def written(target: torch.Tensor, content: torch.Tensor, exclusive: bool = True) -> list[bool]:
     """Write through `Pages`; return for each part whether it went through the buffer."""
     bounced = []
 
@@ -118,7 +118,7 @@ def written(target: torch.Tensor, content: torch.Tensor, fresh: bool = True) -> 
         bounced.append(bounce is not None)
 
     with Pages() as made:
-        made.write(target.data_ptr(), target.numel(), produce, fresh)
+        made.write(target.data_ptr(), target.numel(), produce, exclusive)
     return bounced
 
 
@@ -183,7 +183,7 @@ def test_live_memory_is_never_watched(filler, monkeypatch):
     """Whoever looks at it, holding Python's lock, would wait for what needs that lock."""
     monkeypatch.setattr(Pages, "_fill", lambda *_: pytest.fail("watched"))
     area = allocate(8 * MIB, torch.uint8, torch.device("cpu"))
-    assert written(area, pattern(8 * MIB), fresh=False) == [False]
+    assert written(area, pattern(8 * MIB), exclusive=False) == [False]
     assert torch.equal(area, pattern(8 * MIB))
 
 

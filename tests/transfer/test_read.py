@@ -74,7 +74,7 @@ def test_any_ranges_read_as_plain_reads_do(files, wanted, piece, seed):
 
     arrived: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "PIECE", piece)
+        patch.setattr(transfer, "BLOCK", piece)
         patch.setattr(transfer, "_WHOLE", 1)
         patch.setattr(os, "preadv", short)
         total = read(requests, files, advance=arrived.append)
@@ -108,7 +108,7 @@ def test_casts_on_the_way_are_those_of_torch(tmp_path_factory, wanted, piece):
         requests.append(Request(str(path), offset, nbytes, destination, kind))
         expected.append(values[offset : offset + nbytes].clone().view(kind).to(wish))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "PIECE", piece)
+        patch.setattr(transfer, "BLOCK", piece)
         patch.setattr(transfer, "_WHOLE", 1)
         read(requests, opened(path))
     for made, right in zip(requests, expected, strict=True):
@@ -147,7 +147,7 @@ def test_rows_of_a_matrix_arrive_as_one_range(
         return true(descriptor, [buffers[0][: dice.randint(1, len(buffers[0]))]], offset)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "PIECE", piece)
+        patch.setattr(transfer, "BLOCK", piece)
         patch.setattr(transfer, "_WHOLE", 1)
         patch.setattr(os, "preadv", short)
         total = read([wanted, other], opened(path), advance=arrived.append)
@@ -187,7 +187,7 @@ def test_thousands_of_small_ranges_stay_below_the_kernels_limit(files):
 
 def test_without_positional_reads_the_bytes_are_the_same(files, monkeypatch):
     """Where the system has no preadv, a lock and a seek do the same."""
-    monkeypatch.setattr(transfer, "PIECE", 128)
+    monkeypatch.setattr(transfer, "BLOCK", 128)
     monkeypatch.setattr(transfer, "_WHOLE", 1)
     monkeypatch.delattr(os, "preadv")
     name = next(iter(files._stamps))
@@ -207,7 +207,7 @@ def test_nothing_to_read_is_fine(files):
 @pytest.mark.parametrize("nth", [1, 4])
 def test_a_failing_read_is_an_integrity_error(files, monkeypatch, number, nth):
     """An error of the disk on any piece names file, bytes and cause, and ends all threads."""
-    monkeypatch.setattr(transfer, "PIECE", 100)
+    monkeypatch.setattr(transfer, "BLOCK", 100)
     monkeypatch.setattr(transfer, "_WHOLE", 1)
     monkeypatch.setattr(os, "preadv", failing(OSError(number, os.strerror(number)), nth))
     name = next(iter(files._stamps))
@@ -234,7 +234,7 @@ def test_a_file_that_ends_early_is_an_integrity_error(tmp_path):
 @pytest.mark.parametrize("pieces", [10_000, 100], ids=["one piece", "many pieces"])
 def test_other_errors_of_a_reader_thread_come_through(files, monkeypatch, pieces):
     """What is not the disk's fault is not called so, and no thread is left behind."""
-    monkeypatch.setattr(transfer, "PIECE", pieces)
+    monkeypatch.setattr(transfer, "BLOCK", pieces)
     monkeypatch.setattr(transfer, "_WHOLE", 1)
     monkeypatch.setattr(os, "preadv", failing(MemoryError("none left"), 1))
     with pytest.raises(MemoryError, match="none left"):
@@ -244,7 +244,7 @@ def test_other_errors_of_a_reader_thread_come_through(files, monkeypatch, pieces
 
 def test_an_interrupt_between_pieces_ends_the_threads(files, monkeypatch):
     """Ctrl-C during a parallel read leaves no thread that still writes."""
-    monkeypatch.setattr(transfer, "PIECE", 50)
+    monkeypatch.setattr(transfer, "BLOCK", 50)
     monkeypatch.setattr(transfer, "_WHOLE", 1)
 
     def interrupt(_: int) -> None:
@@ -257,7 +257,7 @@ def test_an_interrupt_between_pieces_ends_the_threads(files, monkeypatch):
 
 def test_progress_is_reported_by_the_calling_thread(files, monkeypatch):
     """A progress bar need not be thread-safe."""
-    monkeypatch.setattr(transfer, "PIECE", 100)
+    monkeypatch.setattr(transfer, "BLOCK", 100)
     monkeypatch.setattr(transfer, "_WHOLE", 1)
     threads = set()
     read(

@@ -1,16 +1,15 @@
 """`open`, `Checkpoint` and `diff`: an index as a lazy mapping of tensors; knows no models."""
 
-from torchlift._checkpoint.checkpoint import (
-    Checkpoint,
-    MappedViews,
-    dtype_of,
-    not_dense,
-    open,
-    shared_records,
-)
-from torchlift._checkpoint.kinds import Allow, classes
-
-__all__ = [
-    "Allow", "Checkpoint", "MappedViews", "classes", "dtype_of", "not_dense",
-    "open", "shared_records",
-]  # fmt: skip
+from torchlift._checkpoint.checkpoint import Checkpoint as Checkpoint
+from torchlift._checkpoint.checkpoint import MappedViews as MappedViews
+from torchlift._checkpoint.checkpoint import dtype_of as dtype_of
+from torchlift._checkpoint.checkpoint import not_dense as not_dense
+from torchlift._checkpoint.checkpoint import open as open
+from torchlift._checkpoint.checkpoint import shared_records as shared_records
+from torchlift._checkpoint.comparison import CheckpointDiff as CheckpointDiff
+from torchlift._checkpoint.comparison import diff as diff
+from torchlift._checkpoint.kinds import Allow as Allow
+from torchlift._checkpoint.kinds import classes as classes
+from torchlift._checkpoint.tree import Tree as Tree
+from torchlift._checkpoint.tree import arranged as arranged
+from torchlift._checkpoint.tree import objects_as_saved as objects_as_saved

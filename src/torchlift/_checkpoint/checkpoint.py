@@ -29,7 +29,7 @@ from torchlift._checkpoint.kinds import (
 )
 from torchlift._checkpoint.stats import TensorStats, stats_of
 from torchlift._checkpoint.tree import Tree
-from torchlift._model.state import versioned
+from torchlift._model import versioned
 from torchlift._system import clipped_list, printable
 from torchlift._transfer import Files
 from torchlift.errors import (
@@ -45,6 +45,7 @@ from torchlift.errors import (
 )
 from torchlift.formats import (
     AMBIGUOUS,
+    ROOT_OBJECT,
     Chunk,
     FileStamp,
     Index,
@@ -56,9 +57,9 @@ from torchlift.formats import (
     read_index,
     select,
     steps_in_file,
+    to_html,
+    to_text,
 )
-from torchlift.formats.flatten import ROOT_OBJECT
-from torchlift.formats.summary import to_html, to_text
 
 #: Elements that are compared or summed up at a time: they stay in the processor's cache in between,
 #: which took 0.6 s for 87 MiB where blocks of a million took 1.1 s.

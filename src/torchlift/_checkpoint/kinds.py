@@ -10,24 +10,28 @@ from typing import Any
 
 import torch
 
-from torchlift._model.torch_private import make_wrapper, without_subclasses
+from torchlift._model import make_wrapper, without_subclasses
 from torchlift._system import clipped_list
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
-from torchlift.formats import SUBCLASS, Array, Leaf, TensorEntry
-from torchlift.formats.flatten import Containers, name_text
-from torchlift.formats.gguf import BLOCKS
-from torchlift.formats.torch_pickle import (
+from torchlift.formats import (
+    GGUF_BLOCKS,
+    SUBCLASS,
+    Array,
     ArrayRef,
     Blocked,
+    Containers,
     CountRecord,
     DeviceName,
     Global,
     LayoutName,
+    Leaf,
     NumpyDtype,
     OrderedRecord,
     SliceText,
     StorageRef,
+    TensorEntry,
     TensorRef,
+    name_text,
 )
 
 #: Classes that may be rebuilt, each with the name that files have for it where it is another one.
@@ -186,7 +190,7 @@ def block_values(entry: TensorEntry, raw: torch.Tensor, path: str) -> Iterator[t
             entry=entry.key,
             hint="pip install gguf",
         ) from error
-    values, size = next(block[1:] for block in BLOCKS.values() if block[0] == name)
+    values, size = next(block[1:] for block in GGUF_BLOCKS.values() if block[0] == name)
     blocks = raw.numpy().reshape(-1, size)
     step = max(1, _DEQUANTIZED // values)
     for start in range(0, len(blocks), step):

@@ -10,20 +10,21 @@ from typing import Any
 
 from torchlift._checkpoint.kinds import DROPPED, Values
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
-from torchlift.formats import Index, Leaf, TensorEntry, select
-from torchlift.formats.flatten import (
+from torchlift.formats import (
     MISSING,
     ROOT_TENSOR,
+    Blocked,
     Containers,
+    Index,
+    Leaf,
+    StorageRef,
+    TensorEntry,
+    TensorRef,
     below,
     flatten_state,
     name_text,
     paths_inside,
-)
-from torchlift.formats.torch_pickle import (
-    Blocked,
-    StorageRef,
-    TensorRef,
+    select,
 )
 
 

@@ -9,10 +9,21 @@ from typing import NamedTuple
 
 import torch
 
-from torchlift._model.commit import ordinary_tensors
-from torchlift._model.dtensor import everything, is_sharded, local_shape, unwrap, wrap
-from torchlift._model.handlers import clone_of, handles, is_plain, is_wrapper, oddity
-from torchlift._model.slots import Group, is_lazy
+from torchlift._model import (
+    Group,
+    clone_of,
+    everything,
+    handles,
+    is_lazy,
+    is_plain,
+    is_sharded,
+    is_wrapper,
+    local_shape,
+    oddity,
+    ordinary_tensors,
+    unwrap,
+    wrap,
+)
 from torchlift._plan import (
     Advance,
     LoadPlan,
@@ -24,7 +35,7 @@ from torchlift._plan import (
     swapped,
     taken,
 )
-from torchlift._skeleton.skeleton import make, strided
+from torchlift._skeleton import make, strided
 from torchlift._sources import (
     Copy,
     FileTensor,
@@ -166,15 +177,15 @@ def _read(
     run, owner = (step.base.entry, id(step.base.entry)) if step.base else (entry, step.key)
     if owner not in vectors:
         flat = vectors[owner] = _new(step, run)
-        if run.is_pieced:
-            requests += requests_for(run, flat, one.dtype, fresh=True)
+        if run.needs_assembly:
+            requests += requests_for(run, flat, one.dtype, exclusive=True)
         else:
             (chunk,) = run.chunks
             place = chunk.file, chunk.offset, chunk.nbytes
-            requests.append(Request(*place, flat, one.dtype, fresh=True))
+            requests.append(Request(*place, flat, one.dtype, exclusive=True))
     if step.base is not None:
         return step.base.view(vectors[owner], entry)
-    if entry.is_pieced:
+    if entry.needs_assembly:
         return vectors[owner].view(entry.shape)
     # Dense, so the file's own order of the dimensions fits the same number of elements.
     return vectors[owner].as_strided(entry.shape, entry.stride)

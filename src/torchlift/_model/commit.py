@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import held, is_sharded, wrap
+from torchlift._model.dtensor import is_sharded, local_tensor, wrap
 from torchlift._model.handlers import clone_of, inner_tensors, is_plain, is_wrapper
 from torchlift._model.holders import flat_references
 from torchlift._model.slots import Group, ModuleTree, is_lazy
@@ -78,7 +78,7 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     elif isinstance(new, nn.Parameter):
         made = new.requires_grad_(grad) if parameter else new
     elif is_sharded(new):
-        made = wrap(new, held(new), grad, parameter)
+        made = wrap(new, local_tensor(new), grad, parameter)
     else:
         made = nn.Parameter(new, grad) if parameter else new.detach()
     for key, value in old.__dict__.items():
@@ -246,7 +246,7 @@ class Commit:
         """Note a tensor's values, in a second copy of them, and whether it asks for a gradient."""
         if tensor.is_meta or is_lazy(tensor):
             return
-        local, grad = _once(held(tensor).detach()), tensor.requires_grad
+        local, grad = _once(local_tensor(tensor).detach()), tensor.requires_grad
         before, version = clone_of(local), version_of(local)
 
         def undo() -> None:

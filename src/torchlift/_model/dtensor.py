@@ -18,7 +18,8 @@ from torch import nn
 
 from torchlift._model.torch_private import dtensor_like, local_of, shard_order
 from torchlift.errors import PlacementError
-from torchlift.formats import TensorEntry, boxes
+from torchlift.formats import TensorEntry, narrowed
+from torchlift.formats import overlaps as boxes_overlaps
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -154,7 +155,7 @@ def _shard_spans(
                 found=placement,
                 hint="Redistribute it to Replicate() or Shard() first.",
             )
-        found[dim] = cut_spans(found[dim], mesh[axis], at[axis], strided)
+        found[dim] = split_spans(found[dim], mesh[axis], at[axis], strided)
     return tuple(tuple(spans) for spans in found)
 
 
@@ -187,15 +188,15 @@ def _order(
     yield from ((axis, 1) for axis in reversed(late))
 
 
-def cut_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> list[Span]:
+def split_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> list[Span]:
     """One part of what `spans` cover, or of each of so many pieces of it, as torch cuts them.
 
     Example:
-        >>> cut_spans([(0, 8)], 2, 1), cut_spans([(0, 8)], 2, 1, strided=2)
+        >>> split_spans([(0, 8)], 2, 1), split_spans([(0, 8)], 2, 1, strided=2)
         ([(4, 8)], [(2, 4), (6, 8)])
     """
-    pieces = [_chunk(spans, strided, i) for i in range(strided)] if strided > 1 else [spans]
-    return [span for piece in pieces for span in _chunk(piece, parts, index)]
+    slices = [_chunk(spans, strided, i) for i in range(strided)] if strided > 1 else [spans]
+    return [span for each in slices for span in _chunk(each, parts, index)]
 
 
 def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
@@ -248,10 +249,10 @@ def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[Span, ...]]:
             yield (*fixed, (start, min(start + rows, shape[axis - 1])), *whole)
 
 
-Index = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
-def overlaps(spans: Spans, block: Sequence[Span]) -> Iterator[tuple[Index, Index]]:
+def overlaps(spans: Spans, block: Sequence[Span]) -> Iterator[tuple[Slices, Slices]]:
     """Where a block of the whole tensor goes in the local one: (index in local, index in block).
 
     Example:
@@ -259,7 +260,7 @@ def overlaps(spans: Spans, block: Sequence[Span]) -> Iterator[tuple[Index, Index
         [((slice(1, 2, None),), (slice(0, 1, None),))]
     """
     starts, sizes = [start for start, _ in block], [stop - start for start, stop in block]
-    for *firsts, shape in boxes.overlaps(spans, starts, sizes):
+    for *firsts, shape in boxes_overlaps(spans, starts, sizes):
         into, out_of = (
             tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))
             for first in firsts
@@ -270,12 +271,12 @@ def overlaps(spans: Spans, block: Sequence[Span]) -> Iterator[tuple[Index, Index
 is_sharded = is_dtensor
 
 
-def held(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The memory behind a tensor on this rank: a DTensor's local shard, or the tensor itself.
 
     Example:
         >>> import torch
-        >>> held(torch.zeros(2))
+        >>> local_tensor(torch.zeros(2))
         tensor([0., 0.])
     """
     return local_of(tensor) if is_dtensor(tensor) else tensor
@@ -300,16 +301,16 @@ def shard_of_entry(entry: TensorEntry, tensor: torch.Tensor, key: str) -> Tensor
     """
     if len(entry.shape) != tensor.dim():
         return entry  # a scalar saved with shape [1], which has no parts
-    part = boxes.cut(entry, spans_of(tensor, key))
+    part = narrowed(entry, spans_of(tensor, key))
     if not part.chunks:  # a rank outside the mesh, or an empty shard: its shape may be (0,)
-        shape = tuple(held(tensor).shape)
-        return dataclasses.replace(part, shape=shape, stride=tuple(held(tensor).stride()))
+        shape = tuple(local_tensor(tensor).shape)
+        return dataclasses.replace(part, shape=shape, stride=tuple(local_tensor(tensor).stride()))
     return part
 
 
 def shard_of_value(value: torch.Tensor, tensor: torch.Tensor, key: str) -> torch.Tensor:
     """Return what this rank holds of a whole tensor, as a contiguous one of its own."""
-    local = torch.empty(held(tensor).shape, dtype=value.dtype, device=value.device)
+    local = torch.empty(local_tensor(tensor).shape, dtype=value.dtype, device=value.device)
     whole = [(0, size) for size in value.shape]
     with torch.no_grad():  # the value may be a parameter
         for into, out_of in overlaps(spans_of(tensor, key), whole):

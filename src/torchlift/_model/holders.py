@@ -68,8 +68,8 @@ class Blocker:
     kinds: frozenset[Hold] = field(default=frozenset(), compare=False, repr=False)
 
     def __str__(self) -> str:
-        held = f" (held by {'; '.join(self.holders)})" if self.holders else ""
-        return f"{self.key}: {self.reason}{held}"
+        shown = f" (held by {'; '.join(self.holders)})" if self.holders else ""
+        return f"{self.key}: {self.reason}{shown}"
 
 
 @dataclass(slots=True, eq=False)

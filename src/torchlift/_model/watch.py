@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torchlift._model.dtensor import held
+from torchlift._model.dtensor import local_tensor
 from torchlift._model.handlers import clone_of, has_memory, inner_tensors, is_wrapper
 from torchlift._model.slots import is_lazy
 from torchlift._model.torch_private import set_version, storage_key
@@ -207,7 +207,7 @@ class Watch(TorchFunctionMode):
 
 def _memories(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     """Return what tells the memories of a tensor from others, with the tensors that have them."""
-    tensor = held(tensor)
+    tensor = local_tensor(tensor)
     if is_wrapper(tensor):
         return [pair for inner in inner_tensors(tensor) for pair in _memories(inner)]
     try:

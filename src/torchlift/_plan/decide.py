@@ -9,33 +9,38 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torchlift._model.commit import check_mode, check_writable, repeats
-from torchlift._model.devices import DISK
-from torchlift._model.dtensor import (
+from torchlift._model import (
+    DISK,
+    Blocker,
+    Group,
+    Hold,
     Spans,
+    apply,
+    blocked_by,
+    check_mode,
+    check_writable,
+    clone_of,
     everything,
-    held,
+    handles,
+    is_blank,
+    is_handled,
+    is_lazy,
+    is_plain,
     is_sharded,
+    is_wrapper,
     layout_of,
+    local_tensor,
+    oddity,
+    refusal,
+    repeats,
     shard_of_entry,
     spans_of,
+    storage_key,
 )
-from torchlift._model.handlers import (
-    apply,
-    clone_of,
-    handles,
-    is_handled,
-    is_plain,
-    is_wrapper,
-    oddity,
-)
-from torchlift._model.holders import Blocker, Hold, blocked_by, refusal
-from torchlift._model.slots import Group, is_blank, is_lazy
-from torchlift._model.torch_private import storage_key
 from torchlift._plan import rules
 from torchlift._plan.report import Mode, Route, Source
 from torchlift._plan.steps import Base, Making, Match, Step
-from torchlift._skeleton.skeleton import changed_on_meta, constructions_of
+from torchlift._skeleton import changed_on_meta, constructions_of
 from torchlift._sources import Copy, FileTensor, MemoryTensor, SourceTensor, Values, copy_values
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
@@ -162,7 +167,7 @@ def _decide(
     owned = raw or not in_place
     if entry is not None:
         of_file = isinstance(one, FileTensor)
-        changes = changes or (entry.is_pieced and entry.kind is None)
+        changes = changes or (entry.needs_assembly and entry.kind is None)
         filled = changes and not in_place and not handled
         kept = not in_place and owns_all(options.source, live=not tensor.is_meta)
         source = options.source if options.source != "auto" else "mmap"
@@ -177,7 +182,7 @@ def _decide(
         if "deflated" in entry.encoding:
             source, note = "read", "deflated in the file, so that it is inflated into memory"
         if raw:  # nobody else sees it, but for who looks into the same bytes
-            owned = source == "read" or entry.is_pieced if of_file else spans is not None
+            owned = source == "read" or entry.needs_assembly if of_file else spans is not None
         else:
             owned = not in_place and (changes or mode == "copy" or source == "read")
             owned = owned or (of_file and source == "read")
@@ -202,7 +207,7 @@ def _decide(
 
 def _fits_map(entry: TensorEntry, *, copied: bool) -> bool:
     """Return whether the file's map can serve as the tensor, or as what it is copied from."""
-    if entry.is_pieced:
+    if entry.needs_assembly:
         return True
     # The map of a misaligned storage is a copy of it: reading does without that copy.
     return _is_aligned(entry) and (copied or not repeats(entry.shape, entry.stride))
@@ -219,14 +224,14 @@ def _route(one: SourceTensor, source: Source, *, owned: bool, based: bool = Fals
     """
     if not isinstance(one, FileTensor):
         return "compute" if owned else "view"
-    entry, pieced = one.entry, one.entry.is_pieced
+    entry, assembled = one.entry, one.entry.needs_assembly
     # Several chunks are no view of the map: they are put together in memory, or not at all.
-    if not owned and not (pieced and (len(entry.chunks) > 1 or not _is_aligned(entry))):
+    if not owned and not (assembled and (len(entry.chunks) > 1 or not _is_aligned(entry))):
         return "view"
-    readable = is_readable(entry) if pieced else is_dense(entry)
+    readable = is_readable(entry) if assembled else is_dense(entry)
     if based or (source == "read" and entry.chunks and readable):
         return "read"
-    return "fill" if pieced else "copy"
+    return "fill" if assembled else "copy"
 
 
 def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTensor], Spans | None]:
@@ -248,7 +253,9 @@ def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTen
             _require_layout(group, value)
             if not is_sharded(value) and len(one.shape) == tensor.dim() and not found:
                 spans = spans_of(tensor, group.fqn)
-            found.append(one if value is None else MemoryTensor(one.key, held(value), one.keys))
+            found.append(
+                one if value is None else MemoryTensor(one.key, local_tensor(value), one.keys)
+            )
             continue
         entry = one.entry
         if repeats(entry.shape, entry.stride):
@@ -278,8 +285,8 @@ def _require_layout(group: Group, value: object) -> None:
 def _require_values(group: Group, value: torch.Tensor, path: str) -> None:
     """Refuse a tensor in memory that cannot be copied to where it goes."""
     tensor = group.tensor
-    odd = oddity(held(value))
-    if odd and (value.is_meta or (not tensor.is_meta and odd != oddity(held(tensor)))):
+    odd = oddity(local_tensor(value))
+    if odd and (value.is_meta or (not tensor.is_meta and odd != oddity(local_tensor(tensor)))):
         raise PlacementError(
             "its value cannot be copied",
             file=path,
@@ -319,7 +326,7 @@ def _mode(
 
 def is_dense(entry: TensorEntry) -> bool:
     """Return whether it is one run of the file, without gaps or repetitions."""
-    if not entry.chunks or entry.is_pieced:
+    if not entry.chunks or entry.needs_assembly:
         return not entry.chunks
     return entry.chunks[0].nbytes == entry.nbytes and not repeats(entry.shape, entry.stride)
 
@@ -466,8 +473,8 @@ def _check_classes(steps: Iterable[Step], path: str) -> None:
     """
     tried = set()
     for step in steps:
-        live, one = held(step.group.tensor), step.candidate
-        value = held(one.value) if isinstance(one, MemoryTensor) else None
+        live, one = local_tensor(step.group.tensor), step.candidate
+        value = local_tensor(one.value) if isinstance(one, MemoryTensor) else None
         if is_lazy(live) or not (is_wrapper(live) or (value is not None and is_wrapper(value))):
             continue
         pair = (
@@ -514,11 +521,15 @@ def check_class(step: Step, value: Values, path: str) -> None:
     """
     if is_plain(step.group.tensor) and not step.in_place:
         return
-    live = held(step.group.tensor)
+    live = local_tensor(step.group.tensor)
     if is_lazy(live):  # it has no shape yet
         return
     if not step.in_place:
-        if is_wrapper(live) and isinstance(value, torch.Tensor) and not is_wrapper(held(value)):
+        if (
+            is_wrapper(live)
+            and isinstance(value, torch.Tensor)
+            and not is_wrapper(local_tensor(value))
+        ):
             kind = type(live).__name__
             raise PlacementError(
                 f"its class {kind} holds its values in tensors of its own and does not say how a "
@@ -545,7 +556,7 @@ def _not_taken(step: Step, value: torch.Tensor, path: str, error: Exception) -> 
         "its class does not take such values",
         file=path,
         entry=step.key,
-        expected=type(held(step.group.tensor)).__name__,
+        expected=type(local_tensor(step.group.tensor)).__name__,
         found=f"{type(value).__name__} ({str(error).partition(chr(10))[0][:200]})",
         hint="Save it from a model of the same classes; load into a plain model, and convert that; "
         "or say how each tensor is converted: transform=..., or swap.module_load(...).",

@@ -8,9 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from torchlift._model.devices import usable_device
-from torchlift._model.dtensor import default_device, is_sharded
-from torchlift._model.slots import Group
+from torchlift._model import Group, default_device, is_sharded, usable_device
 from torchlift._plan.steps import Rename, Transform
 from torchlift.errors import MismatchError, PlacementError, did_you_mean, note
 from torchlift.formats import TensorEntry, row_major

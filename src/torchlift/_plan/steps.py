@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import Spans
-from torchlift._model.names import Names
-from torchlift._model.slots import Group, is_blank
+from torchlift._model import Group, Names, Spans, is_blank
 from torchlift._plan.report import Mismatch, Mode, Route, Source
 from torchlift._sources import FileTensor, SourceTensor
 from torchlift.formats import TensorEntry
@@ -135,7 +133,7 @@ class Step:
             return made_of.nbytes if made_of is not None and made_of.kind is not None else 0
         if self.base is not None:
             return self.base.entry.nbytes if self.base.first else 0
-        if self.entry.is_pieced:
+        if self.entry.needs_assembly:
             return self.entry.nbytes
         return sum(chunk.nbytes for chunk in self.entry.chunks)
 

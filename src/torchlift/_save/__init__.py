@@ -1,27 +1,25 @@
 """Save what one process or all of a mesh hold: checked, flushed, all or nothing."""
 
-from __future__ import annotations
-
-from torchlift._save.files import (
-    DCP_FILES,
-    Files,
-    Output,
-    Section,
-    Sums,
-    behind,
-    dcp_layout,
-    torch_output,
-    write_error,
-    write_frames,
-    write_sections,
-)
-from torchlift._save.mesh import Share
-from torchlift._save.pickling import require_plain
-from torchlift._save.save import SaveReport, Target, finish, from_files, save
-from torchlift._save.values import Becomes, Taken, Value, untied
-
-__all__ = [
-    "DCP_FILES", "Becomes", "Files", "Output", "SaveReport", "Section", "Share", "Sums", "Taken",
-    "Target", "Value", "behind", "dcp_layout", "finish", "from_files", "require_plain", "save",
-    "torch_output", "untied", "write_error", "write_frames", "write_sections",
-]  # fmt: skip
+from torchlift._save.blocks import memory_of as memory_of
+from torchlift._save.files import DCP_FILES as DCP_FILES
+from torchlift._save.files import Files as Files
+from torchlift._save.files import Output as Output
+from torchlift._save.files import Section as Section
+from torchlift._save.files import Sums as Sums
+from torchlift._save.files import behind as behind
+from torchlift._save.files import dcp_layout as dcp_layout
+from torchlift._save.files import torch_output as torch_output
+from torchlift._save.files import write_error as write_error
+from torchlift._save.files import write_frames as write_frames
+from torchlift._save.files import write_sections as write_sections
+from torchlift._save.mesh import Share as Share
+from torchlift._save.pickling import require_plain as require_plain
+from torchlift._save.saving import SaveReport as SaveReport
+from torchlift._save.saving import Target as Target
+from torchlift._save.saving import finish as finish
+from torchlift._save.saving import from_files as from_files
+from torchlift._save.saving import save as save
+from torchlift._save.values import Becomes as Becomes
+from torchlift._save.values import Taken as Taken
+from torchlift._save.values import Value as Value
+from torchlift._save.values import untied as untied

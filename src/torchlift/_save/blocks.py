@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 
 from torchlift._checkpoint import MappedViews, dtype_of
-from torchlift._model.dtensor import Span, blocks
+from torchlift._model import Span, blocks
 from torchlift._transfer import allocate, is_readable, read, requests_for
-from torchlift.formats import TensorEntry, cut
+from torchlift.formats import TensorEntry, narrowed
 
 #: Bytes that are copied from an accelerator, cast, read or made dense at a time.
 BLOCK = 16 << 20
@@ -101,7 +101,7 @@ def entry_blocks(
     stored, host = dtype_of(entry, views.index.path), torch.device("cpu")
     limit = max(1, work.limit // max(stored.itemsize, dtype.itemsize))
     for block in blocks(entry.shape, limit):
-        part = cut(entry, [[span] for span in block])
+        part = narrowed(entry, [[span] for span in block])
         room = work.room(part.numel, dtype, host)
         if is_readable(part):
             # Not out of the map: a file that is truncated meanwhile would be a SIGBUS.

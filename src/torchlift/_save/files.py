@@ -16,12 +16,12 @@ from zlib import crc32
 
 import torch
 
-from torchlift._model.torch_private import dcp_item
+from torchlift._model import dcp_item
 from torchlift._save.blocks import BLOCK, Workspace
 from torchlift._save.pickling import Shared, pickled
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
 from torchlift._system import uninterrupted
-from torchlift._transfer.write import (
+from torchlift._transfer import (
     AtomicFile,
     AtomicSet,
     NotDurable,
@@ -33,12 +33,22 @@ from torchlift._transfer.write import (
     write_runs,
 )
 from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError
-from torchlift.formats.crc import PartialCrc, whole_crc
-from torchlift.formats.dcp import METADATA, SUFFIX, items_of
-from torchlift.formats.layout import INDEX, Layout, Stored
-from torchlift.formats.safetensors import TIES, safetensors_layout
-from torchlift.formats.sharded import index_content, is_index, shards_of
-from torchlift.formats.torch_zip import torch_zip_layout
+from torchlift.formats import (
+    DCP_METADATA,
+    DCP_SUFFIX,
+    INDEX_SUFFIX,
+    TIED_KEYS,
+    Layout,
+    PartialCrc,
+    Stored,
+    dcp_items,
+    index_content,
+    is_index,
+    safetensors_layout,
+    shards_of,
+    torch_zip_layout,
+    whole_crc,
+)
 
 _BLOCK = BLOCK  # of what several ranks hold, each writes such blocks in turn
 Advance = Callable[[int], object]
@@ -173,7 +183,7 @@ def sharded_output(
 
 
 def _stem(head: str) -> str:
-    return os.path.basename(head)[: -len(INDEX)].removesuffix(".safetensors")
+    return os.path.basename(head)[: -len(INDEX_SUFFIX)].removesuffix(".safetensors")
 
 
 def shards_of_kind(head: str) -> SetKind:
@@ -189,7 +199,7 @@ def _safetensors(
     own = {value.key: value for value in values if value.key not in tied}
     noted = {key: kept for key, kept in tied.items() if kept in own}
     # transformers refuses a file that does not say so.
-    noted = {"format": "pt", **metadata, **({TIES: json.dumps(noted)} if noted else {})}
+    noted = {"format": "pt", **metadata, **({TIED_KEYS: json.dumps(noted)} if noted else {})}
     stored = [value.stored for value in own.values()]
     layout = safetensors_layout(stored, noted, checked=checksum)
     return Section(0, layout, [own[place.tensor.key] for place in layout.payloads])
@@ -239,12 +249,14 @@ def dcp_output(
         metadata = Metadata(described, taken.paths, data, StorageMeta(path), "1.0.0")
         return pickle.dumps(metadata)
 
-    names = {f"__0_{number}{SUFFIX}": sections for number, sections in enumerate(files)}
-    return Output(os.path.join(path, METADATA), names, content, DCP_FILES, untied=ties_of(values))
+    names = {f"__0_{number}{DCP_SUFFIX}": sections for number, sections in enumerate(files)}
+    return Output(
+        os.path.join(path, DCP_METADATA), names, content, DCP_FILES, untied=ties_of(values)
+    )
 
 
 #: What tells the files of a directory of torch.distributed.checkpoint.
-DCP_FILES = SetKind(items_of, METADATA.__eq__, rf".+{re.escape(SUFFIX)}")
+DCP_FILES = SetKind(dcp_items, DCP_METADATA.__eq__, rf".+{re.escape(DCP_SUFFIX)}")
 
 
 def dcp_layout(stored: Stored, checksum: bool) -> Layout:

@@ -19,16 +19,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchlift._model.dtensor import (
+from torchlift._model import (
+    RankGroup,
     Spans,
     everything,
     first_rank,
-    held,
     is_dtensor,
+    local_tensor,
+    rank,
+    ranks_of,
     spans_of,
     spread_of,
 )
-from torchlift._model.ranks import RankGroup, rank, ranks_of
 from torchlift._save.blocks import Workspace, tensor_blocks
 from torchlift._save.files import (
     Advance,
@@ -43,11 +45,9 @@ from torchlift._save.files import (
 from torchlift._save.pickling import Rebuilt
 from torchlift._save.values import Taken, Value, apart, stored_as, untied
 from torchlift._system import deliver_interrupt
-from torchlift._transfer.write import LockedFile
+from torchlift._transfer import LockedFile
 from torchlift.errors import PlacementError
-from torchlift.formats import Chunk, Leaf, TensorEntry
-from torchlift.formats.boxes import cut, row_major, runs
-from torchlift.formats.layout import Stored
+from torchlift.formats import Chunk, Leaf, Stored, TensorEntry, narrowed, row_major, runs
 
 T = TypeVar("T")
 _AT_ONCE = 64  # files that the first rank has open: each needs an exchange, and a descriptor
@@ -120,11 +120,11 @@ class Share(Value):
         whole = TensorEntry(
             self.key, stored.dtype, shape, self.stride, stored.nbytes, "cpu", "", (chunk,)
         )
-        part = cut(whole, self.spans)
+        part = narrowed(whole, self.spans)
         for at, (block, view) in enumerate(tensor_blocks(local, local.dtype, work)):
             places = []
             if (self.turn + at) % self.copies == self.number:
-                found = runs(cut(part, [[span] for span in block]))
+                found = runs(narrowed(part, [[span] for span in block]))
                 places = [(r.offset, view[r.at * size : (r.at + r.numel) * size]) for r in found]
             yield view, places
 
@@ -218,7 +218,9 @@ class Mesh:
         kind = "torch-zip" if taken.plain else "safetensors"
 
         def describe() -> tuple[tuple[_Described, dict[str, str]], tuple[Any, bytes]]:
-            values = [Value.of_tensor(key, held(tensor), kind) for key, tensor in local.items()]
+            values = [
+                Value.of_tensor(key, local_tensor(tensor), kind) for key, tensor in local.items()
+            ]
             tensors = {
                 key: (stored_as(key, tensor, kind), first_rank(tensor))
                 for key, tensor in local.items()
@@ -314,7 +316,7 @@ class Mesh:
             spans = spans_of(tensor, whole.key)
         if not is_equal:
             copies = 1 if number == 0 else 0
-        return whole.with_values(held(tensor).detach(), spans, part, number, copies)
+        return whole.with_values(local_tensor(tensor).detach(), spans, part, number, copies)
 
     def write(self, output: Output, advance: Advance, check: Callable[[], None]) -> list[str]:
         """Write all files; return their paths.
@@ -472,7 +474,7 @@ def _same_as(own: Taken, local: Mapping[str, torch.Tensor]) -> array[int]:
     found = array("i")
     for number, key in enumerate(own.tensors):
         tensor = local.get(key)
-        values = None if tensor is None else held(tensor)
+        values = None if tensor is None else local_tensor(tensor)
         if tensor is None or values is None or not values.numel():
             found.append(-1)
             continue

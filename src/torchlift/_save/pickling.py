@@ -15,14 +15,23 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from torchlift._model.torch_private import REBUILD_V2, REBUILD_V3
+from torchlift._model import REBUILD_V2, REBUILD_V3
 from torchlift.errors import FormatError, PlacementError
-from torchlift.formats import AMBIGUOUS, ITEMSIZE, ambiguity
-from torchlift.formats.boxes import row_major
-from torchlift.formats.flatten import flatten
-from torchlift.formats.layout import Stored, is_unicode
-from torchlift.formats.torch_pickle import STORAGE_DTYPES, TorchWorld, read_torch_pickle
-from torchlift.formats.unpickle import MAX_INT, Budget, check_key
+from torchlift.formats import (
+    AMBIGUOUS,
+    ITEMSIZE,
+    MAX_INT,
+    STORAGE_DTYPES,
+    Budget,
+    Stored,
+    TorchWorld,
+    ambiguity,
+    check_key,
+    flatten,
+    is_unicode,
+    read_torch_pickle,
+    row_major,
+)
 
 _STORAGES = {dtype: name.removeprefix("torch.") for name, dtype in STORAGE_DTYPES.items()}
 

@@ -14,26 +14,35 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchlift._checkpoint import MappedViews, dtype_of, not_dense
-from torchlift._model.dtensor import held, is_dtensor, reshard
-from torchlift._model.names import Names
-from torchlift._model.slots import ModuleTree
-from torchlift._model.state import read_model
-from torchlift._model.torch_private import storage_key
+from torchlift._model import (
+    ModuleTree,
+    Names,
+    is_dtensor,
+    local_tensor,
+    read_model,
+    reshard,
+    storage_key,
+)
 from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
 from torchlift._system import printable
 from torchlift.errors import PlacementError
-from torchlift.formats import ITEMSIZE, Chunk, Index, Leaf, TensorEntry
-from torchlift.formats.flatten import (
+from torchlift.formats import (
+    ITEMSIZE,
     ROOT_OBJECT,
     ROOT_TENSOR,
+    Chunk,
     Containers,
+    Index,
+    Leaf,
+    Stored,
+    TensorEntry,
+    is_unicode,
     items_of,
     key_text,
     name_text,
+    repeats_too_often,
 )
-from torchlift.formats.layout import Stored, is_unicode
-from torchlift.formats.torch_zip import repeats_too_often
 
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
@@ -596,7 +605,7 @@ def stored_as(key: str, value: object, format: str) -> Stored:
     elif isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
         is_dense = value.layout == torch.strided and not value.is_nested and not value.is_meta
-        if is_dense and name in ITEMSIZE and not is_traceable_wrapper_subclass(held(value)):
+        if is_dense and name in ITEMSIZE and not is_traceable_wrapper_subclass(local_tensor(value)):
             return Stored(key, name, tuple(value.shape))
         found += f", {name}, {value.layout}, on {value.device}"
     raise PlacementError(

@@ -11,10 +11,9 @@ from typing import Any, BinaryIO, TypeGuard
 
 import torch
 
-from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes
+from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes, objects_as_saved
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._checkpoint.tree import objects_as_saved
-from torchlift._model.dtensor import is_sharded, shard_of_value, wrap
+from torchlift._model import is_sharded, shard_of_value, wrap
 from torchlift._sources.tensors import (
     Copy,
     FileTensor,
@@ -27,19 +26,22 @@ from torchlift._sources.tensors import (
 )
 from torchlift._system import leaves
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats import Index, left_out, of_model, put_together
-from torchlift.formats.flatten import (
+from torchlift.formats import (
     MISSING,
     Containers,
     Flat,
+    Index,
     below,
+    errors_name,
     flat_under,
     flatten_state,
     items_of,
+    left_out,
     name_text,
     no_container,
+    of_model,
+    put_together,
 )
-from torchlift.formats.source import errors_name
 
 #: What a caller may pass as a checkpoint.
 Given = Checkpoint | str | os.PathLike[str] | BinaryIO | Mapping[str, Any]

@@ -17,13 +17,17 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from torchlift._checkpoint import MappedViews, dtype_of
-from torchlift._model.dtensor import Span, Spans, everything, is_sharded, overlaps
-from torchlift._model.handlers import (
+from torchlift._model import (
+    Span,
+    Spans,
     clone_of,
+    everything,
     has_memory,
     inner_tensors,
+    is_sharded,
     is_wrapper,
     oddity,
+    overlaps,
     slice_of,
 )
 from torchlift._transfer import Sender

@@ -18,9 +18,7 @@ from functools import lru_cache
 import torch
 
 from torchlift.errors import FormatError, IntegrityError
-from torchlift.formats import FileStamp, Record
-from torchlift.formats.source import Source
-from torchlift.formats.zip_archive import inflated
+from torchlift.formats import FileStamp, Record, Source, inflated
 
 # Mapping a file there turns every page fault into a round trip: 30-50x slower than reading
 # (huggingface/safetensors#562, sgl-project/sglang#37806).

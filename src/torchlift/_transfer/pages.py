@@ -67,17 +67,17 @@ class Pages:
     Safe to use from several threads on ranges that do not touch.
 
     Args:
-        fresh: whether there is memory of `allocate` that nobody else knows of to be written to.
+        exclusive: whether there is memory of `allocate` that nobody else knows of to be written to.
     """
 
-    def __init__(self, fresh: bool = True) -> None:
-        self._fresh = fresh
+    def __init__(self, exclusive: bool = True) -> None:
+        self._exclusive = exclusive
         self._huge = HugePages()
         self._filler: Filler | None = None
         self._own = threading.local()
 
     def __enter__(self) -> Pages:
-        if self._fresh:  # 0.2 ms, which is most of reading a small tensor
+        if self._exclusive:  # 0.2 ms, which is most of reading a small tensor
             self._filler = open_filler()
         return self
 
@@ -85,7 +85,7 @@ class Pages:
         if self._filler is not None:
             self._filler.close()
 
-    def write(self, address: int, nbytes: int, produce: Produce, fresh: bool) -> None:
+    def write(self, address: int, nbytes: int, produce: Produce, exclusive: bool) -> None:
         """Have a range of the process's memory overwritten in the cheapest way.
 
         Another thread that looks at a page of fresh memory meanwhile waits until it is filled. Were
@@ -95,10 +95,10 @@ class Pages:
             address: where the range starts.
             nbytes: its length.
             produce: writes one part of it; called for one part after the other. Parts end at pages.
-            fresh: whether it is memory of `allocate` that nobody else knows of. Parts of it may
+            exclusive: whether it is memory of `allocate` that nobody else knows of. Parts of it may
                 have been written to before. Any other memory is written in one part.
         """
-        if not fresh:
+        if not exclusive:
             self._huge.back(address, nbytes)
             produce(0, nbytes, None)
             return

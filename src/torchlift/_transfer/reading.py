@@ -25,23 +25,22 @@ from torchlift._transfer.files import Files
 from torchlift._transfer.pages import Pages, allocate
 from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, pinned
 from torchlift.errors import IntegrityError
-from torchlift.formats import TensorEntry
-from torchlift.formats.boxes import rows, shortest_run
+from torchlift.formats import TensorEntry, rows, shortest_run
 
 #: Anonymous memory, in bytes, that a transfer may use beyond the destinations themselves.
 BUDGET = 64 << 20
 #: Bytes per read of what is staged, or of what small tensors are read together. Larger gains
 #: nothing on a warm cache; smaller costs calls.
-PIECE = 8 << 20
+BLOCK = 8 << 20
 # Times that of a large tensor at once: setting up fresh memory costs the same for any size.
 _WHOLE = 4
-_STAGES = 4  # staging buffers of PIECE bytes each: half the budget, the rest is slack
+_STAGES = 4  # staging buffers of BLOCK bytes each: half the budget, the rest is slack
 # Below torch's grain of 32,768 elements a copy is not split over torch's own threads. Every reader
 # would start a team of them, and on a busy machine these wait for each other: 2.1 GB cast to
 # bfloat16, alternated beside other work, took 1.8 s in the median like this and 4.3 s with them.
 _SERIAL = 32_704
 #: Anonymous memory, in bytes, that `read` takes at most to stage what is cast or moved.
-STAGING = min(_STAGES, THREADS) * PIECE
+STAGING = min(_STAGES, THREADS) * BLOCK
 
 
 def read(
@@ -68,13 +67,13 @@ def read(
     """
     todo = sorted(requests, key=lambda request: (request.file, request.offset))
     kinds = {request.destination.device.type for request in todo}
-    piece, most = PIECE, min(_STAGES, THREADS)
+    block, most = BLOCK, min(_STAGES, THREADS)
     if kinds - {"cpu"}:
-        piece, most = STAGE, COUNT
+        block, most = STAGE, COUNT
     jobs = [
         job
         for direct in (True, False)
-        for job in _jobs_of([request for request in todo if request.direct is direct], piece)
+        for job in _jobs_of([request for request in todo if request.direct is direct], block)
     ]
     descriptors = {file: files.descriptor(file) for file in {request.file for request in todo}}
     report = advance or (lambda _: None)
@@ -84,8 +83,8 @@ def read(
     while len(free) < min(sum(job.staged for job in jobs), most):
         # Not from the C library, which holds on to some of what is given back.
         host = torch.device("cpu")
-        free.append(pinned(piece) if fetched else allocate(piece, torch.uint8, host))
-    with Pages(any(request.fresh for request in todo)) as pages:
+        free.append(pinned(block) if fetched else allocate(block, torch.uint8, host))
+    with Pages(any(request.exclusive for request in todo)) as pages:
         if len(jobs) == 1:  # on this thread: starting others takes longer than reading a little
             (job,) = jobs
             stage = free[0] if job.staged else None
@@ -152,7 +151,7 @@ def _fetch(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) 
             _read_rows(job, descriptor, _buffer(whole, at, length), within + first)
 
         if stage is None:
-            pages.write(target.data_ptr() + within, end - start, produce, request.fresh)
+            pages.write(target.data_ptr() + within, end - start, produce, request.exclusive)
         else:
             produce(0, end - start, stage)
         return
@@ -224,10 +223,10 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
         elif target.device.type != "cpu":
             target.copy_(source)
         else:
-            _cast(source, target, pages, request.fresh)
+            _cast(source, target, pages, request.exclusive)
 
 
-def _cast(source: torch.Tensor, target: torch.Tensor, pages: Pages, fresh: bool) -> None:
+def _cast(source: torch.Tensor, target: torch.Tensor, pages: Pages, exclusive: bool) -> None:
     """Copy into host memory of another dtype."""
 
     def produce(first: int, length: int, bounce: torch.Tensor | None) -> None:
@@ -238,7 +237,7 @@ def _cast(source: torch.Tensor, target: torch.Tensor, pages: Pages, fresh: bool)
         for at in range(0, count, _SERIAL):
             _copy(values[at : at + _SERIAL], into[at : at + _SERIAL])
 
-    pages.write(target.data_ptr(), target.nbytes, produce, fresh)
+    pages.write(target.data_ptr(), target.nbytes, produce, exclusive)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -292,7 +291,7 @@ class Request:
         destination: one-dimensional contiguous tensor of ``nbytes / itemsize`` elements, on any
             device. A dtype that differs from `dtype` asks for a cast on the way.
         dtype: what the bytes in the file are.
-        fresh: whether the destination is memory of `allocate` that nobody else knows of yet.
+        exclusive: whether the destination is memory of `allocate` that nobody else knows of yet.
             Live memory must never be out of the reach of other threads, not even for a while.
         rows: into how many ranges of one length the bytes are divided.
         step: bytes in the file from the start of one row to the start of the next.
@@ -303,7 +302,7 @@ class Request:
     nbytes: int
     destination: torch.Tensor
     dtype: torch.dtype
-    fresh: bool = False
+    exclusive: bool = False
     rows: int = 1
     step: int = 0
 
@@ -341,20 +340,20 @@ class Job:
         return all(request.destination.device.type == "cpu" for *_, request in self.slices)
 
 
-def _jobs_of(requests: Iterable[Request], piece: int) -> Iterator[Job]:
+def _jobs_of(requests: Iterable[Request], block: int) -> Iterator[Job]:
     """Divide and join requests to what is worth one read: in file order, all direct or none."""
     job: Job | None = None
     for request in requests:
         if not request.nbytes:
             continue
         stop = request.offset + request.nbytes
-        if job is not None and (request.rows > 1 or not _joins(job, request, piece)):
+        if job is not None and (request.rows > 1 or not _joins(job, request, block)):
             yield job
             job = None
         if request.rows > 1:
-            yield from _jobs_of_rows(request, piece)
-        elif job is None and request.nbytes > piece:
-            step = _WHOLE * piece if request.direct else piece
+            yield from _jobs_of_rows(request, block)
+        elif job is None and request.nbytes > block:
+            step = _WHOLE * block if request.direct else block
             for start in range(request.offset, stop, step):
                 end = min(start + step, stop)
                 yield Job(request.file, start, not request.direct, end, [(start, end, request)])
@@ -367,27 +366,27 @@ def _jobs_of(requests: Iterable[Request], piece: int) -> Iterator[Job]:
         yield job
 
 
-def _jobs_of_rows(request: Request, piece: int) -> Iterator[Job]:
+def _jobs_of_rows(request: Request, block: int) -> Iterator[Job]:
     """Make jobs of as many rows as are worth one read, or of slices of a long row."""
     row, size = request.nbytes // request.rows, request.dtype.itemsize
-    together = max(1, piece // row)
+    together = max(1, block // row)
     for first in range(0, request.rows, together):
         rows = min(together, request.rows - first)
         start, nbytes = request.offset + first * request.step, rows * row
         target = request.destination[first * row // size :][: nbytes // size]
         some = replace(request, offset=start, nbytes=nbytes, destination=target, rows=rows)
         if rows == 1:
-            yield from _jobs_of([some], piece)
+            yield from _jobs_of([some], block)
         else:
             end = start + (rows - 1) * request.step + row
             yield Job(request.file, start, not request.direct, end, [(start, start + nbytes, some)])
 
 
-def _joins(job: Job, request: Request, piece: int) -> bool:
+def _joins(job: Job, request: Request, block: int) -> bool:
     return (
         request.file == job.file
         and request.offset >= job.end
-        and request.offset + request.nbytes - job.offset <= piece
+        and request.offset + request.nbytes - job.offset <= block
         and len(job.slices) < _MAX_BUFFERS
         # A staged slice is viewed as its dtype, which needs its place in the buffer aligned.
         and (request.direct or (request.offset - job.offset) % request.dtype.itemsize == 0)
@@ -411,7 +410,7 @@ def is_readable(entry: TensorEntry) -> bool:
 
 
 def requests_for(
-    entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype, *, fresh: bool = False
+    entry: TensorEntry, flat: torch.Tensor, dtype: torch.dtype, *, exclusive: bool = False
 ) -> Iterator[Request]:
     """Yield a request for each run of bytes, or for all rows of a matrix that are sliced alike.
 
@@ -419,7 +418,7 @@ def requests_for(
         entry: what to read.
         flat: receives it in row-major order; one-dimensional and contiguous, on any device.
         dtype: what the bytes in the file are.
-        fresh: as in `Request`.
+        exclusive: as in `Request`.
 
     Example:
         >>> from torchlift.formats import Chunk
@@ -431,4 +430,4 @@ def requests_for(
     for first, many, step in rows(entry):
         numel = first.numel * many
         target, nbytes = flat[first.at : first.at + numel], numel * entry.itemsize
-        yield Request(first.file, first.offset, nbytes, target, dtype, fresh, many, step)
+        yield Request(first.file, first.offset, nbytes, target, dtype, exclusive, many, step)

@@ -24,14 +24,14 @@ from typing import NamedTuple
 
 from torchlift._system import c_function, deliver_interrupt, uninterrupted
 from torchlift.errors import CheckpointError
-from torchlift.formats.crc import PartialCrc
+from torchlift.formats import PartialCrc
 
 _MARK = ".torchlift-"  # without it, somebody's own unfinished download could be taken for ours
 _LONGEST = 200  # bytes of NAME in the name of a temporary file, which may have 255 in all
 _CLIPPED = 180  # of a longer one, of which a hash follows
 #: Bytes given to the kernel at a time. Of more, it makes larger pages for its cache, which the host
 #: of a virtual machine has to find first: 2 GiB with fsync took 1.5 s by 128 KiB, 6.3 s by 16 MiB.
-_PIECE = 128 << 10
+_BLOCK = 128 << 10
 _POLL = 0.01  # seconds
 _SYNC_FILE_RANGE_WRITE = 2  # start, and wait for nothing
 #: Bytes that take longer to sum up (0.6 ms) than a thread takes to start (0.1 ms).
@@ -443,7 +443,7 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """
     view = memoryview(data)
     while view:
-        done = os.pwrite(descriptor, view[:_PIECE], offset)
+        done = os.pwrite(descriptor, view[:_BLOCK], offset)
         if done <= 0:
             raise OSError("nothing was written")
         view, offset = view[done:], offset + done

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlift.bench.compare import WAYS, Comparison, Result, Way, compare
+from torchlift.bench.comparison import WAYS, Comparison, Result, Way, compare
 
 if TYPE_CHECKING:
     from torchlift.bench.generate import Stack, make_checkpoint

@@ -13,8 +13,18 @@ from torchlift._system import collection_paused, printable, progress_bar
 from torchlift.cli import add_model, check_model
 from torchlift.cli.output import print_json
 from torchlift.errors import FormatError
-from torchlift.formats import Index, matching, read_index, select
-from torchlift.formats.summary import SORTS, counted, sorted_by, to_json, to_table, to_text
+from torchlift.formats import (
+    SORTS,
+    Index,
+    counted,
+    matching,
+    read_index,
+    select,
+    sorted_by,
+    to_json,
+    to_table,
+    to_text,
+)
 
 _STATS = ("min", "max", "mean", "std", "nan", "inf")
 

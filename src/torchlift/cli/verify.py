@@ -8,8 +8,7 @@ from dataclasses import asdict
 
 from torchlift._system import printable, progress_bar
 from torchlift.cli.output import print_json
-from torchlift.formats import read_index
-from torchlift.formats.verify import checksums, verify_index
+from torchlift.formats import checksums, read_index, verify_index
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -9,9 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model.dtensor import Span, blocks, local_shape
-from torchlift._model.handlers import is_wrapper, oddity
-from torchlift._model.ranks import rank, ranks_of
+from torchlift._model import Span, blocks, is_wrapper, local_shape, oddity, rank, ranks_of
 from torchlift._sources import (
     Copy,
     MemoryTensor,

@@ -20,23 +20,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from torchlift._model.dtensor import (
-    Index,
+from torchlift._model import (
+    RankGroup,
+    Slices,
     Spans,
     blocks,
     everything,
-    held,
     is_dtensor,
+    is_wrapper,
+    local_tensor,
     overlaps,
     placed,
+    rank,
+    ranks_of,
     shard_of_value,
+    shard_order,
     shard_spans,
     spread_of,
     wrap,
 )
-from torchlift._model.handlers import is_wrapper
-from torchlift._model.ranks import RankGroup, rank, ranks_of
-from torchlift._model.torch_private import shard_order
 from torchlift._system import leaves, map_leaves
 from torchlift.distributed.broadcast import ALIGNMENT, BUDGET, carrier, packed, wire
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
@@ -208,7 +210,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         raise StateDictMismatch(
             "the shards of a tensor cannot be put together, which its class does not know",
             expected="shards of its first dimension, or a plain tensor",
-            found=f"{type(held(tensor)).__name__} placed {placed(tensor)}",
+            found=f"{type(local_tensor(tensor)).__name__} placed {placed(tensor)}",
             hint="Leave full_state_dict out: each rank then has its shard.",
         ) from error
 
@@ -286,7 +288,7 @@ def _to_first(state: dict[str, Any], group: RankGroup) -> dict[str, Any]:
         found = leaves(tree)
         told = [leaf for leaf in found.values() if isinstance(leaf, TensorLayout)]
         same = [(item.path, item.shape, item.dtype, *_layout(item)) for item in told]
-        kinds = {held(tensor).device.type for tensor in tensors.values()} - {"cpu"}
+        kinds = {local_tensor(tensor).device.type for tensor in tensors.values()} - {"cpu"}
         where = _digest(repr([item.ranks for item in told]))
         # Texts too: which parameters a group has is said by their names alone.
         names = [(path, leaf if isinstance(leaf, str) else None) for path, leaf in found.items()]
@@ -318,7 +320,7 @@ def _to_first(state: dict[str, Any], group: RankGroup) -> dict[str, Any]:
 
 def _in_blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """Return a tensor, whole if only its class knows how, and whether blocks of it can be sent."""
-    local = held(tensor)
+    local = local_tensor(tensor)
     if is_dtensor(tensor) and (is_wrapper(local) or any(p.is_partial() for p in tensor.placements)):
         tensor = local = _whole(tensor)
     plain = local.layout is torch.strided and not (local.is_quantized or local.is_meta)
@@ -361,7 +363,7 @@ def _text(item: TensorLayout) -> str:
 
 
 #: A block on its way: number of the tensor, index in the local and in the whole tensor.
-_Block = tuple[int, Index, Index]
+_Block = tuple[int, Slices, Slices]
 IN_FLIGHT = 8  # messages that the first rank receives at once, each from another rank
 
 
@@ -384,7 +386,9 @@ class _Gathering:
         device: torch.device,
     ) -> None:
         """Plan what is sent, and take all memory that it needs."""
-        self.local = [held(tensors[c.path]).detach() if c.path in tensors else None for c in chosen]
+        self.local = [
+            local_tensor(tensors[c.path]).detach() if c.path in tensors else None for c in chosen
+        ]
         self.first, self.messages = first, messages_to(first, chosen, only=rank())
         self.dtypes = [item.dtype for item in chosen]
         self.whole: list[torch.Tensor] = []
@@ -490,7 +494,7 @@ def _wait(operations: list[Any]) -> None:
         work.wait()
 
 
-def local_blocks(spans: Spans, limit: int) -> Iterator[tuple[Index, Index]]:
+def local_blocks(spans: Spans, limit: int) -> Iterator[tuple[Slices, Slices]]:
     """Yield, for blocks of at most `limit` elements, the index in the local and the whole tensor.
 
     The same on every rank, so that what one sends is what another receives.

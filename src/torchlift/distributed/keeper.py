@@ -30,13 +30,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model.dtensor import is_dtensor
-from torchlift._model.names import uses_fsdp1
-from torchlift._model.ranks import RankGroup, has_group, world_of
-from torchlift._model.torch_private import is_closed
+from torchlift._model import RankGroup, has_group, is_closed, is_dtensor, uses_fsdp1, world_of
 from torchlift._save import save
 from torchlift._system import leaves, map_leaves
-from torchlift._transfer.write import make_durable, remove_debris
+from torchlift._transfer import make_durable, remove_debris
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, model_misfit
 from torchlift.distributed.reader import CheckpointReader
 from torchlift.distributed.state_dict import (
@@ -46,8 +43,8 @@ from torchlift.distributed.state_dict import (
 )
 from torchlift.distributed.writer import CheckpointWriter
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
-from torchlift.formats.dcp import METADATA
-from torchlift.formats.verify import verify as verify_file
+from torchlift.formats import DCP_METADATA
+from torchlift.formats import verify as verify_file
 
 #: What a checkpoint is called: its step, and its generation from the second one on.
 _NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?(\.pt)?")
@@ -345,7 +342,7 @@ class Keeper:
             if self._rank == 0:
                 # What a save that was killed left, such as a rank's random numbers of then, must
                 # not become a part of this one.
-                if os.path.isdir(path) and not os.path.exists(os.path.join(path, METADATA)):
+                if os.path.isdir(path) and not os.path.exists(os.path.join(path, DCP_METADATA)):
                     shutil.rmtree(path)
                 os.makedirs(path, exist_ok=True)
                 make_durable(self.directory)
@@ -378,7 +375,7 @@ class Keeper:
             writer.reset()
             # All ranks are out of it by now. On a full disk, what is left of it would be in the way
             # of every later one.
-            if self._rank == 0 and not os.path.exists(os.path.join(path, METADATA)):
+            if self._rank == 0 and not os.path.exists(os.path.join(path, DCP_METADATA)):
                 shutil.rmtree(path, ignore_errors=True)
             if isinstance(error, CheckpointError):
                 raise
@@ -417,7 +414,7 @@ class Keeper:
         for name in names:
             match, path = _NAME.fullmatch(name), os.path.join(self.directory, name)
             # Which DCP renames to its name when all ranks have written their files.
-            complete = match and (match[3] or os.path.exists(os.path.join(path, METADATA)))
+            complete = match and (match[3] or os.path.exists(os.path.join(path, DCP_METADATA)))
             if match and complete:
                 kept = _Kept(int(match[2] or 0), int(match[1]), path)
                 found[kept.step] = max(kept, found.get(kept.step, kept))
@@ -468,7 +465,7 @@ class Keeper:
             if os.path.isdir(path):
                 # First the marker: what a crash leaves of it here is no complete checkpoint.
                 with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(path, METADATA))
+                    os.unlink(os.path.join(path, DCP_METADATA))
                 shutil.rmtree(path)
             else:
                 os.unlink(path)

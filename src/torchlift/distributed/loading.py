@@ -16,12 +16,21 @@ from typing import Any
 import torch
 
 from torchlift._load import Agreed, fetch_all, place
-from torchlift._model.commit import Commit
-from torchlift._model.dtensor import is_dtensor, layout_of, reshard, spread_of
-from torchlift._model.names import Names
-from torchlift._model.ranks import RankGroup, portable, rank, ranks_of
-from torchlift._model.slots import ModuleTree
-from torchlift._model.state import by_name, versions_of
+from torchlift._model import (
+    Commit,
+    ModuleTree,
+    Names,
+    RankGroup,
+    by_name,
+    is_dtensor,
+    layout_of,
+    portable,
+    rank,
+    ranks_of,
+    reshard,
+    spread_of,
+    versions_of,
+)
 from torchlift._plan import LoadPlan, Match, Options, make_plan
 from torchlift._sources import MemoryTensor, Sent, StateSource
 from torchlift._system import leaves, map_leaves, uninterrupted

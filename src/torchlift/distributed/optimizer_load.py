@@ -11,20 +11,22 @@ from typing import Any
 
 import torch
 
-from torchlift._model.dtensor import (
+from torchlift._model import (
+    Names,
+    clone_of,
     everything,
-    held,
     is_dtensor,
+    is_wrapper,
     layout_of,
     local_shape,
+    local_tensor,
     overlaps,
+    own,
+    slice_of,
     spans_of,
     spread_of,
     wrap,
 )
-from torchlift._model.handlers import clone_of, is_wrapper, slice_of
-from torchlift._model.names import Names
-from torchlift._model.state import own
 from torchlift._plan import allowed, listed
 from torchlift._sources import Copy, Sent
 from torchlift._system import Facts, Summary, clipped_list, leaves, map_leaves
@@ -289,7 +291,7 @@ def _new_state(target: _Target, saved: Any) -> dict[Any, Any]:
             return copy.deepcopy(value)
         like = _layout_for(target, value, live, path)
         device, dtype = _device(target, value, live, path)
-        if isinstance(value, torch.Tensor) and is_wrapper(held(value)):
+        if isinstance(value, torch.Tensor) and is_wrapper(local_tensor(value)):
             return value if value is live else _wrapper_like(target, value, like, device, path)
         needed = (value.shape, device, dtype, torch.strided, spread_of(like))
         if live is None or needed != (
@@ -399,7 +401,7 @@ def _wrapper_like(
         StateDictMismatch: its class cannot be sliced as the parameter is sharded.
     """
     if is_dtensor(value):
-        return wrap(value, clone_of(held(value), device))
+        return wrap(value, clone_of(local_tensor(value), device))
     if not is_dtensor(like):
         return clone_of(value, device)
     whole = [(0, size) for size in value.shape]
@@ -442,8 +444,8 @@ def _empty(
 
 
 def _copy(value: torch.Tensor | Sent, into: torch.Tensor) -> Copy:
-    local = held(into).detach()
-    source = value if isinstance(value, Sent) else held(value).detach()
+    local = local_tensor(into).detach()
+    source = value if isinstance(value, Sent) else local_tensor(value).detach()
     return Copy(source, local, everything(local.shape) if is_dtensor(value) else spans_of(into))
 
 

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchlift._model.names import Names
-from torchlift._model.state import own
+from torchlift._model import Names, own
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 from torchlift.formats import left_out
 

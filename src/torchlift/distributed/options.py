@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import held, is_dtensor, layout_of
-from torchlift._model.handlers import oddity
+from torchlift._model import is_dtensor, layout_of, local_tensor, oddity
 from torchlift._plan import look_alikes
 from torchlift._system import clipped_list
 from torchlift.errors import StateDictMismatch as StateDictMismatch
@@ -258,7 +257,7 @@ def check_value(
         StateDictMismatch: a value cannot be copied; or a whole one meets a sharded tensor, and the
             options do not say so.
     """
-    odd = oddity(held(value)) if isinstance(value, torch.Tensor) else None
+    odd = oddity(local_tensor(value)) if isinstance(value, torch.Tensor) else None
     like = None if expected is None or expected.is_meta else oddity(expected)
     if odd and odd != like:  # one of the same odd kind takes it
         raise bad_value(name, f"a tensor that is {odd}")

@@ -28,6 +28,8 @@ from typing import TypeVar
 
 from typing_extensions import TypeVarTuple, Unpack  # typing has them from Python 3.11 on
 
+from torchlift._system import packed
+
 T = TypeVar("T")
 # Not a ParamSpec, which leaves no room for options beside the arguments.
 Ts = TypeVarTuple("Ts")
@@ -211,38 +213,6 @@ def _death(exit_code: int) -> str:
     if exit_code > 0:
         return f"died with exit code {exit_code}"
     return f"was ended by signal {-exit_code} ({signal.strsignal(-exit_code)})"
-
-
-# ---- the caller and a rank
-
-
-def packed(content: object, what: str, caller: str = "on_ranks") -> bytes:
-    """Return what another process unpickles, functions and all that they refer to by value.
-
-    Raises:
-        TypeError: some of it cannot be sent.
-        ModuleNotFoundError: it takes cloudpickle, which is not installed.
-    """
-    try:
-        from cloudpickle import dumps
-    except ModuleNotFoundError:  # what can be imported by name travels by name
-        dumps = pickle.dumps
-    reason: Exception = AttributeError("it is in a script or a notebook")
-    try:
-        found: bytes = dumps(content)
-        if dumps is not pickle.dumps or b"__main__" not in found:
-            return found
-    except Exception as error:
-        reason = error
-    if dumps is pickle.dumps:
-        raise ModuleNotFoundError(
-            f"{caller} sends functions to other processes with cloudpickle, and cloudpickle is not "
-            'installed: pip install "torchlift[recipes]"',
-            name="cloudpickle",
-        ) from reason
-    raise TypeError(
-        f"{what} cannot be sent to another process: {type(reason).__name__}: {reason}"
-    ) from None
 
 
 # ---- a rank

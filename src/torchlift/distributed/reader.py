@@ -21,11 +21,10 @@ from torch.futures import Future
 
 from torchlift._checkpoint import Checkpoint, MappedViews, dtype_of, not_dense
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model.ranks import portable, world_of
+from torchlift._model import portable, world_of
 from torchlift._transfer import Request, is_readable, read, requests_for
 from torchlift.errors import CheckpointError
-from torchlift.formats import TensorEntry
-from torchlift.formats.boxes import cut
+from torchlift.formats import TensorEntry, narrowed
 
 
 class CheckpointReader(StorageReader):
@@ -189,7 +188,7 @@ def _box_of(entry: TensorEntry, item: ReadItem) -> TensorEntry:
     # Offsets count from the chunk that the item names.
     start = item.storage_index.offset or (0,) * len(entry.shape)
     first = [a + b for a, b in zip(start, item.storage_offsets, strict=True)]
-    return cut(entry, [[(a, a + n)] for a, n in zip(first, item.lengths, strict=True)])
+    return narrowed(entry, [[(a, a + n)] for a, n in zip(first, item.lengths, strict=True)])
 
 
 def _boxes(entry: TensorEntry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

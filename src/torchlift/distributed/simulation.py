@@ -24,10 +24,17 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint, dtype_of
-from torchlift._model.dtensor import Spans, is_dtensor, local_shape, shard_spans
-from torchlift._model.names import Names
-from torchlift._model.slots import Group, ModuleTree, collect
-from torchlift._model.torch_private import shard_order
+from torchlift._model import (
+    Group,
+    ModuleTree,
+    Names,
+    Spans,
+    collect,
+    is_dtensor,
+    local_shape,
+    shard_order,
+    shard_spans,
+)
 from torchlift._plan import (
     DtypeRule,
     LoadPlan,
@@ -44,8 +51,7 @@ from torchlift._plan import (
 )
 from torchlift._sources import checkpoint
 from torchlift._system import Facts, Summary, count_of, human
-from torchlift.formats import Chunk, TensorEntry
-from torchlift.formats.boxes import cut, row_major, run_count, steps_in_file
+from torchlift.formats import Chunk, TensorEntry, narrowed, row_major, run_count, steps_in_file
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -535,7 +541,7 @@ def _table(tensor: _Tensor, layout: _Layout) -> tuple[torch.Tensor, _Sums]:
                 near = chunks[first : bisect.bisect_left(starts, (spans[0][-1][1],))]
             for chunk in near:
                 # A plain tensor is read as it lies in its file, gaps included.
-                is_plain = not layout.sizes and not entry.is_pieced
+                is_plain = not layout.sizes and not entry.needs_assembly
                 counted = (chunk.nbytes, 1) if is_plain else _count_part(entry, chunk, spans)
                 reads[chunk.file] += torch.tensor(counted)
             local = math.prod(local_shape(spans)) * tensor.itemsize
@@ -552,5 +558,5 @@ def _count_part(entry: TensorEntry, chunk: Chunk, spans: Spans) -> tuple[int, in
     """Return the bytes and the byte ranges of one chunk that belong to a part of its tensor."""
     # What a stride of None means depends on how many chunks there are.
     alone = replace(entry, chunks=(replace(chunk, stride=steps_in_file(entry, chunk)),))
-    part = cut(alone, spans)
+    part = narrowed(alone, spans)
     return sum(math.prod(c.shape) for c in part.chunks) * entry.itemsize, run_count(part)

@@ -17,11 +17,19 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torchlift._checkpoint import Allow, Checkpoint
-from torchlift._model.dtensor import is_dtensor, reshard
-from torchlift._model.names import Names, uses_fsdp1
-from torchlift._model.ranks import RankGroup, tensors_of
-from torchlift._model.slots import ModuleTree, locked
-from torchlift._model.state import PATCH, read_model, versioned
+from torchlift._model import (
+    PATCH,
+    ModuleTree,
+    Names,
+    RankGroup,
+    is_dtensor,
+    locked,
+    read_model,
+    reshard,
+    tensors_of,
+    uses_fsdp1,
+    versioned,
+)
 from torchlift._plan import Options, Patterns
 from torchlift._sources import IN_MEMORY, Given, checkpoint, container
 from torchlift._system import collection_paused
@@ -47,7 +55,7 @@ from torchlift.distributed.options import (
     several,
 )
 from torchlift.errors import FormatError
-from torchlift.formats.source import errors_name
+from torchlift.formats import errors_name
 
 
 class LoadedKeys(_IncompatibleKeys):

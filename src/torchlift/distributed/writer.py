@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from torchlift._model.ranks import portable, raise_first, rank
-from torchlift._model.torch_private import dcp_item
+from torchlift._model import dcp_item, portable, raise_first, rank
 from torchlift._save import (
     DCP_FILES,
     Files,
@@ -39,11 +38,19 @@ from torchlift._save import (
     write_sections,
 )
 from torchlift._system import deliver_interrupt, uninterrupted
-from torchlift._transfer.write import AtomicFile, LockedFile
+from torchlift._transfer import AtomicFile, LockedFile
 from torchlift.errors import CheckpointError, PlacementError
-from torchlift.formats import ITEMSIZE, Leaf
-from torchlift.formats.dcp import SUFFIX
-from torchlift.formats.layout import FORMATS, SETS, Layout, Payload, Stored, format_for
+from torchlift.formats import (
+    DCP_SUFFIX,
+    FORMATS,
+    ITEMSIZE,
+    SETS,
+    Layout,
+    Leaf,
+    Payload,
+    Stored,
+    format_for,
+)
 
 #: Of the files that DCP writes; it says how names were joined.
 _VERSION = "1.0.0"
@@ -190,7 +197,7 @@ class CheckpointWriter(StorageWriter):
             raise
 
     def _begin_directory(self, plans: list[SavePlan]) -> list[SavePlan]:
-        files = {f"__{at}_0{SUFFIX}": [] for at, plan in enumerate(plans)}  # type: dict[str, list[Section]]
+        files = {f"__{at}_0{DCP_SUFFIX}": [] for at, plan in enumerate(plans)}  # type: dict[str, list[Section]]
         made, stack = self._hold(Output(self._target.head, files, None, DCP_FILES), Taken(True), [])
         token = AtomicFile(made.place)
         stack.callback(token.close)

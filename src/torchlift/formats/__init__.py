@@ -1,38 +1,123 @@
 """On-disk formats, each read into the same `Index`; standard library only, no torch."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from torchlift.formats.boxes import cut, row_major, steps_in_file
-from torchlift.formats.detect import read_index
-from torchlift.formats.flatten import select, under
-from torchlift.formats.index import (
-    AMBIGUOUS,
-    ITEMSIZE,
-    SUBCLASS,
-    Array,
-    Chunk,
-    FileStamp,
-    Index,
-    Kind,
-    Leaf,
-    Record,
-    Storage,
-    TensorEntry,
-    allowed,
-    allowing,
-    ambiguity,
-    left_out,
-    matching,
-    of_model,
-    require_kept,
-    used_by,
-)
-from torchlift.formats.reader import Content, Reader
-from torchlift.formats.sharded import put_together
+from torchlift._lazy import lazy
+from torchlift.formats.boxes import at_indices as at_indices
+from torchlift.formats.boxes import joined as joined
+from torchlift.formats.boxes import narrowed as narrowed
+from torchlift.formats.boxes import overlaps as overlaps
+from torchlift.formats.boxes import permuted as permuted
+from torchlift.formats.boxes import row_major as row_major
+from torchlift.formats.boxes import rows as rows
+from torchlift.formats.boxes import run_count as run_count
+from torchlift.formats.boxes import runs as runs
+from torchlift.formats.boxes import shortest_run as shortest_run
+from torchlift.formats.boxes import squeezed as squeezed
+from torchlift.formats.boxes import steps_in_file as steps_in_file
+from torchlift.formats.boxes import unsqueezed as unsqueezed
+from torchlift.formats.dcp import DCP_METADATA as DCP_METADATA
+from torchlift.formats.dcp import DCP_SUFFIX as DCP_SUFFIX
+from torchlift.formats.dcp import dcp_items as dcp_items
+from torchlift.formats.dcp import metadata_files as metadata_files
+from torchlift.formats.detect import read_index as read_index
+from torchlift.formats.flattening import MISSING as MISSING
+from torchlift.formats.flattening import ROOT_OBJECT as ROOT_OBJECT
+from torchlift.formats.flattening import ROOT_TENSOR as ROOT_TENSOR
+from torchlift.formats.flattening import Containers as Containers
+from torchlift.formats.flattening import Flat as Flat
+from torchlift.formats.flattening import below as below
+from torchlift.formats.flattening import flat_under as flat_under
+from torchlift.formats.flattening import flatten as flatten
+from torchlift.formats.flattening import flatten_state as flatten_state
+from torchlift.formats.flattening import items_of as items_of
+from torchlift.formats.flattening import key_text as key_text
+from torchlift.formats.flattening import name_text as name_text
+from torchlift.formats.flattening import no_container as no_container
+from torchlift.formats.flattening import paths_inside as paths_inside
+from torchlift.formats.flattening import select as select
+from torchlift.formats.flattening import under as under
+from torchlift.formats.gguf import GGUF_BLOCKS as GGUF_BLOCKS
+from torchlift.formats.index import AMBIGUOUS as AMBIGUOUS
+from torchlift.formats.index import ITEMSIZE as ITEMSIZE
+from torchlift.formats.index import SUBCLASS as SUBCLASS
+from torchlift.formats.index import Array as Array
+from torchlift.formats.index import Chunk as Chunk
+from torchlift.formats.index import FileStamp as FileStamp
+from torchlift.formats.index import Index as Index
+from torchlift.formats.index import Kind as Kind
+from torchlift.formats.index import Leaf as Leaf
+from torchlift.formats.index import Record as Record
+from torchlift.formats.index import Storage as Storage
+from torchlift.formats.index import TensorEntry as TensorEntry
+from torchlift.formats.index import allowed as allowed
+from torchlift.formats.index import allowing as allowing
+from torchlift.formats.index import ambiguity as ambiguity
+from torchlift.formats.index import left_out as left_out
+from torchlift.formats.index import matching as matching
+from torchlift.formats.index import of_model as of_model
+from torchlift.formats.index import require_kept as require_kept
+from torchlift.formats.index import used_by as used_by
+from torchlift.formats.layout import FORMATS as FORMATS
+from torchlift.formats.layout import INDEX_SUFFIX as INDEX_SUFFIX
+from torchlift.formats.layout import SETS as SETS
+from torchlift.formats.layout import Layout as Layout
+from torchlift.formats.layout import Payload as Payload
+from torchlift.formats.layout import Stored as Stored
+from torchlift.formats.layout import format_for as format_for
+from torchlift.formats.layout import is_unicode as is_unicode
+from torchlift.formats.reader import Content as Content
+from torchlift.formats.reader import Reader as Reader
+from torchlift.formats.safetensors import TIED_KEYS as TIED_KEYS
+from torchlift.formats.safetensors import safetensors_layout as safetensors_layout
+from torchlift.formats.sharded import index_content as index_content
+from torchlift.formats.sharded import is_index as is_index
+from torchlift.formats.sharded import put_together as put_together
+from torchlift.formats.sharded import shards_of as shards_of
+from torchlift.formats.source import Source as Source
+from torchlift.formats.source import errors_name as errors_name
+from torchlift.formats.torch_pickle import STORAGE_DTYPES as STORAGE_DTYPES
+from torchlift.formats.torch_pickle import ArrayRef as ArrayRef
+from torchlift.formats.torch_pickle import Blocked as Blocked
+from torchlift.formats.torch_pickle import CountRecord as CountRecord
+from torchlift.formats.torch_pickle import DeviceName as DeviceName
+from torchlift.formats.torch_pickle import Global as Global
+from torchlift.formats.torch_pickle import LayoutName as LayoutName
+from torchlift.formats.torch_pickle import NumpyDtype as NumpyDtype
+from torchlift.formats.torch_pickle import OrderedRecord as OrderedRecord
+from torchlift.formats.torch_pickle import SliceText as SliceText
+from torchlift.formats.torch_pickle import StorageRef as StorageRef
+from torchlift.formats.torch_pickle import TensorRef as TensorRef
+from torchlift.formats.torch_pickle import TorchWorld as TorchWorld
+from torchlift.formats.torch_pickle import read_torch_pickle as read_torch_pickle
+from torchlift.formats.torch_zip import repeats_too_often as repeats_too_often
+from torchlift.formats.torch_zip import torch_zip_layout as torch_zip_layout
+from torchlift.formats.unpickle import MAX_INT as MAX_INT
+from torchlift.formats.unpickle import Budget as Budget
+from torchlift.formats.unpickle import check_key as check_key
+from torchlift.formats.zip_archive import inflated as inflated
 
-__all__ = [
-    "AMBIGUOUS", "ITEMSIZE", "SUBCLASS", "Array", "Chunk", "Content", "FileStamp", "Index", "Kind",
-    "Leaf", "Reader", "Record", "Storage", "TensorEntry", "allowed", "allowing", "ambiguity", "cut",
-    "left_out", "matching", "of_model", "put_together", "read_index", "require_kept", "row_major",
-    "select", "steps_in_file", "under", "used_by",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from torchlift.formats.crc import PartialCrc as PartialCrc
+    from torchlift.formats.crc import whole_crc as whole_crc
+    from torchlift.formats.integrity import VerifyReport as VerifyReport
+    from torchlift.formats.integrity import checksums as checksums
+    from torchlift.formats.integrity import verify as verify
+    from torchlift.formats.integrity import verify_index as verify_index
+    from torchlift.formats.summary import SORTS as SORTS
+    from torchlift.formats.summary import counted as counted
+    from torchlift.formats.summary import sorted_by as sorted_by
+    from torchlift.formats.summary import to_html as to_html
+    from torchlift.formats.summary import to_json as to_json
+    from torchlift.formats.summary import to_table as to_table
+    from torchlift.formats.summary import to_text as to_text
+else:
+    # `verify` needs no summary, and `inspect` no checksums: each comes when it is asked for.
+    __getattr__ = lazy(
+        __name__,
+        {
+            "crc": "PartialCrc whole_crc",
+            "integrity": "VerifyReport checksums verify verify_index",
+            "summary": "SORTS counted sorted_by to_html to_json to_table to_text",
+        },
+    )[0]

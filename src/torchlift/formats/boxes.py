@@ -61,7 +61,7 @@ def steps_in_file(entry: TensorEntry, chunk: Chunk) -> tuple[int, ...]:
     return entry.stride if len(entry.chunks) == 1 else row_major(chunk.shape)
 
 
-def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
+def narrowed(entry: TensorEntry, spans: Spans) -> TensorEntry:
     """Return the entry of a slice of a tensor: exactly its bytes, row-major once they are read.
 
     Args:
@@ -71,7 +71,7 @@ def cut(entry: TensorEntry, spans: Spans) -> TensorEntry:
     Example:
         >>> whole = Chunk("f", 100, 48, (0, 0), (4, 3))
         >>> entry = TensorEntry("w", "float32", (4, 3), (3, 1), 48, "cpu", "f", (whole,))
-        >>> rows = cut(entry, [[(2, 4)], [(0, 3)]])
+        >>> rows = narrowed(entry, [[(2, 4)], [(0, 3)]])
         >>> rows.shape, rows.chunks[0].offset, rows.chunks[0].nbytes
         ((2, 3), 124, 24)
     """
@@ -104,7 +104,7 @@ def _boxed(entry: TensorEntry, shape: tuple[int, ...], chunks: tuple[Chunk, ...]
     )  # fmt: skip
 
 
-def taken(entry: TensorEntry, dim: int, indices: range) -> TensorEntry:
+def at_indices(entry: TensorEntry, dim: int, indices: range) -> TensorEntry:
     """Return the entry of what a tensor has at some indices of one dimension, as boxes.
 
     Example:
@@ -286,7 +286,7 @@ def runs(entry: TensorEntry) -> Iterator[Run]:
     Example:
         >>> whole = Chunk("f", 0, 16, (0, 0), (2, 2))
         >>> entry = TensorEntry("w", "float32", (2, 2), (2, 1), 16, "cpu", "f", (whole,))
-        >>> [(run.offset, run.at, run.numel) for run in runs(cut(entry, [[(0, 2)], [(1, 2)]]))]
+        >>> [(run.offset, run.at, run.numel) for run in runs(narrowed(entry, [[(0, 2)], [(1, 2)]]))]
         [(4, 0, 1), (12, 1, 1)]
     """
     for (file, offset, at, numel), many, step in rows(entry):
@@ -300,7 +300,7 @@ def rows(entry: TensorEntry) -> Iterator[Rows]:
     Example:
         >>> whole = Chunk("f", 0, 16, (0, 0), (2, 2))
         >>> entry = TensorEntry("w", "float32", (2, 2), (2, 1), 16, "cpu", "f", (whole,))
-        >>> [(found.many, found.step) for found in rows(cut(entry, [[(0, 2)], [(1, 2)]]))]
+        >>> [(found.many, found.step) for found in rows(narrowed(entry, [[(0, 2)], [(1, 2)]]))]
         [(2, 8)]
     """
     steps, size = row_major(entry.shape), entry.itemsize

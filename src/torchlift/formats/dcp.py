@@ -45,7 +45,7 @@ from torchlift.formats.zip_archive import LOCAL_MAGIC
 _MAX_METADATA = 1 << 30
 _MAX_DEPTH = 90  # of containers, one in the other
 
-METADATA, SUFFIX = ".metadata", ".distcp"
+DCP_METADATA, DCP_SUFFIX = ".metadata", ".distcp"
 
 _CONFLICT = "two tensors or objects have this key"
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata", re.ASCII)
@@ -121,7 +121,7 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
         UnsafeError: a global that is not part of such metadata, or a file outside the directory.
     """
     metadata, guides = _Metadata(), dict[str, FileStamp]()
-    if names[0] != METADATA:
+    if names[0] != DCP_METADATA:
         _check_ranks(path, names)
     for name in names:
         file = locate(path, name)
@@ -157,7 +157,7 @@ def _check_ranks(path: str, names: Sequence[str]) -> None:
     lacking = (rank for rank in range(count) if rank not in ranks)
     if some := list(itertools.islice(lacking, MOST_MISSING)):
         raise missing(
-            [f"__{rank}{METADATA}" for rank in some], count, len(ranks), "rank's metadata"
+            [f"__{rank}{DCP_METADATA}" for rank in some], count, len(ranks), "rank's metadata"
         )
 
 
@@ -510,7 +510,7 @@ def _check_items(file: str, stored: list[tuple[_Place, _Item]]) -> None:
             raise FormatError("two items overlap in their file", file=file, entry=key)
 
 
-def items_of(path: str) -> set[str]:
+def dcp_items(path: str) -> set[str]:
     """Return the names of data files that a ``.metadata`` has in its own folder.
 
     Raises:
@@ -520,4 +520,4 @@ def items_of(path: str) -> set[str]:
     with Source(path, metadata.budget) as source:
         metadata.add(source.read_all(_MAX_METADATA, "the metadata"))
     names = {name for name, _, _ in metadata.items.values()}
-    return {name for name in names if os.sep not in name and name.endswith(SUFFIX)}
+    return {name for name in names if os.sep not in name and name.endswith(DCP_SUFFIX)}

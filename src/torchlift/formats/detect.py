@@ -15,7 +15,7 @@ from dataclasses import replace
 from torchlift._system import collection_paused, printable
 from torchlift.errors import CheckpointError, FormatError, UnsafeError
 from torchlift.formats import flax_msgpack, gguf, npz, pt2, torch_legacy, torchscript, zero
-from torchlift.formats.dcp import METADATA, SUFFIX, metadata_files, read_dcp
+from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp
 from torchlift.formats.index import Index
 from torchlift.formats.reader import HEAD, Content, Reader, is_zip, read_by_others
 from torchlift.formats.safetensors import read_safetensors
@@ -291,10 +291,12 @@ def _read_directory(path: str) -> Index:
         UnsafeError: a link leads out of the directory.
     """
     names = sorted(os.listdir(path))
-    if (data := [name for name in names if name.endswith(SUFFIX)]) and not metadata_files(names):
+    if (data := [name for name in names if name.endswith(DCP_SUFFIX)]) and not metadata_files(
+        names
+    ):
         raise FormatError(
             "the data of a distributed checkpoint, without its metadata",
-            expected=f"the file {METADATA}, which is written last",
+            expected=f"the file {DCP_METADATA}, which is written last",
             found=_listed(data),
             hint="The save was interrupted, or not all of it was copied: save or fetch it again.",
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
-from torchlift.formats.flatten import ROOT_TENSOR
+from torchlift.formats.flattening import ROOT_TENSOR
 from torchlift.formats.index import ITEMSIZE, Index, Storage, row_major
 from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Cursor, Source, dense_shape

@@ -21,7 +21,7 @@ _PLAIN = {
     30: "bfloat16",
 }  # fmt: skip
 #: ggml's number of a block type -> its name, values in a block, bytes of a block.
-BLOCKS: dict[int, tuple[str, int, int]] = {
+GGUF_BLOCKS: dict[int, tuple[str, int, int]] = {
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
     12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
@@ -116,8 +116,8 @@ def _entry(
     if kind in _PLAIN:
         dtype = _PLAIN[kind]
         dense = nbytes = numel * ITEMSIZE[dtype]
-    elif kind in BLOCKS:
-        name, values, size = BLOCKS[kind]
+    elif kind in GGUF_BLOCKS:
+        name, values, size = GGUF_BLOCKS[kind]
         if not shape or shape[-1] % values:
             raise FormatError(
                 f"its rows are no whole blocks of {name}",

@@ -189,7 +189,7 @@ class TensorEntry:
         return ITEMSIZE.get(QUANTIZED.get(self.dtype, self.dtype), 1)
 
     @property
-    def is_pieced(self) -> bool:
+    def needs_assembly(self) -> bool:
         """Return whether the bytes must be put together, apart or right to be a tensor."""
         chunks = self.chunks
         is_box = len(chunks) == 1 and chunks[0].stride is not None
@@ -470,12 +470,12 @@ def used_by(
         if entry.kind is not None:
             used.update(inner.storage for inner in entry.kind.tensors)
     # An entry in several chunks names the storage of the first one only, or none of a file's.
-    pieced = (
+    assembled = (
         e
         for e in entries.values()
         if len(e.chunks) > 1 or not e.storage or e.storage not in storages
     )
-    spots = sorted((chunk.file, chunk.offset) for entry in pieced for chunk in entry.chunks)
+    spots = sorted((chunk.file, chunk.offset) for entry in assembled for chunk in entry.chunks)
 
     def is_used(name: str, storage: Storage) -> bool:
         at = bisect.bisect_left(spots, (storage.file, storage.offset))

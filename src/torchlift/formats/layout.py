@@ -18,7 +18,7 @@ from torchlift.formats.index import ITEMSIZE
 #: Formats of one file, and those of several.
 FORMATS = ("safetensors", "torch-zip")
 SETS = ("sharded", "dcp")
-INDEX = ".index.json"
+INDEX_SUFFIX = ".index.json"
 
 _SUFFIXES = {
     ".safetensors": "safetensors", ".pt": "torch-zip", ".pth": "torch-zip", ".bin": "torch-zip",
@@ -89,7 +89,7 @@ def format_for(path: str, given: str | None, known: Sequence[str] = FORMATS) -> 
         if given not in known:
             raise ValueError(f"format={given!r}: expected one of {', '.join(known)}, or None")
         return given
-    if path.lower().endswith(INDEX) and "sharded" in known:
+    if path.lower().endswith(INDEX_SUFFIX) and "sharded" in known:
         return "sharded"
     suffix = os.path.splitext(path)[1].lower()
     if not suffix and "sharded" in known:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 
 from torchlift.errors import FormatError
-from torchlift.formats.flatten import ROOT_TENSOR
+from torchlift.formats.flattening import ROOT_TENSOR
 from torchlift.formats.index import (
     ITEMSIZE,
     Chunk,

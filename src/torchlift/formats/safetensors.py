@@ -51,7 +51,7 @@ _strides = lru_cache(maxsize=1024)(row_major)  # a model has few shapes: a tenth
 _SUMS = "torchlift.crc32"
 #: In the metadata: other names of tensors, as JSON, each with the one under which a tensor is. What
 #: other libraries note (``{name: name}`` of safetensors.torch.save_model) may be any text.
-TIES = "torchlift.ties"
+TIED_KEYS = "torchlift.ties"
 
 
 def read_safetensors(source: Source) -> Index:
@@ -86,13 +86,13 @@ def read_safetensors(source: Source) -> Index:
     def storage(key: str, row: _Row) -> Storage:
         return Storage(source.path, start + row[0], row[1], "cpu", sums.get(key))
 
-    noted = parse_json(metadata.get(TIES, "{}").encode(), "the list of ties")
+    noted = parse_json(metadata.get(TIED_KEYS, "{}").encode(), "the list of ties")
     texts = {key: name for key, name in noted.items() if type(name) is str and key not in rows}
     ties = {key: name for key, name in texts.items() if name in rows}
     rows |= {key: rows[name] for key, name in ties.items()}
     entries = Records(rows, entry)
     storages, files = Records(stored, storage), {source.path: source.stamp}
-    metadata = {key: text for key, text in metadata.items() if key not in (_SUMS, TIES)}
+    metadata = {key: text for key, text in metadata.items() if key not in (_SUMS, TIED_KEYS)}
     return Index(source.path, "safetensors", entries, storages, files, metadata=metadata)
 
 

@@ -20,7 +20,7 @@ from functools import partial
 
 from torchlift._system import printable
 from torchlift.errors import FormatError, UnsafeError
-from torchlift.formats.flatten import flatten
+from torchlift.formats.flattening import flatten
 from torchlift.formats.index import (
     ITEMSIZE,
     Chunk,

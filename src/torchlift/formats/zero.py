@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
-from torchlift.formats.flatten import under
+from torchlift.formats.flattening import under
 from torchlift.formats.index import Index, TensorEntry, used_by
 from torchlift.formats.reader import Content, Reader
 from torchlift.formats.sharded import MOST_MISSING, claimed, locate, missing

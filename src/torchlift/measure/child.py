@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchlift.distributed.ranks import packed
+from torchlift._system import packed
 from torchlift.measure.meter import MemoryUse, memory
 
 # sys.path travels along: a script's or a notebook's own folder is on it only by accident of how

@@ -19,8 +19,7 @@ from torch import nn
 
 from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model.slots import collect, is_lazy, walk
-from torchlift._model.torch_private import storage_key
+from torchlift._model import collect, is_lazy, storage_key, walk
 from torchlift._plan import DtypeRule, Rename, entry_like, rewritten, target_dtype
 from torchlift._system import Facts, Summary, count_of, human, parse_size
 from torchlift.errors import Argument, Hint, PlacementError, did_you_mean
@@ -381,7 +380,7 @@ def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) ->
         start = entry.chunks[0].offset if entry.chunks else 0
         stop = start + sum(chunk.nbytes for chunk in entry.chunks)
         # A tensor that must be put together shares memory with no other.
-        alone = entry.is_pieced or not entry.chunks
+        alone = entry.needs_assembly or not entry.chunks
         storage = (names[0],) if alone else entry.storage or entry.chunks[0].file
         items.append(Item(tuple(names), nbytes, becomes, storage, start, stop))
     place = {name: at for at, name in enumerate(_in_order(made))}

@@ -14,9 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchlift._model.devices import DISK, usable_device
-from torchlift._plan import check_rule
-from torchlift._plan.rules import dtype_named, full_name, is_deferred
+from torchlift._model import DISK, usable_device
+from torchlift._plan import check_rule, dtype_named, full_name, is_deferred
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats import TensorEntry
 from torchlift.remap.names import compiled

@@ -21,7 +21,7 @@ from typing import Any
 from torchlift._plan import Made, Rewriting, same_name
 from torchlift._system import clipped_list
 from torchlift.errors import CheckpointError, MismatchError, PlacementError
-from torchlift.formats import boxes
+from torchlift.formats import at_indices, joined, permuted, squeezed, unsqueezed
 from torchlift.remap.names import Renaming
 
 #: What stands in a pattern for text, and what for a number.
@@ -62,7 +62,7 @@ def transposed(item: Made, dims: tuple[int, int]) -> Made:
     one, two = (_dim(_checked(item), dim) for dim in dims)
     order = list(range(len(item.entry.shape)))
     order[one], order[two] = two, one
-    return item if one == two else Made(boxes.permuted(item.entry, order), item.keys)
+    return item if one == two else Made(permuted(item.entry, order), item.keys)
 
 
 def concatenated(items: Sequence[Made], dim: int) -> Made:
@@ -72,19 +72,19 @@ def concatenated(items: Sequence[Made], dim: int) -> Made:
     if len(items) == 1:
         return items[0]
     keys = tuple(dict.fromkeys(key for item in items for key in item.keys))
-    return Made(boxes.joined([item.entry for item in items], dim), keys)
+    return Made(joined([item.entry for item in items], dim), keys)
 
 
 def stacked(items: Sequence[Made], dim: int) -> Made:
     """Return tensors along a dimension of their own, as `torch.stack` does it."""
     _require_alike(items, None)
     dim = _dim(items[0], dim, 1)
-    return concatenated([Made(boxes.unsqueezed(e, dim), keys) for e, keys in items], dim)
+    return concatenated([Made(unsqueezed(e, dim), keys) for e, keys in items], dim)
 
 
 def taken(item: Made, dim: int, indices: range) -> Made:
     """Return what a tensor has at some indices of one dimension."""
-    return Made(boxes.taken(_checked(item).entry, _dim(item, dim), indices), item.keys)
+    return Made(at_indices(_checked(item).entry, _dim(item, dim), indices), item.keys)
 
 
 def chunked(item: Made, dim: int, sizes: Sequence[int]) -> list[Made]:
@@ -97,7 +97,7 @@ def unstacked(item: Made, dim: int) -> list[Made]:
     """Return the slices of a tensor along one dimension, without it, as `torch.unbind` does it."""
     at = _dim(_checked(item), dim)
     slices = chunked(item, at, [1] * item.entry.shape[at])
-    return [Made(boxes.squeezed(entry, at), keys) for entry, keys in slices]
+    return [Made(squeezed(entry, at), keys) for entry, keys in slices]
 
 
 def reshaped(item: Made, shape: Sequence[int]) -> Made:

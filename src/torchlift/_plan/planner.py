@@ -11,12 +11,24 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Allow, shared_records
-from torchlift._model.commit import Commit, content_bytes, ordinary_tensors
-from torchlift._model.dtensor import held, local_shape
-from torchlift._model.handlers import is_plain
-from torchlift._model.hooks import Outcome, Shown, has_post_hooks, hooked_modules, run_hooks
-from torchlift._model.names import wrapped_names
-from torchlift._model.slots import Group, ModuleTree, is_lazy, locked
+from torchlift._model import (
+    Commit,
+    Group,
+    ModuleTree,
+    Outcome,
+    Shown,
+    content_bytes,
+    has_post_hooks,
+    hooked_modules,
+    is_lazy,
+    is_plain,
+    local_shape,
+    local_tensor,
+    locked,
+    ordinary_tensors,
+    run_hooks,
+    wrapped_names,
+)
 from torchlift._plan.decide import makings_for, owns_all, steps_for
 from torchlift._plan.names import Rewriting, assembled, names_of_left_out, others
 from torchlift._plan.report import KeyReport, LoadReport, Mismatch, listed, summarise
@@ -425,9 +437,9 @@ def _peak(work: Work, origin: Origin) -> int:
     )
     # What a hook may still refuse, or a subclass fail to copy, is kept until it has not.
     kept = sum(
-        content_bytes(held(step.group.tensor))
+        content_bytes(local_tensor(step.group.tensor))
         for step in work.steps
-        if step.in_place and (work.hooked or not is_plain(held(step.group.tensor)))
+        if step.in_place and (work.hooked or not is_plain(local_tensor(step.group.tensor)))
         if step.group.tensor.device.type == "cpu"
     )
     new = sum(map(_new_bytes, work.steps))

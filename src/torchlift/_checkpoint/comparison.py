@@ -18,12 +18,10 @@ import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, open
 from torchlift._checkpoint.kinds import dense_of
-from torchlift._model.dtensor import is_dtensor
+from torchlift._model import is_dtensor
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.errors import PlacementError
-from torchlift.formats import row_major
-from torchlift.formats.flatten import Containers, flatten_state, items_of, name_text
-from torchlift.formats.source import errors_name
+from torchlift.formats import Containers, errors_name, flatten_state, items_of, name_text, row_major
 
 #: What errors call a state dict.
 _IN_MEMORY = "the state dict"

@@ -15,12 +15,8 @@ from typing import IO, Any, Literal
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint, dtype_of
-from torchlift._checkpoint.tree import Tree
-from torchlift._model.dtensor import is_dtensor
-from torchlift._model.names import is_flattened
-from torchlift._model.ranks import tensors_of
-from torchlift._model.state import versioned
+from torchlift._checkpoint import Checkpoint, Tree, dtype_of
+from torchlift._model import is_dtensor, is_flattened, tensors_of, versioned
 from torchlift._save.files import (
     Output,
     dcp_output,
@@ -54,12 +50,21 @@ from torchlift._system import (
     uninterrupted,
 )
 from torchlift.errors import Argument, CheckpointError, Hint, PlacementError, answers_keywords
-from torchlift.formats import Leaf, TensorEntry
-from torchlift.formats.dcp import METADATA, metadata_files
-from torchlift.formats.flatten import ROOT_TENSOR, Containers, flatten_state
-from torchlift.formats.layout import FORMATS, INDEX, SETS, format_for
-from torchlift.formats.sharded import is_index
-from torchlift.formats.source import errors_name
+from torchlift.formats import (
+    DCP_METADATA,
+    FORMATS,
+    INDEX_SUFFIX,
+    ROOT_TENSOR,
+    SETS,
+    Containers,
+    Leaf,
+    TensorEntry,
+    errors_name,
+    flatten_state,
+    format_for,
+    is_index,
+    metadata_files,
+)
 
 #: As in Hugging Face's libraries.
 _SHARD = 5 * 10**9
@@ -408,24 +413,24 @@ class Target:
         given = os.path.abspath(given)
         if found == "safetensors" and os.path.isdir(given):
             given = os.path.join(given, _IN_FOLDER)  # as save_pretrained does
-        if found == "sharded" and not given.lower().endswith(INDEX):
+        if found == "sharded" and not given.lower().endswith(INDEX_SUFFIX):
             is_file = given.lower().endswith(".safetensors") and not os.path.isdir(given)
-            given = (given if is_file else os.path.join(given, _IN_FOLDER)) + INDEX
+            given = (given if is_file else os.path.join(given, _IN_FOLDER)) + INDEX_SUFFIX
         return cls(given, found, limit)
 
     @property
     def head(self) -> str:
         """Return the path of the one file, or of the one that names the others."""
-        return os.path.join(self.path, METADATA) if self.format == "dcp" else self.path
+        return os.path.join(self.path, DCP_METADATA) if self.format == "dcp" else self.path
 
     @property
     def heads(self) -> list[str]:
         """Return the paths of all heads that this one may write or supersedes."""
         if self.format == "safetensors":
-            return [self.path, self.path + INDEX]
-        if self.format == "sharded" and self.path.endswith(".safetensors" + INDEX):
+            return [self.path, self.path + INDEX_SUFFIX]
+        if self.format == "sharded" and self.path.endswith(".safetensors" + INDEX_SUFFIX):
             # transformers looks for the one file first.
-            return [self.path, self.path[: -len(INDEX)]]
+            return [self.path, self.path[: -len(INDEX_SUFFIX)]]
         return [self.head]
 
     def check_folder(self) -> None:
@@ -523,7 +528,7 @@ class Target:
         one = safetensors_output(self.path, values, metadata, checksum)
         if self.limit is None or one.nbytes <= self.limit:
             return one
-        return sharded_output(self.path + INDEX, values, self.limit, metadata, checksum)
+        return sharded_output(self.path + INDEX_SUFFIX, values, self.limit, metadata, checksum)
 
 
 def from_files(

@@ -15,13 +15,22 @@ from torch import nn
 
 from torchlift._checkpoint import Allow, Checkpoint
 from torchlift._load.fetch import Fetched, Prepared, fetch_all
-from torchlift._model.commit import Commit
-from torchlift._model.dtensor import everything, held, is_sharded, refresh_shards
-from torchlift._model.handlers import is_plain
-from torchlift._model.hooks import run_post_hooks
-from torchlift._model.names import wrapped_names
-from torchlift._model.ranks import Agree, RankGroup, has_group
-from torchlift._model.slots import ModuleTree, is_lazy, locked
+from torchlift._model import (
+    Agree,
+    Commit,
+    ModuleTree,
+    RankGroup,
+    everything,
+    has_group,
+    is_lazy,
+    is_plain,
+    is_sharded,
+    local_tensor,
+    locked,
+    refresh_shards,
+    run_post_hooks,
+    wrapped_names,
+)
 from torchlift._plan import (
     Advance,
     AnyMode,
@@ -40,7 +49,7 @@ from torchlift._plan import (
     check_order,
     make_plan,
 )
-from torchlift._skeleton.skeleton import forget
+from torchlift._skeleton import forget
 from torchlift._sources import Copy, Given, Origin, apart, sources
 from torchlift._system import (
     Interruptible,
@@ -52,7 +61,7 @@ from torchlift._system import (
     uninterrupted,
 )
 from torchlift.errors import IntegrityError, MismatchError, answers_keywords
-from torchlift.formats.verify import checksums, verify_index
+from torchlift.formats import checksums, verify_index
 
 
 @answers_keywords
@@ -302,7 +311,7 @@ def _copy_in_place(
     """Write over live values; subclasses first, which run code of their own and are backed up."""
     copies: list[Copy] = []
     for step, value in steps:
-        local = held(step.group.tensor)
+        local = local_tensor(step.group.tensor)
         if backup or not is_plain(local):
             commit.keep_values(step.group.tensor, step.key)
         spans = everything(local.shape) if step.spans is None else step.spans
@@ -363,7 +372,7 @@ def _warn_of_missing(
 
 def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with the model's shape: a shard of nothing may have another."""
-    slot = like if is_sharded(tensor) else held(like)
+    slot = like if is_sharded(tensor) else local_tensor(like)
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 
