@@ -97,7 +97,6 @@ def test_a_star_import_leaves_open_alone() -> None:
         ("open", {"weights_only": True}, r"open\(\) has no weights_only=: leave it out"),
         ("open", {"mmap": True}, r"pass source="),
         ("save", {"overwrite": True}, r"save\(\) has no overwrite=: leave it out"),
-        ("save", {"metadata": {}}, r"save\(\) has no metadata=: leave it out"),
         ("save", {"_use_new_zipfile_serialization": False}, r"is the zip archive"),
         ("load", {"no_such": 1}, r"unexpected keyword argument 'no_such'"),
     ],

@@ -260,7 +260,6 @@ _ELSEWHERE = {
     "map_location": "no location in a file is obeyed: pass device= to load, a device or a rule "
     "such as remap.by_location",
     "max_memory": "pass device=remap.fit(model, max_memory) to load",
-    "metadata": "leave it out: put text of your own into a file beside it",
     "mmap": 'pass source="mmap" or source="read" to load',
     "overwrite": "leave it out: a checkpoint that is there is replaced",
     "pickle_module": "leave it out: nothing is unpickled",

@@ -227,14 +227,14 @@ def memory_that_a_rank_lacks_stops_all_before_anything_travels() -> None:
 
 def what_rank_0_sends_may_be_what_its_model_has() -> None:
     """In blocks or whole: two buffers trade places, and a transposed one is sent as it reads."""
-    for longest in (broadcast.LONGEST, 16):
+    for longest in (broadcast.BUDGET, 64):
         model = nn.Module()
         model.register_buffer("x", torch.arange(6.0).view(2, 3))
         model.register_buffer("y", 10 * torch.arange(6.0).view(2, 3))
         model.register_buffer("z", torch.zeros(3, 2, dtype=torch.complex64))
         state = {"x": model.y, "y": model.x, "z": torch.complex(model.x, model.y).t().conj()}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(broadcast, "LONGEST", longest)
+            patch.setattr(broadcast, "BUDGET", longest)
             given = state if dist.get_rank() == 0 else {}
             ours.set_model_state_dict(model, given, options=FROM_0)
         assert model.x.flatten().tolist() == [0, 10, 20, 30, 40, 50]
