@@ -82,8 +82,8 @@ def fetch_all(
         IntegrityError: a file changed or could not be read.
     """
     with ordinary_tensors():
-        steps = _fetch_steps(plan.work.steps, origin, transform, advance)
-        return Fetched(steps, _make(plan.work.makings))
+        steps = _fetch_steps(plan._work.steps, origin, transform, advance)
+        return Fetched(steps, _make(plan._work.makings))
 
 
 def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:

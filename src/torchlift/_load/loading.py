@@ -257,7 +257,7 @@ def place(
     Raises:
         MismatchError: a post-hook of the model reports keys, or excuses too few.
     """
-    work, agree = plan.work, agreed.agree
+    work, agree = plan._work, agreed.agree
     # Before anything is placed: what is on meta is live as soon as it has its content.
     in_place = [item for item in fetched.steps if item[0].in_place]
     new = [item for item in fetched.steps if not item[0].in_place]
@@ -339,7 +339,7 @@ def _judge(
             missing_keys=lacking,
             unexpected_keys=extra,
         )
-    match = plan.work.match
+    match = plan._work.match
     match.open = False
     match.missing = [name for name in missing if name not in match.mismatched]
     match.unexpected = unexpected
@@ -358,7 +358,7 @@ def _warn_of_missing(
     if (naming := wrapped_names(tree)) is not None:
         parameters = set(map(naming.canonical, parameters))
     # Of a live one the caller knows; of a replayed one the values are new.
-    left_out = plan.work.match.left_out.difference(plan.replayed)
+    left_out = plan._work.match.left_out.difference(plan.replayed)
     by_name = allowed(missing, options.allow_missing)
     excused = {*plan.mismatched, *plan.deferred, *by_name, *left_out}
     lacking = [name for name in missing if name in parameters and name not in excused]

@@ -281,7 +281,11 @@ def portable(
         CheckpointError("KeyError: 'x'")
     """
     if not isinstance(error, CheckpointError):
-        return kind(f"{type(error).__name__}: {error}")
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:  # of its own `__str__`: the other ranks would wait for this one
+            text = type(error).__name__
+        return kind(text)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
