@@ -21,6 +21,7 @@ from torch import nn
 
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_fsdp1, wrapped_by
+from torchlift._model.torch_private import timeout_of
 from torchlift.errors import CheckpointError
 
 T = TypeVar("T")
@@ -240,8 +241,14 @@ def _on_cpu(group: Any) -> Any:
     if has_cpu or dist.get_world_size(group) < dist.get_world_size():
         return group
     if group not in _COMPANIONS:
-        _COMPANIONS[group] = dist.new_group(backend="gloo")
+        _COMPANIONS[group] = new_gloo_group()
     return _COMPANIONS[group]
+
+
+def new_gloo_group() -> Any:
+    """Make a gloo group of all processes, which wait in it as long as the job was told to."""
+    dist = torch.distributed
+    return dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
 
 
 def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> list[Any]:

@@ -22,6 +22,7 @@ from torchlift._model import (
     RankGroup,
     rank,
     ranks_of,
+    require_fsdp1_state,
     unpatched,
     versioned,
     versions_of,
@@ -29,7 +30,7 @@ from torchlift._model import (
 from torchlift._system import leaves
 from torchlift.distributed.gather import Sequence, digests, require_alike
 from torchlift.distributed.optimizer_load import OptimizerReport, present
-from torchlift.distributed.optimizer_state import initial_state
+from torchlift.distributed.optimizer_state import first_name, initial_state
 from torchlift.distributed.options import (
     LoadCall,
     Part,
@@ -59,7 +60,7 @@ def read(
 
     def begin() -> tuple[Sequence, dict[str, str]]:
         check()
-        steps = {"call": _call(optimizers, options)}
+        steps = {"call": _call(model, optimizers, options)}
         return steps, digests(steps)
 
     group = _group(model, process_group)
@@ -105,7 +106,9 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         model = _add_paths(call.model, _copied(call.model_dict(strict)))
         strict = strict and (rank() == 0 or not offloads)
         optim = _copied(call.optim_dict(strict)) if found else None
-        steps = {"call": _call(found, chosen)}
+        steps = {"call": _call(call.model, found, chosen)}
+        if optim:
+            _require_state(call.model, found, optim, chosen)
         if not chosen.broadcast_from_rank0:
             steps["model_state_dict"] = _described(model)
             steps["optim_state_dict"] = ["on rank 0"] if offloads else _described(optim)
@@ -199,10 +202,33 @@ def _without_step(optimizers: Optimizers, keep: bool = False) -> Iterator[None]:
                 vars(each)["step"] = step
 
 
-def _call(optimizers: Optimizers, options: StateDictOptions) -> list[str]:
-    """Describe what decides how torch communicates; where it reads, ``cpu_offload`` may differ."""
-    names = ("full_state_dict", "broadcast_from_rank0")
-    return [f"{len(optimizers)} optimizers", *(f"{n}={getattr(options, n)}" for n in names)]
+def _call(model: nn.Module, optimizers: Optimizers, options: StateDictOptions) -> list[str]:
+    """Describe what decides how torch communicates; where it reads, ``cpu_offload`` may differ.
+
+    Raises:
+        StateDictMismatch: an optimizer holds a parameter that the model does not.
+    """
+    names = Names(ModuleTree(model))
+    lines = [f"{n}={getattr(options, n)}" for n in ("full_state_dict", "broadcast_from_rank0")]
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            what = f"group {number} of {type(optimizer).__name__}"
+            lines += [what, *(f"{first_name(param, names)} in {what}" for param in group["params"])]
+    return lines
+
+
+def _require_state(
+    model: nn.Module, optimizers: Optimizers, state: Any, options: StateDictOptions
+) -> None:
+    try:
+        theirs = own.StateDictOptions(**vars(options))
+        require_fsdp1_state(model, optimizers, state, theirs)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise StateDictMismatch(
+            "torch does not find in the state dict what the optimizer needs",
+            found=f"{type(error).__name__}: {error}",
+            hint="Pass strict=False to load what fits.",
+        ) from error
 
 
 def _described(tree: Any) -> list[str]:
