@@ -22,12 +22,16 @@ MIB = 1 << 20
 
 
 def sharded(placement: Placement, rows: int) -> tuple[nn.Module, Any]:
-    """A model of one weight of `rows` KiB, sharded over all ranks, and its Adam, never stepped."""
+    """A model of one weight of `rows` KiB, sharded over all ranks, and Adam, never stepped.
+
+    Which also has a parameter that belongs to no module.
+    """
     model = nn.Linear(256, rows, bias=False, device="meta")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weight = distribute_tensor(torch.zeros(rows, 256), mesh, [placement])
     model.weight = nn.Parameter(weight)
-    return model, torch.optim.Adam(model.parameters(), foreach=False)
+    alpha = nn.Parameter(torch.ones(1))
+    return model, torch.optim.Adam([*model.parameters(), alpha], foreach=False)
 
 
 def stepped(placement: Placement, rows: int, scale: float = 1.0) -> tuple[nn.Module, Any]:
@@ -36,6 +40,7 @@ def stepped(placement: Placement, rows: int, scale: float = 1.0) -> tuple[nn.Mod
     numbers = torch.arange(float(rows * 256)).view(rows, 256).mul_(scale)
     weight: Any = model.weight
     weight.grad = distribute_tensor(numbers, weight.device_mesh, weight.placements)
+    optimizer.param_groups[0]["params"][1].grad = torch.full((1,), scale)
     optimizer.step()
     weight.grad = None
     return model, optimizer
@@ -48,7 +53,7 @@ def saved(folder: str, rows: int) -> None:
 
 
 def moments(optimizer: Any) -> dict[str, torch.Tensor]:
-    (state,) = optimizer.state.values()
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
     return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
 
 
@@ -92,7 +97,9 @@ def loaded_on_a_rank(folder: str) -> None:
                 else {}
             )
             report = load_optimizer(model, optimizer, folder, root="optimizer")
-            assert report.loaded == ["weight"], report
+            assert report.loaded == ["weight", "param_groups.0.params.1"], report
+            *_, of_alpha = optimizer.state.values()
+            assert float(of_alpha["exp_avg"]) == pytest.approx(0.1), of_alpha
             now = moments(optimizer)
             for key, value in now.items():
                 assert torch.equal(value.full_tensor(), expected[key]), (placement, key)

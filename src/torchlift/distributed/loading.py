@@ -52,7 +52,7 @@ from torchlift.distributed.optimizer_load import (
     merged,
     plan_optimizers,
 )
-from torchlift.distributed.optimizer_state import Saved, normalised
+from torchlift.distributed.optimizer_state import Saved, name_by_place, normalised
 from torchlift.distributed.options import (
     UNEXPECTED,
     LoadCall,
@@ -165,6 +165,7 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
 def _begin(call: LoadCall, tree: ModuleTree) -> _Job:
     chosen, found = checked(call.options), several(call.optimizers, call.part)
     names = Names(tree, chosen.dsd_fqn_modifiers)
+    name_by_place(names, found)
     job = _Job(names, tree, found, chosen, State(kind=_kind(tree)), call.process_group)
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job

@@ -126,8 +126,11 @@ def get_optimizer_state_dict(
     without that method (LBFGS, or an optimizer that holds another one) gives no state before its
     first step; `set_optimizer_state_dict` then does not miss it, and says so in its report.
 
+    A parameter that is nowhere in the model, such as a temperature, is named by its place in its
+    optimizer: ``param_groups.1.params.0``; of several optimizers, after their numbers.
+
     Args:
-        model: the model whose parameters the optimizers hold.
+        model: the model whose parameters the optimizers hold; of several, a ``ModuleDict``.
         optimizers: one or several.
         submodules: accepted as torch accepts it; the state of every parameter is returned.
         options: whether to gather, move to the CPU, flatten.
@@ -141,8 +144,8 @@ def get_optimizer_state_dict(
 
     Raises:
         RuntimeError: no optimizer was passed.
-        StateDictMismatch: an optimizer holds a parameter that the model does not; or, where ranks
-            gather, another rank met an error or asks for other tensors.
+        StateDictMismatch: the optimizers are of another model, or two hold one parameter; or,
+            where ranks gather, another rank met an error or asks for other tensors.
 
     Example:
         >>> import torch
