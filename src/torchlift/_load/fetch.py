@@ -92,9 +92,31 @@ def fetch_all(
             placed.
         IntegrityError: a file changed or could not be read.
     """
+    steps, path = plan.work.steps, origin.path
     with ordinary_tensors():
-        steps = _fetch_steps(plan.work.steps, origin, transform, advance, seen)
-        return Fetched(steps, _make(plan.work.makings))
+        for step in steps:
+            _check_ties(step, origin)
+            if transform is None:
+                _check_cast(step, step.candidate.dtype, path)
+        ready = [step for step in steps if not step.raw]
+        found: list[Prepared] = []
+        for step, value in zip(ready, _by_route(ready, origin, advance, seen), strict=True):
+            if isinstance(value, torch.Tensor):
+                value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
+            check_class(step, value, path)
+            found.append((step, value))
+        rest = [step for step in steps if step.raw]
+        # All ranks fill together: how many tensors one of them has must not count.
+        for batch in [rest] if origin.collective else _batches(rest):
+            # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
+            raw = _by_route(batch, origin, lambda _: None, seen)
+            for step in batch:
+                tensor = raw.pop(0)
+                assert isinstance(tensor, torch.Tensor)
+                found.append(_made(step, transform, tensor, path))
+                advance(step.span if step.owned else 0)
+            trim()  # what a transform or a handler took and freed
+        return Fetched(found, _make(plan.work.makings))
 
 
 def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
@@ -107,40 +129,6 @@ def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
         (item.group, tensor.to(item.device, item.dtype))
         for item, tensor in zip([*on_meta, *live], tensors, strict=True)
     ]
-
-
-def _fetch_steps(
-    steps: Sequence[Step],
-    origin: Origin,
-    transform: Transform | None,
-    advance: Advance,
-    seen: Seen | None,
-) -> list[Prepared]:
-    path = origin.path
-    for step in steps:
-        _check_ties(step, origin)
-        if transform is None:
-            _check_cast(step, step.candidate.dtype, path)
-    as_they_are = [step for step in steps if not step.raw]
-    found: list[Prepared] = []
-    values = _by_route(as_they_are, origin, advance, seen)
-    for step, value in zip(as_they_are, values, strict=True):
-        if isinstance(value, torch.Tensor):
-            value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
-        check_class(step, value, path)
-        found.append((step, value))
-    rest = [step for step in steps if step.raw]
-    # All ranks fill together: how many tensors one of them has must not count.
-    for batch in [rest] if origin.collective else _batches(rest):
-        # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
-        raw = _by_route(batch, origin, lambda _: None, seen)
-        for step in batch:
-            tensor = raw.pop(0)
-            assert isinstance(tensor, torch.Tensor)
-            found.append(_made(step, transform, tensor, path))
-            advance(step.span if step.owned else 0)
-        trim()  # what a transform or a handler took and freed
-    return found
 
 
 def _by_route(

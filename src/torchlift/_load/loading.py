@@ -412,8 +412,7 @@ def require_intact(
         found = [checksums(ckpt._index) for ckpt in ckpts]
         if only is not None:
             found = [({k: v for k, v in s.items() if k in only}, more) for s, more in found]
-        sums = [(k, s.nbytes, s.crc32) for each in found for some in each for k, s in some.items()]
-        return found, hashlib.sha256(repr(sums).encode()).hexdigest() if ckpts else ""
+        return found, hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
 
     known, told = ranks.run(list_all)
     if not any(told.values()):

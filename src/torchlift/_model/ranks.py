@@ -94,6 +94,7 @@ class RankGroup:
     def __init__(self, groups: list[Any], kind: type[CheckpointError] = CheckpointError) -> None:
         self.groups = groups
         self._kind = kind
+        self._heard: int | None = None  # identity of what the last step raised
 
     @classmethod
     def of_all(
@@ -153,6 +154,13 @@ class RankGroup:
             CheckpointError: what the first process met that met anything (see `raise_first`), or
                 one does not answer. A process that met an error itself may raise that.
         """
+        try:
+            return self._run(step)
+        except BaseException as error:
+            self._heard = id(error)  # itself would keep alive all that its traceback has
+            raise
+
+    def _run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, dict[int, Any]]:
         problem: BaseException | None = None
         done: tuple[T, Any] | None = None
         try:
@@ -198,7 +206,7 @@ class RankGroup:
             ...     agree(False)
             False
         """
-        expected = bool(self.groups)
+        expected, self._heard = bool(self.groups), None
 
         def agree(again: bool) -> bool:
             nonlocal expected
@@ -213,7 +221,8 @@ class RankGroup:
         try:
             yield agree
         except BaseException as error:
-            if expected:
+            # Of what `run` raised all have heard, and nobody would answer.
+            if expected and id(error) != self._heard:
                 self.run(partial(leave, error))
             raise
 

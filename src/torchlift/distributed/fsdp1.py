@@ -96,6 +96,7 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         )
     group = _group(call.model, call.process_group)
     chosen, found = checked(call.options), several(call.optimizers)
+    theirs = own.StateDictOptions(**vars(chosen))
     receives = chosen.broadcast_from_rank0 and rank() != 0
     # Where torch looks at the optimizer state of rank 0 only.
     offloads = chosen.full_state_dict and chosen.cpu_offload
@@ -107,8 +108,15 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         strict = strict and (rank() == 0 or not offloads)
         optim = _copied(call.optim_dict(strict)) if found else None
         steps = {"call": _call(call.model, found, chosen)}
-        if optim:
-            _require_state(call.model, found, optim, chosen)
+        try:
+            if optim:
+                require_fsdp1_state(call.model, found, optim, theirs)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise StateDictMismatch(
+                "torch does not find in the state dict what the optimizer needs",
+                found=f"{type(error).__name__}: {error}",
+                hint="Pass strict=False to load what fits.",
+            ) from error
         if not chosen.broadcast_from_rank0:
             steps["model_state_dict"] = _described(model)
             steps["optim_state_dict"] = ["on rank 0"] if offloads else _described(optim)
@@ -121,7 +129,6 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         model_state = {} if 0 not in told or told[0][1] else None
     # One by one, in torch's order: its set_state_dict leaves the model alone on ranks that have
     # nothing, and those that rank 0 sends to need nothing.
-    theirs = own.StateDictOptions(**vars(chosen))
     report = OptimizerReport()
     with unpatched(call.model, *found):
         if optim_state is not None:
@@ -215,20 +222,6 @@ def _call(model: nn.Module, optimizers: Optimizers, options: StateDictOptions) -
             what = f"group {number} of {type(optimizer).__name__}"
             lines += [what, *(f"{first_name(param, names)} in {what}" for param in group["params"])]
     return lines
-
-
-def _require_state(
-    model: nn.Module, optimizers: Optimizers, state: Any, options: StateDictOptions
-) -> None:
-    try:
-        theirs = own.StateDictOptions(**vars(options))
-        require_fsdp1_state(model, optimizers, state, theirs)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise StateDictMismatch(
-            "torch does not find in the state dict what the optimizer needs",
-            found=f"{type(error).__name__}: {error}",
-            hint="Pass strict=False to load what fits.",
-        ) from error
 
 
 def _described(tree: Any) -> list[str]:
