@@ -31,7 +31,7 @@ from torchlift._model import (
     versioned,
 )
 from torchlift._plan import Options, Patterns
-from torchlift._sources import IN_MEMORY, FileTensor, Given, checkpoint, container
+from torchlift._sources import IN_MEMORY, FileTensor, Given, checkpoint, container, is_state
 from torchlift._system import collection_paused
 from torchlift.distributed.gather import (
     Sequence,
@@ -402,7 +402,7 @@ def load_optimizer(
     options = StateDictOptions(strict=strict, full_state_dict=True)
     chosen = collective, process_group, include, exclude, allow_missing
     with ExitStack() as stack:
-        if isinstance(ckpt, Mapping) and not isinstance(ckpt, Checkpoint):
+        if is_state(ckpt):
             path, saved = IN_MEMORY, container(ckpt, root)
         else:
             opened = stack.enter_context(
