@@ -219,20 +219,16 @@ def convert(
             }
             dropped |= left.keys()
         results = _Results(ckpt, tensors_in(layers), transform, becomes, target, stack)
-        for one in checkpoints if verify and not dry_run and transform is not None else ():
-            require_intact(one)  # before its values are somebody's
+        if verify and not dry_run and transform is not None:
+            require_intact(checkpoints)  # before their values are somebody's
         taken, values = from_files(ckpt, target, becomes, dropped, results.of, containers)
         lost |= {} if transform is None else _untied(ckpt.entries, taken.tensors)
         if verify and not dry_run and transform is None:
             # What is written as it is gets compared on the way: it is not read twice.
             sources = (value.source for value in values if value.crc32 is not None)
             compared = {entry.storage for entry in sources if isinstance(entry, TensorEntry)}
-            if alone:
-                used = used_by(read, whole.storages).keys() - compared
-                require_intact(checkpoints[0], used)
-            else:
-                for one in checkpoints:
-                    require_intact(one)
+            used = used_by(read, whole.storages).keys() - compared if alone else None
+            require_intact(checkpoints, only=used)
         texts = [one for one in checkpoints if one.format in _TEXTS]
         keeps_metadata = target.only_tensors and all(one.format in _TEXTS[:2] for one in texts)
         metadata = {k: v for one in texts for k, v in one.metadata.items() if k not in _BYTES_ONLY}

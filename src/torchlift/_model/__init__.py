@@ -71,6 +71,7 @@ from torchlift._model.names import wrapped_names as wrapped_names
 from torchlift._model.ranks import Agree as Agree
 from torchlift._model.ranks import RankGroup as RankGroup
 from torchlift._model.ranks import has_group as has_group
+from torchlift._model.ranks import new_gloo_group as new_gloo_group
 from torchlift._model.ranks import portable as portable
 from torchlift._model.ranks import raise_first as raise_first
 from torchlift._model.ranks import rank as rank
@@ -104,6 +105,7 @@ from torchlift._model.torch_private import function_modes as function_modes
 from torchlift._model.torch_private import is_closed as is_closed
 from torchlift._model.torch_private import key_of as key_of
 from torchlift._model.torch_private import make_wrapper as make_wrapper
+from torchlift._model.torch_private import require_fsdp1_state as require_fsdp1_state
 from torchlift._model.torch_private import shard_order as shard_order
 from torchlift._model.torch_private import storage_key as storage_key
 from torchlift._model.torch_private import without_subclasses as without_subclasses
