@@ -116,7 +116,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("hold", HOLDERS, ids=lambda hold: hold.__name__)
 def test_one_held_parameter_among_a_thousand_leaves_all_of_them_as_they_were(tmp_path, hold):
-    """The error names the key, the reason, the holder where it is a tensor, and the way out; then nobody holds it."""
+    """The error names the key, the reason, a tensor that holds it and the way out."""
     model = thousand()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     path = saved({f"{i}": torch.full((2,), -1.0) for i in range(1000)}, tmp_path)

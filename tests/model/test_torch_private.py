@@ -201,7 +201,6 @@ def test_rebuild_v2_and_v3_are_what_a_checkpoint_calls() -> None:
     assert torch.zeros(1, dtype=torch.uint16)._reduce_ex_internal(2)[0] is private.REBUILD_V3
 
 
-
 def test_no_other_file_uses_these_names() -> None:
     """So that there is one place to look when torch moves one."""
     source = Path(torchlift.__file__).parent
