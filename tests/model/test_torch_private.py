@@ -202,19 +202,6 @@ def test_rebuild_v2_and_v3_are_what_a_checkpoint_calls() -> None:
     assert torch.zeros(1, dtype=torch.uint16)._reduce_ex_internal(2)[0] is private.REBUILD_V3
 
 
-def test_is_compiling_says_so_while_torch_compile_works() -> None:
-    """Inside a backend."""
-    found = []
-
-    def backend(graph, inputs):
-        found.append(private.is_compiling())
-        return graph
-
-    torch.compile(nn.Linear(1, 1), backend=backend)(torch.ones(1, 1))
-    assert found == [True]
-    assert not private.is_compiling()
-
-
 def test_no_other_file_uses_these_names() -> None:
     """So that there is one place to look when torch moves one."""
     source = Path(torchlift.__file__).parent

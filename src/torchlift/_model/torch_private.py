@@ -140,11 +140,6 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-def is_compiling() -> bool:
-    """Say whether torch.compile is at work in this thread."""
-    return torch._guards.CompileContext.current_compile_id() is not None
-
-
 def dcp_item(file: str, offset: int, nbytes: int) -> Any:
     """Return what a distributed checkpoint's metadata says of where an item is."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
