@@ -249,9 +249,9 @@ def _call(folder: Path, timeout: timedelta) -> bytes:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback without the frames of this file."""
-    frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename == __file__:
+    """Return the traceback without the frames of this file, and of what it sends results with."""
+    frames, ours = error.__traceback__, (__file__, packed.__code__.co_filename)
+    while frames and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
 
