@@ -99,6 +99,122 @@ def test_the_last_ones_every_nth_and_the_best_are_kept(tmp_path: Path) -> None:
     assert keeper.steps() == [3, 6, 8]
 
 
+def test_what_a_run_went_back_on_takes_no_place_of_its_branch(tmp_path: Path) -> None:
+    """Of steps that another attempt did none counts for keep, however far its first save is."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path, keep=None, background=False) as keeper:
+        for step in (1, 2, 3, 4, 5):
+            keeper.save(step, run)
+    with torchlift.Keeper(tmp_path, keep=3, background=False) as keeper:
+        assert keeper.resume(run, step=2) == 2
+        keeper.save(10, run)  # beyond all of them
+        assert keeper.steps() == [1, 2, 10]
+        assert keeper.latest() == str(tmp_path / "step-000000010-1.pt")
+        keeper.save(12, run)
+        assert keeper.steps() == [2, 10, 12]
+
+
+def test_a_sweep_removes_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    """Somebody moved a checkpoint to another disk: it is not the keeper's to delete."""
+    run, away = run_of(), tmp_path / "away"
+    torchlift.save({"w": torch.ones(2)}, away / "dcp", format="dcp")
+    torchlift.save({"w": torch.ones(2)}, away / "one.pt")
+    before = sorted(os.listdir(away / "dcp"))
+    with torchlift.Keeper(tmp_path / "kept", keep=1, background=False) as keeper:
+        (tmp_path / "kept" / "step-000000001").symlink_to(away / "dcp")
+        (tmp_path / "kept" / "step-000000002.pt").symlink_to(away / "one.pt")
+        keeper.save(3, run)
+    assert os.listdir(tmp_path / "kept") == ["step-000000003.pt"]
+    assert sorted(os.listdir(away / "dcp")) == before
+    assert (away / "one.pt").exists()
+
+
+@pytest.mark.parametrize("metric", ["text", 1 + 2j, None, [1.0]])
+def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, metric: object) -> None:
+    """Another program wrote it; the best of the others is told."""
+    torchlift.save({"step": 1, "metrics": {"loss": metric}}, tmp_path / "step-000000001.pt")
+    with torchlift.Keeper(tmp_path, keep=1, best="loss", background=False) as keeper:
+        keeper.save(2, run_of(), metrics={"loss": 3.0})
+        assert keeper.best() == str(tmp_path / "step-000000002.pt")
+        assert keeper.steps() == [2]
+
+
+def test_each_metric_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of checkpoints all would be opened at each save."""
+    opened: list[str] = []
+    open_one = keeper_module.open_checkpoint
+
+    def noting(path: str, *args: Any) -> Any:
+        opened.append(os.path.basename(path))
+        return open_one(path, *args)
+
+    monkeypatch.setattr(keeper_module, "open_checkpoint", noting)
+    with torchlift.Keeper(tmp_path, keep=None, best="loss", background=False) as keeper:
+        for step in range(1, 6):
+            keeper.save(step, w=torch.ones(2), metrics={"loss": -step})
+        keeper.save(5, w=torch.ones(2), metrics={"loss": 9.0})
+        assert keeper.best() == str(tmp_path / "step-000000004.pt")
+    assert sorted(opened) == [f"step-{step:09d}.pt" for step in (1, 2, 3, 4, 5, 5)]
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one is saved, the others are removed, and the next save tries again."""
+    run, unlink = run_of(), os.unlink
+
+    def refusing(path: str, *args: Any, **options: Any) -> None:
+        if str(path).endswith("step-000000001.pt"):
+            raise PermissionError(13, "Permission denied", path)
+        unlink(path, *args, **options)
+
+    with torchlift.Keeper(tmp_path, keep=None, background=False) as keeper:
+        for step in (1, 2):
+            keeper.save(step, run)
+    with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refusing)
+            with pytest.warns(RuntimeWarning, match=r"cannot be removed.*step-000000001\.pt"):
+                assert keeper.save(3, run)
+        assert keeper.steps() == [1, 3]
+        keeper.save(4, run)
+        assert keeper.steps() == [4]
+
+
+@pytest.mark.parametrize("step", [-1, "7", 1.5, None, True])
+def test_a_file_without_a_step_is_refused_before_anything_changes(
+    tmp_path: Path, step: object
+) -> None:
+    """A file of that name may be anybody's."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(7, run)
+    path = tmp_path / "step-000000007.pt"
+    saved = torch.load(path, weights_only=True)
+    torch.save({**saved, "step": step}, path)
+    again = run_of(seed=1)
+    before = again["model"][0].weight.clone()
+    with pytest.raises(FormatError, match="'step': has no step"):
+        torchlift.Keeper(tmp_path).resume(again)
+    assert torch.equal(again["model"][0].weight, before)
+
+
+def test_a_folder_is_flushed_into_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a crash of the machine may take the folder with all that is in it."""
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    torchlift.Keeper(tmp_path / "a" / "b").close()
+    assert flushed == [str(tmp_path), str(tmp_path / "a")]
+
+
 def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     """The error names the one before; nothing has changed."""
     run = run_of()

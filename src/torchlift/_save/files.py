@@ -311,7 +311,7 @@ class Files:
         self._set: AtomicSet | None = None
         self._numbers = {name: number for number, name in enumerate(output.files)}
         try:
-            _make_folders(os.path.dirname(output.head), self._made)
+            make_folders(os.path.dirname(output.head), self._made)
             if output.kind is not None:
                 names = list(output.files)
                 self._set = AtomicSet(output.head, names, output.kind, output.replaces)
@@ -410,12 +410,12 @@ def _remove_set(index: str) -> None:
             raise NotRemoved(*error.args) from error
 
 
-def _make_folders(path: str, made: list[str]) -> None:
+def make_folders(path: str, made: list[str]) -> None:
     """Make the folders that are not there, durably, and add them to `made`, outermost first."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
-    _make_folders(parent, made)
+    make_folders(parent, made)
     with suppress(FileExistsError):  # another saver made it; a file there is an error later
         os.mkdir(path)
         made.append(path)

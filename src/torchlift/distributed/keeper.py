@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model import RankGroup, has_group, is_closed, is_dtensor, uses_fsdp1, world_of
-from torchlift._save import save
-from torchlift._system import leaves, map_leaves
+from torchlift._save import make_folders, save
+from torchlift._system import clipped_list, leaves, map_leaves
 from torchlift._transfer import make_durable, remove_debris
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, model_misfit
 from torchlift.distributed.reader import CheckpointReader
@@ -47,7 +47,7 @@ from torchlift.formats import DCP_METADATA
 from torchlift.formats import verify as verify_file
 
 #: What a checkpoint is called: its step, and its generation from the second one on.
-_NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?(\.pt)?")
+_NAME = re.compile(r"step-([0-9]{9,})(?:-([0-9]+))?(\.pt)?")
 #: What a process that was killed leaves of one: its temporary file.
 _BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
 #: Beside the shards of a mesh: what is no tensor of a model, and what each rank has of its own.
@@ -100,7 +100,8 @@ class Keeper:
 
     Args:
         directory: where; created where it is not there.
-        keep: how many of the last checkpoints to keep; None keeps all.
+        keep: how many of the last checkpoints to keep, without those of steps that the run has gone
+            back on; None keeps all. One that cannot be removed is warned of.
         every: keep those too whose step is a multiple of it.
         best: keep the one too whose metric of that name is the best.
         best_is: whether the lowest or the highest metric is.
@@ -161,15 +162,18 @@ class Keeper:
         ]
         self._ranks, self._writers = RankGroup(front), RankGroup(back)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
-        self._in_flight: list[Future[None] | None] = [None]
+        self._in_flight: list[Future[list[str]] | None] = [None]
         weakref.finalize(self, _lost, self._in_flight)
         self._closed = False
         self._stager: DefaultStager | None = None
+        self._base: int | None = None  # the step that was last resumed or saved
+        self._metrics: dict[str, tuple[object, float | None]] = {}  # path -> stamp, that of best=
         self._ranks.run(self._make_folder)
 
     def _make_folder(self) -> tuple[None, None]:
         try:
-            os.makedirs(self.directory, exist_ok=True)
+            make_folders(self.directory, [])
+            os.listdir(self.directory)
         except OSError as error:
             raise CheckpointError(
                 "cannot be made a folder", file=self.directory, found=str(error)
@@ -225,14 +229,16 @@ class Keeper:
             return False
         self.wait()
 
-        def take() -> tuple[tuple[dict[str, Any], dict[str, Any]], str | None]:
+        def take() -> tuple[tuple[dict[str, Any], dict[str, Any]], tuple[str, int] | None]:
             return self._snapshot(named), self._new_path(step) if self._rank == 0 else None
 
-        (tensors, rest), paths = self._ranks.run(take)
+        (tensors, rest), told = self._ranks.run(take)
+        path, before = told[0]
         rest = {"step": step, "metrics": numbers, **rest}
         self._in_flight[0] = self._thread.submit(
-            self._write, paths[0], tensors, rest, _generators()
+            self._write, path, before, tensors, rest, _generators()
         )
+        self._base = step
         if not self._background:
             self.wait()
         return True
@@ -251,6 +257,13 @@ class Keeper:
             self._in_flight[0] = None
             if error is not None:
                 raise error
+            if saving is not None and saving.result():
+                warnings.warn(
+                    f"older checkpoints cannot be removed; the next save tries again: "
+                    f"{clipped_list(saving.result())}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
             return None, None
 
         # All ranks raise, or one would go on alone into the next collective.
@@ -318,22 +331,23 @@ class Keeper:
         return copied["tensors"], copied["rest"]
 
     def _write(
-        self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
-    ) -> None:
-        """Write a checkpoint, and remove those that are no longer to be kept."""
+        self,
+        path: str,
+        before: int,
+        tensors: dict[str, Any],
+        rest: dict[str, Any],
+        rng: dict[str, Any],
+    ) -> list[str]:
+        """Write a checkpoint, and remove those that are no longer to be kept.
+
+        Returns:
+            Which of these could not be removed, and why.
+        """
         if self._alone:
             save({**rest, "rng": rng, **tensors}, path)
         else:
             self._write_shards(path, tensors, rest, rng)
-        if self._rank == 0:
-            try:
-                self._sweep(path)
-            except OSError as error:
-                raise CheckpointError(
-                    "it is saved, but an older one could not be removed",
-                    file=path,
-                    found=str(error),
-                ) from error
+        return self._sweep(path, before) if self._rank == 0 else []
 
     def _write_shards(
         self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
@@ -425,50 +439,76 @@ class Keeper:
         values: dict[str, float] = {}
         unknown: set[str] = set()
         for one in kept if self._best is not None else ():
-            file = one.path if os.path.isfile(one.path) else os.path.join(one.path, _REST)
             try:
-                with open_checkpoint(file) as ckpt:
-                    value: Any = ckpt.objects.get(f"metrics.{self._best}")
-            except CheckpointError:
+                value = self._metric_of(one.path)
+            except (CheckpointError, OSError):
                 unknown.add(one.path)
                 continue
             if value is not None and value == value:  # a loss that is NaN is never the best
                 values[one.path] = value if self._best_is == "lowest" else -value
         return min(reversed(values), key=values.__getitem__, default=None), unknown
 
-    def _new_path(self, step: int) -> str:
+    def _metric_of(self, path: str) -> float | None:
+        """Return the metric of a checkpoint; None where it has none that is a number.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+            OSError: it is gone.
+        """
+        file = path if os.path.isfile(path) else os.path.join(path, _REST)
+        facts = os.stat(file)
+        stamp = facts.st_ino, facts.st_size, facts.st_mtime_ns
+        known, value = self._metrics.get(path, (None, None))
+        if known != stamp:  # each is opened once, not all of them at each save
+            with open_checkpoint(file) as ckpt:
+                found = ckpt.objects.get(f"metrics.{self._best}")
+            value = float(found) if isinstance(found, (int, float)) else None
+            self._metrics[path] = stamp, value
+        return value
+
+    def _new_path(self, step: int) -> tuple[str, int]:
+        """Return where to save a step, and the last step that may have led to it."""
         kept = self._kept()
-        generation = kept[-1].generation if kept else 0
+        before = step - 1 if self._base is None else min(step - 1, self._base)
+        generation = 0
         if kept:
             last = kept[-1]
             is_replaced = step == last.step and self._alone and last.path.endswith(".pt")
             # A run that went back; or a folder, which stays until the new one is complete.
-            generation += step <= last.step and not is_replaced
+            generation = last.generation + (last.step > before and not is_replaced)
         name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
-        return os.path.join(self.directory, name + (".pt" if self._alone else ""))
+        return os.path.join(self.directory, name + (".pt" if self._alone else "")), before
 
-    def _sweep(self, newest: str) -> None:
-        """Remove what is no longer to be kept, and what saves that were interrupted left."""
+    def _sweep(self, newest: str, before: int) -> list[str]:
+        """Remove what is no longer to be kept, and what saves that were interrupted left.
+
+        Returns:
+            What could not be removed, and why.
+        """
         kept = self._kept()
-        stays: set[str | None] = {
-            one.path for one in (kept if self._keep is None else kept[-self._keep :])
-        }
+        # Backwards, without the steps that a run did which went back behind them.
+        branch = [newest]
+        for one in reversed(kept):
+            if one.step <= before and one.path != newest:
+                branch.append(one.path)
+                before = one.step - 1
+        last = [one.path for one in kept] if self._keep is None else branch[: self._keep]
+        stays: set[str | None] = {*last}
         stays |= {one.path for one in kept if self._every and one.step % self._every == 0}
         best, unknown = self._best_of(kept)
         stays |= {newest, best} | unknown  # one that cannot be read today may be the best
+        left = []
         for name in os.listdir(self.directory):
             path = os.path.join(self.directory, name)
             if begun := _BEGUN.fullmatch(name):
                 remove_debris(os.path.join(self.directory, begun[1]))
             if not _NAME.fullmatch(name) or path in stays:
                 continue
-            if os.path.isdir(path):
-                # First the marker: what a crash leaves of it here is no complete checkpoint.
-                with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(path, DCP_METADATA))
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
+            try:
+                _remove(path)
+            except OSError as error:
+                left.append(str(error))
+        return left
 
     # ---- resume
 
@@ -553,6 +593,7 @@ class Keeper:
                     saved |= stack.enter_context(open_checkpoint(path)).tree()
                 _require(saved, rest if together else named, path)
                 _require(saved, ["step"], path)
+                _check_step(saved["step"], path)
                 rng = saved.get("rng") if whole else _own_generators(path, self._rank)
                 return (models, saved, _checked(rng, path)), None
 
@@ -584,7 +625,8 @@ class Keeper:
                     # The object may keep what it gets, and a sweep removes the file: no maps.
                     getattr(obj, "load_state_dict")(copy.deepcopy(saved[name]))  # noqa: B009
                 _set_generators(rng)
-                return int(saved["step"]), None
+                self._base = _step(saved["step"])
+                return self._base, None
 
             return self._ranks.run(load)[0]
 
@@ -676,6 +718,33 @@ def _step(step: object) -> int:
     return number
 
 
+def _check_step(step: object, path: str) -> None:
+    """Refuse a file that was not written by a keeper.
+
+    Raises:
+        FormatError: it has another kind of step.
+    """
+    try:
+        _step(step)
+    except ValueError as error:
+        raise FormatError("has no step", file=path, entry="step", found=repr(step)) from error
+
+
+def _remove(path: str) -> None:
+    """Remove a checkpoint; of a link, which somebody made, the link alone.
+
+    Raises:
+        OSError: it is still there.
+    """
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.unlink(path)
+        return
+    # First the marker: what a crash leaves of it here is no complete checkpoint.
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(path, DCP_METADATA))
+    shutil.rmtree(path)
+
+
 def _verify(path: str, before: list[int]) -> None:
     """Compare all checksums of a checkpoint.
 
@@ -703,7 +772,7 @@ def _verify(path: str, before: list[int]) -> None:
             )
 
 
-def _lost(saving: list[Future[None] | None]) -> None:
+def _lost(saving: list[Future[list[str]] | None]) -> None:
     """Warn of a save that failed, if nobody has asked."""
     error = saving[0].exception() if saving[0] is not None and saving[0].done() else None
     if error is not None:
