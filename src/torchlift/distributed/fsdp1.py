@@ -26,9 +26,9 @@ from torchlift._model import (
     versioned,
     versions_of,
 )
-from torchlift._system import leaves, map_leaves
+from torchlift._system import leaves
 from torchlift.distributed.gather import Sequence, digests, require_alike
-from torchlift.distributed.optimizer_load import OptimizerReport
+from torchlift.distributed.optimizer_load import OptimizerReport, present
 from torchlift.distributed.optimizer_state import initial_state
 from torchlift.distributed.options import (
     LoadCall,
@@ -218,7 +218,7 @@ def _copied(state: Any) -> dict[Any, Any] | None:
     """Make new containers around the same tensors: torch pops keys from what it is given."""
     if state is None:
         return None
-    copied: dict[Any, Any] = OrderedDict(map_leaves(dict(state), lambda leaf, _: leaf))
+    copied: dict[Any, Any] = OrderedDict(present(dict(state)))
     if hasattr(state, "_metadata"):
         # Modules migrate what has no version, or an old one: the versions come along.
         copied._metadata = copy.deepcopy(state._metadata)  # type: ignore[attr-defined]

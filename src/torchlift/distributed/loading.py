@@ -32,8 +32,8 @@ from torchlift._model import (
     versions_of,
 )
 from torchlift._plan import LoadPlan, Match, Options, make_plan
-from torchlift._sources import MemoryTensor, Sent, StateSource
-from torchlift._system import leaves, map_leaves, uninterrupted
+from torchlift._sources import MemoryTensor, Sent, StateSource, copy_values
+from torchlift._system import Interruptible, leaves, map_leaves, uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import (
     Sequence,
@@ -202,6 +202,8 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
                 plan = make_plan(tree, source, asked, commit, check=check)
             if state.optimizer is not None:
                 plans = plan_optimizers(names, job.optimizers, state.optimizer, options)
+                with Interruptible():
+                    copy_values([item for each in plans for item in each.reads])
             extra = 0  # a bit for each name of rank 0's, which all ranks know in one order
             if broadcasts and plan is not None:
                 extra = sum(1 << numbers[name] for name in plan.unexpected_keys)
