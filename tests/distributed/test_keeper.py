@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from torch import nn
 
 import torchlift
 from torchlift.distributed import keeper as keeper_module
-from torchlift.errors import CheckpointError, FormatError, IntegrityError
+from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
 
 RANKS = (2, 4)
 
@@ -262,11 +263,26 @@ def test_an_interrupted_wait_leaves_the_snapshot_alone(
 
 def test_a_failed_save_of_which_nobody_asks_is_warned_of(tmp_path: Path) -> None:
     """A program that ends would otherwise never know."""
-    code = "import sys, torchlift; torchlift.Keeper(sys.argv[1]).save(1, what=object())"
+    code = (
+        "import resource, signal, sys, torch, torchlift\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "torchlift.Keeper(sys.argv[1]).save(1, w=torch.ones(1000))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert "RuntimeWarning: the last save of a Keeper failed: 'what'" in done.stderr
+    assert "RuntimeWarning: the last save of a Keeper failed: " in done.stderr
+    assert "step-000000001.pt: the file cannot be written" in done.stderr
+
+
+def test_what_cannot_be_resumed_is_not_saved(tmp_path: Path) -> None:
+    """The call that saves it says so, not the next one; nothing is written."""
+    with torchlift.Keeper(tmp_path) as keeper:
+        with pytest.raises(PlacementError, match="'what.inside'"):
+            keeper.save(1, what={"inside": object()})
+        keeper.wait()
+        assert keeper.steps() == []
 
 
 def test_a_checkpoint_whose_metric_cannot_be_read_stays(tmp_path: Path) -> None:
@@ -325,9 +341,16 @@ def test_an_error_of_a_save_in_the_background_is_raised_by_the_next_call(tmp_pat
     keeper = torchlift.Keeper(tmp_path)
     keeper.save(1, run)
     keeper.wait()
-    keeper.save(2, run, what=object())
-    with pytest.raises(CheckpointError, match="what"):
-        keeper.save(3, run)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        keeper.save(2, run)
+        with pytest.raises(CheckpointError, match="step-000000002.pt: the file cannot be written"):
+            keeper.save(3, run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
     assert keeper.steps() == [1]
     keeper.save(3, run)
     keeper.close()
@@ -549,6 +572,8 @@ results = saved_then_loaded(WORKERS, RANKS)
         "what_is_kept_is_complete_and_no_more_than_asked_for",
         "a_rank_that_cannot_write_ends_the_save_on_all",
         "ranks_that_disagree_all_raise",
+        "what_all_ranks_have_is_one_ranks",
+        "what_cannot_be_resumed_is_not_saved",
         "another_model_is_an_error_that_lists_all_of_it",
         "any_number_of_ranks_goes_on_with_what_another_kept",
     ],
@@ -574,7 +599,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 6
+    assert len(found) == 8
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():

@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,45 @@ def ranks_that_disagree_all_raise() -> None:
         assert keeper.resume(run) == 1
 
 
+def what_all_ranks_have_is_one_ranks() -> None:
+    """Statistics that each took of its own data: mean and variance go together."""
+    rank, folder = dist.get_rank(), SHARED / f"statistics-{dist.get_world_size()}"
+    norm = DistributedDataParallel(nn.BatchNorm1d(3))
+    torch.manual_seed(rank)
+    norm(torch.randn(8, 3) + rank)
+    own = {key: value.clone() for key, value in norm.module.state_dict().items()}
+    mixed: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(mixed, own)
+    with torchlift.Keeper(folder) as keeper:
+        keeper.save(1, model=norm)
+        again = DistributedDataParallel(nn.BatchNorm1d(3))
+        assert keeper.resume(model=again) == 1
+    assert same(dict(again.module.state_dict()), mixed[0])
+    assert rank == 0 or not same(own, mixed[0])
+
+
+def what_cannot_be_resumed_is_not_saved() -> None:
+    """Extra state that only running code could read back: save says so, at once and on all."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    folder = SHARED / f"odd-{dist.get_world_size()}"
+
+    class Mode(Enum):
+        FAST = 1
+
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> object:
+            return {"mode": Mode.FAST if rank == last else "fast"}
+
+        def set_extra_state(self, state: object) -> None:
+            pass
+
+    with torchlift.Keeper(folder) as keeper:
+        with pytest.raises(CheckpointError, match=r"_extra_state.*Mode"):
+            keeper.save(1, model=Odd(2, 1))
+        assert keeper.latest() is None
+        assert keeper.save(1, model=nn.Linear(2, 1))
+
+
 def another_model_is_an_error_that_lists_all_of_it() -> None:
     """Names on both sides and shapes; a rank may have names of its own. Nothing has changed."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -286,6 +326,8 @@ if __name__ == "__main__":
                 what_is_kept_is_complete_and_no_more_than_asked_for,
                 a_rank_that_cannot_write_ends_the_save_on_all,
                 ranks_that_disagree_all_raise,
+                what_all_ranks_have_is_one_ranks,
+                what_cannot_be_resumed_is_not_saved,
                 another_model_is_an_error_that_lists_all_of_it,
                 one_process_goes_on_where_one_without_a_group_was,
             )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint, Tree, dtype_of
-from torchlift._model import is_dtensor, is_flattened, tensors_of, versioned
+from torchlift._model import is_dtensor, is_flattened, local_tensor, tensors_of, versioned
 from torchlift._save.files import (
     Output,
     dcp_output,
@@ -529,6 +529,20 @@ class Target:
         if self.limit is None or one.nbytes <= self.limit:
             return one
         return sharded_output(self.path + INDEX_SUFFIX, values, self.limit, metadata, checksum)
+
+
+def require_savable(obj: object, path: str) -> None:
+    """Refuse a state that a torch file cannot hold so that torchlift reads it back.
+
+    Raises:
+        PlacementError: it has such a value.
+    """
+    target = Target.of(path, "torch-zip", None)
+    taken = take_apart(obj)
+    tensors = {key: local_tensor(tensor) for key, tensor in taken.tensors.items()}
+    values = [target.value_of(key, tensor) for key, tensor in tensors.items()]
+    with errors_name(target.path):
+        target.lay_out(taken, values, {}, False)
 
 
 def from_files(

@@ -26,12 +26,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model import RankGroup, has_group, is_closed, is_dtensor, uses_fsdp1, world_of
-from torchlift._save import make_folders, save
+from torchlift._save import make_folders, require_savable, save
 from torchlift._system import clipped_list, leaves, map_leaves
 from torchlift._transfer import make_durable, remove_debris
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, model_misfit
@@ -207,6 +208,7 @@ class Keeper:
 
         Raises:
             CheckpointError: the last one could not be saved; without `background`, this one.
+            PlacementError: an object has what no file can hold so that it is resumed from there.
             TypeError, ValueError: an argument is not what it can be.
         """
 
@@ -230,7 +232,9 @@ class Keeper:
         self.wait()
 
         def take() -> tuple[tuple[dict[str, Any], dict[str, Any]], tuple[str, int] | None]:
-            return self._snapshot(named), self._new_path(step) if self._rank == 0 else None
+            tensors, rest = self._snapshot(named)
+            require_savable({**rest, **tensors}, self.directory)
+            return (tensors, rest), self._new_path(step) if self._rank == 0 else None
 
         (tensors, rest), told = self._ranks.run(take)
         path, before = told[0]
@@ -383,6 +387,8 @@ class Keeper:
             state_dict_saver.save(
                 tensors,
                 storage_writer=writer,
+                # Of what all have, such as DDP's statistics, the values are one rank's.
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
                 process_group=self._writers.groups[0],
             )
         except (CheckpointException, CheckpointError, OSError) as error:
