@@ -401,7 +401,7 @@ class StateSource(Origin):
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 candidates[key] = MemoryTensor(key, value)
-            elif isinstance(value, Sent):
+            elif isinstance(value, (FileTensor, Sent)):
                 candidates[key] = replace(value, key=key)
             else:
                 objects[key] = value
