@@ -576,6 +576,7 @@ results = saved_then_loaded(WORKERS, RANKS)
         "what_cannot_be_resumed_is_not_saved",
         "what_ranks_have_of_their_own_is_theirs_again",
         "other_ranks_are_told_of_what_each_had",
+        "a_folder_on_a_network_is_read_in_slices",
         "another_model_is_an_error_that_lists_all_of_it",
         "any_number_of_ranks_goes_on_with_what_another_kept",
     ],

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
+from torchlift._plan import decide
 from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError
 
@@ -317,6 +318,26 @@ def what_ranks_have_of_their_own_is_theirs_again() -> None:
             assert any(key in (*ckpt.objects, *ckpt.entries) for key in keys)
 
 
+def a_folder_on_a_network_is_read_in_slices() -> None:
+    """By this number of ranks: into a model that is there, and into one that is on meta."""
+    world = dist.get_world_size()
+    for ranks in (2, 4):
+        folder = folder_of("fsdp2", "several", ranks)
+        expected = torch.load(folder / "expected")
+        for device in ("cpu", "meta"):
+            with torch.device(device):
+                run = run_of("fsdp2")
+            with torchlift.Keeper(folder) as keeper, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(decide, "is_network", lambda path: True)
+                assert keeper.resume(model=run["model"]) == STEPS
+            weights = {key: value for key, value in expected.items() if key.endswith(" ")}
+            found = {
+                f"{name} ": param.full_tensor().detach()
+                for name, param in run["model"].named_parameters()
+            }
+            assert same(found, weights), (world, ranks, device)
+
+
 def other_ranks_are_told_of_what_each_had() -> None:
     """An error that names the objects, before anything changes, or a function makes one of them."""
     for ranks, machines in itertools.product((2, 4), ("one", "several")):
@@ -422,6 +443,7 @@ if __name__ == "__main__":
             for check in (
                 any_number_of_ranks_goes_on_with_what_another_kept,
                 other_ranks_are_told_of_what_each_had,
+                a_folder_on_a_network_is_read_in_slices,
             )
         },
     )
