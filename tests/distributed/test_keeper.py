@@ -471,6 +471,7 @@ def test_a_save_may_be_skipped_while_another_is_on_its_way(
         ({"every": True}, "every=True: expected a number from 1 on, or None"),
         ({"busy": "no"}, "busy='no': expected one of wait, skip"),
         ({"best_is": "max"}, "best_is='max': expected one of lowest, highest"),
+        ({"timeout": 0}, "timeout=0: expected seconds, or None"),
     ],
 )
 def test_arguments_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -574,6 +575,9 @@ results = saved_then_loaded(WORKERS, RANKS)
         "ranks_that_disagree_all_raise",
         "what_all_ranks_have_is_one_ranks",
         "what_cannot_be_resumed_is_not_saved",
+        "an_argument_of_one_rank_ends_it_on_all",
+        "close_leaves_no_thread_and_no_descriptor",
+        "ranks_wait_as_long_as_the_job_does",
         "what_ranks_have_of_their_own_is_theirs_again",
         "other_ranks_are_told_of_what_each_had",
         "a_folder_on_a_network_is_read_in_slices",
@@ -602,7 +606,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 9
+    assert len(found) == 12
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():

@@ -6,6 +6,7 @@ resumes what any number of ranks kept.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import resource
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchlift
+from torchlift._model import timeout_of
 from torchlift._plan import decide
 from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError
@@ -278,6 +280,41 @@ def what_cannot_be_resumed_is_not_saved() -> None:
         assert keeper.save(1, model=nn.Linear(2, 1))
 
 
+def an_argument_of_one_rank_ends_it_on_all() -> None:
+    """What is wrong on one rank, or other than elsewhere: nobody waits for it."""
+    rank, last, folder = dist.get_rank(), dist.get_world_size() - 1, SHARED / "never"
+    with pytest.raises((ValueError, CheckpointError), match="keep=0: expected a number"):
+        torchlift.Keeper(folder, keep=0 if rank == last else 3)
+    if last:
+        with pytest.raises(ValueError, match="the ranks do not pass the same background="):
+            torchlift.Keeper(folder, background=rank == 0)
+    assert not folder.exists()
+
+
+def close_leaves_no_thread_and_no_descriptor() -> None:
+    """A program may make a keeper for each of many runs."""
+    counts = []
+    for number in range(3):
+        with torchlift.Keeper(SHARED / f"closed-{dist.get_world_size()}") as keeper:
+            keeper.save(number, model=run_of("fsdp2")["model"])
+        path = keeper.latest()
+        assert path is not None
+        assert keeper.steps()[-1] == number
+        with pytest.raises(ValueError, match="the keeper is closed"):
+            keeper.resume(model=nn.Linear(2, 1))
+        gc.collect()
+        counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
+    assert counts[1] == counts[2], counts
+
+
+def ranks_wait_as_long_as_the_job_does() -> None:
+    """And no half an hour, which is what torch gives a new group."""
+    for timeout, expected in ((None, 40), (7, 7)):
+        with torchlift.Keeper(SHARED / "waiting", timeout=timeout) as keeper:
+            for each in (keeper._ranks, keeper._writers):
+                assert timeout_of(each.groups[0]).total_seconds() == expected
+
+
 class Loader:
     """The place that each rank has in its data."""
 
@@ -433,6 +470,9 @@ if __name__ == "__main__":
                 ranks_that_disagree_all_raise,
                 what_all_ranks_have_is_one_ranks,
                 what_cannot_be_resumed_is_not_saved,
+                an_argument_of_one_rank_ends_it_on_all,
+                close_leaves_no_thread_and_no_descriptor,
+                ranks_wait_as_long_as_the_job_does,
                 what_ranks_have_of_their_own_is_theirs_again,
                 another_model_is_an_error_that_lists_all_of_it,
                 one_process_goes_on_where_one_without_a_group_was,

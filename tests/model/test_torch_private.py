@@ -6,6 +6,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,16 @@ def test_dcp_item_is_what_a_distributed_checkpoint_says_of_an_item() -> None:
     item = private.dcp_item("__0_0.distcp", 64, 128)
     assert (item.relative_path, item.offset, item.length) == ("__0_0.distcp", 64, 128)
     assert item.transform_descriptors is None
+
+
+def test_timeout_of_tells_how_long_ranks_wait() -> None:
+    """The one that the group was made with."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=7))
+    try:
+        assert private.timeout_of(dist.group.WORLD) == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_is_closed_tells_of_a_stager_that_it_cannot_stage_any_more() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -155,3 +156,10 @@ def is_closed(stager: Any) -> bool:
     """Say whether a `DefaultStager` of checkpoints cannot stage any more."""
     # Those of torch 2.11 and 2.12 close themselves after each use.
     return not stager._state_dict_stager._deepcopy_dispatch
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return how long ranks of a process group wait for each other, over any of its backends."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    longest: timedelta = max(each.options._timeout for each in backends)
+    return longest

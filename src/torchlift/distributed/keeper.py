@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from functools import partial, reduce
 from hashlib import sha256
 from operator import and_
@@ -37,6 +38,7 @@ from torchlift._model import (
     is_closed,
     is_dtensor,
     ranks_of,
+    timeout_of,
     uses_fsdp1,
     versioned,
     world_of,
@@ -63,7 +65,7 @@ _BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
 #: Names that a checkpoint needs for itself; in a folder what is no tensor is packed into some.
 _OWN = ("step", "metrics", "rng", "ranks", "packed")
 #: Of which several machines may write one file: what one of them caches the others know of.
-_COHERENT = ("lustre", "gpfs")
+_COHERENT = {"lustre", "gpfs"}
 
 
 class _Kept(NamedTuple):
@@ -126,6 +128,8 @@ class Keeper:
         best_is: whether the lowest or the highest metric is.
         background: False writes before `save` returns.
         busy: what `save` does while the last one is on its way: ``"wait"`` for it, or ``"skip"``.
+        timeout: seconds that ranks wait for each other, in which the slowest has to be written;
+            None: as long as the process group does.
 
     Raises:
         ValueError: an argument is not what it can be.
@@ -158,26 +162,23 @@ class Keeper:
         best_is: Literal["lowest", "highest"] = "lowest",
         background: bool = True,
         busy: Literal["wait", "skip"] = "wait",
+        timeout: float | None = None,
     ) -> None:
-        for name, number in (("keep", keep), ("every", every)):
-            if number is not None and (type(number) is not int or number < 1):
-                raise ValueError(f"{name}={number!r}: expected a number from 1 on, or None")
-        for name, word, words in (
-            ("best_is", best_is, ("lowest", "highest")),
-            ("busy", busy, ("wait", "skip")),
-        ):
-            if word not in words:
-                raise ValueError(f"{name}={word!r}: expected one of {', '.join(words)}")
         self.directory = os.path.abspath(os.fspath(directory))
         self._keep, self._every, self._best, self._best_is = keep, every, best, best_is
         self._background, self._skips = background, busy == "skip"
         self._rank = world_of()[0]
+        numbers = {"keep": keep, "every": every}
+        words = {"best_is": (best_is, "lowest", "highest"), "busy": (busy, "wait", "skip")}
+        # Before the groups are made, in which the others would wait for a rank that has left.
+        alike = background, busy, best, timeout
+        _, told = RankGroup.of_all().run(partial(_checked_arguments, numbers, words, alike))
+        if len(set(told.values())) > 1:
+            names = "background=, busy=, best= and timeout="
+            raise ValueError(f"the ranks do not pass the same {names}: {told}")
         # Two of its own: what a save in the background agrees on must not meet what the calls of
         # this class do, nor what training does.
-        front, back = [
-            [torch.distributed.new_group(backend="gloo")] if has_group() else [] for _ in "ab"
-        ]
-        self._ranks, self._writers = RankGroup(front), RankGroup(back)
+        self._ranks, self._writers = [RankGroup(_new_groups(timeout)) for _ in "ab"]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
         self._in_flight: list[Future[list[str]] | None] = [None]
         weakref.finalize(self, _lost, self._in_flight)
@@ -185,11 +186,12 @@ class Keeper:
         self._stager: DefaultStager | None = None
         self._base: int | None = None  # the step that was last resumed or saved
         self._metrics: dict[str, tuple[object, float | None]] = {}  # path -> stamp, that of best=
-        _, hosts = self._ranks.run(self._make_folder)
+        _, places = self._ranks.run(self._make_folder)
+        machines, kinds = zip(*places.values(), strict=True)
         #: Whether all write one file.
-        self._is_one = len(set(hosts.values())) == 1 or file_system(self.directory) in _COHERENT
+        self._is_one = len({*machines}) == 1 or {*kinds} <= _COHERENT
 
-    def _make_folder(self) -> tuple[None, str]:
+    def _make_folder(self) -> tuple[None, tuple[str, str]]:
         try:
             make_folders(self.directory, [])
             os.listdir(self.directory)
@@ -197,7 +199,7 @@ class Keeper:
             raise CheckpointError(
                 "cannot be made a folder", file=self.directory, found=str(error)
             ) from error
-        return None, _machine()
+        return None, (_machine(), file_system(self.directory))
 
     # ---- save
 
@@ -301,6 +303,8 @@ class Keeper:
     def close(self) -> None:
         """Wait for the last save, and free the memory of the snapshot; on a mesh on all ranks.
 
+        These then look (`steps`, `latest`, `best`), and neither save nor resume.
+
         Raises:
             CheckpointError: see `wait`.
         """
@@ -308,6 +312,10 @@ class Keeper:
             self.wait()
         finally:
             self._free()
+        groups = [*self._ranks.groups, *self._writers.groups]
+        self._ranks = self._writers = RankGroup([])
+        for group in groups:  # else its threads and sockets stay
+            torch.distributed.destroy_process_group(group)
 
     def _free(self) -> None:
         self._closed = True
@@ -581,6 +589,8 @@ class Keeper:
         self.wait()
 
         def find() -> tuple[dict[str, object], tuple[str, list[int]] | None]:
+            if self._closed and has_group():
+                raise ValueError("the keeper is closed: its ranks do not wait for each other")
             named = _named(state, objects)
             for name, obj in named.items():
                 if not _is_stateful(obj):
@@ -718,9 +728,7 @@ def _misfit(module: nn.Module, saved: Mapping[str, Any]) -> _Misfit:
     return _Misfit([key for key in state if key not in saved], nobodys, mismatched)
 
 
-def _shared(
-    saved: Mapping[str, Any], misfits: Mapping[int, _Misfit], rank: int
-) -> dict[str, Any]:
+def _shared(saved: Mapping[str, Any], misfits: Mapping[int, _Misfit], rank: int) -> dict[str, Any]:
     """Return what a rank takes of a model's saved state.
 
     Raises:
@@ -737,6 +745,42 @@ def _shared(
     others = misfits[rank].unexpected
     own = {key: value for at, (key, value) in enumerate(saved.items()) if not others >> at & 1}
     return versioned(own, getattr(saved, "_metadata", None))
+
+
+def _checked_arguments(
+    numbers: Mapping[str, int | None],
+    words: Mapping[str, tuple[str, str, str]],
+    alike: tuple[bool, str, str | None, float | None],
+) -> tuple[None, object]:
+    """Refuse arguments that make no sense.
+
+    Args:
+        numbers: name -> a count, or None.
+        words: name -> what was passed, and what may be.
+        alike: what has to be the same on all ranks; the last is the timeout.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for name, number in numbers.items():
+        if number is not None and (type(number) is not int or number < 1):
+            raise ValueError(f"{name}={number!r}: expected a number from 1 on, or None")
+    for name, (word, *known) in words.items():
+        if word not in known:
+            raise ValueError(f"{name}={word!r}: expected one of {', '.join(known)}")
+    *_, timeout = alike
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: expected seconds, or None")
+    return None, alike
+
+
+def _new_groups(timeout: float | None) -> list[Any]:
+    """Return a process group of all ranks, if there are any, that waits as long as the job does."""
+    if not has_group():
+        return []
+    world = torch.distributed.group.WORLD
+    limit = timeout_of(world) if timeout is None else timedelta(seconds=timeout)
+    return [torch.distributed.new_group(backend="gloo", timeout=limit)]
 
 
 def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> dict[str, object]:
