@@ -576,6 +576,7 @@ results = saved_then_loaded(WORKERS, RANKS)
         "what_all_ranks_have_is_one_ranks",
         "what_cannot_be_resumed_is_not_saved",
         "an_argument_of_one_rank_ends_it_on_all",
+        "whatever_fails_on_one_rank_ends_it_on_all",
         "close_leaves_no_thread_and_no_descriptor",
         "ranks_wait_as_long_as_the_job_does",
         "what_ranks_have_of_their_own_is_theirs_again",
@@ -606,7 +607,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 12
+    assert len(found) == 13
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():

@@ -315,6 +315,62 @@ def ranks_wait_as_long_as_the_job_does() -> None:
                 assert timeout_of(each.groups[0]).total_seconds() == expected
 
 
+def whatever_fails_on_one_rank_ends_it_on_all() -> None:
+    """At calls that may run out of memory, of a save and of a resume; the next ones are whole."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    if not last:
+        return
+    calls = {
+        "save": ("get_model_state_dict", "get_optimizer_state_dict", "require_savable"),
+        "resume": ("open_checkpoint", "slices_of", "get_model_state_dict", "_set_generators"),
+    }
+
+    def failing(function: Any, nth: int) -> Any:
+        count = itertools.count(1)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if next(count) == nth:
+                raise MemoryError("no room")
+            return function(*args, **options)
+
+        return call
+
+    for machines in ("one", "several"):
+        folder = SHARED / f"faults-{machines}-{dist.get_world_size()}"
+        with on_machines(machines), torchlift.Keeper(folder, timeout=20) as keeper:
+            run = run_of("fsdp2")
+            loaders = loaders_of(lambda rank: rank)
+            train(run, 1)
+            keeper.save(1, run, **loaders)
+            keeper.wait()
+            before = values_of(run)
+            for way, names in calls.items():
+                for name, nth in itertools.product(names, (1, 2)):
+                    other = run_of("fsdp2") if way == "resume" else run
+                    with pytest.MonkeyPatch.context() as patch:
+                        if rank == last:
+                            called = failing(getattr(keeper_module, name), nth)
+                            patch.setattr(keeper_module, name, called)
+                        try:
+                            if way == "save":
+                                keeper.save(2, run, **loaders)
+                                keeper.wait()
+                            else:
+                                keeper.resume(other, **loaders)
+                        except (CheckpointError, MemoryError) as error:
+                            failed = "no room" in str(error)
+                        else:
+                            failed = False
+                    every: list[Any] = [None] * dist.get_world_size()
+                    dist.all_gather_object(every, (failed, keeper.steps()))
+                    assert len({str(each) for each in every}) == 1, (way, name, nth, every)
+                    assert failed or nth == 2, (way, name)
+            keeper.save(3, run, **loaders)
+            again = run_of("fsdp2")
+            assert keeper.resume(again, **loaders) == 3
+            assert same(values_of(again), before)
+
+
 class Loader:
     """The place that each rank has in its data."""
 
@@ -471,6 +527,7 @@ if __name__ == "__main__":
                 what_all_ranks_have_is_one_ranks,
                 what_cannot_be_resumed_is_not_saved,
                 an_argument_of_one_rank_ends_it_on_all,
+                whatever_fails_on_one_rank_ends_it_on_all,
                 close_leaves_no_thread_and_no_descriptor,
                 ranks_wait_as_long_as_the_job_does,
                 what_ranks_have_of_their_own_is_theirs_again,
