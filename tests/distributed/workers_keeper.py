@@ -232,6 +232,11 @@ def ranks_that_disagree_all_raise() -> None:
         if last:
             with pytest.raises(ValueError, match="the ranks save different steps"):
                 keeper.save(rank, run, metrics={"loss": 1.0})
+            more = {} if rank else {"critic": nn.Linear(2, 1)}
+            with pytest.raises(ValueError, match=r"different models and.*'critic'"):
+                keeper.save(1, run, metrics={"loss": 1.0}, **more)
+            with pytest.raises(ValueError, match=r"different models and.*'critic'"):
+                keeper.resume(run, **more)
         with pytest.raises((ValueError, CheckpointError), match="cannot name an object"):
             keeper.save(1, {"rng" if rank == last else "x": 1}, metrics={"loss": 1.0})
         # What tells the best is rank 0's to give.

@@ -232,7 +232,9 @@ class Keeper:
             TypeError, ValueError: an argument is not what it can be.
         """
 
-        def check() -> tuple[tuple[int, dict[str, object], dict[str, float]], tuple[int, bool]]:
+        def check() -> tuple[
+            tuple[int, dict[str, object], dict[str, float]], tuple[int, bool, list[str]]
+        ]:
             number = _step(step)
             if self._closed:
                 raise ValueError("the keeper is closed")
@@ -242,12 +244,13 @@ class Keeper:
                 raise ValueError(
                     f"metrics has no {self._best!r}, by which the best checkpoint is told (best=)"
                 )
-            return (number, named, values), (number, self._is_done)
+            return (number, named, values), (number, self._is_done, _model_names(named))
 
         (step, named, numbers), told = self._ranks.run(check)
-        if len({number for number, _ in told.values()}) > 1:
-            raise ValueError(f"the ranks save different steps: {[n for n, _ in told.values()]}")
-        if self._skips and not all(done for _, done in told.values()):
+        if len({number for number, *_ in told.values()}) > 1:
+            raise ValueError(f"the ranks save different steps: {[n for n, *_ in told.values()]}")
+        _require_alike([names for *_, names in told.values()])
+        if self._skips and not all(done for _, done, _ in told.values()):
             return False
         self.wait()
 
@@ -588,7 +591,7 @@ class Keeper:
         """
         self.wait()
 
-        def find() -> tuple[dict[str, object], tuple[str, list[int]] | None]:
+        def find() -> tuple[dict[str, object], tuple[tuple[str, list[int]] | None, list[str]]]:
             if self._closed and has_group():
                 raise ValueError("the keeper is closed: its ranks do not wait for each other")
             named = _named(state, objects)
@@ -601,10 +604,13 @@ class Keeper:
             kept = self._kept() if self._rank == 0 else []
             at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
             before = [one.step for one in kept[:at]]
-            return named, None if at is None else (kept[at].path, before)
+            place = None if at is None else (kept[at].path, before)
+            return named, (place, _model_names(named))
 
         named, told = self._ranks.run(find)
-        if told[0] is None:
+        _require_alike([names for _, names in told.values()])
+        place = told[0][0]
+        if place is None:
             if step is None:
                 return None
             raise FormatError(
@@ -613,7 +619,7 @@ class Keeper:
                 expected=f"one of {self.steps()}",
                 found=step,
             )
-        path, before = told[0]
+        path, before = place
         with ExitStack() as stack:
             read = partial(self._read, stack, path, before, named, on_other_ranks or {}, verify)
             (models, saved, rng), misfits = self._ranks.run(read)
@@ -796,6 +802,23 @@ def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> di
                 f"{name!r} cannot name an object: expected a word other than {', '.join(_OWN)}"
             )
     return found
+
+
+def _model_names(objects: Mapping[str, object]) -> list[str]:
+    """Return the names of models and optimizers, in whose states all ranks have a part."""
+    return sorted(
+        name for name, obj in objects.items() if isinstance(obj, (nn.Module, torch.optim.Optimizer))
+    )
+
+
+def _require_alike(names: Sequence[list[str]]) -> None:
+    """Refuse models that one rank passes and another does not: it would not take its part.
+
+    Raises:
+        ValueError: there are such.
+    """
+    if any(each != names[0] for each in names):
+        raise ValueError(f"the ranks pass different models and optimizers: {names}")
 
 
 def _step(step: object) -> int:
