@@ -484,6 +484,12 @@ def another_model_is_an_error_that_lists_all_of_it() -> None:
         with pytest.raises(CheckpointError, match="another kind of optimizer than SGD"):
             keeper.resume(model=run["model"], optimizer=momentum)
         assert keeper.resume(stage=stage) == 1
+        own = {"stage": stage, "optimizer": torch.optim.Adam(stage.parameters(), lr=rank + 1.0)}
+        keeper.save(2, own)  # groups that no other rank has
+        own["optimizer"].param_groups[0]["lr"] = 0.0
+        assert keeper.resume(own) == 2
+        assert own["optimizer"].param_groups[0]["lr"] == rank + 1.0
+        keeper.save(3, model=run["model"], stage=stage)
         if rank == last:
             stage = nn.ModuleDict({"nobody": nn.Linear(2, 1)})
         with pytest.raises(CheckpointError, match=f"'nobody.bias'; Unexpected.*'on{last}.weight'"):

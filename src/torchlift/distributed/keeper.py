@@ -255,16 +255,25 @@ class Keeper:
         self.wait()
 
         def take() -> tuple[
-            tuple[dict[str, Any], dict[str, Any]], tuple[tuple[str, int] | None, dict[str, bytes]]
+            tuple[dict[str, Any], dict[str, Any]],
+            tuple[tuple[str, int] | None, dict[str, bytes], bytes],
         ]:
             tensors, rest = self._snapshot(named)
             require_savable(tensors, self.directory)
             digests = {name: self._digest({name: value}) for name, value in rest.items()}
             place = self._new_path(step) if self._rank == 0 else None
-            return (tensors, rest), (place, digests)
+            params = repr([group["params"] for group in _groups_of(tensors, named).values()])
+            return (tensors, rest), (place, digests, sha256(params.encode()).digest())
 
         (tensors, rest), placed = self._ranks.run(take)
-        each_own = [digests for _, digests in placed.values()]
+        if len({params for *_, params in placed.values()}) > 1:  # stages of a pipeline
+            own = _groups_of(tensors, named)
+            _, groups = self._ranks.run(lambda: (None, own))
+            every = {at: group for each in reversed(groups.values()) for at, group in each.items()}
+            for name in {name for name, _ in own}:
+                found = [group for (other, _), group in sorted(every.items()) if other == name]
+                tensors[name] = {**tensors[name], "param_groups": found}
+        each_own = [digests for _, digests, _ in placed.values()]
         alike = set.intersection(*(set(digests.items()) for digests in each_own))
         equal = {name: rest.pop(name) for name, _ in alike}
         name, before = placed[0][0]
@@ -802,6 +811,18 @@ def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> di
                 f"{name!r} cannot name an object: expected a word other than {', '.join(_OWN)}"
             )
     return found
+
+
+def _groups_of(
+    states: Mapping[str, Any], objects: Mapping[str, object]
+) -> dict[tuple[str, tuple[str, ...]], dict[str, Any]]:
+    """Return the groups of optimizers, by the optimizer's name and those of its parameters."""
+    return {
+        (name, tuple(group["params"])): group
+        for name, obj in objects.items()
+        if isinstance(obj, torch.optim.Optimizer)
+        for group in states[name]["param_groups"]
+    }
 
 
 def _model_names(objects: Mapping[str, object]) -> list[str]:
