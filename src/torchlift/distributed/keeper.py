@@ -274,8 +274,11 @@ class Keeper:
                 found = [group for (other, _), group in sorted(every.items()) if other == name]
                 tensors[name] = {**tensors[name], "param_groups": found}
         each_own = [digests for _, digests, _ in placed.values()]
-        alike = set.intersection(*(set(digests.items()) for digests in each_own))
-        equal = {name: rest.pop(name) for name, _ in alike}
+        equal = {
+            name: rest.pop(name)
+            for name, digest in each_own[0].items()
+            if all(digests.get(name) == digest for digests in each_own)
+        }
         name, before = placed[0][0]
         state = {"step": step, "metrics": numbers} if self._rank == 0 else {}
         self._in_flight[0] = self._thread.submit(
