@@ -9,6 +9,7 @@ from torchlift._save.files import Sums as Sums
 from torchlift._save.files import behind as behind
 from torchlift._save.files import dcp_layout as dcp_layout
 from torchlift._save.files import make_folders as make_folders
+from torchlift._save.files import require_sizes as require_sizes
 from torchlift._save.files import torch_output as torch_output
 from torchlift._save.files import write_error as write_error
 from torchlift._save.files import write_frames as write_frames

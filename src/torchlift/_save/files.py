@@ -32,7 +32,7 @@ from torchlift._transfer import (
     write_at,
     write_runs,
 )
-from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError
+from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError, PlacementError
 from torchlift.formats import (
     DCP_METADATA,
     DCP_SUFFIX,
@@ -371,12 +371,13 @@ class Files:
         """Write what is not weights into a file, and let it appear.
 
         Raises:
-            CheckpointError: another machine was to write it, and has not.
+            PlacementError: another machine was to write it, and has not.
             OSError: it does not.
         """
         file, sections = self._open[name], self.output.files[name]
         if self.output.owners:
-            _require_size(file.temporary, end_of(sections))
+            folder, temporary = os.path.split(file.temporary)
+            require_sizes(folder, {temporary: end_of(sections)})
         else:
             os.truncate(file.descriptor, end_of(sections))
             write_frames(file.descriptor, sections, written)
@@ -414,23 +415,28 @@ class Files:
                     os.rmdir(path)
 
 
-def _require_size(path: str, nbytes: int) -> None:
-    """Refuse a file that its owner has not written, as far as this machine sees it.
+def require_sizes(folder: str, sizes: Mapping[str, int]) -> None:
+    """Refuse files that others have written, as far as this machine sees them.
 
     Raises:
-        CheckpointError: it has another length.
-        OSError: it is not there.
+        PlacementError: one is not there, or has another length.
+        OSError: the folder cannot be read.
     """
-    with open(path, "rb") as file:  # NFS asks its server anew for what is opened
-        found = os.fstat(file.fileno()).st_size
-    if found != nbytes:
-        raise CheckpointError(
-            "a file that a rank has written is not whole",
-            file=path,
-            expected=f"{nbytes} bytes",
-            found=f"{found} bytes",
-            hint="Pass a path on a file system that all machines share.",
-        )
+    # Listed, not looked up by name: NFS may remember for a while that a name was not there.
+    there = set(os.listdir(folder))
+    for name, nbytes in sizes.items():
+        path, found = os.path.join(folder, name), None
+        if name in there:
+            with open(path, "rb") as file:  # NFS asks its server anew for what is opened
+                found = os.fstat(file.fileno()).st_size
+        if found != nbytes:
+            raise PlacementError(
+                "a file that a rank has written is not there, or not whole",
+                file=path,
+                expected=f"{nbytes} bytes",
+                found="no file" if found is None else f"{found} bytes",
+                hint="Pass a path on a file system that all machines share.",
+            )
 
 
 def place_of(output: Output) -> str:
