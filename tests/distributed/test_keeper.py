@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from torch import nn
 
 import torchlift
 from torchlift.distributed import keeper as keeper_module
-from torchlift.errors import CheckpointError, FormatError, IntegrityError
+from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
 
 RANKS = (2, 4)
 
@@ -99,6 +100,122 @@ def test_the_last_ones_every_nth_and_the_best_are_kept(tmp_path: Path) -> None:
     assert keeper.steps() == [3, 6, 8]
 
 
+def test_what_a_run_went_back_on_takes_no_place_of_its_branch(tmp_path: Path) -> None:
+    """Of steps that another attempt did none counts for keep, however far its first save is."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path, keep=None, background=False) as keeper:
+        for step in (1, 2, 3, 4, 5):
+            keeper.save(step, run)
+    with torchlift.Keeper(tmp_path, keep=3, background=False) as keeper:
+        assert keeper.resume(run, step=2) == 2
+        keeper.save(10, run)  # beyond all of them
+        assert keeper.steps() == [1, 2, 10]
+        assert keeper.latest() == str(tmp_path / "step-000000010-1.pt")
+        keeper.save(12, run)
+        assert keeper.steps() == [2, 10, 12]
+
+
+def test_a_sweep_removes_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    """Somebody moved a checkpoint to another disk: it is not the keeper's to delete."""
+    run, away = run_of(), tmp_path / "away"
+    torchlift.save({"w": torch.ones(2)}, away / "dcp", format="dcp")
+    torchlift.save({"w": torch.ones(2)}, away / "one.pt")
+    before = sorted(os.listdir(away / "dcp"))
+    with torchlift.Keeper(tmp_path / "kept", keep=1, background=False) as keeper:
+        (tmp_path / "kept" / "step-000000001").symlink_to(away / "dcp")
+        (tmp_path / "kept" / "step-000000002.pt").symlink_to(away / "one.pt")
+        keeper.save(3, run)
+    assert os.listdir(tmp_path / "kept") == ["step-000000003.pt"]
+    assert sorted(os.listdir(away / "dcp")) == before
+    assert (away / "one.pt").exists()
+
+
+@pytest.mark.parametrize("metric", ["text", 1 + 2j, None, [1.0]])
+def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, metric: object) -> None:
+    """Another program wrote it; the best of the others is told."""
+    torchlift.save({"step": 1, "metrics": {"loss": metric}}, tmp_path / "step-000000001.pt")
+    with torchlift.Keeper(tmp_path, keep=1, best="loss", background=False) as keeper:
+        keeper.save(2, run_of(), metrics={"loss": 3.0})
+        assert keeper.best() == str(tmp_path / "step-000000002.pt")
+        assert keeper.steps() == [2]
+
+
+def test_each_metric_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of checkpoints all would be opened at each save."""
+    opened: list[str] = []
+    open_one = keeper_module.open_checkpoint
+
+    def noting(path: str, *args: Any) -> Any:
+        opened.append(os.path.basename(path))
+        return open_one(path, *args)
+
+    monkeypatch.setattr(keeper_module, "open_checkpoint", noting)
+    with torchlift.Keeper(tmp_path, keep=None, best="loss", background=False) as keeper:
+        for step in range(1, 6):
+            keeper.save(step, w=torch.ones(2), metrics={"loss": -step})
+        keeper.save(5, w=torch.ones(2), metrics={"loss": 9.0})
+        assert keeper.best() == str(tmp_path / "step-000000004.pt")
+    assert sorted(opened) == [f"step-{step:09d}.pt" for step in (1, 2, 3, 4, 5, 5)]
+
+
+def test_an_old_one_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one is saved, the others are removed, and the next save tries again."""
+    run, unlink = run_of(), os.unlink
+
+    def refusing(path: str, *args: Any, **options: Any) -> None:
+        if str(path).endswith("step-000000001.pt"):
+            raise PermissionError(13, "Permission denied", path)
+        unlink(path, *args, **options)
+
+    with torchlift.Keeper(tmp_path, keep=None, background=False) as keeper:
+        for step in (1, 2):
+            keeper.save(step, run)
+    with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", refusing)
+            with pytest.warns(RuntimeWarning, match=r"cannot be removed.*step-000000001\.pt"):
+                assert keeper.save(3, run)
+        assert keeper.steps() == [1, 3]
+        keeper.save(4, run)
+        assert keeper.steps() == [4]
+
+
+@pytest.mark.parametrize("step", [-1, "7", 1.5, None, True])
+def test_a_file_without_a_step_is_refused_before_anything_changes(
+    tmp_path: Path, step: object
+) -> None:
+    """A file of that name may be anybody's."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(7, run)
+    path = tmp_path / "step-000000007.pt"
+    saved = torch.load(path, weights_only=True)
+    torch.save({**saved, "step": step}, path)
+    again = run_of(seed=1)
+    before = again["model"][0].weight.clone()
+    with pytest.raises(FormatError, match="'step': has no step"):
+        torchlift.Keeper(tmp_path).resume(again)
+    assert torch.equal(again["model"][0].weight, before)
+
+
+def test_a_folder_is_flushed_into_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a crash of the machine may take the folder with all that is in it."""
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    torchlift.Keeper(tmp_path / "a" / "b").close()
+    assert flushed == [str(tmp_path), str(tmp_path / "a")]
+
+
 def test_a_damaged_checkpoint_is_not_resumed(tmp_path: Path) -> None:
     """The error names the one before; nothing has changed."""
     run = run_of()
@@ -146,11 +263,26 @@ def test_an_interrupted_wait_leaves_the_snapshot_alone(
 
 def test_a_failed_save_of_which_nobody_asks_is_warned_of(tmp_path: Path) -> None:
     """A program that ends would otherwise never know."""
-    code = "import sys, torchlift; torchlift.Keeper(sys.argv[1]).save(1, what=object())"
+    code = (
+        "import resource, signal, sys, torch, torchlift\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "torchlift.Keeper(sys.argv[1]).save(1, w=torch.ones(1000))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert "RuntimeWarning: the last save of a Keeper failed: 'what'" in done.stderr
+    assert "RuntimeWarning: the last save of a Keeper failed: " in done.stderr
+    assert "step-000000001.pt: the file cannot be written" in done.stderr
+
+
+def test_what_cannot_be_resumed_is_not_saved(tmp_path: Path) -> None:
+    """The call that saves it says so, not the next one; nothing is written."""
+    with torchlift.Keeper(tmp_path) as keeper:
+        with pytest.raises(PlacementError, match=r"'what\.inside'"):
+            keeper.save(1, what={"inside": object()})
+        keeper.wait()
+        assert keeper.steps() == []
 
 
 def test_a_checkpoint_whose_metric_cannot_be_read_stays(tmp_path: Path) -> None:
@@ -209,9 +341,16 @@ def test_an_error_of_a_save_in_the_background_is_raised_by_the_next_call(tmp_pat
     keeper = torchlift.Keeper(tmp_path)
     keeper.save(1, run)
     keeper.wait()
-    keeper.save(2, run, what=object())
-    with pytest.raises(CheckpointError, match="what"):
-        keeper.save(3, run)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        keeper.save(2, run)
+        with pytest.raises(CheckpointError, match=r"step-000000002\.pt: the file cannot"):
+            keeper.save(3, run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
     assert keeper.steps() == [1]
     keeper.save(3, run)
     keeper.close()
@@ -332,6 +471,7 @@ def test_a_save_may_be_skipped_while_another_is_on_its_way(
         ({"every": True}, "every=True: expected a number from 1 on, or None"),
         ({"busy": "no"}, "busy='no': expected one of wait, skip"),
         ({"best_is": "max"}, "best_is='max': expected one of lowest, highest"),
+        ({"timeout": 0}, "timeout=0: expected seconds, or None"),
     ],
 )
 def test_arguments_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -433,6 +573,15 @@ results = saved_then_loaded(WORKERS, RANKS)
         "what_is_kept_is_complete_and_no_more_than_asked_for",
         "a_rank_that_cannot_write_ends_the_save_on_all",
         "ranks_that_disagree_all_raise",
+        "what_all_ranks_have_is_one_ranks",
+        "what_cannot_be_resumed_is_not_saved",
+        "an_argument_of_one_rank_ends_it_on_all",
+        "whatever_fails_on_one_rank_ends_it_on_all",
+        "close_leaves_no_thread_and_no_descriptor",
+        "ranks_wait_as_long_as_the_job_does",
+        "what_ranks_have_of_their_own_is_theirs_again",
+        "other_ranks_are_told_of_what_each_had",
+        "a_folder_on_a_network_is_read_in_slices",
         "another_model_is_an_error_that_lists_all_of_it",
         "any_number_of_ranks_goes_on_with_what_another_kept",
     ],
@@ -458,7 +607,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 6
+    assert len(found) == 13
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():
@@ -478,4 +627,4 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
         assert not changed, "they are those of all threads"
         keeper.save(3, again)
     assert torch.equal(again["model"].weight, runs["plain"]["model"].weight + 1)
-    assert sorted(os.listdir(tmp_path / "grouped")) == ["step-000000002", "step-000000003.pt"]
+    assert sorted(os.listdir(tmp_path / "grouped")) == ["step-000000002.pt", "step-000000003.pt"]

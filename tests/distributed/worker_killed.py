@@ -46,6 +46,15 @@ def dies_in(count: int, function: Any) -> Any:
     return lambda *args: function(*args) if next(calls, None) else die()
 
 
+class Weights(torch.nn.Module):
+    """A model with these parameters."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for key, value in state.items():
+            self.register_parameter(key, torch.nn.Parameter(value))
+
+
 def main() -> None:
     folder, rank, world, victims, where, name = sys.argv[1:]
     torch.set_num_threads(1)
@@ -59,20 +68,29 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (int(world),))
     values = {f"w{i}": torch.full((9, 3), 2.0 + i) for i in range(6)}
     state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in values.items()}
+    keeper = torchlift.Keeper(Path(folder, "saved")) if name == "keeper" else None
+    if keeper is not None:
+        keeper.save(1, model=Weights(state))
+        keeper.wait()
     if rank in victims.split(","):
         if where == "write":
             write.write_at = dies_in(4, write.write_at)
         else:
             setattr(os, where, die)
+    # Torch's own way ends with torch's own error.
+    expected = (CheckpointError, RuntimeError) if name == "dcp" else CheckpointError
     result = Path(folder, f"{rank}.json")
     started = time.monotonic()
     try:
         path = Path(folder, "saved", name)
-        if name == "dcp":
+        if keeper is not None:
+            keeper.save(2, model=Weights(state))
+            keeper.wait()
+        elif name == "dcp":
             torch.distributed.checkpoint.save(state, storage_writer=CheckpointWriter(path))
         else:
             torchlift.save(state, path, max_shard_size=200 if name.endswith("json") else None)
-    except (CheckpointError, RuntimeError) as error:
+    except expected as error:
         result.write_text(json.dumps([str(error), time.monotonic() - started]), encoding="utf-8")
     os._exit(0)  # no barrier: a rank is dead
 

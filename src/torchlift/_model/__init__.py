@@ -108,6 +108,7 @@ from torchlift._model.torch_private import make_wrapper as make_wrapper
 from torchlift._model.torch_private import require_fsdp1_state as require_fsdp1_state
 from torchlift._model.torch_private import shard_order as shard_order
 from torchlift._model.torch_private import storage_key as storage_key
+from torchlift._model.torch_private import timeout_of as timeout_of
 from torchlift._model.torch_private import without_subclasses as without_subclasses
 from torchlift._model.torch_private import writes_into_leaf as writes_into_leaf
 from torchlift._model.watch import version_of as version_of

@@ -8,6 +8,8 @@ from torchlift._save.files import Section as Section
 from torchlift._save.files import Sums as Sums
 from torchlift._save.files import behind as behind
 from torchlift._save.files import dcp_layout as dcp_layout
+from torchlift._save.files import make_folders as make_folders
+from torchlift._save.files import require_sizes as require_sizes
 from torchlift._save.files import torch_output as torch_output
 from torchlift._save.files import write_error as write_error
 from torchlift._save.files import write_frames as write_frames
@@ -18,6 +20,7 @@ from torchlift._save.saving import SaveReport as SaveReport
 from torchlift._save.saving import Target as Target
 from torchlift._save.saving import finish as finish
 from torchlift._save.saving import from_files as from_files
+from torchlift._save.saving import require_savable as require_savable
 from torchlift._save.saving import save as save
 from torchlift._save.values import Becomes as Becomes
 from torchlift._save.values import Taken as Taken

@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -32,7 +32,7 @@ from torchlift._transfer import (
     write_at,
     write_runs,
 )
-from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError
+from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError, PlacementError
 from torchlift.formats import (
     DCP_METADATA,
     DCP_SUFFIX,
@@ -71,6 +71,8 @@ class Output:
         files: name -> its sections; of one file its own name.
         content: names that the files have got -> what the head says; None: there is no such head.
         kind: of the head, where there is one.
+        owners: name -> the number of the rank that alone writes the file; empty where all write all
+            of them.
         replaces: paths of older heads that are superseded: readers would go on to take them.
         tied: key -> the key that holds its values.
         untied: key -> the key that is the same tensor, and in the files has values of its own.
@@ -81,6 +83,7 @@ class Output:
     files: Mapping[str, Sequence[Section]]
     content: Callable[[Sequence[str]], bytes] | None = None
     kind: SetKind | None = None
+    owners: Mapping[str, int] = field(default_factory=dict)
     replaces: Sequence[str] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
@@ -102,6 +105,16 @@ class Output:
             for sections in self.files.values()
         ]
         return sha256(repr(places).encode()).digest()
+
+    def data(self) -> Iterator[tuple[int, memoryview | bytes]]:
+        """Yield what one file without checksums will have, and where."""
+        work = Workspace(_BLOCK)
+        for base, layout, values in (s for sections in self.files.values() for s in sections):
+            for offset, data in layout.frame([]):
+                yield base + offset, data
+            for (_, start), value in zip(layout.payloads, values, strict=True):
+                for _, runs in value.runs(work):
+                    yield from ((base + start + offset, run) for offset, run in runs)
 
     @property
     def nbytes(self) -> int:
@@ -211,7 +224,7 @@ _ALIGNMENT = 64
 def dcp_output(
     path: str, taken: Taken, values: Sequence[Value], limit: int | None, checksum: bool
 ) -> Output:
-    """Lay out a directory of torch.distributed.checkpoint, as one process would write it."""
+    """Lay out a directory of torch.distributed.checkpoint: of each rank files of its own."""
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -222,36 +235,47 @@ def dcp_output(
         TensorStorageMetadata,
     )
 
-    files: list[list[Section]] = [[]]
-    places: list[tuple[MetadataIndex, int, int, int]] = []  # what, file, first byte, length
+    files: dict[int, list[list[Section]]] = {0: [[]]}  # of each rank
+    places: list[tuple[MetadataIndex, tuple[int, int], int, int]] = []  # what, file, first, length
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
 
-    def add(index: MetadataIndex, layout: Layout, own: Sequence[Value]) -> None:
-        if limit is not None and files[-1] and end_of(files[-1]) + layout.nbytes > limit:
-            files.append([])
-        section = behind(files[-1], layout, own)
-        files[-1].append(section)
-        places.append((index, len(files) - 1, section.base, layout.nbytes))
+    def add(index: MetadataIndex, who: int, layout: Layout, own: Sequence[Value]) -> None:
+        found = files.setdefault(who, [[]])
+        if limit is not None and found[-1] and end_of(found[-1]) + layout.nbytes > limit:
+            found.append([])
+        section = behind(found[-1], layout, own)
+        found[-1].append(section)
+        places.append((index, (who, len(found) - 1), section.base, layout.nbytes))
 
     for value in values:
-        start, size = torch.Size([0] * len(value.shape)), torch.Size(value.shape)
+        chunks = []
+        for number, (who, start, part) in enumerate(value.chunks()):
+            chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size(part.shape)))
+            index = MetadataIndex(value.key, chunks[-1].offsets, number)
+            add(index, who, dcp_layout(part.stored, checksum), [part])
         described[value.key] = TensorStorageMetadata(
-            TensorProperties(dtype=value.dtype), size, [ChunkStorageMetadata(start, size)]
+            TensorProperties(dtype=value.dtype), torch.Size(value.shape), chunks
         )
-        add(MetadataIndex(value.key, start, 0), dcp_layout(value.stored, checksum), [value])
     for key, item in taken.objects.items():
         described[key] = BytesStorageMetadata()
-        add(MetadataIndex(key), torch_zip_layout([], pickled(item, [])), [])
+        add(MetadataIndex(key), 0, torch_zip_layout([], pickled(item, [])), [])
+    each = {(who, at): file for who, own in sorted(files.items()) for at, file in enumerate(own)}
 
     def content(names: Sequence[str]) -> bytes:
-        data = {index: dcp_item(names[n], first, length) for index, n, first, length in places}
+        name_of = dict(zip(each, names, strict=True))
+        data = {index: dcp_item(name_of[at], first, length) for index, at, first, length in places}
         # With the version of its writer, so that torch knows how keys were joined.
         metadata = Metadata(described, taken.paths, data, StorageMeta(path), "1.0.0")
         return pickle.dumps(metadata)
 
-    names = {f"__0_{number}{DCP_SUFFIX}": sections for number, sections in enumerate(files)}
+    names = {at: f"__{at[0]}_{at[1]}{DCP_SUFFIX}" for at in each}
     return Output(
-        os.path.join(path, DCP_METADATA), names, content, DCP_FILES, untied=ties_of(values)
+        os.path.join(path, DCP_METADATA),
+        {names[at]: sections for at, sections in each.items()},
+        content,
+        DCP_FILES,
+        {name: who for (who, _), name in names.items()} if len(files) > 1 else {},
+        untied=ties_of(values),
     )
 
 
@@ -311,7 +335,7 @@ class Files:
         self._set: AtomicSet | None = None
         self._numbers = {name: number for number, name in enumerate(output.files)}
         try:
-            _make_folders(os.path.dirname(output.head), self._made)
+            make_folders(os.path.dirname(output.head), self._made)
             if output.kind is not None:
                 names = list(output.files)
                 self._set = AtomicSet(output.head, names, output.kind, output.replaces)
@@ -339,18 +363,24 @@ class Files:
         number = self._numbers[name]
         file = AtomicFile(self.output.head) if self._set is None else self._set.file(number)
         self._open[name] = file
-        os.truncate(file.descriptor, end_of(self.output.files[name]))
+        if not self.output.owners:
+            os.truncate(file.descriptor, end_of(self.output.files[name]))
         return file
 
     def complete(self, name: str, written: Sequence[Sums]) -> None:
         """Write what is not weights into a file, and let it appear.
 
         Raises:
+            PlacementError: another machine was to write it, and has not.
             OSError: it does not.
         """
         file, sections = self._open[name], self.output.files[name]
-        os.truncate(file.descriptor, end_of(sections))
-        write_frames(file.descriptor, sections, written)
+        if self.output.owners:
+            folder, temporary = os.path.split(file.temporary)
+            require_sizes(folder, {temporary: end_of(sections)})
+        else:
+            os.truncate(file.descriptor, end_of(sections))
+            write_frames(file.descriptor, sections, written)
         try:
             file.commit()
         except NotDurable as error:
@@ -385,6 +415,30 @@ class Files:
                     os.rmdir(path)
 
 
+def require_sizes(folder: str, sizes: Mapping[str, int]) -> None:
+    """Refuse files that others have written, as far as this machine sees them.
+
+    Raises:
+        PlacementError: one is not there, or has another length.
+        OSError: the folder cannot be read.
+    """
+    # Listed, not looked up by name: NFS may remember for a while that a name was not there.
+    there = set(os.listdir(folder))
+    for name, nbytes in sizes.items():
+        path, found = os.path.join(folder, name), None
+        if name in there:
+            with open(path, "rb") as file:  # NFS asks its server anew for what is opened
+                found = os.fstat(file.fileno()).st_size
+        if found != nbytes:
+            raise PlacementError(
+                "a file that a rank has written is not there, or not whole",
+                file=path,
+                expected=f"{nbytes} bytes",
+                found="no file" if found is None else f"{found} bytes",
+                hint="Pass a path on a file system that all machines share.",
+            )
+
+
 def place_of(output: Output) -> str:
     """Return the path of the head, links followed."""
     if output.kind is None:
@@ -410,12 +464,12 @@ def _remove_set(index: str) -> None:
             raise NotRemoved(*error.args) from error
 
 
-def _make_folders(path: str, made: list[str]) -> None:
+def make_folders(path: str, made: list[str]) -> None:
     """Make the folders that are not there, durably, and add them to `made`, outermost first."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
-    _make_folders(parent, made)
+    make_folders(parent, made)
     with suppress(FileExistsError):  # another saver made it; a file there is an error later
         os.mkdir(path)
         made.append(path)

@@ -7,6 +7,7 @@ of the same state.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
 from array import array
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, product
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,8 +40,10 @@ from torchlift._save.files import (
     Output,
     Section,
     Sums,
+    end_of,
     place_of,
     write_error,
+    write_frames,
     write_sections,
 )
 from torchlift._save.pickling import Rebuilt
@@ -64,6 +68,9 @@ class Share(Value):
         number: of this rank among those; they write one block each in turn.
         copies: how many they are; 0 where this rank writes nothing.
         turn: a number that is the same on all ranks and differs from tensor to tensor.
+        step: how far the turn is from one block to the next; 0: one rank writes all of them.
+        places: numbers of ranks, and the ranges that each of them alone writes; empty where all
+            write one file.
     """
 
     local: torch.Tensor | None = None
@@ -72,6 +79,8 @@ class Share(Value):
     number: int = 0
     copies: int = 0
     turn: int = 0
+    step: int = 1
+    places: tuple[tuple[int, Spans], ...] = ()
 
     @classmethod
     def of(cls, stored: Stored, same: object, turn: int = 0) -> Share:
@@ -123,10 +132,44 @@ class Share(Value):
         part = narrowed(whole, self.spans)
         for at, (block, view) in enumerate(tensor_blocks(local, local.dtype, work)):
             places = []
-            if (self.turn + at) % self.copies == self.number:
+            if (self.turn + at * self.step) % self.copies == self.number:
                 found = runs(narrowed(part, [[span] for span in block]))
                 places = [(r.offset, view[r.at * size : (r.at + r.numel) * size]) for r in found]
             yield view, places
+
+    @property
+    def begins(self) -> bool:
+        """Return whether this process writes the first block of what it has."""
+        return self.copies > 0 and self.turn % self.copies == self.number
+
+    def chunks(self) -> list[tuple[int, tuple[int, ...], Value]]:
+        """Return the number of a rank, a place in the tensor, and what that rank writes there.
+
+        Raises:
+            PlacementError: some of the tensor is no rank's.
+        """
+        if not self.places:
+            return super(Share, self).chunks()
+        found: list[tuple[int, tuple[int, ...], Value]] = []
+        for who, spans in self.places:
+            is_here = spans == self.spans and self.copies > 0
+            ends = [[*accumulate((b - a for a, b in dim), initial=0)] for dim in spans]
+            for box in product(*map(enumerate, spans)):
+                shape = tuple(stop - start for _, (start, stop) in box)
+                stored = Stored(self.key, self.stored.dtype, shape)
+                if not math.prod(shape) and (self.numel or found):
+                    continue
+                part = replace(Share.of(stored, self.key, self.turn), step=0)
+                if is_here:
+                    assert self.local is not None
+                    inside = [slice(e[n], e[n + 1]) for e, (n, _) in zip(ends, box, strict=True)]
+                    local = self.local[tuple(inside)]
+                    spread = everything(shape), self.part, self.number, self.copies
+                    part = part.with_values(local, *spread)
+                found.append((who, tuple(start for _, (start, _) in box), part))
+        if sum(part.numel for *_, part in found) != self.numel:
+            raise _nobodys(self.key, self.stored.nbytes, sum(p.stored.nbytes for *_, p in found))
+        return found
 
 
 #: What one rank is to save, without the values of tensors: of each what is stored, and the first
@@ -197,7 +240,7 @@ class Mesh:
 
     def merged(
         self, taken: Taken, metadata: Mapping[str, str], asked: Mapping[str, object]
-    ) -> tuple[Taken, list[Value], Mapping[str, str], dict[str, str]]:
+    ) -> tuple[Taken, Sequence[Value], Mapping[str, str], dict[str, str]]:
         """Tell each other what there is to save, of which ranks may have names of their own.
 
         Of plain data the first rank that has the name counts, and rank 0's metadata.
@@ -240,20 +283,28 @@ class Mesh:
         _, alike = self.group.run(lambda: (None, _same_as(own, local)))
         same = _ties(own, [*alike.values()])
 
-        def share(turn: int, key: str, stored: Stored, first: int | None) -> Value:
+        def share(turn: int, key: str, stored: Stored, first: int | None) -> Share:
             made = Share.of(stored, same.get(key, key), turn)
             if key not in local:
                 return made
             ranks, is_equal = holders.get(key, self.ranks), asked["replicated"] == "equal"
             return self._share_of(made, local[key], ranks, first, is_equal)
 
-        def shares() -> tuple[list[Value], None]:
+        is_apart = asked["format"] == "dcp" and len(self.ranks) > 1
+
+        def shares() -> tuple[list[Share], dict[str, Spans]]:
             found = enumerate(own.tensors.items())
             made = [share(turn, key, *each) for turn, (key, each) in found]
             deliver_interrupt()  # here, where the others are told of it
-            return made, None
+            return made, {each.key: each.spans for each in made if is_apart and each.begins}
 
-        values, _ = self.group.run(shares)
+        values, placed = self.group.run(shares)
+        if is_apart:  # of two machines that write one file, one may undo what the other has done
+            spans = [placed[who] for who in self.ranks]
+            values = [
+                replace(v, places=tuple((n, s[v.key]) for n, s in enumerate(spans) if v.key in s))
+                for v in values
+            ]
         return own, values, texts, lost
 
     def _holders(self, told: Mapping[int, Taken]) -> dict[str, list[int]]:
@@ -403,9 +454,18 @@ class Mesh:
             advance(nbytes)
 
         for path, each in zip(temporary, names, strict=True):
+            sections = output.files[each]
+            if output.owners and output.owners[each] != self.ranks.index(self.rank):
+                sums.append(
+                    write_sections(-1, sections, go_on)
+                )  # which compares and writes nothing
+                continue
             with LockedFile() as file:  # the first rank has locked it
                 file.open(path, os.O_WRONLY)
-                sums.append(write_sections(file.descriptor, output.files[each], go_on))
+                sums.append(write_sections(file.descriptor, sections, go_on))
+                if output.owners:
+                    os.truncate(file.descriptor, end_of(sections))
+                    write_frames(file.descriptor, sections, sums[-1:])
                 os.fsync(file.descriptor)
         deliver_interrupt()  # the last one that ends the save: the others are told of it
         self.written += sum(each.nbytes for each in sums)
@@ -415,19 +475,25 @@ class Mesh:
         payloads = _payloads(files.output, names)
         expected, found = sum(t.nbytes for t in payloads), sum(sums.nbytes for sums in written)
         if found != expected:
-            raise PlacementError(
-                "some values are nobody's to write: a DTensor's mesh has ranks that do not save",
-                file=self.path,
-                expected=f"{expected} bytes of tensors",
-                found=f"{found} bytes",
-                hint="Call it on all ranks that hold tensors, or name their process_group=.",
-            )
+            error = _nobodys(None, expected, found)
+            error.file = self.path
+            raise error
         at = 0
         for name in names:
             count = len(_payloads(files.output, [name]))
             own = [Sums(0, sums.crcs[at : at + count], array("Q")) for sums in written]
             files.complete(name, own)
             at += count
+
+
+def _nobodys(key: str | None, expected: int, found: int) -> PlacementError:
+    return PlacementError(
+        "some values are nobody's to write: a DTensor's mesh has ranks that do not save",
+        entry=key,
+        expected=f"{expected} bytes of tensors",
+        found=f"{found} bytes",
+        hint="Call it on all ranks that hold tensors, or name their process_group=.",
+    )
 
 
 def _joined(sums: Sequence[Sums]) -> Sums:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchlift._checkpoint import Checkpoint, Tree, dtype_of, gathered
-from torchlift._model import is_dtensor, is_flattened, tensors_of, versioned
+from torchlift._model import is_dtensor, is_flattened, local_tensor, tensors_of, versioned
 from torchlift._save.files import (
     Output,
     dcp_output,
@@ -244,7 +244,7 @@ def save(
     texts: Mapping[str, str] = metadata if metadata is not None else {}
     mesh = Mesh(process_group, alone=is_alone)
 
-    def prepare() -> tuple[tuple[Target, Taken, list[Value]], None]:
+    def prepare() -> tuple[tuple[Target, Taken, Sequence[Value]], None]:
         if hasattr(path, "write"):
             raise TypeError("ranks save together to a path: a file object is one process's own")
         # There may be no current folder.
@@ -255,7 +255,7 @@ def save(
         target = Target.of(path, format, max_shard_size)
         target.check_metadata(texts)
         _check_whole(obj, mesh.path)
-        values: list[Value] = []
+        values: Sequence[Value] = []
         if not isinstance(obj, Checkpoint):
             taken = take_apart(obj, plain=not target.only_tensors)
         elif is_alone:
@@ -547,6 +547,23 @@ class Target:
         if self.limit is None or one.nbytes <= self.limit:
             return one
         return sharded_output(self.path + INDEX_SUFFIX, values, self.limit, metadata, checksum)
+
+
+def require_savable(obj: object, path: str) -> Output:
+    """Refuse a state that a torch file cannot hold so that torchlift reads it back.
+
+    Returns:
+        The file that it would be.
+
+    Raises:
+        PlacementError: it has such a value.
+    """
+    target = Target.of(path, "torch-zip", None)
+    taken = take_apart(obj)
+    tensors = {key: local_tensor(tensor) for key, tensor in taken.tensors.items()}
+    values = [target.value_of(key, tensor) for key, tensor in tensors.items()]
+    with errors_name(target.path):
+        return target.lay_out(taken, values, {}, False)
 
 
 def from_files(

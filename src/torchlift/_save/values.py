@@ -164,6 +164,10 @@ class Value:
         """Return a number from 1 on, where others may have the same bytes; else 0."""
         return 0
 
+    def chunks(self) -> list[tuple[int, tuple[int, ...], Value]]:
+        """Return the number of a rank, a place in the tensor, and what that rank writes there."""
+        return [(0, (0,) * len(self.shape), self)]
+
     @property
     def numel(self) -> int:
         """Return the number of elements."""

@@ -387,7 +387,7 @@ class StateSource(Origin):
     """The values of a state dict in memory, which stays as it is.
 
     Args:
-        state: key -> tensor, or a value that is none.
+        state: key -> tensor, of memory or of one file, or a value that is none.
         versions: path of a module -> its version and the like (``_metadata``).
         whole: whether plain tensors stand for DTensors, of which each rank takes its own slice.
     """
@@ -404,8 +404,10 @@ class StateSource(Origin):
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 candidates[key] = MemoryTensor(key, value)
-            elif isinstance(value, Sent):
+            elif isinstance(value, (FileTensor, Sent)):
                 candidates[key] = replace(value, key=key)
+                if isinstance(value, FileTensor):
+                    self.views = value.views  # of one file: what is read is read by them
             else:
                 objects[key] = value
         super().__init__(candidates, objects, versions or {})

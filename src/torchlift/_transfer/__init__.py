@@ -1,6 +1,7 @@
 """Byte ranges of files and tensors: map, read, write."""
 
 from torchlift._transfer.files import Files as Files
+from torchlift._transfer.files import file_system as file_system
 from torchlift._transfer.files import is_network as is_network
 from torchlift._transfer.pages import allocate as allocate
 from torchlift._transfer.pinned import Sender as Sender

@@ -178,12 +178,17 @@ def is_network(path: str | os.PathLike[str]) -> bool:
         >>> is_network(tempfile.gettempdir())
         False
     """
+    kind = file_system(path)
+    return kind in _NETWORK.split() or kind == "fuse" or kind.startswith("fuse.")
+
+
+def file_system(path: str | os.PathLike[str]) -> str:
+    """Return the type of the file system that `path` lives on; empty where it cannot be found."""
     try:
         device = os.stat(path).st_dev
-        kind = _kinds().get((os.major(device), os.minor(device)), "")
+        return _kinds().get((os.major(device), os.minor(device)), "")
     except (OSError, AttributeError):  # Windows has neither device numbers nor ``/proc``
-        return False
-    return kind in _NETWORK.split() or kind == "fuse" or kind.startswith("fuse.")
+        return ""
 
 
 def _kinds() -> dict[tuple[int, int], str]:

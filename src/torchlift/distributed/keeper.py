@@ -1,59 +1,71 @@
 """Keep the checkpoints of a training run: save in the background, keep some, find the last, resume.
 
-The policies are those of orbax's ``CheckpointManager``; the machinery on a mesh (the snapshot, the
-planner, the files) is that of ``torch.distributed.checkpoint``.
+The policies are those of orbax's ``CheckpointManager``; the snapshot is made by torch's stager. On
+a mesh and on one process it is `torchlift.save` that writes, and what `torchlift.load` does that
+reads.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import operator
 import os
 import random
 import re
 import shutil
+import socket
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import reduce
+from datetime import timedelta
+from functools import partial, reduce
+from hashlib import sha256
 from operator import and_
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model import RankGroup, has_group, is_closed, is_dtensor, uses_fsdp1, world_of
-from torchlift._save import save
-from torchlift._system import leaves, map_leaves
-from torchlift._transfer import make_durable, remove_debris
+from torchlift._model import (
+    RankGroup,
+    has_group,
+    is_closed,
+    is_dtensor,
+    ranks_of,
+    timeout_of,
+    uses_fsdp1,
+    versioned,
+    world_of,
+)
+from torchlift._save import make_folders, memory_of, require_savable, save
+from torchlift._sources import FileTensor
+from torchlift._system import clipped_list, leaves, map_leaves
+from torchlift._transfer import file_system, remove_debris
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, model_misfit
-from torchlift.distributed.reader import CheckpointReader
 from torchlift.distributed.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_state_dict,
+    slices_of,
 )
-from torchlift.distributed.writer import CheckpointWriter
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
 from torchlift.formats import DCP_METADATA
 from torchlift.formats import verify as verify_file
 
 #: What a checkpoint is called: its step, and its generation from the second one on.
-_NAME = re.compile(r"step-(\d{9,})(?:-(\d+))?(\.pt)?")
+_NAME = re.compile(r"step-([0-9]{9,})(?:-([0-9]+))?(\.pt)?")
 #: What a process that was killed leaves of one: its temporary file.
 _BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
-#: Beside the shards of a mesh: what is no tensor of a model, and what each rank has of its own.
-_REST, _RNG = "rest.pt", "rng-{}.pt"
-#: Names that a checkpoint needs for itself.
-_OWN = ("step", "metrics", "rng")
+#: Names that a checkpoint needs for itself; in a folder what is no tensor is packed into some.
+_OWN = ("step", "metrics", "rng", "ranks", "packed")
+#: Of which several machines may write one file: what one of them caches the others know of.
+_COHERENT = {"lustre", "gpfs"}
 
 
 class _Kept(NamedTuple):
@@ -86,26 +98,38 @@ class _Misfit(NamedTuple):
 class Keeper:
     """Keeps the checkpoints of one run in a folder, which no other program writes to.
 
-    On one process a checkpoint is a torch file, ``step-000000100.pt``, which appears whole or not
-    at all. On several it is a folder, ``step-000000100``, in the format of
-    ``torch.distributed.checkpoint``; its ``.metadata``, which is written last, says that it is
-    complete. `torchlift.open` and `torchlift.load` read both (``root="model"``).
+    A checkpoint is a torch file, ``step-000000100.pt``, which appears whole or not at all; of
+    several processes, too, each of which writes its own bytes. Where these are on several machines,
+    whose file system may not keep apart what two of them write into one file (all but Lustre and
+    GPFS), it is a folder, ``step-000000100``, in the format of ``torch.distributed.checkpoint``
+    with a file a rank; its ``.metadata``, which is written last, says that it is complete.
+    `torchlift.open` and `torchlift.load` read both (``root="model"``), on any number of processes.
 
     A save takes a snapshot in memory, which is all that training waits for, and writes it in a
     thread of its own. One save is on its way at a time. What goes wrong there is raised by the next
     call of `save`, `wait` or `close`; a program that makes none is warned at its end. A tensor that
     is a view takes the memory that it looks into, in the snapshot.
 
-    In a process group all ranks make their keeper, and call its methods, in the same order.
+    In a process group all ranks make their keeper, and call its methods, in the same order; those
+    that look (`steps`, `latest`, `best`) need no other rank. Of what the ranks have under one name:
+
+    - shards of a DTensor: each rank's, as one tensor, for any mesh;
+    - parameters, buffers and moments that are no shards: the first rank's;
+    - other objects and plain data: once, where they are equal on all ranks; else each rank's, such
+      as the place in its data, for as many ranks as there were (see `resume`);
+    - the random number generators: each rank's.
 
     Args:
         directory: where; created where it is not there.
-        keep: how many of the last checkpoints to keep; None keeps all.
+        keep: how many of the last checkpoints to keep, without those of steps that the run has gone
+            back on; None keeps all. One that cannot be removed is warned of.
         every: keep those too whose step is a multiple of it.
         best: keep the one too whose metric of that name is the best.
         best_is: whether the lowest or the highest metric is.
         background: False writes before `save` returns.
         busy: what `save` does while the last one is on its way: ``"wait"`` for it, or ``"skip"``.
+        timeout: seconds that ranks wait for each other, in which the slowest has to be written;
+            None: as long as the process group does.
 
     Raises:
         ValueError: an argument is not what it can be.
@@ -138,43 +162,44 @@ class Keeper:
         best_is: Literal["lowest", "highest"] = "lowest",
         background: bool = True,
         busy: Literal["wait", "skip"] = "wait",
+        timeout: float | None = None,
     ) -> None:
-        for name, number in (("keep", keep), ("every", every)):
-            if number is not None and (type(number) is not int or number < 1):
-                raise ValueError(f"{name}={number!r}: expected a number from 1 on, or None")
-        for name, word, words in (
-            ("best_is", best_is, ("lowest", "highest")),
-            ("busy", busy, ("wait", "skip")),
-        ):
-            if word not in words:
-                raise ValueError(f"{name}={word!r}: expected one of {', '.join(words)}")
         self.directory = os.path.abspath(os.fspath(directory))
         self._keep, self._every, self._best, self._best_is = keep, every, best, best_is
         self._background, self._skips = background, busy == "skip"
         self._rank = world_of()[0]
-        # One process of a process group may have DTensors, too.
-        self._alone = not has_group()
+        numbers = {"keep": keep, "every": every}
+        words = {"best_is": (best_is, "lowest", "highest"), "busy": (busy, "wait", "skip")}
+        # Before the groups are made, in which the others would wait for a rank that has left.
+        alike = background, busy, best, timeout
+        _, told = RankGroup.of_all().run(partial(_checked_arguments, numbers, words, alike))
+        if len(set(told.values())) > 1:
+            names = "background=, busy=, best= and timeout="
+            raise ValueError(f"the ranks do not pass the same {names}: {told}")
         # Two of its own: what a save in the background agrees on must not meet what the calls of
         # this class do, nor what training does.
-        front, back = [
-            [] if self._alone else [torch.distributed.new_group(backend="gloo")] for _ in "ab"
-        ]
-        self._ranks, self._writers = RankGroup(front), RankGroup(back)
+        self._ranks, self._writers = [RankGroup(_new_groups(timeout)) for _ in "ab"]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
-        self._in_flight: list[Future[None] | None] = [None]
+        self._in_flight: list[Future[list[str]] | None] = [None]
         weakref.finalize(self, _lost, self._in_flight)
         self._closed = False
         self._stager: DefaultStager | None = None
-        self._ranks.run(self._make_folder)
+        self._base: int | None = None  # the step that was last resumed or saved
+        self._metrics: dict[str, tuple[object, float | None]] = {}  # path -> stamp, that of best=
+        _, places = self._ranks.run(self._make_folder)
+        machines, kinds = zip(*places.values(), strict=True)
+        #: Whether all write one file.
+        self._is_one = len({*machines}) == 1 or {*kinds} <= _COHERENT
 
-    def _make_folder(self) -> tuple[None, None]:
+    def _make_folder(self) -> tuple[None, tuple[str, str]]:
         try:
-            os.makedirs(self.directory, exist_ok=True)
+            make_folders(self.directory, [])
+            os.listdir(self.directory)
         except OSError as error:
             raise CheckpointError(
                 "cannot be made a folder", file=self.directory, found=str(error)
             ) from error
-        return None, None
+        return None, (_machine(), file_system(self.directory))
 
     # ---- save
 
@@ -203,10 +228,13 @@ class Keeper:
 
         Raises:
             CheckpointError: the last one could not be saved; without `background`, this one.
+            PlacementError: an object has what no file can hold so that it is resumed from there.
             TypeError, ValueError: an argument is not what it can be.
         """
 
-        def check() -> tuple[tuple[int, dict[str, object], dict[str, float]], tuple[int, bool]]:
+        def check() -> tuple[
+            tuple[int, dict[str, object], dict[str, float]], tuple[int, bool, list[str]]
+        ]:
             number = _step(step)
             if self._closed:
                 raise ValueError("the keeper is closed")
@@ -216,23 +244,47 @@ class Keeper:
                 raise ValueError(
                     f"metrics has no {self._best!r}, by which the best checkpoint is told (best=)"
                 )
-            return (number, named, values), (number, self._is_done)
+            return (number, named, values), (number, self._is_done, _model_names(named))
 
         (step, named, numbers), told = self._ranks.run(check)
-        if len({number for number, _ in told.values()}) > 1:
-            raise ValueError(f"the ranks save different steps: {[n for n, _ in told.values()]}")
-        if self._skips and not all(done for _, done in told.values()):
+        if len({number for number, *_ in told.values()}) > 1:
+            raise ValueError(f"the ranks save different steps: {[n for n, *_ in told.values()]}")
+        _require_alike([names for *_, names in told.values()])
+        if self._skips and not all(done for _, done, _ in told.values()):
             return False
         self.wait()
 
-        def take() -> tuple[tuple[dict[str, Any], dict[str, Any]], str | None]:
-            return self._snapshot(named), self._new_path(step) if self._rank == 0 else None
+        def take() -> tuple[
+            tuple[dict[str, Any], dict[str, Any]],
+            tuple[tuple[str, int] | None, dict[str, bytes], bytes],
+        ]:
+            tensors, rest = self._snapshot(named)
+            require_savable(tensors, self.directory)
+            digests = {name: self._digest({name: value}) for name, value in rest.items()}
+            place = self._new_path(step) if self._rank == 0 else None
+            params = repr([group["params"] for group in _groups_of(tensors, named).values()])
+            return (tensors, rest), (place, digests, sha256(params.encode()).digest())
 
-        (tensors, rest), paths = self._ranks.run(take)
-        rest = {"step": step, "metrics": numbers, **rest}
+        (tensors, rest), placed = self._ranks.run(take)
+        if len({params for *_, params in placed.values()}) > 1:  # stages of a pipeline
+            own = _groups_of(tensors, named)
+            _, groups = self._ranks.run(lambda: (None, own))
+            every = {at: group for each in reversed(groups.values()) for at, group in each.items()}
+            for name in {name for name, _ in own}:
+                found = [group for (other, _), group in sorted(every.items()) if other == name]
+                tensors[name] = {**tensors[name], "param_groups": found}
+        each_own = [digests for _, digests, _ in placed.values()]
+        equal = {
+            name: rest.pop(name)
+            for name, digest in each_own[0].items()
+            if all(digests.get(name) == digest for digests in each_own)
+        }
+        name, before = placed[0][0]
+        state = {"step": step, "metrics": numbers} if self._rank == 0 else {}
         self._in_flight[0] = self._thread.submit(
-            self._write, paths[0], tensors, rest, _generators()
+            self._write, name, before, state, tensors, equal, {"rng": _generators(), **rest}
         )
+        self._base = step
         if not self._background:
             self.wait()
         return True
@@ -251,6 +303,13 @@ class Keeper:
             self._in_flight[0] = None
             if error is not None:
                 raise error
+            if saving is not None and saving.result():
+                warnings.warn(
+                    f"older checkpoints cannot be removed; the next save tries again: "
+                    f"{clipped_list(saving.result())}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
             return None, None
 
         # All ranks raise, or one would go on alone into the next collective.
@@ -259,6 +318,8 @@ class Keeper:
     def close(self) -> None:
         """Wait for the last save, and free the memory of the snapshot; on a mesh on all ranks.
 
+        These then look (`steps`, `latest`, `best`), and neither save nor resume.
+
         Raises:
             CheckpointError: see `wait`.
         """
@@ -266,6 +327,10 @@ class Keeper:
             self.wait()
         finally:
             self._free()
+        groups = [*self._ranks.groups, *self._writers.groups]
+        self._ranks = self._writers = RankGroup([])
+        for group in groups:  # else its threads and sockets stay
+            torch.distributed.destroy_process_group(group)
 
     def _free(self) -> None:
         self._closed = True
@@ -299,9 +364,9 @@ class Keeper:
             if name not in tensors
         }
         for name, value in rest.items():
-            if not self._alone and any(map(is_dtensor, leaves(value).values())):
+            if self._ranks.groups and any(map(is_dtensor, leaves(value).values())):
                 raise TypeError(
-                    f"{name}: rank 0 saves what is no module and no optimizer, and it has DTensors"
+                    f"{name}: what is no module and no optimizer is a rank's, and it has DTensors"
                 )
         is_new = self._stager is None or is_closed(self._stager)
         if self._stager is None or is_new:
@@ -318,68 +383,64 @@ class Keeper:
         return copied["tensors"], copied["rest"]
 
     def _write(
-        self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
-    ) -> None:
-        """Write a checkpoint, and remove those that are no longer to be kept."""
-        if self._alone:
-            save({**rest, "rng": rng, **tensors}, path)
+        self,
+        name: str,
+        before: int,
+        state: dict[str, Any],
+        tensors: dict[str, Any],
+        equal: dict[str, Any],
+        own: dict[str, Any],
+    ) -> list[str]:
+        """Write a checkpoint, and remove those that are no longer to be kept.
+
+        Args:
+            name: of the file or folder.
+            before: the last step that may have led to this one.
+            state: the step and the metrics, on rank 0.
+            tensors: states of models and optimizers.
+            equal: states of what is equal on all ranks.
+            own: states of what is this rank's.
+
+        Returns:
+            Which of these could not be removed, and why.
+        """
+        path, rank = os.path.join(self.directory, name), str(self._rank)
+        group = self._writers.groups[0] if self._writers.groups else None
+        if self._is_one:
+            state = {**state, **equal, "ranks": {rank: own}, **tensors}
+            save(state, path, replicated="rank0", process_group=group)
         else:
-            self._write_shards(path, tensors, rest, rng)
-        if self._rank == 0:
-            try:
-                self._sweep(path)
-            except OSError as error:
-                raise CheckpointError(
-                    "it is saved, but an older one could not be removed",
-                    file=path,
-                    found=str(error),
-                ) from error
+            packed, _ = self._writers.run(partial(self._packed, equal, own))
+            state = {**state, **packed, **tensors}
+            save(state, path, format="dcp", replicated="rank0", process_group=group)
+        return self._sweep(path, before) if rank == "0" else []
 
-    def _write_shards(
-        self, path: str, tensors: dict[str, Any], rest: dict[str, Any], rng: dict[str, Any]
-    ) -> None:
-        def begin() -> tuple[None, None]:
-            if self._rank == 0:
-                # What a save that was killed left, such as a rank's random numbers of then, must
-                # not become a part of this one.
-                if os.path.isdir(path) and not os.path.exists(os.path.join(path, DCP_METADATA)):
-                    shutil.rmtree(path)
-                os.makedirs(path, exist_ok=True)
-                make_durable(self.directory)
-            return None, None
+    def _digest(self, state: Mapping[str, Any]) -> bytes:
+        """Return what is equal where ranks have the same state of an object.
 
-        def save_own() -> tuple[None, None]:
-            if not os.path.isdir(path):
-                raise PlacementError(
-                    "the ranks do not save to the same folder",
-                    file=path,
-                    expected="the folder that rank 0 has made",
-                    found=f"none on rank {self._rank}",
-                    hint="Pass a directory on a file system that all machines share.",
-                )
-            save(rng, os.path.join(path, _RNG.format(self._rank)))
-            if self._rank == 0:
-                save(rest, os.path.join(path, _REST))
-            return None, None
+        Raises:
+            PlacementError: it cannot be saved so that it is resumed.
+        """
+        output, made = require_savable(state, self.directory), sha256()
+        for place, data in output.data() if self._ranks.groups else ():
+            made.update(b"%d" % place)
+            made.update(data)
+        return made.digest()
 
-        writer = CheckpointWriter(path, format="dcp")
-        try:
-            self._writers.run(begin)
-            self._writers.run(save_own)
-            state_dict_saver.save(
-                tensors,
-                storage_writer=writer,
-                process_group=self._writers.groups[0],
-            )
-        except (CheckpointException, CheckpointError, OSError) as error:
-            writer.reset()
-            # All ranks are out of it by now. On a full disk, what is left of it would be in the way
-            # of every later one.
-            if self._rank == 0 and not os.path.exists(os.path.join(path, DCP_METADATA)):
-                shutil.rmtree(path, ignore_errors=True)
-            if isinstance(error, CheckpointError):
-                raise
-            raise _cause(error, "could not be saved", path) from error
+    def _packed(
+        self, equal: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], None]:
+        """Return torch files as the bytes of tensors: the names in a folder of DCP are text."""
+        packed = []
+        for state in (equal, own):
+            output = require_savable(state, self.directory)
+            ((section,),) = output.files.values()
+            packed.append(torch.empty(section.layout.nbytes, dtype=torch.uint8))
+            room = memory_of(packed[-1])
+            for place, data in output.data():
+                room[place : place + len(data)] = data
+        each_own = {"ranks": {str(self._rank): packed[1]}}
+        return {"packed": packed[0], **each_own} if self._rank == 0 else each_own, None
 
     # ---- find
 
@@ -425,50 +486,78 @@ class Keeper:
         values: dict[str, float] = {}
         unknown: set[str] = set()
         for one in kept if self._best is not None else ():
-            file = one.path if os.path.isfile(one.path) else os.path.join(one.path, _REST)
             try:
-                with open_checkpoint(file) as ckpt:
-                    value: Any = ckpt.objects.get(f"metrics.{self._best}")
-            except CheckpointError:
+                value = self._metric_of(one.path)
+            except (CheckpointError, OSError):
                 unknown.add(one.path)
                 continue
             if value is not None and value == value:  # a loss that is NaN is never the best
                 values[one.path] = value if self._best_is == "lowest" else -value
         return min(reversed(values), key=values.__getitem__, default=None), unknown
 
-    def _new_path(self, step: int) -> str:
+    def _metric_of(self, path: str) -> float | None:
+        """Return the metric of a checkpoint; None where it has none that is a number.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+            OSError: it is gone.
+        """
+        facts = os.stat(path if os.path.isfile(path) else os.path.join(path, DCP_METADATA))
+        stamp = facts.st_ino, facts.st_size, facts.st_mtime_ns
+        known, value = self._metrics.get(path, (None, None))
+        if known != stamp:  # each is opened once, not all of them at each save
+            with open_checkpoint(path) as ckpt:
+                found = ckpt.objects.get(f"metrics.{self._best}")
+            value = float(found) if isinstance(found, (int, float)) else None
+            self._metrics[path] = stamp, value
+        return value
+
+    def _new_path(self, step: int) -> tuple[str, int]:
+        """Return what to call a step's checkpoint, and the last step that may have led to it."""
         kept = self._kept()
-        generation = kept[-1].generation if kept else 0
+        before = step - 1 if self._base is None else min(step - 1, self._base)
+        generation = 0
         if kept:
             last = kept[-1]
-            is_replaced = step == last.step and self._alone and last.path.endswith(".pt")
+            is_replaced = step == last.step and self._is_one and last.path.endswith(".pt")
             # A run that went back; or a folder, which stays until the new one is complete.
-            generation += step <= last.step and not is_replaced
+            generation = last.generation + (last.step > before and not is_replaced)
         name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
-        return os.path.join(self.directory, name + (".pt" if self._alone else ""))
+        path = os.path.join(self.directory, name)
+        if os.path.lexists(path) and path not in [one.path for one in kept]:
+            _remove(path)  # what a save that was killed left must not become a part of this one
+        return name + (".pt" if self._is_one else ""), before
 
-    def _sweep(self, newest: str) -> None:
-        """Remove what is no longer to be kept, and what saves that were interrupted left."""
+    def _sweep(self, newest: str, before: int) -> list[str]:
+        """Remove what is no longer to be kept, and what saves that were interrupted left.
+
+        Returns:
+            What could not be removed, and why.
+        """
         kept = self._kept()
-        stays: set[str | None] = {
-            one.path for one in (kept if self._keep is None else kept[-self._keep :])
-        }
+        # Backwards, without the steps that a run did which went back behind them.
+        branch = [newest]
+        for one in reversed(kept):
+            if one.step <= before and one.path != newest:
+                branch.append(one.path)
+                before = one.step - 1
+        last = [one.path for one in kept] if self._keep is None else branch[: self._keep]
+        stays: set[str | None] = {*last}
         stays |= {one.path for one in kept if self._every and one.step % self._every == 0}
         best, unknown = self._best_of(kept)
         stays |= {newest, best} | unknown  # one that cannot be read today may be the best
+        left = []
         for name in os.listdir(self.directory):
             path = os.path.join(self.directory, name)
             if begun := _BEGUN.fullmatch(name):
                 remove_debris(os.path.join(self.directory, begun[1]))
             if not _NAME.fullmatch(name) or path in stays:
                 continue
-            if os.path.isdir(path):
-                # First the marker: what a crash leaves of it here is no complete checkpoint.
-                with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(path, DCP_METADATA))
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
+            try:
+                _remove(path)
+            except OSError as error:
+                left.append(str(error))
+        return left
 
     # ---- resume
 
@@ -478,14 +567,18 @@ class Keeper:
         *,
         step: int | None = None,
         verify: bool = True,
+        on_other_ranks: Mapping[str, Callable[[list[Any]], Any]] | None = None,
         **objects: object,
     ) -> int | None:
         """Load the last complete checkpoint; on a mesh all ranks call it.
 
         A model and its optimizers are loaded together, both or neither; then the next model, the
         other objects and last the random number generators: after an error, what was loaded before
-        it stays. All ranks raise, or none. Another number of ranks may have saved: then a rank
-        without a state of its own for its generators keeps what it has.
+        it stays. All ranks raise, or none. Another number of ranks may have saved: then models,
+        optimizers and what was equal on all of them are resumed, and a rank without a state of its
+        own for its generators keeps what it has. An object of which each had a state of its own,
+        such as a data loader, is an error then, before anything changes, unless you say what
+        becomes of them.
 
         After a resume from an earlier step, what you save is the latest, not what came after that
         step the first time.
@@ -495,20 +588,24 @@ class Keeper:
                 ``load_state_dict``.
             step: of another checkpoint than the last one.
             verify: read all of the checkpoint once first, to compare its checksums.
+            on_other_ranks: name -> function, which on another number of ranks makes the state of
+                this one out of the list of those that were saved.
             **objects: more of the state.
 
         Returns:
             The step that was saved, or None where there is no checkpoint.
 
         Raises:
-            CheckpointError: it does not fit.
+            CheckpointError: it does not fit, or other ranks saved what each had of its own.
             IntegrityError: a checksum is wrong; nothing has changed.
             TypeError: an object has no ``load_state_dict``; plain data is in
-                ``torchlift.open(keeper.latest()).tree()``, or beside the shards in ``rest.pt``.
+                ``torchlift.open(keeper.latest()).tree()``.
         """
         self.wait()
 
-        def find() -> tuple[dict[str, object], tuple[str, list[int]] | None]:
+        def find() -> tuple[dict[str, object], tuple[tuple[str, list[int]] | None, list[str]]]:
+            if self._closed and has_group():
+                raise ValueError("the keeper is closed: its ranks do not wait for each other")
             named = _named(state, objects)
             for name, obj in named.items():
                 if not _is_stateful(obj):
@@ -519,10 +616,13 @@ class Keeper:
             kept = self._kept() if self._rank == 0 else []
             at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
             before = [one.step for one in kept[:at]]
-            return named, None if at is None else (kept[at].path, before)
+            place = None if at is None else (kept[at].path, before)
+            return named, (place, _model_names(named))
 
         named, told = self._ranks.run(find)
-        if told[0] is None:
+        _require_alike([names for _, names in told.values()])
+        place = told[0][0]
+        if place is None:
             if step is None:
                 return None
             raise FormatError(
@@ -531,42 +631,20 @@ class Keeper:
                 expected=f"one of {self.steps()}",
                 found=step,
             )
-        path, before = told[0]
-        whole = os.path.isfile(path)
-        # What several ranks kept one process reads as whole tensors.
-        together = not whole and not self._alone
-        rest = {
-            name: obj
-            for name, obj in named.items()
-            if not isinstance(obj, (nn.Module, torch.optim.Optimizer))
-        }
+        path, before = place
         with ExitStack() as stack:
-
-            def read() -> tuple[tuple[list[_Model], dict[str, Any], Any], None]:
-                models = list(_models(named))
-                if verify and self._rank == 0:
-                    _verify(path, before)
-                file = path if whole else os.path.join(path, _REST)
-                saved = stack.enter_context(open_checkpoint(file)).tree()
-                if self._alone and not whole:
-                    saved |= {name: {} for module, name, _ in models if not module.state_dict()}
-                    saved |= stack.enter_context(open_checkpoint(path)).tree()
-                _require(saved, rest if together else named, path)
-                _require(saved, ["step"], path)
-                rng = saved.get("rng") if whole else _own_generators(path, self._rank)
-                return (models, saved, _checked(rng, path)), None
-
-            (models, saved, rng), _ = self._ranks.run(read)
+            read = partial(self._read, stack, path, before, named, on_other_ranks or {}, verify)
+            (models, saved, rng), misfits = self._ranks.run(read)
             for module, name, optimizers in models:
                 try:
-                    if together:
-                        saved |= self._read_shards(path, module, name, optimizers)
+                    each_own = {rank: found[name] for rank, found in misfits.items()}
+                    given = _shared(saved[name], each_own, self._rank)
                     set_state_dict(
                         module,
                         [*optimizers.values()],
-                        model_state_dict=saved[name],
+                        model_state_dict=given,
                         optim_state_dict=_merged([saved[other] for other in optimizers]),
-                        options=StateDictOptions(full_state_dict=not together),
+                        options=StateDictOptions(full_state_dict=True),
                         process_group=self._ranks.groups[0] if self._ranks.groups else None,
                     )
                 except StateDictMismatch as error:
@@ -580,75 +658,147 @@ class Keeper:
                     raise
 
             def load() -> tuple[int, None]:
-                for name, obj in rest.items():
-                    # The object may keep what it gets, and a sweep removes the file: no maps.
-                    getattr(obj, "load_state_dict")(copy.deepcopy(saved[name]))  # noqa: B009
+                for name, obj in named.items():
+                    if not isinstance(obj, (nn.Module, torch.optim.Optimizer)):
+                        # The object may keep what it gets, and a sweep removes the file: no maps.
+                        state = copy.deepcopy(saved[name])
+                        getattr(obj, "load_state_dict")(state)  # noqa: B009
                 _set_generators(rng)
-                return int(saved["step"]), None
+                self._base = _step(saved["step"])
+                return self._base, None
 
             return self._ranks.run(load)[0]
 
-    def _read_shards(
+    def _read(
         self,
+        stack: ExitStack,
         path: str,
-        module: nn.Module,
-        name: str,
-        optimizers: Mapping[str, torch.optim.Optimizer],
-    ) -> dict[str, Any]:
-        """Read this rank's shards of a model's and its optimizers' states into new memory.
+        before: list[int],
+        named: Mapping[str, object],
+        on_other_ranks: Mapping[str, Callable[[list[Any]], Any]],
+        verify: bool,
+    ) -> tuple[tuple[list[_Model], dict[str, Any], Any], dict[str, _Misfit]]:
+        """Read what a checkpoint has for some objects on this rank; nothing changes yet.
+
+        Args:
+            stack: closes the checkpoint.
+            path: of the checkpoint.
+            before: earlier steps, for messages.
+            named: the objects.
+            on_other_ranks: see `resume`.
+            verify: whether rank 0 compares checksums.
+
+        Returns:
+            The models, states by name, and those of the generators; and what does not fit.
 
         Raises:
-            StateDictMismatch: names and shapes of the model do not fit; on all ranks, all of them.
-            CheckpointError: something else is missing, or could not be read.
+            CheckpointError: there is no state for an object.
         """
-        states: dict[str, Any] = _blank(_states_of(module, name, optimizers))
-        with ExitStack() as stack:
+        models = list(_models(named))
+        if verify and self._rank == 0:
+            _verify(path, before)
+        ckpt = stack.enter_context(open_checkpoint(path))
+        saved = ckpt._tree(None, partial(slices_of, ckpt))
+        _require(saved, ["step", "ranks"], path)
+        _check_step(saved["step"], path)
+        # Which DCP leaves out.
+        saved = {**{name: {} for module, name, _ in models if not module.state_dict()}, **saved}
+        ranks = saved.pop("ranks")
+        if "packed" in saved:
+            saved |= _unpacked(saved.pop("packed"))
+            ranks = {rank: _unpacked(each) for rank, each in ranks.items()}
+        own = ranks.get(str(self._rank), {})
+        if len(ranks) == len(ranks_of()):
+            saved |= own
+        else:
+            numbers = sorted(ranks, key=int)
+            lost = [name for name in named if name not in saved and name not in on_other_ranks]
+            lost = [name for name in lost if any(name in each for each in ranks.values())]
+            if lost:
+                raise PlacementError(
+                    "each rank that saved has a state of its own for some objects, and now there "
+                    "are other ranks",
+                    file=path,
+                    entry=", ".join(lost),
+                    expected=f"{len(ranks)} ranks",
+                    found=f"{len(ranks_of())}",
+                    hint=f"Pass on_other_ranks={{{lost[0]!r}: function}}, which makes the state of "
+                    "a rank out of the list of theirs.",
+                )
+            for name in on_other_ranks.keys() - saved.keys():
+                states = [ranks[number][name] for number in numbers if name in ranks[number]]
+                saved[name] = on_other_ranks[name](copy.deepcopy(states))
+        _require(saved, named, path)
+        rng = _checked(own.get("rng"), path)
+        return (models, saved, rng), {name: _misfit(m, saved[name]) for m, name, _ in models}
 
-            def compare() -> tuple[tuple[Checkpoint, list[str]], _Misfit]:
-                ckpt = stack.enter_context(open_checkpoint(path))
-                shapes = {
-                    ".".join(map(str, at)): tuple(leaf.shape)
-                    for at, leaf in leaves(states[name]).items()
-                    if isinstance(leaf, torch.Tensor)
-                }
-                saved = {
-                    key.removeprefix(f"{name}."): entry.shape
-                    for key, entry in ckpt.entries.items()
-                    if key.startswith(f"{name}.")
-                }
-                others = {
-                    key: (shape, saved[key])
-                    for key, shape in shapes.items()
-                    if saved.get(key, shape) != shape
-                }
-                nobodys = sum(1 << at for at, key in enumerate(saved) if key not in shapes)
-                missing = [key for key in shapes if key not in saved]
-                return (ckpt, list(saved)), _Misfit(missing, nobodys, others)
 
-            # DCP's planner would tell one of them, and of what the model lacks nothing.
-            (ckpt, names), told = self._ranks.run(compare)
-            missing = list(dict.fromkeys(key for each in told.values() for key in each.missing))
-            others = {key: both for each in told.values() for key, both in each.mismatched.items()}
-            # Unexpected is what no rank takes: the stages of a pipeline share one checkpoint.
-            nobodys = reduce(and_, (each.unexpected for each in told.values()))
-            unexpected = [key for at, key in enumerate(names) if nobodys >> at & 1]
-            if missing or unexpected or others:
-                raise model_misfit(missing, unexpected, others)
-            try:
-                state_dict_loader.load(states, storage_reader=CheckpointReader(ckpt))
-            except CheckpointException as error:
-                raise _cause(error, "could not be loaded", path) from error
-        return states
+def _misfit(module: nn.Module, saved: Mapping[str, Any]) -> _Misfit:
+    """Return what of a model and its saved state does not fit on this rank."""
+    state = get_model_state_dict(module)
+    shapes = {key: tuple(t.shape) for key, t in state.items() if isinstance(t, torch.Tensor)}
+    mismatched = {
+        key: (shape, tuple(saved[key].shape))
+        for key, shape in shapes.items()
+        if hasattr(saved.get(key), "shape") and tuple(saved[key].shape) != shape
+    }
+    nobodys = sum(1 << at for at, key in enumerate(saved) if key not in state)
+    return _Misfit([key for key in state if key not in saved], nobodys, mismatched)
 
 
-def _cause(error: BaseException, reason: str, path: str) -> CheckpointError:
-    """Return what a rank met; the text of DCP's own error is mostly tracebacks."""
-    if isinstance(error, CheckpointException):
-        met, _ = next(iter(error.failures.values()))
-        if isinstance(met, CheckpointError):
-            return met
-        return CheckpointError(reason, file=path, found=str(met))
-    return CheckpointError(reason, file=path, found=str(error))
+def _shared(saved: Mapping[str, Any], misfits: Mapping[int, _Misfit], rank: int) -> dict[str, Any]:
+    """Return what a rank takes of a model's saved state.
+
+    Raises:
+        StateDictMismatch: it does not fit; on all ranks, all of them.
+    """
+    every = misfits.values()
+    missing = list(dict.fromkeys(key for each in every for key in each.missing))
+    mismatched = {key: both for each in every for key, both in each.mismatched.items()}
+    # Unexpected is what no rank takes: the stages of a pipeline share one checkpoint.
+    nobodys = reduce(and_, (each.unexpected for each in every))
+    unexpected = [key for at, key in enumerate(saved) if nobodys >> at & 1]
+    if missing or unexpected or mismatched:
+        raise model_misfit(missing, unexpected, mismatched)
+    others = misfits[rank].unexpected
+    own = {key: value for at, (key, value) in enumerate(saved.items()) if not others >> at & 1}
+    return versioned(own, getattr(saved, "_metadata", None))
+
+
+def _checked_arguments(
+    numbers: Mapping[str, int | None],
+    words: Mapping[str, tuple[str, str, str]],
+    alike: tuple[bool, str, str | None, float | None],
+) -> tuple[None, object]:
+    """Refuse arguments that make no sense.
+
+    Args:
+        numbers: name -> a count, or None.
+        words: name -> what was passed, and what may be.
+        alike: what has to be the same on all ranks; the last is the timeout.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for name, number in numbers.items():
+        if number is not None and (type(number) is not int or number < 1):
+            raise ValueError(f"{name}={number!r}: expected a number from 1 on, or None")
+    for name, (word, *known) in words.items():
+        if word not in known:
+            raise ValueError(f"{name}={word!r}: expected one of {', '.join(known)}")
+    *_, timeout = alike
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: expected seconds, or None")
+    return None, alike
+
+
+def _new_groups(timeout: float | None) -> list[Any]:
+    """Return a process group of all ranks, if there are any, that waits as long as the job does."""
+    if not has_group():
+        return []
+    world = torch.distributed.group.WORLD
+    limit = timeout_of(world) if timeout is None else timedelta(seconds=timeout)
+    return [torch.distributed.new_group(backend="gloo", timeout=limit)]
 
 
 def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> dict[str, object]:
@@ -666,6 +816,35 @@ def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> di
     return found
 
 
+def _groups_of(
+    states: Mapping[str, Any], objects: Mapping[str, object]
+) -> dict[tuple[str, tuple[str, ...]], dict[str, Any]]:
+    """Return the groups of optimizers, by the optimizer's name and those of its parameters."""
+    return {
+        (name, tuple(group["params"])): group
+        for name, obj in objects.items()
+        if isinstance(obj, torch.optim.Optimizer)
+        for group in states[name]["param_groups"]
+    }
+
+
+def _model_names(objects: Mapping[str, object]) -> list[str]:
+    """Return the names of models and optimizers, in whose states all ranks have a part."""
+    return sorted(
+        name for name, obj in objects.items() if isinstance(obj, (nn.Module, torch.optim.Optimizer))
+    )
+
+
+def _require_alike(names: Sequence[list[str]]) -> None:
+    """Refuse models that one rank passes and another does not: it would not take its part.
+
+    Raises:
+        ValueError: there are such.
+    """
+    if any(each != names[0] for each in names):
+        raise ValueError(f"the ranks pass different models and optimizers: {names}")
+
+
 def _step(step: object) -> int:
     try:
         number = operator.index(step)  # type: ignore[arg-type]
@@ -676,6 +855,33 @@ def _step(step: object) -> int:
     return number
 
 
+def _check_step(step: object, path: str) -> None:
+    """Refuse a file that was not written by a keeper.
+
+    Raises:
+        FormatError: it has another kind of step.
+    """
+    try:
+        _step(step)
+    except ValueError as error:
+        raise FormatError("has no step", file=path, entry="step", found=repr(step)) from error
+
+
+def _remove(path: str) -> None:
+    """Remove a checkpoint; of a link, which somebody made, the link alone.
+
+    Raises:
+        OSError: it is still there.
+    """
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.unlink(path)
+        return
+    # First the marker: what a crash leaves of it here is no complete checkpoint.
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(path, DCP_METADATA))
+    shutil.rmtree(path)
+
+
 def _verify(path: str, before: list[int]) -> None:
     """Compare all checksums of a checkpoint.
 
@@ -684,26 +890,22 @@ def _verify(path: str, before: list[int]) -> None:
         IntegrityError: one is wrong.
     """
     hint = f"There are complete ones of the steps {before}: resume(step=...)." if before else None
-    files = [path]
-    if os.path.isdir(path):
-        files += [os.path.join(path, name) for name in os.listdir(path) if name.endswith(".pt")]
-    for file in files:
-        try:
-            report = verify_file(file)
-        except FormatError as error:
-            error.hint = hint or error.hint
-            raise
-        if not report.ok:
-            raise IntegrityError(
-                "the checkpoint is damaged",
-                file=file,
-                entry=report.failed[0].name,
-                found=f"{len(report.failed)} wrong checksums",
-                hint=hint,
-            )
+    try:
+        report = verify_file(path)
+    except FormatError as error:
+        error.hint = hint or error.hint
+        raise
+    if not report.ok:
+        raise IntegrityError(
+            "the checkpoint is damaged",
+            file=path,
+            entry=report.failed[0].name,
+            found=f"{len(report.failed)} wrong checksums",
+            hint=hint,
+        )
 
 
-def _lost(saving: list[Future[None] | None]) -> None:
+def _lost(saving: list[Future[list[str]] | None]) -> None:
     """Warn of a save that failed, if nobody has asked."""
     error = saving[0].exception() if saving[0] is not None and saving[0].done() else None
     if error is not None:
@@ -796,13 +998,25 @@ def _resolved(states: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _blank(value: Any) -> Any:
-    """Return containers with memory of their own in place of live tensors."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty_like(value)
-    if isinstance(value, Mapping):
-        return {key: _blank(item) for key, item in value.items()}
-    return type(value)(map(_blank, value)) if isinstance(value, (list, tuple)) else value
+def _machine() -> str:
+    """Return what is equal where processes share one kernel, and what it caches of files."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read()
+    except OSError:
+        return socket.gethostname()
+
+
+def _unpacked(packed: Any) -> dict[str, Any]:
+    """Return what was packed.
+
+    Raises:
+        FormatError: it is no such tensor.
+    """
+    values = packed.tensor() if isinstance(packed, FileTensor) else packed
+    with open_checkpoint(io.BytesIO(memory_of(values.contiguous()))) as ckpt:
+        found: dict[str, Any] = ckpt.tree()
+    return found
 
 
 # ---- random number generators
@@ -824,16 +1038,6 @@ def _generators() -> dict[str, Any]:
             numbers = keys.tolist()
             found["numpy"] = {"numbers": numbers, "at": at, "gauss": (has_gauss, gauss)}
     return found
-
-
-def _own_generators(path: str, rank: int) -> dict[str, Any] | None:
-    """Return what a rank saved of its own; None where fewer ranks saved."""
-    file = os.path.join(path, _RNG.format(rank))
-    if not os.path.exists(file):
-        return None
-    with open_checkpoint(file) as ckpt:
-        found: dict[str, Any] = copy.deepcopy(ckpt.tree())
-        return found
 
 
 def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] | None:

@@ -408,14 +408,14 @@ def load_optimizer(
             opened = stack.enter_context(
                 checkpoint(ckpt, None, whole=True, allow_classes=allow_classes)
             )
-            path, saved = opened.path, opened._tree(root, partial(_slices_of, opened))
+            path, saved = opened.path, opened._tree(root, partial(slices_of, opened))
         with errors_name(path):
             saved = _optimizer_state(saved)
             call = Part.OPTIMIZERS, model, optimizer, None, saved, options
             return _load(*call, *chosen).optimizer
 
 
-def _slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor:
+def slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor:
     """Return a view of a tensor, or what a rank reads its slice of, where a view takes a copy."""
     if len(entry.chunks) > 1 and entry.is_plain and "param_groups" not in entry.key.split("."):
         return FileTensor(entry.key, entry, ckpt._mapped())

@@ -32,6 +32,7 @@ from torchlift._save import (
     behind,
     dcp_layout,
     require_plain,
+    require_sizes,
     torch_output,
     write_error,
     write_frames,
@@ -350,7 +351,11 @@ class CheckpointWriter(StorageWriter):
             ends = [result.storage_data for result in told]
             raise_first(dict(end for end in ends if isinstance(end, _Failed)), None)
             if self._target.format == "dcp":
-                _require_whole(files, told)
+                sizes = dict.fromkeys(files.names, 0)
+                for place in ends:
+                    stop = place.offset + place.length
+                    sizes[place.relative_path] = max(sizes[place.relative_path], stop)
+                require_sizes(os.path.dirname(files.place), sizes)
                 metadata.storage_data = {result.index: result.storage_data for result in told}
                 metadata.storage_meta, metadata.version = self.storage_meta(), _VERSION
                 content = pickle.dumps(metadata)
@@ -422,32 +427,6 @@ def _require_seen(part: _Part, names: Iterable[str]) -> None:
             found=f"another folder of that name, or none, on rank {rank()}",
             hint="Pass a path on a file system that all machines share.",
         )
-
-
-def _require_whole(files: Files, told: Sequence[WriteResult]) -> None:
-    """Refuse a directory of DCP without the files that the ranks say they have written.
-
-    Raises:
-        PlacementError: one is not there, or has another length.
-        OSError: the directory cannot be read.
-    """
-    ends = dict.fromkeys(files.names, 0)
-    for result in told:
-        place = result.storage_data
-        ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
-    folder = os.path.dirname(files.place)
-    # Listed, not looked up by name: NFS may remember for a while that a name was not there.
-    with os.scandir(folder) as found:
-        sizes = {each.name: each.stat().st_size for each in found if each.name in ends}
-    for name, end in ends.items():
-        if sizes.get(name) != end:
-            raise PlacementError(
-                "a file that a rank has written is not there, or not whole",
-                file=os.path.join(folder, name),
-                expected=f"{end} bytes",
-                found=f"{sizes[name]} bytes" if name in sizes else "no file",
-                hint="Pass a path on a file system that all machines share.",
-            )
 
 
 def _stored(item: WriteItem) -> Stored:
