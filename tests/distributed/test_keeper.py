@@ -628,3 +628,33 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
         keeper.save(3, again)
     assert torch.equal(again["model"].weight, runs["plain"]["model"].weight + 1)
     assert sorted(os.listdir(tmp_path / "grouped")) == ["step-000000002.pt", "step-000000003.pt"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_arrays_of_an_object_come_back_as_they_were(background: bool, tmp_path: Path) -> None:
+    """Dtype, shape and order of dimensions, those of nothing too; a list would be none of that."""
+
+    class Loader:
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    loader, other = Loader(), Loader()
+    arrays = [np.arange(6, dtype=">i2").reshape(2, 3), np.zeros((0, 3), np.float16),
+              np.array(["a", "bc"]), np.array(3.5), np.array([[1j, 2]])]  # fmt: skip
+    loader.state = {"arrays": arrays, "deep": {"order": (arrays[0].T, 7)}, "step": 3}
+    model = nn.Linear(1, 1)
+    with torchlift.Keeper(tmp_path, background=background) as keeper:
+        keeper.save(1, model=model, loader=loader)
+        keeper.wait()
+        keeper.resume(model=model, loader=other)
+    found = [*other.state["arrays"], other.state["deep"]["order"][0]]
+    for one, two in zip(found, [*arrays, arrays[0].T], strict=True):
+        assert (one.dtype, one.shape) == (two.dtype, two.shape)
+        assert np.array_equal(one, two)
+    assert other.state["deep"]["order"][1] + other.state["step"] == 10

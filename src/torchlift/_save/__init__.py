@@ -15,6 +15,7 @@ from torchlift._save.files import write_error as write_error
 from torchlift._save.files import write_frames as write_frames
 from torchlift._save.files import write_sections as write_sections
 from torchlift._save.mesh import Share as Share
+from torchlift._save.pickling import is_array as is_array
 from torchlift._save.pickling import require_plain as require_plain
 from torchlift._save.saving import SaveReport as SaveReport
 from torchlift._save.saving import Target as Target

@@ -18,6 +18,7 @@ import socket
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -31,6 +32,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from torchlift._checkpoint import array_of
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model import (
     RankGroup,
@@ -43,7 +45,7 @@ from torchlift._model import (
     versioned,
     world_of,
 )
-from torchlift._save import make_folders, memory_of, require_savable, save
+from torchlift._save import is_array, make_folders, memory_of, require_savable, save
 from torchlift._sources import FileTensor
 from torchlift._system import clipped_list, leaves, map_leaves
 from torchlift._transfer import file_system, remove_debris
@@ -55,13 +57,15 @@ from torchlift.distributed.state_dict import (
     slices_of,
 )
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
-from torchlift.formats import DCP_METADATA
+from torchlift.formats import DCP_METADATA, Array
 from torchlift.formats import verify as verify_file
 
 #: What a checkpoint is called: its step, and its generation from the second one on.
 _NAME = re.compile(r"step-([0-9]{9,})(?:-([0-9]+))?(\.pt)?")
 #: What a process that was killed leaves of one: its temporary file.
 _BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
+#: Of a dict in place of an array of numpy: its dtype and shape.
+_ARRAY = "numpy.ndarray"
 #: Names that a checkpoint needs for itself; in a folder what is no tensor is packed into some.
 _OWN = ("step", "metrics", "rng", "ranks", "packed")
 #: Of which several machines may write one file: what one of them caches the others know of.
@@ -359,7 +363,7 @@ class Keeper:
         for module, name, optimizers in _models(objects):
             tensors |= _states_of(module, name, optimizers)
         rest = {
-            name: getattr(obj, "state_dict")() if _is_stateful(obj) else obj  # noqa: B009
+            name: _with_tensors(getattr(obj, "state_dict")() if _is_stateful(obj) else obj)  # noqa: B009
             for name, obj in objects.items()
             if name not in tensors
         }
@@ -661,7 +665,7 @@ class Keeper:
                 for name, obj in named.items():
                     if not isinstance(obj, (nn.Module, torch.optim.Optimizer)):
                         # The object may keep what it gets, and a sweep removes the file: no maps.
-                        state = copy.deepcopy(saved[name])
+                        state = _with_arrays(copy.deepcopy(saved[name]))
                         getattr(obj, "load_state_dict")(state)  # noqa: B009
                 _set_generators(rng)
                 self._base = _step(saved["step"])
@@ -727,7 +731,7 @@ class Keeper:
                 )
             for name in on_other_ranks.keys() - saved.keys():
                 states = [ranks[number][name] for number in numbers if name in ranks[number]]
-                saved[name] = on_other_ranks[name](copy.deepcopy(states))
+                saved[name] = on_other_ranks[name](_with_arrays(copy.deepcopy(states)))
         _require(saved, named, path)
         rng = _checked(own.get("rng"), path)
         return (models, saved, rng), {name: _misfit(m, saved[name]) for m, name, _ in models}
@@ -996,6 +1000,30 @@ def _resolved(states: Mapping[str, Any]) -> dict[str, Any]:
         name: map_leaves(state, dense) if any(map(is_view, leaves(state).values())) else state
         for name, state in states.items()
     }
+
+
+def _with_tensors(state: Any) -> Any:
+    """Return a state with tensors of bytes for numpy's arrays, which files have as lists else."""
+
+    def stored(leaf: Any, _: object) -> Any:
+        if not is_array(leaf):
+            return leaf
+        values = torch.frombuffer(bytearray(leaf.tobytes() or b"0"), dtype=torch.uint8)
+        return {_ARRAY: [leaf.dtype.str, list(leaf.shape)], "bytes": values[: leaf.nbytes]}
+
+    return map_leaves(state, stored) if any(map(is_array, leaves(state).values())) else state
+
+
+def _with_arrays(state: Any) -> Any:
+    """Return a state with the arrays that `_with_tensors` found in it."""
+    if isinstance(state, dict) and _ARRAY in state:
+        (code, shape), values = state[_ARRAY], state["bytes"]
+        return array_of(Array(code, tuple(shape), False, bytes(memory_of(values.contiguous()))))
+    if type(state) in (dict, OrderedDict):
+        return type(state)((name, _with_arrays(item)) for name, item in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(map(_with_arrays, state))
+    return state
 
 
 def _machine() -> str:
