@@ -47,7 +47,7 @@ def main(way: str, folder: Path, raw: bool, every: int) -> None:
         keeper.save(1, **run_of(1))
     first, second = look(run_of(1)), look(run_of(2))
     while True:
-        faulthandler.dump_traceback_later(60, exit=True)
+        faulthandler.dump_traceback_later(300, exit=True)
         keeper, run = torchlift.Keeper(folder, keep=1), run_of(2)
         if way == "close":
             keeper.save(1, **run_of(1))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from ranks import run_saves_then_loads
 
-# Five starts of up to four processes, which share whatever the machine has.
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.distributed
 
 WORLDS = (1, 2, 4)  # of two and four ranks the shards of odd sizes overlap, and some are empty
 WORKERS = Path(__file__).with_name("workers_load.py")

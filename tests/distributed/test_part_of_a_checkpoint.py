@@ -32,7 +32,6 @@ def on_a_rank(path: str) -> list[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_all_ranks_leave_out_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out keeps its local values; a pattern that fits nothing is an error of all."""
     monkeypatch.syspath_prepend(Path(__file__).parent)

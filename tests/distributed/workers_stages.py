@@ -1,6 +1,6 @@
 """Pipelines, meshes without rank 0, and ranks that load among some or alone.
 
-Started by ``python -m torch.distributed.run`` with a folder for the results.
+Started by ``ranks.run_workers`` with a folder for the results.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def main(way: str, folder: Path, raw: bool, every: int) -> None:
     loaded, hold = values(reference), signal.getsignal(signal.SIGINT)
     nth, done = 1, 0
     while True:
-        faulthandler.dump_traceback_later(60, exit=True)
+        faulthandler.dump_traceback_later(300, exit=True)
         model = model_of(1, way)
         before = look(model)
         call = torchlift.plan if way == "planned" else torchlift.load

@@ -67,7 +67,7 @@ def main(way: str, folder: Path, raw: bool, first: int, every: int) -> None:
     before, opened, hold = len(files(folder)), descriptors(), signal.getsignal(signal.SIGINT)
     nth, cut = first, 0
     while True:
-        faulthandler.dump_traceback_later(30, exit=True)
+        faulthandler.dump_traceback_later(300, exit=True)
         step = Step(nth, FILES, raw=raw)
         met = step.run(lambda: torchlift.save(state_of(2), path, **options))
         assert signal.getsignal(signal.SIGINT) is hold, step.at
