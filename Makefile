@@ -100,7 +100,7 @@ TOOLING := house notebooks recipes site site_landing site_pages
 compat: $(WHEEL)  ## the unit tests on the oldest torch that pyproject.toml admits, by COMPAT_PYTHON
 	@rm -rf build/compat
 	$(COMPAT_PYTHON) -m venv build/compat
-	build/compat/bin/python -m pip install --quiet "torch==$(OLDEST_TORCH)" "$$(ls build/wheel/*.whl)[test,recipes]"
+	build/compat/bin/python -m pip install --quiet "torch==$(OLDEST_TORCH)" "$$(ls build/wheel/*.whl)[test,recipes,gguf]"
 	$(SCRATCH) PATH="$(CURDIR)/build/compat/bin:$$PATH" \
 	  build/compat/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow and not real" \
 	  $(TOOLING:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)
