@@ -89,8 +89,8 @@ print(attempt(owner.kept.backward))
 # -----------------
 #
 # `torchlift.swap.preflight` changes nothing, and returns a `torchlift.swap.Blocker` for each tensor
-# that cannot be exchanged: its name, the reason, and what is in the way as far as it tells
-# itself: its shape, the function that made it, the kind of a weak dict.
+# that cannot be exchanged: its name, the reason, and the tensors that are in the way, by their
+# shape and the function that made them.
 
 for name, (_, blocker) in found.items():
     print(f"{name}: {blocker}")

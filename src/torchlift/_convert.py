@@ -7,14 +7,23 @@ import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Any
 
 import torch
 
-from torchlift._checkpoint import Allow, Checkpoint, Tree, arranged, dtype_of
+from torchlift._checkpoint import (
+    Allow,
+    Checkpoint,
+    Tree,
+    arranged,
+    dtype_of,
+    gathered,
+    objects_as_saved,
+)
 from torchlift._load import require_intact, transformed
-from torchlift._model import versions_by_name
+from torchlift._model import is_dtensor, templates_by_name, versions_by_name
 from torchlift._plan import (
     DtypeRule,
     Options,
@@ -28,7 +37,16 @@ from torchlift._plan import (
     same_name,
     target_dtype,
 )
-from torchlift._save import Becomes, SaveReport, Target, finish, from_files, memory_of, untied
+from torchlift._save import (
+    Becomes,
+    SaveReport,
+    Target,
+    finish,
+    from_files,
+    memory_of,
+    stored_as,
+    untied,
+)
 from torchlift._sources import (
     FileTensor,
     Given,
@@ -39,11 +57,13 @@ from torchlift._sources import (
     tensor_of,
     tensors_in,
 )
-from torchlift._system import printable
+from torchlift._system import map_leaves, printable
 from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
 from torchlift.formats import (
     Index,
+    Leaf,
     TensorEntry,
+    errors_name,
     left_out,
     of_model,
     require_kept,
@@ -55,6 +75,8 @@ from torchlift.formats import (
 _AN_OBJECT = "it is no tensor"
 #: Formats in which metadata is the author's, and not the format's own.
 _TEXTS = ("safetensors", "sharded", "gguf")
+#: What metadata says of the files, and not of what is in them.
+_BYTES_ONLY = ("format", "total_size")
 _ASIDE = "it holds no model; convert it by itself with root="
 
 
@@ -175,6 +197,8 @@ def convert(
             what = f"format={target.format!r} is for what belongs to a model"
             require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
         if options.rename is not None:
+            # Containers are taken apart: their values are to be what they were in them.
+            index = replace(index, objects={**index.objects, **objects_as_saved(index)})
             before_names, without = index, dropped
             index, dropped = _renamed(index, options.rename, dropped), set()
             if index.tree is None and before_names.tree is not None and not target.only_tensors:
@@ -194,26 +218,23 @@ def convert(
                 if key not in dropped
             }
             dropped |= left.keys()
-        results = _Results(ckpt, tensors_in(layers), transform, becomes, target.head, stack)
-        for one in checkpoints if verify and not dry_run and transform is not None else ():
-            require_intact(one)  # before its values are somebody's
+        results = _Results(ckpt, tensors_in(layers), transform, becomes, target, stack)
+        if verify and not dry_run and transform is not None:
+            require_intact(checkpoints)  # before their values are somebody's
         taken, values = from_files(ckpt, target, becomes, dropped, results.of, containers)
         lost |= {} if transform is None else _untied(ckpt.entries, taken.tensors)
         if verify and not dry_run and transform is None:
             # What is written as it is gets compared on the way: it is not read twice.
             sources = (value.source for value in values if value.crc32 is not None)
             compared = {entry.storage for entry in sources if isinstance(entry, TensorEntry)}
-            if alone:
-                used = used_by(read, whole.storages).keys() - compared
-                require_intact(checkpoints[0], used)
-            else:
-                for one in checkpoints:
-                    require_intact(one)
-        keeps_metadata = target.only_tensors and ckpt.format in _TEXTS[:2]
-        metadata = {k: v for k, v in ckpt.metadata.items() if k not in ("format", "total_size")}
+            used = used_by(read, whole.storages).keys() - compared if alone else None
+            require_intact(checkpoints, only=used)
+        texts = [one for one in checkpoints if one.format in _TEXTS]
+        keeps_metadata = target.only_tensors and all(one.format in _TEXTS[:2] for one in texts)
+        metadata = {k: v for one in texts for k, v in one.metadata.items() if k not in _BYTES_ONLY}
         if target.only_tensors:
             lost |= dict.fromkeys(taken.objects, _AN_OBJECT)
-        if metadata and ckpt.format in _TEXTS and not keeps_metadata:
+        if metadata and not keeps_metadata:
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(metadata))}"
 
         def check() -> None:
@@ -243,7 +264,7 @@ class _Results:
         memory: key -> tensor in memory.
         transform: what the caller passed.
         becomes: which dtype a tensor gets.
-        head: path of what is written: results wait beside it, in a file that has no name.
+        target: what is written: results wait beside it, in a file that has no name.
         stack: closes that file.
     """
 
@@ -253,11 +274,11 @@ class _Results:
         memory: Mapping[str, SourceTensor],
         transform: Transform | None,
         becomes: Becomes,
-        head: str,
+        target: Target,
         stack: ExitStack,
     ) -> None:
         self._ckpt, self._memory, self._transform, self._becomes = ckpt, memory, transform, becomes
-        self._head, self._stack = head, stack
+        self._head, self._format, self._stack = target.head, target.format, stack
         self._file: IO[bytes] | None = None
 
     def of(self, key: str, entry: TensorEntry) -> torch.Tensor | None:
@@ -268,10 +289,23 @@ class _Results:
             PlacementError: what it returned cannot be saved.
         """
         one = tensor_of(entry, (key,), self._memory, self._ckpt._mapped())
+        if self._transform is None and isinstance(one, FileTensor):
+            return None
+        made = one.tensor()
+        if self._transform is not None:  # which may write to what it gets
+            made = transformed(self._transform, key, made.detach().clone(), self._ckpt.path)
+        if is_dtensor(made):
+            raise PlacementError(
+                "has its values on several ranks, and a conversion is of one process",
+                file=self._ckpt.path,
+                entry=key,
+                found=f"a {type(made).__name__}",
+                hint="Save it from all of them with torchlift.save, and convert that file.",
+            )
+        with errors_name(self._ckpt.path):
+            stored_as(key, made, self._format)
         if self._transform is None:
-            return None if isinstance(one, FileTensor) else one.tensor()
-        given = one.tensor().detach().clone()  # which it may write to
-        made = transformed(self._transform, key, given, self._ckpt.path)
+            return made
         seen = replace(entry, key=key, dtype=str(made.dtype).removeprefix("torch."))
         return self._kept(made.detach().to("cpu", self._becomes(seen)).contiguous())
 
@@ -360,7 +394,7 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
         blocked_keys=_of(index.blocked_keys, names),
         blocked_tensors=_of(index.blocked_tensors, names),
         module_versions=versions_by_name(new_names, index.module_versions),
-        templates={},
+        templates=_renamed_templates(index.templates, new_names),
         tree=None,
     )
 
@@ -378,7 +412,23 @@ def _containers(before: Index, index: Index, dropped: set[str]) -> Any:
     with Checkpoint(before) as ckpt:
         tree = Tree(before, lambda entry: entry, ckpt._refusal, dropped)
         new = {key: value for key, value in leaves.items() if key not in same}
+        new = gathered(new, index.templates)
         return arranged(tree, before, known.keys() - same, new, index.module_versions)
+
+
+def _renamed_templates(
+    templates: Mapping[str, object], names: Mapping[str, str]
+) -> dict[str, object]:
+    """Return the containers of lists and extra states by what their values are called now."""
+    found = templates_by_name(templates, names)
+    return {
+        name: map_leaves(tree, partial(_renamed_leaf, name, len(key)))
+        for name, (key, tree) in found.items()
+    }
+
+
+def _renamed_leaf(name: str, start: int, leaf: Leaf, _: object) -> Leaf:
+    return Leaf(name + leaf.key[start:])
 
 
 def _untied(entries: Mapping[str, TensorEntry], taken: Iterable[str]) -> dict[str, str]:

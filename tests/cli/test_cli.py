@@ -539,6 +539,12 @@ def test_bash_completes_commands_options_and_values() -> None:
         assert done.stdout.split() == expected
 
 
+def test_a_completion_is_json_too_when_json_is_asked_for() -> None:
+    """The script is one text in it."""
+    found = json.loads(torchlift("completion", "bash", "--json").stdout)
+    assert found == {"script": torchlift("completion", "bash").stdout}
+
+
 def test_without_shtab_completion_says_what_to_install(monkeypatch, capsys) -> None:
     """It is a package of its own, and no other command needs it."""
     monkeypatch.setitem(sys.modules, "shtab", None)

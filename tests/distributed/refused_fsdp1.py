@@ -13,6 +13,7 @@ from refusals import (
     WHOLE,
     all_differ,
     check,
+    getters,
     one_of,
     setters,
     whole,
@@ -96,3 +97,28 @@ def fully_sharded_data_parallel_agrees_over_the_group_that_is_named() -> None:
     for call in calls[1:]:
         with pytest.raises(ValueError, match="the ranks of a FullyShardedDataParallel load togeth"):
             call(options=WHOLE, collective=False)
+
+
+@check
+def an_optimizer_that_fits_on_one_rank_only() -> None:
+    """torch raises there, and the other ranks would wait for it in what comes next."""
+    model, optimizer = fsdp1()
+    good = cloned(containers(ours.get_state_dict(model, optimizer, options=WHOLE)))
+    stale = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    some = torch.optim.Adam(model.parameters())
+    some.param_groups[0]["params"] = some.param_groups[0]["params"][:0]
+    other = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for wrong in (stale, some, other):
+        mine = one_of(wrong, optimizer)
+        before = cloned(mine.state_dict())
+        for call in (*getters(model, mine)[1:], setters(model, mine, good)["both"]):
+            with pytest.raises(ours.StateDictMismatch):
+                call(options=WHOLE)
+            dist.barrier()
+        same(cloned(mine.state_dict()), before)
+    lacking = {**good[1], "state": dict(list(good[1]["state"].items())[1:])}
+    given = lacking if dist.get_rank() == 0 else {}  # the others receive it, or need none
+    for options in (FROM_0, ours.StateDictOptions(full_state_dict=True, cpu_offload=True)):
+        with pytest.raises(ours.StateDictMismatch, match=r"'0\.weight'"):
+            ours.set_optimizer_state_dict(model, optimizer, given, options=options)
+        dist.barrier()

@@ -11,6 +11,7 @@ import torch
 from state_models import FLAT, PARTIAL, Tied, equal, step, trained, two_layers
 from torch import nn
 
+import torchlift
 import torchlift.distributed as ours
 from torchlift.distributed import StateDictOptions
 
@@ -291,6 +292,68 @@ def test_an_optimizer_of_another_model_is_an_error() -> None:
     optimizer = torch.optim.Adam(two_layers().parameters())
     with pytest.raises(ours.StateDictMismatch, match="the model does not have"):
         ours.get_optimizer_state_dict(two_layers(), optimizer)
+
+
+def actor_and_alpha(seed: int) -> tuple[nn.Module, Any]:
+    """An optimizer after a step of a model, and of parameters that are nowhere in it."""
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 1)
+    loose = [nn.Parameter(torch.randn(size)) for size in (1, 3, 3)]
+    groups = [[*model.parameters(), loose[0]], loose[1:]]
+    optimizer = torch.optim.Adam([{"params": params, "lr": seed + 1.0} for params in groups])
+    for group in groups:
+        for param in group:
+            param.grad = torch.randn_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("options", [StateDictOptions(), FLAT], ids=["nested", "flat"])
+def test_what_belongs_to_nothing_has_a_name_by_its_place(tmp_path: Any, options: Any) -> None:
+    """A temperature such as log_alpha, beside a model and alone, out of memory and of files."""
+    expected = actor_and_alpha(1)
+    saved = ours.get_optimizer_state_dict(*expected, options=options)
+    if options is not FLAT:
+        loose = ["param_groups.0.params.2", "param_groups.1.params.0", "param_groups.1.params.1"]
+        assert list(saved["state"]) == ["weight", "bias", *loose]
+        assert saved["param_groups"][1]["params"] == loose[1:]
+    for given in (saved, expected[1].state_dict()):
+        model, optimizer = actor_and_alpha(2)
+        assert len(ours.set_optimizer_state_dict(model, optimizer, given).loaded) == 5
+        assert equal(optimizer.state_dict(), expected[1].state_dict())
+        torch.save({"optimizer": given}, tmp_path / "saved.pt")
+        model, optimizer = actor_and_alpha(2)
+        torchlift.load_optimizer(model, optimizer, tmp_path / "saved.pt", root="optimizer")
+        assert equal(optimizer.state_dict(), expected[1].state_dict())
+    one, two = (torch.optim.SGD([nn.Parameter(torch.ones(1))], momentum=0.9) for _ in "ab")
+    one.param_groups[0]["params"][0].grad = torch.ones(1)
+    one.step()
+    alone = ours.get_optimizer_state_dict(nn.Module(), one, options=options)
+    ours.set_optimizer_state_dict(nn.Module(), two, alone)
+    assert equal(two.state_dict(), one.state_dict())
+
+
+def test_optimizers_of_several_modules_and_several_optimizers_keep_their_names_apart() -> None:
+    """One of a generator and a critic, and two that each have a parameter of no module."""
+    both = nn.ModuleDict({"generator": nn.Linear(2, 1), "critic": nn.Linear(1, 1)})
+    optimizer = torch.optim.SGD(both.parameters(), momentum=0.9)
+    found = ours.get_optimizer_state_dict(both, optimizer)
+    assert list(found["state"])[::2] == ["generator.weight", "critic.weight"]
+    optimizers = [
+        torch.optim.Adam([*part.parameters(), nn.Parameter(torch.ones(1))])
+        for part in both.values()
+    ]
+    for number, each in enumerate(optimizers):
+        each.param_groups[0]["params"][2].grad = torch.full((1,), number + 1.0)
+        each.step()
+    saved = copy.deepcopy(ours.get_optimizer_state_dict(both, optimizers))
+    assert sorted(saved["state"])[:2] == [f"{n}.param_groups.0.params.2" for n in (0, 1)]
+    before = copy.deepcopy([each.state_dict() for each in optimizers])
+    for each in optimizers:
+        each.step()
+    ours.set_optimizer_state_dict(both, optimizers, saved)
+    for each, state in zip(optimizers, before, strict=True):
+        assert equal(each.state_dict()["state"][2], state["state"][2])
 
 
 def test_an_optimizer_that_loads_itself_is_left_to_it() -> None:

@@ -166,8 +166,8 @@ def test_arrays_of_numpy_are_saved_by_ranks_and_a_keeper(tmp_path: Path) -> None
         lost
         == [
             {
-                "rng.1": "a numpy array of uint32, which becomes a list",
-                "a.0": "a numpy array of int64, which becomes a list",
+                "rng.1": "a numpy array of uint32 [624], which becomes a list",
+                "a.0": "a numpy array of int64 [3], which becomes a list",
             }
         ]
         * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchlift._model.ranks import RankGroup, raise_first, tensors_of, world_of
+from torchlift._model.ranks import RankGroup, portable, raise_first, tensors_of, world_of
 from torchlift.distributed.options import StateDictMismatch
 from torchlift.errors import CheckpointError, FormatError, MismatchError
 
@@ -80,3 +80,13 @@ def test_what_went_wrong_first_is_raised_when_the_others_are_lost() -> None:
     with pytest.raises(TypeError, match="wrong") as caught:
         group.run(wrong)
     assert caught.value.__cause__ is not None
+
+
+def test_an_error_whose_own_text_fails_is_told_by_its_class() -> None:
+    """Or the other ranks would wait for one that raised while it told them."""
+
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    assert portable(Wordless()).reason == "Wordless"

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from wrapped_models import same, train
 import torchlift
 import torchlift.distributed as ours
 from torchlift._model.ranks import RankGroup
+from torchlift._model.torch_private import timeout_of
 from torchlift.distributed import broadcast, gather
 
 OUT = Path(sys.argv[1])
@@ -352,6 +354,8 @@ def a_group_without_a_backend_for_the_cpu_agrees_over_gloo() -> None:
         text = f"{turn} {dist.get_rank()}"
         _, told = RankGroup([group]).run(lambda text=text: (None, text))  # type: ignore[misc]
         assert told == {rank: f"{turn} {rank}" for rank in range(dist.get_world_size())}
+    (companion,) = RankGroup([group])._talking
+    assert timeout_of(companion) == timeout_of(dist.group.WORLD) == timedelta(seconds=40)
     path = OUT / "agreed.pt"
     ours.save_consolidated({"w": torch.ones(3)}, path, process_group=group)
     assert torch.load(path)["w"].tolist() == [1, 1, 1]

@@ -47,7 +47,8 @@ def read(content):
     storage = Storage(path, start, claims.get("stored", nbytes), "cpu", claims.get("crc32"))
     files = {claims.get("file", path): source.stamp}
     objects = {claims.get("object", "step"): 3}
-    made = Index(path, "torch-zip", {"w": entry}, {"w": storage}, files, objects, {"by": "them"})
+    made = Index(path, "torch-zip", {"w": entry}, {"w": storage}, files, objects, {"by": "them"},
+                 **{k: tuple(v) for k, v in claims.get("more", {}).items()})
     return claims.get("instead", made)
 
 READER = Reader(fits, read) if os.environ.get("BREAK") != "kind" else fits
@@ -193,6 +194,9 @@ def test_a_reader_that_fails_is_named(site: Path, mine: Path, broken: str) -> No
     "claims",
     [
         {"chunk": {"offset": 8}},
+        {"stored": 4},
+        {"more": {"blocked": ["os.system"]}},
+        {"more": {"aside": ["w"]}},
         {"chunk": {"offset": -4}},
         {"chunk": {"nbytes": 4}},
         {"chunk": {"start": [1]}},
@@ -230,3 +234,12 @@ def test_without_a_package_the_file_is_refused(mine: Path) -> None:
     """The format is nobody's then."""
     with pytest.raises(CheckpointError, match="not a checkpoint that torchlift reads"):
         torchlift.open(mine)
+
+
+def test_the_file_may_be_a_link_to_anywhere(site: Path, mine: Path, tmp_path: Path) -> None:
+    """As in a cache of downloads; the caller named it."""
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link.mine"
+    link.symlink_to(mine)
+    found, _ = in_child(site, LOOK, link)
+    assert found[:2] == ["mine", ["w"]]

@@ -47,8 +47,7 @@ def replicas_stay_replicas() -> None:
     blockers = swap.preflight(model)
     assert {item.key for item in blockers} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     for item in blockers:
-        assert item.holders == ("the gradient hooks of a DistributedDataParallel module",), item
-        assert item.kinds == {Hold.REDUCER}
+        assert item.kinds == {Hold.REDUCER}, item
     with pytest.raises(PlacementError, match="hooks of a DistributedDataParallel module"):
         torchlift.load(model, path, mode="swap")
     with pytest.raises(PlacementError, match="Load before wrapping the module"):

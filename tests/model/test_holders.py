@@ -113,7 +113,7 @@ def test_swap_says_that_a_compiled_graph_guards_the_parameters(wanted):
     guarding = []
 
     def backend(graph, inputs):
-        with pytest.raises(PlacementError, match=r"a guard of torch\.compile") as caught:
+        with pytest.raises(PlacementError, match="weak reference") as caught:
             torchlift.load(model, path, mode="swap")
         guarding.append(caught.value.entry)
         torchlift.load(model, path)

@@ -6,6 +6,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -201,19 +202,6 @@ def test_rebuild_v2_and_v3_are_what_a_checkpoint_calls() -> None:
     assert torch.zeros(1, dtype=torch.uint16)._reduce_ex_internal(2)[0] is private.REBUILD_V3
 
 
-def test_is_compiling_says_so_while_torch_compile_works() -> None:
-    """Inside a backend."""
-    found = []
-
-    def backend(graph, inputs):
-        found.append(private.is_compiling())
-        return graph
-
-    torch.compile(nn.Linear(1, 1), backend=backend)(torch.ones(1, 1))
-    assert found == [True]
-    assert not private.is_compiling()
-
-
 def test_no_other_file_uses_these_names() -> None:
     """So that there is one place to look when torch moves one."""
     source = Path(torchlift.__file__).parent
@@ -267,6 +255,35 @@ def test_set_version_takes_writes_back_from_the_count() -> None:
     tensor.add_(1)
     private.set_version(tensor, version)
     assert tensor._version == view._version == version
+
+
+@pytest.mark.parametrize(("given", "expected"), [(5, 5), (1800, None)])
+def test_timeout_of_a_group_is_what_the_job_was_told(given: int, expected: int | None) -> None:
+    """None where that is torch's own."""
+    store = dist.HashStore()
+    dist.init_process_group(
+        "gloo", rank=0, world_size=1, store=store, timeout=timedelta(seconds=given)
+    )
+    try:
+        found = private.timeout_of(dist.group.WORLD)
+        assert found == (expected and timedelta(seconds=expected))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_require_fsdp1_state_finds_what_a_state_dict_lacks() -> None:
+    """Nested under names, and flat."""
+    from torch.distributed.checkpoint import state_dict as own
+
+    model = nn.Linear(1, 1, bias=False)
+    optimizers = (torch.optim.SGD(model.parameters(), momentum=0.9),)
+    nested: dict[str, object] = {"state": {"weight": {}}, "param_groups": [{"params": ["weight"]}]}
+    options = own.StateDictOptions()
+    private.require_fsdp1_state(model, optimizers, nested, options)
+    with pytest.raises(RuntimeError, match="'weight'"):
+        private.require_fsdp1_state(model, optimizers, {**nested, "state": {"a": {}}}, options)
+    with pytest.raises(KeyError, match=r"param_groups\.weight\.lr"):
+        private.require_fsdp1_state(model, optimizers, {"a": 1}, options)
 
 
 def test_a_shape_that_differs_is_told_by_torch_in_these_words() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import fields
 from pathlib import Path
 
@@ -264,3 +266,26 @@ def test_a_forgotten_prefix_is_pointed_out_even_without_strict(tmp_path):
     made = torchlift.plan(nn.Linear(3, 2), path, strict=False, allow_missing=["*"])
     assert f"hint: {made.hint}" in str(made)
     assert torchlift.plan(nn.Linear(3, 2), path, strict=False, rename=lambda k: k[7:]).hint is None
+
+
+def test_a_plan_is_plain_data_of_its_own(tmp_path: Path) -> None:
+    """It goes to another process, and holds neither the weights nor the file."""
+    model = nn.Linear(300, 300)
+    torch.save(model.state_dict(), tmp_path / "x.pt")
+    for source in (tmp_path / "x.pt", model.state_dict()):
+        plan = torchlift.plan(model, source)
+        sent = pickle.dumps(plan)
+        assert len(sent) < 10_000
+        assert pickle.loads(sent) == plan
+        assert str(copy.deepcopy(plan)) == str(plan)
+
+
+def test_a_plan_for_an_absent_device_takes_what_can_be_one() -> None:
+    """A number is an accelerator; a slip of the pen is an error as on a machine that has them."""
+    model = nn.Linear(2, 2)
+    for asked, found in ((0, "cuda:0"), ("cuda:7", "cuda:7"), ("npu", "privateuseone")):
+        plan = torchlift.plan(model, model.state_dict(), device=asked, present=False)
+        assert {report.device for report in plan.loaded.values()} == {found}
+    for wrong in ("gpu", "cuda:abc", "cudaa", -1):
+        with pytest.raises(PlacementError, match="that is no device"):
+            torchlift.plan(model, model.state_dict(), device=wrong, present=False)

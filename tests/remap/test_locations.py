@@ -15,7 +15,6 @@ from small_models import Holder, on_meta, tensors_of
 
 import torchlift
 from torchlift import remap
-from torchlift._plan import Options, plan_only
 from torchlift.formats.summary import to_json
 
 
@@ -28,8 +27,7 @@ def blank(path: Path) -> Holder:
 def destinations(path: Path, rule: Any) -> dict[str, str]:
     """Key -> the device that a plan gives it, on a machine that has them all."""
     with torchlift.open(path) as ckpt:
-        options = Options(device=rule, present=False)
-        made = plan_only(blank(path), ckpt, options)
+        made = torchlift.plan(blank(path), ckpt, device=rule, present=False)
     return {key: report.device for key, report in made.loaded.items()}
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 import torchlift
 from torchlift import remap
-from torchlift._plan import Options, plan_only
 
 
 class Views(nn.Module):
@@ -116,8 +115,7 @@ def test_a_map_that_sends_views_to_several_devices_makes_copies_and_says_so(path
     """In the plan, which needs none of the devices here."""
     rule = remap.by_key({"": "cuda:0", "row": "cuda:1", "rest": "cuda:0"})
     with torchlift.open(path) as ckpt:
-        options = Options(device=rule, present=False)
-        plan = plan_only(torchlift.skeleton(Views), ckpt, options)
+        plan = torchlift.plan(torchlift.skeleton(Views), ckpt, device=rule, present=False)
     assert plan.loaded["row"].note == "a copy: 'full', whose memory it shared, goes to cuda:0"
     assert plan.loaded["rest"].note is None
     assert plan.bytes_to_read == 48 + 16 + 8

@@ -169,3 +169,49 @@ def test_what_is_renamed_stays_in_its_container(tmp_path: Path) -> None:
     torchlift.convert(tmp_path / "x.pt", tmp_path / "z.pt", rename=swapped, overwrite=True)
     found = torch.load(tmp_path / "z.pt", weights_only=True)
     assert (found["step"], found["other"]) == (4, 3)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that keeps its values in another one, and has no memory of its own."""
+
+    values: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Wrapped:
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined]
+        made.values = values
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        return Wrapped(function(args[0].values, *args[1:], **(kwargs or {})))
+
+
+def test_what_has_no_memory_of_its_own_is_refused_by_its_name(tmp_path: Path) -> None:
+    """From memory, and as what a transform returns: its bytes would be read from nowhere."""
+    given, made = {"w": Wrapped(torch.ones(2))}, tmp_path / "y.pt"
+    for words in (
+        {"src": given},
+        {"src": {"w": torch.ones(2)}, "transform": lambda _, t: Wrapped(t)},
+    ):
+        with pytest.raises(PlacementError, match=r"'w': cannot be stored.*found Wrapped"):
+            torchlift.convert(dst=made, **words)
+    with pytest.raises(PlacementError, match=r"'w': cannot be stored.*found Wrapped"):
+        torchlift.save(given, made)
+    assert not made.exists()
+
+
+def test_values_that_are_no_tensors_stay_what_they_are_beside_another_source(
+    tmp_path: Path,
+) -> None:
+    """A dtype is no text, and a device none; text of the files themselves is no loss."""
+    kept = {"dtype": torch.float16, "place": torch.device("cuda:1"), "array": [3, (4,)]}
+    torch.save({"w": torch.ones(2), **kept}, tmp_path / "x.pt")
+    for rename in (None, {"w": "x"}, {"dtype": "x"}):
+        report = torchlift.convert(
+            [tmp_path / "x.pt", {"more": torch.zeros(1)}], tmp_path / "y.pt",
+            rename=rename, overwrite=True,
+        )  # fmt: skip
+        assert report.lost == {}
+        made = torch.load(tmp_path / "y.pt", weights_only=True)
+        assert [made.get(key, made.get("x")) for key in kept] == list(kept.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 from pathlib import Path
 
@@ -60,3 +61,24 @@ def test_text_and_sets_of_files_are_refused() -> None:
     for words in ({"format": "dcp"}, {"format": "sharded"}, {"max_shard_size": "1GB"}):
         with pytest.raises(ValueError, match="a file object is one file"):
             torchlift.save(STATE, io.BytesIO(), **words)  # type: ignore[arg-type]
+
+
+def test_it_takes_the_arguments_that_a_path_takes() -> None:
+    """Text for the header, and what is refused of it."""
+    file = io.BytesIO()
+    torchlift.save(STATE, file, format="safetensors", metadata={"by": "me"})
+    assert torchlift.open(io.BytesIO(file.getvalue())).metadata["by"] == "me"
+    for wrong in ({"metadata": {"by": "me"}}, {"replicated": "no"}):  # for a torch file; at all
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            torchlift.save(STATE, io.BytesIO(), **wrong)
+
+
+def test_a_file_that_only_goes_on_or_takes_nothing(tmp_path: Path) -> None:
+    """One that compresses cannot look for its end; one that is open for reading says so."""
+    with gzip.open(tmp_path / "x.gz", "wb") as file:
+        torchlift.save(STATE, file)
+    with gzip.open(tmp_path / "x.gz", "rb") as file:
+        assert torch.equal(torch.load(io.BytesIO(file.read()))["b"], STATE["b"])
+    (tmp_path / "r").write_bytes(b"12345")
+    with (tmp_path / "r").open("rb") as file, pytest.raises(CheckpointError, match="be written"):
+        torchlift.save(STATE, file)

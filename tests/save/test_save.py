@@ -392,7 +392,7 @@ def test_arrays_and_random_states_are_plain_data(tmp_path: Path, door: str) -> N
             report = torchlift.save(state, file)
     else:
         report = torchlift.save(state, path, format=door)
-    assert report.lost["arrays.floats"] == "a numpy array of float32, which becomes a list"
+    assert report.lost["arrays.floats"] == "a numpy array of float32 [2, 3], which becomes a list"
     assert isinstance(arrays["floats"], np.ndarray)
     with torchlift.open(path) as ckpt:
         assert ckpt.objects["arrays.floats"] == [[0, 1, 2], [3, 4, 5]]

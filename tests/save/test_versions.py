@@ -102,3 +102,51 @@ def test_batch_norms_count_of_batches_tells_its_version(tmp_path: Path) -> None:
     bare = nn.BatchNorm1d(2, track_running_stats=False)
     told = torchlift.save(bare, tmp_path / "c.safetensors").lost["(versions)"]
     assert told.endswith("the whole has 2")
+
+
+class Stateful(Counting):
+    """With state of its own in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Any = [1, torch.ones(1), {"a": 2}]
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = [*state, "set"]
+
+
+def sources_of(path: Path) -> dict[str, Any]:
+    """One state dict through every door of a conversion."""
+    state = torch.load(path)
+    return {"file": path, "checkpoint": torchlift.open(path), "memory": state,
+            "files": [path, {"module.extra": torch.ones(1)}], "list": [state]}  # fmt: skip
+
+
+@pytest.mark.parametrize("door", ["file", "checkpoint", "memory", "files", "list"])
+@pytest.mark.parametrize("renamed", [False, True])
+def test_versions_and_lists_of_state_come_through_every_door(
+    door: str, renamed: bool, tmp_path: Path
+) -> None:
+    """Also where every name changes, as of a model that was saved inside of a wrapper."""
+    torch.save(nn.ModuleDict({"module": Stateful()}).state_dict(), tmp_path / "old.pt")
+    given = sources_of(tmp_path / "old.pt")[door]
+    rename = torchlift.remap.strip("module.") if renamed else None
+    report = torchlift.convert(given, tmp_path / "new.pt", rename=rename)
+    assert report.lost == {}
+    found = torch.load(tmp_path / "new.pt")
+    assert found._metadata["" if renamed else "module"] == {"version": 2}
+    model = Stateful()
+    torchlift.load(model, tmp_path / "new.pt", root=None if renamed else "module",
+                   allow_unexpected=["extra"])  # fmt: skip
+    assert (model.count, model.state) == (5, [1, torch.ones(1), {"a": 2}, "set"])
+
+
+def test_a_list_of_state_comes_back_from_dcp_as_it_was(tmp_path: Path) -> None:
+    """In a load as in the tree, though keys alone tell no list from a dict."""
+    torchlift.save(Stateful(), tmp_path / "dcp", format="dcp")
+    model = Stateful()
+    torchlift.load(model, tmp_path / "dcp")
+    assert model.state == [1, torch.ones(1), {"a": 2}, "set"]

@@ -12,4 +12,5 @@ from torchlift._checkpoint.kinds import Allow as Allow
 from torchlift._checkpoint.kinds import classes as classes
 from torchlift._checkpoint.tree import Tree as Tree
 from torchlift._checkpoint.tree import arranged as arranged
+from torchlift._checkpoint.tree import gathered as gathered
 from torchlift._checkpoint.tree import objects_as_saved as objects_as_saved

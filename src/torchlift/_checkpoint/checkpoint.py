@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -284,11 +284,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             >>> torchlift.open(path).tree()
             {'groups': [{'params': [0, 1], 'lr': 0.1}], 'type': torch.float16}
         """
+        return self._tree(root, self._view)
+
+    def _tree(self, root: str | None, view: Callable[[TensorEntry], object]) -> Any:
+        """Return the same with what `view` makes of the entry of each tensor."""
         if self._index.tree is not None:
             refusal = partial(self._refusal, loading=False)
-            return Tree(self._index, self._view, refusal).rebuild(root)
+            return Tree(self._index, view, refusal).rebuild(root)
         index = self._index if root is None else select(self._index, root)
-        return {**{key: self._view(e) for key, e in index.entries.items()}, **index.objects}
+        return {**{key: view(e) for key, e in index.entries.items()}, **index.objects}
 
     def _refusal(self, key: str, *, loading: bool = True) -> CheckpointError:
         """Return the error that says why `key` cannot be had; the empty one is the whole file.

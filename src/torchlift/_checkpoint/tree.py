@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 from torchlift._checkpoint.kinds import DROPPED, Values
+from torchlift._system import leaves as leaves_of
+from torchlift._system import map_leaves
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
 from torchlift.formats import (
     MISSING,
@@ -17,6 +19,7 @@ from torchlift.formats import (
     Containers,
     Index,
     Leaf,
+    OrderedRecord,
     StorageRef,
     TensorEntry,
     TensorRef,
@@ -143,18 +146,31 @@ def arranged(
         return None
     if "" not in paths or not isinstance(made, dict):
         return None
-    _set_versions(made, "", versions)
+    made = made or _emptied(index.tree[0])
     for name, value in leaves.items():
         at = name
         while at and (at := at.rpartition(".")[0]) not in paths:
             pass
         inside: Any = made
+        record: Any = index.tree[0]
         for step in paths[at]:
-            inside = inside.setdefault(step, {})
+            record = record[step]
+            inside = inside.setdefault(step, _emptied(record))
         last = name[len(at) + 1 :] if at else name
         if not isinstance(inside, dict) or last in inside or name in paths:
             return None
         inside[last] = value
+    _set_versions(made, "", versions)
+    return made
+
+
+def _emptied(record: object) -> Any:
+    """Return a dict of the class of one of which nothing is left, which state dicts are told by."""
+    if not isinstance(record, OrderedRecord):
+        return {}
+    made: Any = OrderedDict()
+    if record.metadata is not None:
+        made._metadata = OrderedDict()
     return made
 
 
@@ -175,6 +191,24 @@ def _dicts(value: object, key: str, path: tuple[Any, ...]) -> Iterator[tuple[str
         for name, item in value.items():
             text = name_text(name)
             yield from _dicts(item, f"{key}.{text}" if key else text, (*path, name))
+
+
+def gathered(values: Mapping[str, object], templates: Mapping[str, object]) -> dict[str, object]:
+    """Put the lists and extra states of flat values together again.
+
+    Args:
+        values: key -> value.
+        templates: key of a container -> the container, with a `Leaf` for each of its values.
+
+    Returns:
+        Key -> value, or a container all of whose values were there.
+    """
+    made = dict(values)
+    for name, tree in templates.items():
+        inside = [leaf.key for leaf in leaves_of(tree).values() if isinstance(leaf, Leaf)]
+        if inside and name not in made and all(key in made for key in inside):
+            made[name] = map_leaves(tree, lambda leaf, _: made.pop(leaf.key))
+    return made
 
 
 class _Objects(_Beside):

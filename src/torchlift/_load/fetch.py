@@ -46,7 +46,7 @@ from torchlift._sources import (
     is_in_place,
 )
 from torchlift._system import trim
-from torchlift._transfer import BUDGET, Request, allocate, read, requests_for
+from torchlift._transfer import BUDGET, Request, Seen, allocate, read, requests_for
 from torchlift.errors import MismatchError, PlacementError, note
 from torchlift.formats import TensorEntry
 
@@ -71,9 +71,20 @@ class Fetched(NamedTuple):
 
 
 def fetch_all(
-    plan: LoadPlan, origin: Origin, transform: Transform | None, advance: Advance
+    plan: LoadPlan,
+    origin: Origin,
+    transform: Transform | None,
+    advance: Advance,
+    seen: Seen | None = None,
 ) -> Fetched:
     """Prepare every tensor of a plan; read in as few rounds as possible; leave the model as it was.
+
+    Args:
+        plan: what is to be done.
+        origin: where the values come from.
+        transform: the caller's.
+        advance: called with a number of bytes as they arrive.
+        seen: see `torchlift._transfer.read`.
 
     Raises:
         MismatchError: two tied names have different values, or a transform made another shape.
@@ -81,9 +92,31 @@ def fetch_all(
             placed.
         IntegrityError: a file changed or could not be read.
     """
+    steps, path = plan._work.steps, origin.path
     with ordinary_tensors():
-        steps = _fetch_steps(plan.work.steps, origin, transform, advance)
-        return Fetched(steps, _make(plan.work.makings))
+        for step in steps:
+            _check_ties(step, origin)
+            if transform is None:
+                _check_cast(step, step.candidate.dtype, path)
+        ready = [step for step in steps if not step.raw]
+        found: list[Prepared] = []
+        for step, value in zip(ready, _by_route(ready, origin, advance, seen), strict=True):
+            if isinstance(value, torch.Tensor):
+                value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
+            check_class(step, value, path)
+            found.append((step, value))
+        rest = [step for step in steps if step.raw]
+        # All ranks fill together: how many tensors one of them has must not count.
+        for batch in [rest] if origin.collective else _batches(rest):
+            # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
+            raw = _by_route(batch, origin, lambda _: None, seen)
+            for step in batch:
+                tensor = raw.pop(0)
+                assert isinstance(tensor, torch.Tensor)
+                found.append(_made(step, transform, tensor, path))
+                advance(step.span if step.owned else 0)
+            trim()  # what a transform or a handler took and freed
+        return Fetched(found, _make(plan._work.makings))
 
 
 def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
@@ -98,36 +131,9 @@ def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
     ]
 
 
-def _fetch_steps(
-    steps: Sequence[Step], origin: Origin, transform: Transform | None, advance: Advance
-) -> list[Prepared]:
-    path = origin.path
-    for step in steps:
-        _check_ties(step, origin)
-        if transform is None:
-            _check_cast(step, step.candidate.dtype, path)
-    as_they_are = [step for step in steps if not step.raw]
-    found: list[Prepared] = []
-    for step, value in zip(as_they_are, _by_route(as_they_are, origin, advance), strict=True):
-        if isinstance(value, torch.Tensor):
-            value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
-        check_class(step, value, path)
-        found.append((step, value))
-    rest = [step for step in steps if step.raw]
-    # All ranks fill together: how many tensors one of them has must not count.
-    for batch in [rest] if origin.collective else _batches(rest):
-        # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
-        raw = _by_route(batch, origin, lambda _: None)
-        for step in batch:
-            tensor = raw.pop(0)
-            assert isinstance(tensor, torch.Tensor)
-            found.append(_made(step, transform, tensor, path))
-            advance(step.span if step.owned else 0)
-        trim()  # what a transform or a handler took and freed
-    return found
-
-
-def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[Values]:
+def _by_route(
+    steps: Sequence[Step], origin: Origin, advance: Advance, seen: Seen | None
+) -> list[Values]:
     """Return the tensors of the steps; read and copied all together where the route says so."""
     tensors: list[Values] = []
     requests: list[Request] = []
@@ -157,7 +163,7 @@ def _by_route(steps: Sequence[Step], origin: Origin, advance: Advance) -> list[V
             tensors.append(new.copy_(view))
         advance(step.span if step.route != "view" else 0)
     if requests and origin.views is not None:
-        read(requests, origin.views.files, advance=advance)
+        read(requests, origin.views.files, advance=advance, seen=seen)
     if copies or origin.collective:
         origin.fill(copies)
     return tensors

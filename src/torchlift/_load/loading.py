@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -27,6 +28,7 @@ from torchlift._model import (
     is_sharded,
     local_tensor,
     locked,
+    rank,
     refresh_shards,
     run_post_hooks,
     wrapped_names,
@@ -61,7 +63,7 @@ from torchlift._system import (
     uninterrupted,
 )
 from torchlift.errors import IntegrityError, MismatchError, answers_keywords
-from torchlift.formats import checksums, verify_index
+from torchlift.formats import Checksums, RangeSums, VerifyReport, checksums, compared, sums_of
 
 
 @answers_keywords
@@ -139,8 +141,9 @@ def load(
             It gets one tensor at a time, and its result is cast, moved and placed. For a DTensor
             parameter it gets a DTensor of that layout, of which only the local shard was read, and
             returns one: so that what it computes means the same on any mesh.
-        verify: recompute the checksums that the file has, before anything else; the report says for
-            how many bytes it has none.
+        verify: recompute the checksums that the file has, before anything changes or a transform
+            sees a value; ranks that load together read a part of it each. The report says for how
+            many bytes it has none.
         progress: show a bar of bytes on stderr.
         collective: whether the ranks of a process group load together: before anything changes
             they exchange whether all are ready, and an error of one is raised by every one. None
@@ -178,21 +181,30 @@ def load(
     pause = collection_paused() if transform is None else nullcontext()
     with (
         locked(model) as tree,
-        RankGroup.of_model(
-            [group.tensor for group in tree.groups],
-            collective=collective,
-            process_group=process_group,
+        (
+            ranks := RankGroup.of_model(
+                [group.tensor for group in tree.groups],
+                collective=collective,
+                process_group=process_group,
+            )
         ).together() as agree,
         pause,
     ):
         with sources(ckpt, root, allow_classes) as origin:
-            unchecked = sum(map(require_intact, origin.checkpoints if verify else ()))
+            # Code of the caller's is not to see what is damaged, and ranks share what there is to
+            # verify; else it is done on the way, and nothing is read twice.
+            first = transform is not None or bool(ranks.groups)
+            verified, seen = origin.checkpoints if verify else (), RangeSums()
+            unchecked = require_intact(verified, ranks) if first else 0
             # What the model's own code changes is taken back whole, and so is what is placed.
             with uninterrupted() as deliver, Commit() as commit:
                 plan = make_plan(tree, origin, options, commit)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
                     with Interruptible():
-                        fetched = fetch_all(plan, origin, transform, advance)
+                        on_the_way = seen.add if verify and not first else None
+                        fetched = fetch_all(plan, origin, transform, advance, on_the_way)
+                        if not first:
+                            unchecked = require_intact(verified, ranks, seen)
                     agreed = Agreed(agree, deliver)
                     judge = partial(check_names, path=origin.path, options=options)
                     missing, unexpected, more = place(
@@ -257,7 +269,7 @@ def place(
     Raises:
         MismatchError: a post-hook of the model reports keys, or excuses too few.
     """
-    work, agree = plan.work, agreed.agree
+    work, agree = plan._work, agreed.agree
     # Before anything is placed: what is on meta is live as soon as it has its content.
     in_place = [item for item in fetched.steps if item[0].in_place]
     new = [item for item in fetched.steps if not item[0].in_place]
@@ -339,7 +351,7 @@ def _judge(
             missing_keys=lacking,
             unexpected_keys=extra,
         )
-    match = plan.work.match
+    match = plan._work.match
     match.open = False
     match.missing = [name for name in missing if name not in match.mismatched]
     match.unexpected = unexpected
@@ -358,7 +370,7 @@ def _warn_of_missing(
     if (naming := wrapped_names(tree)) is not None:
         parameters = set(map(naming.canonical, parameters))
     # Of a live one the caller knows; of a replayed one the values are new.
-    left_out = plan.work.match.left_out.difference(plan.replayed)
+    left_out = plan._work.match.left_out.difference(plan.replayed)
     by_name = allowed(missing, options.allow_missing)
     excused = {*plan.mismatched, *plan.deferred, *by_name, *left_out}
     lacking = [name for name in missing if name in parameters and name not in excused]
@@ -376,31 +388,61 @@ def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 
-def require_intact(ckpt: Checkpoint, only: Collection[str] | None = None) -> int:
-    """Return for how many bytes the file records no checksum; those that it has are right.
+def require_intact(
+    ckpts: Sequence[Checkpoint],
+    group: RankGroup | None = None,
+    seen: RangeSums | None = None,
+    *,
+    only: Collection[str] | None = None,
+) -> int:
+    """Return for how many bytes the files record no checksum; those that they have are right.
 
     Args:
-        ckpt: the checkpoint.
+        ckpts: the checkpoints.
+        group: ranks that all call this; those with the same checkpoints read a part of them each.
+        seen: what is not read again, of one process.
         only: the storages that count; None: all.
 
     Raises:
         IntegrityError: one of them is wrong.
     """
-    storages, records = checksums(ckpt._index)
-    if only is not None:
-        storages = {name: storage for name, storage in storages.items() if name in only}
-    report = verify_index(ckpt._index, known=(storages, records))
-    if not report.ok:
-        first, total = report.failed[0], len(report.checked) + len(report.records)
-        storage = ckpt._index.storages.get(first.name)
-        where = storage.file if storage is not None else ckpt.path
-        stamp = ckpt._index.files.get(where)
-        raise IntegrityError(
-            f"checksums are wrong in {len(report.failed)} of {total} records",
-            file=(stamp and stamp.shown) or where,
-            entry=first.name,
-            expected=f"crc32 {first.expected:08x}",
-            found=first.what,
-            hint="The file is damaged: fetch it again, or restore it from a copy.",
-        )
-    return report.unchecked_nbytes
+    ranks = group or RankGroup([])
+
+    def list_all() -> tuple[list[Checksums], str]:
+        found = [checksums(ckpt._index) for ckpt in ckpts]
+        if only is not None:
+            found = [({k: v for k, v in s.items() if k in only}, more) for s, more in found]
+        return found, hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
+
+    known, told = ranks.run(list_all)
+    if not any(told.values()):
+        return 0
+    peers = [who for who, digest in told.items() if digest == told[rank()]]
+    part = peers.index(rank()), len(peers)
+
+    def add_up() -> tuple[None, list[list[int | None]]]:
+        pairs = zip(ckpts, known, strict=True)
+        return None, [sums_of(ckpt._index, each, part=part, seen=seen) for ckpt, each in pairs]
+
+    sums, unchecked = ranks.run(add_up)[1], 0
+    for number, (ckpt, each) in enumerate(zip(ckpts, known, strict=True)):
+        report = compared(ckpt._index, each, [sums[who][number] for who in peers])
+        if not report.ok:
+            raise _damaged(ckpt, report)
+        unchecked += report.unchecked_nbytes
+    return unchecked
+
+
+def _damaged(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:
+    first, total = report.failed[0], len(report.checked) + len(report.records)
+    storage = ckpt._index.storages.get(first.name)
+    where = storage.file if storage is not None else ckpt.path
+    stamp = ckpt._index.files.get(where)
+    return IntegrityError(
+        f"checksums are wrong in {len(report.failed)} of {total} records",
+        file=(stamp and stamp.shown) or where,
+        entry=first.name,
+        expected=f"crc32 {first.expected:08x}",
+        found=first.what,
+        hint="The file is damaged: fetch it again, or restore it from a copy.",
+    )

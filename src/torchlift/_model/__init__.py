@@ -9,7 +9,11 @@ from torchlift._model.commit import exchange as exchange
 from torchlift._model.commit import ordinary_tensors as ordinary_tensors
 from torchlift._model.commit import repeats as repeats
 from torchlift._model.commit import successor_of as successor_of
+from torchlift._model.devices import DEVICE_TAG as DEVICE_TAG
 from torchlift._model.devices import DISK as DISK
+from torchlift._model.devices import Device as Device
+from torchlift._model.devices import checked_device as checked_device
+from torchlift._model.devices import spelled_device as spelled_device
 from torchlift._model.devices import usable_device as usable_device
 from torchlift._model.dtensor import Slices as Slices
 from torchlift._model.dtensor import Span as Span
@@ -58,6 +62,7 @@ from torchlift._model.hooks import has_post_hooks as has_post_hooks
 from torchlift._model.hooks import hooked_modules as hooked_modules
 from torchlift._model.hooks import run_hooks as run_hooks
 from torchlift._model.hooks import run_post_hooks as run_post_hooks
+from torchlift._model.hooks import templates_by_name as templates_by_name
 from torchlift._model.hooks import versions_by_name as versions_by_name
 from torchlift._model.names import Names as Names
 from torchlift._model.names import is_flattened as is_flattened
@@ -66,6 +71,7 @@ from torchlift._model.names import wrapped_names as wrapped_names
 from torchlift._model.ranks import Agree as Agree
 from torchlift._model.ranks import RankGroup as RankGroup
 from torchlift._model.ranks import has_group as has_group
+from torchlift._model.ranks import new_gloo_group as new_gloo_group
 from torchlift._model.ranks import portable as portable
 from torchlift._model.ranks import raise_first as raise_first
 from torchlift._model.ranks import rank as rank
@@ -99,6 +105,7 @@ from torchlift._model.torch_private import function_modes as function_modes
 from torchlift._model.torch_private import is_closed as is_closed
 from torchlift._model.torch_private import key_of as key_of
 from torchlift._model.torch_private import make_wrapper as make_wrapper
+from torchlift._model.torch_private import require_fsdp1_state as require_fsdp1_state
 from torchlift._model.torch_private import shard_order as shard_order
 from torchlift._model.torch_private import storage_key as storage_key
 from torchlift._model.torch_private import without_subclasses as without_subclasses

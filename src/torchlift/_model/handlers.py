@@ -224,7 +224,8 @@ def is_handled(tensor: torch.Tensor) -> bool:
 def returns_own_input(tensor: torch.Tensor) -> bool:
     """Load zeros into a copy and return whether the class gives back what it was given.
 
-    Such a result cannot be exchanged with the tensor.
+    Such a result cannot be exchanged with the tensor: `torchlift.load` copies in place then, as
+    torch does, where without this trial it would refuse.
     """
     copy = _stand_in(tensor)
     if copy is tensor:

@@ -28,15 +28,11 @@ from torchlift._model.slots import Group, collect, is_lazy, locked
 from torchlift._model.torch_private import (
     FLAT_REFERENCES,
     FLAT_WEIGHTS,
-    is_compiling,
     storage_key,
     storage_uses,
     use_count,
 )
 from torchlift.errors import PlacementError
-
-#: Nodes of recorded graphs that are visited.
-_NODES = 50_000
 
 
 class Hold(Enum):
@@ -45,8 +41,8 @@ class Hold(Enum):
     WEAK_REFERENCE = "a weak reference to it exists"
     VIEW = "a view of it is alive"
     MEMORY = "another tensor shares its memory"
-    GRAPH = "its AccumulateGrad node is alive"
-    REDUCER = "gradient hooks keep its AccumulateGrad node alive"
+    GRAPH = "its AccumulateGrad node is alive, in the graph of what was computed from it"
+    REDUCER = "the hooks of a DistributedDataParallel module keep its AccumulateGrad node alive"
     FOREIGN = "code outside of Python holds its content"
     CLASS = "its class forbids it"
 
@@ -58,7 +54,7 @@ class Blocker:
     Attributes:
         key: its name in the module.
         reason: what forbids it.
-        holders: who is in the way, in words; empty where nobody was looked for or found.
+        holders: views and tensors over its memory that are in the way, in words.
         kinds: the same as `reason`, for programs to decide on.
     """
 
@@ -282,24 +278,17 @@ def _search(suspects: Sequence[Holders], own: set[int]) -> None:
             for item in sharing:
                 item.add(Hold.MEMORY, "tensor", tensor)
     reduced = {id(parameter) for replica in replicas for parameter in replica.module.parameters()}
-    graphs = {}
     for key, item in by_tensor.items():
         recorded = item.uses > 0 and _is_recorded(item.group.tensor)
         if recorded and key in reduced:
             item.kinds |= {Hold.REDUCER}
-            item.words += ("the gradient hooks of a DistributedDataParallel module",)
         elif recorded and Hold.VIEW not in item.kinds:  # the graph of a view includes the node
             item.kinds |= {Hold.GRAPH}
-            graphs[key] = item
         if item.owners > 0 and not item.kinds:  # tensors that only C++ knows
             item.kinds |= {Hold.VIEW if item.uses > 0 else Hold.MEMORY}
         if item.weak > 0:
             item.kinds |= {Hold.WEAK_REFERENCE}
-            references = weakref.getweakrefs(item.group.tensor)
-            item.words += tuple(filter(None, map(_weak_holder, references)))
         item.kinds = item.kinds or frozenset({Hold.FOREIGN})
-    if graphs:
-        _add_graphs(tensors, graphs)
 
 
 def _instances(everything: list[Any], base: type) -> list[Any]:
@@ -317,32 +306,9 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
         return None  # sparse, lazy
 
 
-def _add_graphs(tensors: Iterable[torch.Tensor], recorded: dict[int, Holders]) -> None:
-    """Note whose recorded graphs lead to which tensor. Each node is visited once, for the first."""
-    seen: set[Any] = set()
-    for tensor in tensors:
-        todo: list[Any] = [tensor.grad_fn]
-        while todo and len(seen) < _NODES:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if item := recorded.get(id(getattr(node, "variable", None))):
-                item.words += (f"the graph behind {_described('tensor', tensor)}",)
-            todo += [edge for edge, _ in node.next_functions]
-
-
 def _described(what: str, tensor: torch.Tensor) -> str:
     made_by = "" if tensor.grad_fn is None else f" made by {tensor.grad_fn.name()}"
     return f"a {what} of shape {list(tensor.shape)}{made_by}"
-
-
-def _weak_holder(reference: weakref.ref[Any]) -> str:
-    """Name who made a weak reference, as far as its callback tells; else an empty string."""
-    name = getattr(reference.__callback__, "__qualname__", "").partition(".")[0]
-    if type(reference).__module__ == "torch.utils.weak" and is_compiling():
-        return "a guard of torch.compile"
-    return f"a {name}" if name.startswith("Weak") else ""
 
 
 _lock = threading.Lock()

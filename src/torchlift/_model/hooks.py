@@ -204,7 +204,7 @@ class _Run:
         self.commit = commit
         self.watch = watch
         self.set: list[tuple[nn.Module, str]] = []
-        self.templates = _templates_by_name(shown.templates, shown.names)
+        self.templates = templates_by_name(shown.templates, shown.names)
         self.versions = versions_by_name(shown.names, shown.versions)
         self.outcome = Outcome()
         self.state: dict[str, Any] = {**shown.tensors, **shown.objects}
@@ -573,7 +573,7 @@ def has_post_hooks(tree: ModuleTree) -> bool:
     )
 
 
-def _templates_by_name(
+def templates_by_name(
     templates: Mapping[str, object], names: Mapping[str, str]
 ) -> dict[str, tuple[str, object]]:
     """Return name of a container in the model -> its key, and its containers as saved."""

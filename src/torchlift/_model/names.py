@@ -82,6 +82,10 @@ class Names:
         """Return every name of a tensor: several when it is tied, or none."""
         return self._fqns.get(id(tensor), [])
 
+    def add(self, tensor: torch.Tensor, name: str) -> None:
+        """Give a tensor that the model does not have a name, if it has none yet."""
+        self._fqns.setdefault(id(tensor), [name])
+
     def canonical(self, key: str) -> str:
         """Return the canonical name for a key of the wrapped model's state dict, or for a path."""
         return _translate(key, self._to_fqn)

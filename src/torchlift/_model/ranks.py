@@ -21,6 +21,7 @@ from torch import nn
 
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_fsdp1, wrapped_by
+from torchlift._model.torch_private import timeout_of
 from torchlift.errors import CheckpointError
 
 T = TypeVar("T")
@@ -93,6 +94,7 @@ class RankGroup:
     def __init__(self, groups: list[Any], kind: type[CheckpointError] = CheckpointError) -> None:
         self.groups = groups
         self._kind = kind
+        self._heard: int | None = None  # identity of what the last step raised
 
     @classmethod
     def of_all(
@@ -152,6 +154,13 @@ class RankGroup:
             CheckpointError: what the first process met that met anything (see `raise_first`), or
                 one does not answer. A process that met an error itself may raise that.
         """
+        try:
+            return self._run(step)
+        except BaseException as error:
+            self._heard = id(error)  # itself would keep alive all that its traceback has
+            raise
+
+    def _run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, dict[int, Any]]:
         problem: BaseException | None = None
         done: tuple[T, Any] | None = None
         try:
@@ -197,7 +206,7 @@ class RankGroup:
             ...     agree(False)
             False
         """
-        expected = bool(self.groups)
+        expected, self._heard = bool(self.groups), None
 
         def agree(again: bool) -> bool:
             nonlocal expected
@@ -212,7 +221,8 @@ class RankGroup:
         try:
             yield agree
         except BaseException as error:
-            if expected:
+            # Of what `run` raised all have heard, and nobody would answer.
+            if expected and id(error) != self._heard:
                 self.run(partial(leave, error))
             raise
 
@@ -240,8 +250,14 @@ def _on_cpu(group: Any) -> Any:
     if has_cpu or dist.get_world_size(group) < dist.get_world_size():
         return group
     if group not in _COMPANIONS:
-        _COMPANIONS[group] = dist.new_group(backend="gloo")
+        _COMPANIONS[group] = new_gloo_group()
     return _COMPANIONS[group]
+
+
+def new_gloo_group() -> Any:
+    """Make a gloo group of all processes, which wait in it as long as the job was told to."""
+    dist = torch.distributed
+    return dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
 
 
 def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> list[Any]:
@@ -281,7 +297,11 @@ def portable(
         CheckpointError("KeyError: 'x'")
     """
     if not isinstance(error, CheckpointError):
-        return kind(f"{type(error).__name__}: {error}")
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:  # of its own `__str__`: the other ranks would wait for this one
+            text = type(error).__name__
+        return kind(text)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

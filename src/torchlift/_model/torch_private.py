@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -139,16 +140,37 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-def is_compiling() -> bool:
-    """Say whether torch.compile is at work in this thread."""
-    return torch._guards.CompileContext.current_compile_id() is not None
-
-
 def dcp_item(file: str, offset: int, nbytes: int) -> Any:
     """Return what a distributed checkpoint's metadata says of where an item is."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, nbytes)
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """Return how long processes of a group wait for each other; None: as torch says by default."""
+    from torch.distributed import constants
+
+    options = [getattr(group._get_backend(kind), "options", None) for kind in group._device_types]
+    found = [each._timeout for each in options if each is not None]
+    defaults = constants.default_pg_timeout, constants.default_pg_nccl_timeout
+    return next((each for each in found if each not in defaults), None)
+
+
+def require_fsdp1_state(model: Any, optimizers: Any, state: Any, options: Any) -> None:
+    """Let torch look for what optimizers of a ``FullyShardedDataParallel`` need; nobody waits.
+
+    Raises:
+        KeyError, RuntimeError, ValueError: a state dict lacks something.
+    """
+    from torch.distributed.checkpoint import state_dict as own
+
+    info = own._verify_options(model, optimizers, optim_only=True, options=options)
+    for optimizer in optimizers:
+        if "state" in state:
+            own._split_optim_state_dict(model, optimizer, state, info)
+        else:
+            own._unflatten_optim_state_dict(optimizer, state, info)
 
 
 def is_closed(stager: Any) -> bool:

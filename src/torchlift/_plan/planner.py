@@ -64,13 +64,12 @@ class LoadPlan(LoadReport):
         bytes_to_read: bytes that will be copied out of the files.
         excusable: names, missing or unexpected, with which the load fails unless a hook of the
             model (``register_load_state_dict_post_hook``) excuses them once it sees the result.
-        work: what the transfer and placement rooms are to do.
     """
 
     peak_bytes: int = 0
     bytes_to_read: int = 0
     excusable: list[str] = field(default_factory=list)
-    work: Work = field(default_factory=Work, repr=False)
+    _work: Work = field(default_factory=Work, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the lists of names and the costs, as ``torchlift plan --json`` prints them."""
@@ -158,18 +157,6 @@ def plan(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
         source, include, exclude, transform, present=present,
     )  # fmt: skip
-    return plan_only(model, ckpt, options, root=root, allow_classes=allow_classes)
-
-
-def plan_only(
-    model: nn.Module,
-    ckpt: Given | Sequence[Given],
-    options: Options,
-    *,
-    root: str | None = None,
-    allow_classes: Allow = (),
-) -> LoadPlan:
-    """Plan a load, and leave the model as it was."""
     check_order(model, ckpt)
     with (
         sources(ckpt, root, allow_classes) as origin,
@@ -178,9 +165,11 @@ def plan_only(
         Commit() as commit,
     ):
         try:
-            return make_plan(tree, origin, options, commit)
+            made = make_plan(tree, origin, options, commit)
         finally:
             commit.undo()
+    # It is an answer: who keeps it, or sends it away, keeps neither the model nor files open.
+    return replace(made, _work=Work())
 
 
 def check_order(model: object, ckpt: object) -> None:
@@ -390,7 +379,7 @@ def _assemble(
         peak_bytes=_peak(work, origin),
         bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
         excusable=excusable,
-        work=work,
+        _work=work,
     )
 
 

@@ -22,4 +22,5 @@ from torchlift._save.saving import save as save
 from torchlift._save.values import Becomes as Becomes
 from torchlift._save.values import Taken as Taken
 from torchlift._save.values import Value as Value
+from torchlift._save.values import stored_as as stored_as
 from torchlift._save.values import untied as untied

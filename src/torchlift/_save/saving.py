@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Literal
@@ -15,7 +15,7 @@ from typing import IO, Any, Literal
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint, Tree, dtype_of
+from torchlift._checkpoint import Checkpoint, Tree, dtype_of, gathered
 from torchlift._model import is_dtensor, is_flattened, tensors_of, versioned
 from torchlift._save.files import (
     Output,
@@ -237,7 +237,10 @@ def save(
     """
     is_alone = process_group is None and not _has_dtensors(obj)
     if is_alone and hasattr(path, "write"):
-        return _save_to(path, obj, format, max_shard_size, checksum, progress)
+        return _save_to(
+            path, obj, format, max_shard_size, checksum=checksum, progress=progress,
+            metadata=metadata, replicated=replicated,
+        )  # fmt: skip
     texts: Mapping[str, str] = metadata if metadata is not None else {}
     mesh = Mesh(process_group, alone=is_alone)
 
@@ -295,10 +298,16 @@ def _save_to(
     obj: Any,
     format: str | None,
     max_shard_size: int | str | None,
-    checksum: bool,
-    progress: bool,
+    **options: Any,
 ) -> SaveReport:
     """Save to a file object: all of it, or what was there before.
+
+    Args:
+        file: what the caller passed.
+        obj: what is saved.
+        format: see `save`.
+        max_shard_size: see `save`.
+        options: the other arguments of it.
 
     Raises:
         TypeError: it is open for text.
@@ -312,11 +321,8 @@ def _save_to(
     shown = str(getattr(file, "name", f"a {type(file).__name__}"))
     with TemporaryDirectory() as folder:
         whole = os.path.join(folder, "saved")
-        report = save(
-            obj, whole, format=format or "torch-zip", checksum=checksum, progress=progress
-        )
-        start = file.tell() if file.seekable() else None
-        end = None if start is None else file.seek(0, os.SEEK_END)
+        report = save(obj, whole, format=format or "torch-zip", **options)
+        start, end = _extent(file)
         try:
             if start is not None:
                 file.seek(start)
@@ -328,12 +334,24 @@ def _save_to(
             file.flush()
         except BaseException as error:
             if start is not None:
-                file.truncate(end)
+                with suppress(OSError):  # of a file that nothing can be written to
+                    file.truncate(end)
                 file.seek(start)
             if isinstance(error, OSError):
                 raise write_error(shown, error) from error
             raise
     return replace(report, path=shown, files=(shown,))
+
+
+def _extent(file: Any) -> tuple[int | None, int | None]:
+    """Return where a file object is and where it ends; None where it only goes on, as in gzip."""
+    if not file.seekable():
+        return None, None
+    start = file.tell()
+    try:
+        return start, file.seek(0, os.SEEK_END)
+    except ValueError:
+        return None, None
 
 
 def _inside(obj: object) -> Iterator[object]:
@@ -562,6 +580,7 @@ def from_files(
     index, views = ckpt._index, ckpt._mapped()
     leaves = {**index.entries, **index.objects}
     kept_leaves = {key: value for key, value in leaves.items() if key not in dropped}
+    kept_leaves = gathered(kept_leaves, index.templates if index.tree is None else {})
     tree: Any = versioned(kept_leaves, index.module_versions or None)
     if index.tree is not None:
         tree = Tree(index, lambda entry: entry, ckpt._refusal, dropped).rebuild(None)

@@ -17,6 +17,7 @@ from torchlift._checkpoint import MappedViews, dtype_of, not_dense
 from torchlift._model import (
     ModuleTree,
     Names,
+    has_memory,
     is_dtensor,
     local_tensor,
     read_model,
@@ -383,7 +384,8 @@ class _Walk:
     def _listed(self, array: Any, key: str) -> Any:
         """Return the list of an array of numpy, whose class ``weights_only=True`` does not take."""
         found = array.tolist()
-        what = f"a numpy array of {array.dtype}, which becomes a {type(found).__name__}"
+        form = f"{array.dtype} {list(array.shape)}"
+        what = f"a numpy array of {form}, which becomes a {type(found).__name__}"
         self.taken.kinds[key or "(all)"] = what
         if array.ndim:  # a number may be the same object elsewhere
             self._classes[id(found)] = found, what
@@ -604,8 +606,8 @@ def stored_as(key: str, value: object, format: str) -> Stored:
         found += ", which gets its shape when the module is first called"
     elif isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
-        is_dense = value.layout == torch.strided and not value.is_nested and not value.is_meta
-        if is_dense and name in ITEMSIZE and not is_traceable_wrapper_subclass(local_tensor(value)):
+        # A wrapper has no address of its own: its bytes would be read from nowhere.
+        if has_memory(local_tensor(value)) and not value.is_meta and name in ITEMSIZE:
             return Stored(key, name, tuple(value.shape))
         found += f", {name}, {value.layout}, on {value.device}"
     raise PlacementError(

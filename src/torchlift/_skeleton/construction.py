@@ -167,22 +167,23 @@ def _remember(recorder: Recorder, group: Group) -> None:
     A deep copy of a parameter loses what hangs on the tensor (`torch.nn.Parameter.__deepcopy__`
     calls the class), and so does a buffer that is cast; the module keeps its own.
     """
-    tensor = group.tensor
-    inner = [] if tensor.is_meta else inner_tensors(tensor)
+    tensor, is_meta = group.tensor, group.tensor.is_meta
+    inner = [] if is_meta else inner_tensors(tensor)
     if inner and all(one.is_meta for one in inner):
         # torchao's NF4Tensor says that it is where the tensor that it was made of seemed to be.
         exchange(tensor, successor_of(tensor, clone_of(tensor, META)))
         return
-    if not (tensor.is_meta or is_lazy(tensor) or has_memory(tensor)):
+    lazy = is_lazy(tensor)
+    if not (is_meta or lazy or has_memory(tensor)):
         return  # a sparse one, say, which is made at once and stays
-    if is_lazy(tensor):
+    if lazy:
         # It has no storage to save, and its first input decides where it goes.
         kind: Any = type(tensor)
         with without_subclasses():
             exchange(tensor, kind(tensor.requires_grad, device="cpu", dtype=tensor.dtype))
         return
     ref = recorder.ref(tensor)
-    if not tensor.is_meta:
+    if not is_meta:
         # Made by a call that bypasses the torch API (`torch.Tensor(3, 4)`): the recording keeps it.
         stand_in = recorder.adopt(tensor)
         ref = recorder.ref(stand_in)

@@ -236,9 +236,9 @@ class Recorder(TorchFunctionMode):
         """Record what makes one tensor of plain arguments, as most tensors start.
 
         This and `_overwrite` are `_record` for the two calls that nearly all of a model is made
-        of: a linear layer takes 61 us with them and 80 us without.
+        of: 1,000 transformer blocks take 1.0 s with them and 1.5 s without.
         """
-        if args == ((0,),) and func is torch.empty:
+        if func is torch.empty and args == ((0,),):
             # `torch.load` sets the storages that it reads into such, which no mode sees: what a
             # constructor loads is real, and adopted when it is used.
             with suppress(RuntimeError, AssertionError):  # an accelerator that is not here

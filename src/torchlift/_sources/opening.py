@@ -172,6 +172,9 @@ def index_of(layers: Sequence[Layer]) -> Index:
     indexes = [one._index if isinstance(one, Checkpoint) else one.index() for one in layers]
     if len(layers) == 1:
         return indexes[0]
+    indexes = [
+        replace(index, objects={**index.objects, **objects_as_saved(index)}) for index in indexes
+    ]
     path = ", ".join(dict.fromkeys(index.path for index in indexes))
     named = {str(number): index for number, index in enumerate(indexes)}
     return put_together(path, named, _owners(layers), {})
@@ -433,8 +436,10 @@ class StateSource(Origin):
         """Return the index of what is here: each tensor as if its storage were a file."""
         entries = {key: described(one) for key, one in self.candidates.items()}
         return Index(
-            self.path, "memory", entries, {}, {}, objects=self.objects, blocked_keys=self.blocked
-        )
+            self.path, "memory", entries, {}, {},
+            objects=self.objects, blocked_keys=self.blocked,
+            module_versions=self.versions, templates=self.templates,
+        )  # fmt: skip
 
 
 #: One of several sources.

@@ -1,9 +1,8 @@
 """A tensor that a plan draws from: of a file, of memory, or of another rank.
 
 Each says what it is (``key``, ``shape``, ``dtype``, ``nbytes``), gives a view of itself
-(``tensor``), and fills memory with a slice of itself: by a `Copy` what is in memory or sent, by the
-byte ranges of its entry what is in a file. A store on another machine is a file whose bytes come
-from there; a mesh that runs elsewhere sends its tensors as rank 0 does.
+(``tensor``), and fills memory with a slice of itself, by a `Copy`. A store on another machine is a
+file whose bytes come from there; a mesh that runs elsewhere sends its tensors as rank 0 does.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from torchlift._model import (
     overlaps,
     slice_of,
 )
-from torchlift._transfer import Sender
-from torchlift.formats import Chunk, TensorEntry, row_major, steps_in_file
+from torchlift._transfer import Request, Sender, is_readable, read, requests_for
+from torchlift.formats import Chunk, TensorEntry, narrowed, row_major, steps_in_file
 
 #: Stands before a key in place of a file, for a tensor in memory: no path has this character.
 _MEMORY = "\0"
@@ -180,7 +179,7 @@ class Sent:
 
 
 #: What memory is filled from.
-Values = torch.Tensor | JoinedTensor | Sent
+Values = torch.Tensor | FileTensor | JoinedTensor | Sent
 SourceTensor = FileTensor | MemoryTensor | JoinedTensor | Sent
 
 
@@ -263,8 +262,8 @@ class Copy(NamedTuple):
     """One whole tensor on its way into one local tensor.
 
     Attributes:
-        source: the whole tensor, what it is put together of, or its description where rank 0 sends
-            it.
+        source: the whole tensor, of memory or of a file, what it is put together of, or its
+            description where rank 0 sends it.
         target: a plain tensor in this process; it keeps its dtype.
         spans: which slice of the whole tensor `target` is.
     """
@@ -280,17 +279,37 @@ def whole_copy(source: Values, target: torch.Tensor) -> Copy:
 
 
 def copy_values(copies: Sequence[Copy]) -> None:
-    """Fill every target from tensors in memory; each rank touches only its own slices."""
+    """Fill every target; each rank touches only its own slices, of tensors in memory and of files.
+
+    Raises:
+        IntegrityError: a file changed or could not be read. What is filled from it then holds
+            undefined values: it must be memory that nobody looks into yet.
+    """
     targets = [item.target for item in copies if item.target.is_cuda]
     cast = (item.target for item in copies if item.source.dtype != item.target.dtype)
+    reads: dict[MappedViews, list[Request]] = {}
     with torch.no_grad(), Sender(targets, cast) if targets else nullcontext() as sender:
         for item in copies:
             source = item.source
             assert not isinstance(source, Sent)
+            if isinstance(source, FileTensor):
+                reads.setdefault(source.views, []).extend(_reads(source, item.target, item.spans))
+                continue
             whole = tuple((0, size) for size in source.shape)
             slices = source.slices if isinstance(source, JoinedTensor) else [(source, whole)]
             for values, block in slices:
                 place(values, block, item, sender)
+        for views, requests in reads.items():
+            read(requests, views.files)
+
+
+def _reads(source: FileTensor, target: torch.Tensor, spans: Spans) -> Iterator[Request]:
+    """Yield the reads that fill a target; what is not worth one is copied out of the map."""
+    entry = narrowed(source.entry, spans)
+    if target.is_contiguous() and is_readable(entry):
+        yield from requests_for(entry, target.view(-1), source.dtype)
+    else:
+        source.views.fill(target, entry)
 
 
 def place(
@@ -331,7 +350,7 @@ def apart(copies: Iterable[Copy]) -> list[Copy]:
             written |= into
     return [
         item
-        if isinstance(item.source, Sent) or written.isdisjoint(read)
+        if isinstance(item.source, (FileTensor, Sent)) or written.isdisjoint(read)
         else item._replace(source=_copied(item.source))
         for read, item in needed
     ]

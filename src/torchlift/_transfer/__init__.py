@@ -7,6 +7,7 @@ from torchlift._transfer.pinned import Sender as Sender
 from torchlift._transfer.reading import BUDGET as BUDGET
 from torchlift._transfer.reading import STAGING as STAGING
 from torchlift._transfer.reading import Request as Request
+from torchlift._transfer.reading import Seen as Seen
 from torchlift._transfer.reading import is_readable as is_readable
 from torchlift._transfer.reading import read as read
 from torchlift._transfer.reading import requests_for as requests_for

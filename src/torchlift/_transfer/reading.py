@@ -49,6 +49,7 @@ def read(
     *,
     advance: Callable[[int], object] | None = None,
     stages: list[torch.Tensor] | None = None,
+    seen: Seen | None = None,
 ) -> int:
     """Execute the requests with parallel positional reads; return the bytes asked for.
 
@@ -60,6 +61,8 @@ def read(
         advance: called with a number of bytes as they arrive, from the calling thread.
         stages: memory of an earlier call to stage in, to which this one adds what it needs more;
             None: all of it is given back at the end.
+        seen: called by the threads that read with a file, the first byte and bytes that lie there;
+            not with all of them.
 
     Raises:
         IntegrityError: a read failed, came back short, or the file has changed. Destinations then
@@ -88,11 +91,11 @@ def read(
         if len(jobs) == 1:  # on this thread: starting others takes longer than reading a little
             (job,) = jobs
             stage = free[0] if job.staged else None
-            _fetch(job, descriptors[job.file], stage, pages)
+            _fetch(job, descriptors[job.file], stage, pages, seen)
             _deliver(job, stage, pages)
             report(job.asked)
         elif jobs:
-            _read_parallel(jobs, descriptors, pages, report, Stages(free))
+            _read_parallel(jobs, descriptors, pages, report, Stages(free), seen)
     return sum(request.nbytes for request in todo)
 
 
@@ -102,6 +105,7 @@ def _read_parallel(
     pages: Pages,
     report: Callable[[int], object],
     stages: Stages,
+    seen: Seen | None,
 ) -> None:
     running: dict[Future[None], tuple[Job, torch.Tensor | None]] = {}
     waiting = iter(jobs)
@@ -115,7 +119,8 @@ def _read_parallel(
                     job, stage = following, stages.take() if following.staged else None
                     if job.staged and stage is None:
                         break
-                    future = pool.submit(_read_one, job, descriptors[job.file], stage, pages)
+                    descriptor = descriptors[job.file]
+                    future = pool.submit(_read_one, job, descriptor, stage, pages, seen)
                     running[future] = (job, stage)
                     following = next(waiting, None)
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -133,15 +138,30 @@ def _read_parallel(
             raise
 
 
-def _read_one(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
+def _read_one(
+    job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
+) -> None:
     """One job on a reader thread."""
-    _fetch(job, descriptor, stage, pages)
+    _fetch(job, descriptor, stage, pages, seen)
     if job.on_host:
         _deliver(job, stage, pages)
 
 
-def _fetch(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
-    """Fill the stage, or the destinations of the job's requests, from the file."""
+def _fetch(
+    job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
+) -> None:
+    """Fill the stage, or the destinations of the job's requests, from the file, and show it."""
+    _fill(job, descriptor, stage, pages)
+    for start, end, request in job.slices:
+        if seen is None or request.rows > 1:  # what lies between rows was not read
+            continue
+        filled, first = request.destination, request.offset
+        if stage is not None:
+            filled, first = stage, job.offset
+        seen(job.file, start, _buffer(filled, start - first, end - start))
+
+
+def _fill(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
     if len(job.slices) == 1:
         ((start, end, request),) = job.slices
         within, target = start - request.offset, request.destination
@@ -275,6 +295,8 @@ def _preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
 
 
 _SEEK_LOCK = threading.Lock()
+#: Called with a file, an offset in it, and the bytes that lie there.
+Seen = Callable[[str, int, memoryview], object]
 _MAX_BUFFERS = 512  # below the kernel's limit of 1024 buffers in one preadv
 _MAX_GAP = 4096  # padding between two small tensors that is cheaper to read than to skip
 _MAX_WASTE = 0.01  # but no more of what is asked for than this, once it is more than a header

@@ -179,4 +179,5 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         command.set_defaults(parser=command, trouble=None)
         if name in words:
             importlib.import_module(module).configure(command)
+            command.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser

@@ -11,7 +11,7 @@ from typing import Literal
 from torchlift._system import parse_size, printable
 from torchlift.bench import WAYS, Comparison, Result, compare
 from torchlift.cli import UsageError
-from torchlift.cli.output import print_json
+from torchlift.cli.output import report
 from torchlift.measure import ChildError, in_child
 
 
@@ -34,7 +34,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cold", action="store_true", help="drop the file from the page cache before each run"
     )
-    parser.add_argument("--json", action="store_true", help="print every round as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,10 +50,7 @@ def run(args: argparse.Namespace) -> int:
                 comparison = _compare(args, path)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if args.json:
-        print_json(comparison.to_dict())
-    else:
-        print(printable(str(comparison), lines=True))
+    report(args, str(comparison), comparison.to_dict())
     failed = any(result.error for result in comparison.results.values())
     return 1 if failed or comparison.different else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from torchlift.cli import COMMANDS, UsageError, make_parser
+from torchlift.cli.output import print_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,5 +31,9 @@ def run(args: argparse.Namespace) -> int:
         for action in command._actions:
             if not action.option_strings and not action.choices:
                 action.complete = shtab.FILE
-    print(shtab.complete(parser, args.shell), end="")
+    script = shtab.complete(parser, args.shell)
+    if args.json:
+        print_json({"script": script})
+    else:
+        print(script, end="")
     return 0

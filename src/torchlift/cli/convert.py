@@ -7,9 +7,8 @@ import sys
 from dataclasses import asdict
 
 import torchlift
-from torchlift._system import printable
 from torchlift.cli import UsageError
-from torchlift.cli.output import print_json
+from torchlift.cli.output import report
 from torchlift.cli.rules import add_dtype, add_names, check_names, dtype_of, rename_of
 
 
@@ -44,14 +43,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what was written."""
     check_names(args)
     try:
-        report = torchlift.convert(
+        made = torchlift.convert(
             args.src,
             args.dst,
             format=args.format,
@@ -69,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if args.json:
-        print_json({**asdict(report), "dry_run": args.dry_run})
-    else:
-        print(printable(f"{'would write ' * args.dry_run}{report}", lines=True))
+    text = f"{'would write ' * args.dry_run}{made}"
+    report(args, text, {**asdict(made), "dry_run": args.dry_run})
     return 0

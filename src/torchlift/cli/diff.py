@@ -7,8 +7,7 @@ import math
 from dataclasses import asdict
 
 import torchlift
-from torchlift._system import printable
-from torchlift.cli.output import print_json
+from torchlift.cli.output import report
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +28,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--atol", type=_tolerance, default=0.0, metavar="R", help="absolute tolerance"
     )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,10 +37,7 @@ def run(args: argparse.Namespace) -> int:
         torchlift.open(args.b, root=args.root_b or args.root) as b,
     ):
         found = torchlift.diff(a, b, rtol=args.rtol, atol=args.atol)
-    if args.json:
-        print_json({**asdict(found), "equal": found.equal})
-    else:
-        print(printable(str(found), lines=True))
+    report(args, str(found), {**asdict(found), "equal": found.equal})
     return 1 if not found.equal else 2 if found.blocked else 0
 
 

@@ -60,7 +60,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "whose parameters and buffers are counted apart; imports and runs it")
     parser.add_argument("--rows", type=_count, metavar="N", help="most lines of each list")
     parser.add_argument("--all", action="store_true", help="no limit to any list")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def _count(text: str) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shlex
 from collections.abc import Container
 from typing import Any
 
+from torchlift._system import printable
 from torchlift.errors import Argument, Hint
 
 #: Argument of a function -> the option that means the same.
@@ -49,6 +51,14 @@ def spelled(hint: str | None, options: Container[str]) -> str | None:
         return " ".join(words or [name])
 
     return hint.spelled(option) if isinstance(hint, Hint) else hint
+
+
+def report(args: argparse.Namespace, text: str, data: dict[str, Any]) -> None:
+    """Print what a command found: as text, or as JSON where that was asked for."""
+    if args.json:
+        print_json(data)
+    else:
+        print(printable(text, lines=True))
 
 
 def print_json(data: dict[str, Any]) -> None:

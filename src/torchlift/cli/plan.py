@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from torchlift._system import printable
 from torchlift.cli import UsageError, add_model, check_model, json_object
-from torchlift.cli.output import print_json
+from torchlift.cli.output import report
 from torchlift.cli.rules import add_dtype, add_names, check_names
 
 
@@ -45,7 +44,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parallelize", metavar="MODULE:FUNCTION", help="what distributes the model over --mesh"
     )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,10 +55,7 @@ def run(args: argparse.Namespace) -> int:
         path, text, data = answer(args)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if args.json:
-        print_json({"path": path, **data})
-    else:
-        print(printable(f"{path}\n{text}", lines=True))
+    report(args, f"{path}\n{text}", {"path": path, **data})
     return 0
 
 

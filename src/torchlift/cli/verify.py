@@ -6,8 +6,8 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from torchlift._system import printable, progress_bar
-from torchlift.cli.output import print_json
+from torchlift._system import progress_bar
+from torchlift.cli.output import report
 from torchlift.formats import checksums, read_index, verify_index
 
 
@@ -19,7 +19,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Files without checksums (most safetensors) are checked for structure only, and say so."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,9 +27,6 @@ def run(args: argparse.Namespace) -> int:
     known = checksums(index)
     total = sum(item.nbytes for some in known for item in some.values())
     with progress_bar(sys.stderr.isatty(), total, "verify") as advance:
-        report = verify_index(index, advance, known)
-    if args.json:
-        print_json({**asdict(report), "ok": report.ok})
-    else:
-        print(printable(str(report), lines=True))
-    return int(not report.ok)
+        found = verify_index(index, advance, known)
+    report(args, str(found), {**asdict(found), "ok": found.ok})
+    return int(not found.ok)

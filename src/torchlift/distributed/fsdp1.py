@@ -22,14 +22,15 @@ from torchlift._model import (
     RankGroup,
     rank,
     ranks_of,
+    require_fsdp1_state,
     unpatched,
     versioned,
     versions_of,
 )
-from torchlift._system import leaves, map_leaves
+from torchlift._system import leaves
 from torchlift.distributed.gather import Sequence, digests, require_alike
-from torchlift.distributed.optimizer_load import OptimizerReport
-from torchlift.distributed.optimizer_state import initial_state
+from torchlift.distributed.optimizer_load import OptimizerReport, present
+from torchlift.distributed.optimizer_state import first_name, initial_state
 from torchlift.distributed.options import (
     LoadCall,
     Part,
@@ -59,7 +60,7 @@ def read(
 
     def begin() -> tuple[Sequence, dict[str, str]]:
         check()
-        steps = {"call": _call(optimizers, options)}
+        steps = {"call": _call(model, optimizers, options)}
         return steps, digests(steps)
 
     group = _group(model, process_group)
@@ -95,6 +96,7 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         )
     group = _group(call.model, call.process_group)
     chosen, found = checked(call.options), several(call.optimizers)
+    theirs = own.StateDictOptions(**vars(chosen))
     receives = chosen.broadcast_from_rank0 and rank() != 0
     # Where torch looks at the optimizer state of rank 0 only.
     offloads = chosen.full_state_dict and chosen.cpu_offload
@@ -105,7 +107,16 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         model = _add_paths(call.model, _copied(call.model_dict(strict)))
         strict = strict and (rank() == 0 or not offloads)
         optim = _copied(call.optim_dict(strict)) if found else None
-        steps = {"call": _call(found, chosen)}
+        steps = {"call": _call(call.model, found, chosen)}
+        try:
+            if optim:
+                require_fsdp1_state(call.model, found, optim, theirs)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise StateDictMismatch(
+                "torch does not find in the state dict what the optimizer needs",
+                found=f"{type(error).__name__}: {error}",
+                hint="Pass strict=False to load what fits.",
+            ) from error
         if not chosen.broadcast_from_rank0:
             steps["model_state_dict"] = _described(model)
             steps["optim_state_dict"] = ["on rank 0"] if offloads else _described(optim)
@@ -118,7 +129,6 @@ def write(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
         model_state = {} if 0 not in told or told[0][1] else None
     # One by one, in torch's order: its set_state_dict leaves the model alone on ranks that have
     # nothing, and those that rank 0 sends to need nothing.
-    theirs = own.StateDictOptions(**vars(chosen))
     report = OptimizerReport()
     with unpatched(call.model, *found):
         if optim_state is not None:
@@ -199,10 +209,19 @@ def _without_step(optimizers: Optimizers, keep: bool = False) -> Iterator[None]:
                 vars(each)["step"] = step
 
 
-def _call(optimizers: Optimizers, options: StateDictOptions) -> list[str]:
-    """Describe what decides how torch communicates; where it reads, ``cpu_offload`` may differ."""
-    names = ("full_state_dict", "broadcast_from_rank0")
-    return [f"{len(optimizers)} optimizers", *(f"{n}={getattr(options, n)}" for n in names)]
+def _call(model: nn.Module, optimizers: Optimizers, options: StateDictOptions) -> list[str]:
+    """Describe what decides how torch communicates; where it reads, ``cpu_offload`` may differ.
+
+    Raises:
+        StateDictMismatch: an optimizer holds a parameter that the model does not.
+    """
+    names = Names(ModuleTree(model))
+    lines = [f"{n}={getattr(options, n)}" for n in ("full_state_dict", "broadcast_from_rank0")]
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            what = f"group {number} of {type(optimizer).__name__}"
+            lines += [what, *(f"{first_name(param, names)} in {what}" for param in group["params"])]
+    return lines
 
 
 def _described(tree: Any) -> list[str]:
@@ -218,7 +237,7 @@ def _copied(state: Any) -> dict[Any, Any] | None:
     """Make new containers around the same tensors: torch pops keys from what it is given."""
     if state is None:
         return None
-    copied: dict[Any, Any] = OrderedDict(map_leaves(dict(state), lambda leaf, _: leaf))
+    copied: dict[Any, Any] = OrderedDict(present(dict(state)))
     if hasattr(state, "_metadata"):
         # Modules migrate what has no version, or an old one: the versions come along.
         copied._metadata = copy.deepcopy(state._metadata)  # type: ignore[attr-defined]

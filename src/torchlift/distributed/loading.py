@@ -32,8 +32,8 @@ from torchlift._model import (
     versions_of,
 )
 from torchlift._plan import LoadPlan, Match, Options, make_plan
-from torchlift._sources import MemoryTensor, Sent, StateSource
-from torchlift._system import leaves, map_leaves, uninterrupted
+from torchlift._sources import MemoryTensor, Sent, StateSource, copy_values
+from torchlift._system import Interruptible, leaves, map_leaves, uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import (
     Sequence,
@@ -52,7 +52,7 @@ from torchlift.distributed.optimizer_load import (
     merged,
     plan_optimizers,
 )
-from torchlift.distributed.optimizer_state import Saved, normalised
+from torchlift.distributed.optimizer_state import Saved, name_by_place, normalised
 from torchlift.distributed.options import (
     UNEXPECTED,
     LoadCall,
@@ -165,6 +165,7 @@ def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
 def _begin(call: LoadCall, tree: ModuleTree) -> _Job:
     chosen, found = checked(call.options), several(call.optimizers, call.part)
     names = Names(tree, chosen.dsd_fqn_modifiers)
+    name_by_place(names, found)
     job = _Job(names, tree, found, chosen, State(kind=_kind(tree)), call.process_group)
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job
@@ -202,6 +203,8 @@ def _load(job: _Job, group: RankGroup) -> tuple[list[str], list[str], OptimizerR
                 plan = make_plan(tree, source, asked, commit, check=check)
             if state.optimizer is not None:
                 plans = plan_optimizers(names, job.optimizers, state.optimizer, options)
+                with Interruptible():
+                    copy_values([item for each in plans for item in each.reads])
             extra = 0  # a bit for each name of rank 0's, which all ranks know in one order
             if broadcasts and plan is not None:
                 extra = sum(1 << numbers[name] for name in plan.unexpected_keys)

@@ -28,10 +28,13 @@ from torchlift._model import (
     wrap,
 )
 from torchlift._plan import allowed, listed
-from torchlift._sources import Copy, Sent
+from torchlift._sources import Copy, FileTensor, Sent, whole_copy
 from torchlift._system import Facts, Summary, clipped_list, leaves, map_leaves
 from torchlift.distributed.optimizer_state import Saved, first_name, initial_state, once
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, check_value, misfit
+
+#: A saved tensor: here, in several places of files, or with rank 0.
+Stored = torch.Tensor | FileTensor | Sent
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,6 +83,7 @@ class OptimizerPlan:
         state: what replaces the state of a parameter.
         other: state under keys that are no parameter.
         hyper: for each group the hyperparameters that change.
+        reads: tensors of files to read into memory that the optimizer does not have yet.
         copies: saved tensors to copy into the new state.
         left_alone: names of parameters whose state the caller has left out: it stays.
     """
@@ -89,6 +93,7 @@ class OptimizerPlan:
     state: dict[torch.Tensor, dict[Any, Any]] = field(default_factory=dict)
     other: dict[Any, Any] = field(default_factory=dict)
     hyper: list[dict[str, Any]] = field(default_factory=list)
+    reads: list[Copy] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     left_alone: set[str] = field(default_factory=set)
 
@@ -129,7 +134,7 @@ def plan_optimizers(
 def _plan(
     names: Names, optimizer: torch.optim.Optimizer, saved: Saved, options: StateDictOptions
 ) -> OptimizerPlan:
-    plan = OptimizerPlan(optimizer, other=copy.deepcopy(saved.other))
+    plan = OptimizerPlan(optimizer, other=copy.deepcopy(present(saved.other)))
     stateless = []
     for group in optimizer.param_groups:
         plan.hyper.append(_hyper(group, names, saved, plan.report))
@@ -286,7 +291,7 @@ def _new_state(target: _Target, saved: Any) -> dict[Any, Any]:
         live = tensors.get(path)
         for inside in range(1, len(path)):  # a list of numbers in place of a tensor
             _require_no_tensor(target, [], tensors.get(path[:inside]), path[:inside])
-        if not isinstance(value, (torch.Tensor, Sent)):
+        if not isinstance(value, Stored):
             _require_no_tensor(target, value, live, path)
             return copy.deepcopy(value)
         like = _layout_for(target, value, live, path)
@@ -294,20 +299,26 @@ def _new_state(target: _Target, saved: Any) -> dict[Any, Any]:
         if isinstance(value, torch.Tensor) and is_wrapper(local_tensor(value)):
             return value if value is live else _wrapper_like(target, value, like, device, path)
         needed = (value.shape, device, dtype, torch.strided, spread_of(like))
-        if live is None or needed != (
-            live.shape,
-            live.device,
-            live.dtype,
-            live.layout,
-            spread_of(live),
-        ):
-            live = _empty(value, like, device, dtype)
-        if live is not value:
-            target.plan.copies.append(_copy(value, live))
-        return live
+        made = live if live is not None and needed == _form(live) else None
+        if made is None:
+            made = _empty(value, like, device, dtype)
+        if isinstance(value, FileTensor):
+            local = local_tensor(made).detach()
+            # A read that fails would leave half of a tensor in what the optimizer has.
+            new = local if made is not live else torch.empty_like(local, device="cpu")
+            target.plan.reads.append(Copy(value, new, spans_of(made)))
+            if new is not local:
+                target.plan.copies.append(whole_copy(new, local))
+        elif made is not value:
+            target.plan.copies.append(_copy(value, made))
+        return made
 
     new: dict[Any, Any] = map_leaves(saved, place)
     return new if target.options.strict else {**state, **new}
+
+
+def _form(live: torch.Tensor) -> tuple[Any, ...]:
+    return live.shape, live.device, live.dtype, live.layout, spread_of(live)
 
 
 def _tensors(state: Any) -> dict[tuple[Any, ...], torch.Tensor]:
@@ -315,7 +326,7 @@ def _tensors(state: Any) -> dict[tuple[Any, ...], torch.Tensor]:
 
 
 def _layout_for(
-    target: _Target, value: torch.Tensor | Sent, live: torch.Tensor | None, path: tuple[Any, ...]
+    target: _Target, value: Stored, live: torch.Tensor | None, path: tuple[Any, ...]
 ) -> torch.Tensor | None:
     """Return the tensor that a saved one is to be laid out like; None, or a plain one, for whole.
 
@@ -418,7 +429,7 @@ def _wrapper_like(
 
 
 def _device(
-    target: _Target, value: torch.Tensor | Sent, live: torch.Tensor | None, path: tuple[Any, ...]
+    target: _Target, value: Stored, live: torch.Tensor | None, path: tuple[Any, ...]
 ) -> tuple[torch.device, torch.dtype]:
     """Decide as `torch.optim.Optimizer.load_state_dict` does, except that no dtype is changed.
 
@@ -434,7 +445,7 @@ def _device(
 
 
 def _empty(
-    value: torch.Tensor | Sent, like: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+    value: Stored, like: torch.Tensor | None, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     if is_dtensor(like):
         return wrap(like, torch.empty(local_shape(spans_of(like)), device=device, dtype=dtype))
@@ -525,6 +536,11 @@ def apply_optimizer(plan: OptimizerPlan) -> None:
             both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
             if both and now.dtype == param.dtype != value.dtype:
                 live[key] = value
+
+
+def present(tree: Any) -> Any:
+    """Return nested containers with whole tensors in memory for those of files."""
+    return map_leaves(tree, lambda leaf, _: leaf.tensor() if isinstance(leaf, FileTensor) else leaf)
 
 
 def merged(plans: Sequence[OptimizerPlan]) -> OptimizerReport:

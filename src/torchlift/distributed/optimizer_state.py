@@ -29,11 +29,12 @@ def read_optimizers(
     gives the same keys. The optimizers are not changed.
 
     Raises:
-        StateDictMismatch: an optimizer holds a parameter that the model does not, or two the same.
+        StateDictMismatch: an optimizer is of another model, or two hold one parameter.
     """
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     holder: dict[str, torch.optim.Optimizer] = {}
+    optimizers = name_by_place(names, optimizers)
     for optimizer in optimizers:
         packed = own(optimizer, "state_dict")()
         # By position: after a parameter that is listed twice torch leaves a number out.
@@ -75,6 +76,31 @@ def once(items: Iterable[T]) -> list[T]:
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group[_PARAMS]]
+
+
+def name_by_place(
+    names: Names, optimizers: Iterable[torch.optim.Optimizer]
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Name what optimizers hold and the model does not, such as a temperature, by its place.
+
+    Returns:
+        The optimizers.
+
+    Raises:
+        StateDictMismatch: of all that they hold the model has nothing: they are of another one.
+    """
+    found = tuple(optimizers)
+    params = [param for optimizer in found for param in _params(optimizer)]
+    known = any(isinstance(tensor, torch.nn.Parameter) for tensor in names.tensors.values())
+    if known and params and not any(map(names.fqns, params)):
+        first_name(params[0], names)
+    for number, optimizer in enumerate(found):
+        prefix = f"{number}." if len(found) > 1 else ""
+        for at, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group[_PARAMS]):
+                if not names.fqns(param):
+                    names.add(param, f"{prefix}{_GROUPS}.{at}.{_PARAMS}.{index}")
+    return found
 
 
 def first_name(param: torch.Tensor, names: Names) -> str:

@@ -21,10 +21,10 @@ from torch.futures import Future
 
 from torchlift._checkpoint import Checkpoint, MappedViews, dtype_of, not_dense
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model import portable, world_of
-from torchlift._transfer import Request, is_readable, read, requests_for
+from torchlift._model import Spans, portable, world_of
+from torchlift._sources import Copy, FileTensor, copy_values
 from torchlift.errors import CheckpointError
-from torchlift.formats import TensorEntry, narrowed
+from torchlift.formats import TensorEntry
 
 
 class CheckpointReader(StorageReader):
@@ -132,26 +132,21 @@ class CheckpointReader(StorageReader):
             KeyError: a planner that does not look at the metadata asks for what is not there.
         """
         views = MappedViews(self._ckpt._index)
-        requests: list[Request] = []
-        targets: list[tuple[ReadItem, torch.Tensor]] = []
+        targets: list[tuple[ReadItem, Copy]] = []
         try:
             for item in plan.items:
                 key = item.storage_index.fqn
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, self._object(key))
                     continue
-                entry = _box_of(self._ckpt.entries[key], item)
+                source = FileTensor(key, self._ckpt.entries[key], views)
                 target = planner.resolve_tensor(item).detach()
-                targets.append((item, target))
-                if target.is_contiguous() and is_readable(entry):
-                    requests += requests_for(entry, target.view(-1), dtype_of(entry, self.path))
-                else:
-                    views.fill(target, entry)
-            read(requests, views.files)
+                targets.append((item, Copy(source, target, _spans_of(item))))
+            copy_values([copy for _, copy in targets])
         finally:
             views.close()
-        for item, target in targets:
-            planner.commit_tensor(item, target)
+        for item, copy in targets:
+            planner.commit_tensor(item, copy.target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -183,12 +178,12 @@ class CheckpointReader(StorageReader):
         return stream
 
 
-def _box_of(entry: TensorEntry, item: ReadItem) -> TensorEntry:
-    """Return the entry of the box that an item asks for."""
+def _spans_of(item: ReadItem) -> Spans:
+    """Return the slice of a tensor that an item asks for."""
     # Offsets count from the chunk that the item names.
-    start = item.storage_index.offset or (0,) * len(entry.shape)
+    start = item.storage_index.offset or (0,) * len(item.lengths)
     first = [a + b for a, b in zip(start, item.storage_offsets, strict=True)]
-    return narrowed(entry, [[(a, a + n)] for a, n in zip(first, item.lengths, strict=True)])
+    return tuple(((a, a + n),) for a, n in zip(first, item.lengths, strict=True))
 
 
 def _boxes(entry: TensorEntry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

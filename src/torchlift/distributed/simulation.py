@@ -269,9 +269,9 @@ def _tensor(group: Group, dtype: torch.dtype, entry: TensorEntry | None = None) 
 def _of_plan(model: nn.Module, made: LoadPlan, whole: Mapping[str, Made]) -> Iterator[_Tensor]:
     """List the tensors of a model, with the bytes that a plan loads."""
     found: dict[int, tuple[torch.dtype, TensorEntry | None]] = {
-        id(making.group.tensor): (making.dtype, None) for making in made.work.makings
+        id(making.group.tensor): (making.dtype, None) for making in made._work.makings
     }
-    for step in made.work.steps:
+    for step in made._work.steps:
         tensor, entry = step.group.tensor, step.entry
         if is_dtensor(tensor):  # the step is about what this rank reads
             entry = whole[step.key].entry if step.key in whole else None

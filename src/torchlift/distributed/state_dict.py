@@ -31,7 +31,7 @@ from torchlift._model import (
     versioned,
 )
 from torchlift._plan import Options, Patterns
-from torchlift._sources import IN_MEMORY, Given, checkpoint, container
+from torchlift._sources import IN_MEMORY, FileTensor, Given, checkpoint, container, is_state
 from torchlift._system import collection_paused
 from torchlift.distributed.gather import (
     Sequence,
@@ -55,7 +55,7 @@ from torchlift.distributed.options import (
     several,
 )
 from torchlift.errors import FormatError
-from torchlift.formats import errors_name
+from torchlift.formats import TensorEntry, errors_name
 
 
 class LoadedKeys(_IncompatibleKeys):
@@ -126,8 +126,11 @@ def get_optimizer_state_dict(
     without that method (LBFGS, or an optimizer that holds another one) gives no state before its
     first step; `set_optimizer_state_dict` then does not miss it, and says so in its report.
 
+    A parameter that is nowhere in the model, such as a temperature, is named by its place in its
+    optimizer: ``param_groups.1.params.0``; of several optimizers, after their numbers.
+
     Args:
-        model: the model whose parameters the optimizers hold.
+        model: the model whose parameters the optimizers hold; of several, a ``ModuleDict``.
         optimizers: one or several.
         submodules: accepted as torch accepts it; the state of every parameter is returned.
         options: whether to gather, move to the CPU, flatten.
@@ -141,8 +144,8 @@ def get_optimizer_state_dict(
 
     Raises:
         RuntimeError: no optimizer was passed.
-        StateDictMismatch: an optimizer holds a parameter that the model does not; or, where ranks
-            gather, another rank met an error or asks for other tensors.
+        StateDictMismatch: the optimizers are of another model, or two hold one parameter; or,
+            where ranks gather, another rank met an error or asks for other tensors.
 
     Example:
         >>> import torch
@@ -354,8 +357,9 @@ def load_optimizer(
 ) -> OptimizerReport:
     """Load optimizer state from a checkpoint, whatever form it was saved in.
 
-    The file is mapped: what is in memory beside the optimizer's own state is one tensor at a time,
-    and each rank reads its own slices. For what is kept and checked, see
+    Each rank reads its own slices, and nothing is in memory beside the optimizer's own state but
+    a fixed budget; and, of files that several ranks wrote, what a state that is there already is
+    to become. For what is kept and checked, see
     `torchlift.distributed.set_optimizer_state_dict`.
 
     Args:
@@ -398,17 +402,24 @@ def load_optimizer(
     options = StateDictOptions(strict=strict, full_state_dict=True)
     chosen = collective, process_group, include, exclude, allow_missing
     with ExitStack() as stack:
-        if isinstance(ckpt, Mapping) and not isinstance(ckpt, Checkpoint):
+        if is_state(ckpt):
             path, saved = IN_MEMORY, container(ckpt, root)
         else:
             opened = stack.enter_context(
                 checkpoint(ckpt, None, whole=True, allow_classes=allow_classes)
             )
-            path, saved = opened.path, opened.tree(root)
+            path, saved = opened.path, opened._tree(root, partial(_slices_of, opened))
         with errors_name(path):
             saved = _optimizer_state(saved)
             call = Part.OPTIMIZERS, model, optimizer, None, saved, options
             return _load(*call, *chosen).optimizer
+
+
+def _slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor:
+    """Return a view of a tensor, or what a rank reads its slice of, where a view takes a copy."""
+    if len(entry.chunks) > 1 and entry.is_plain and "param_groups" not in entry.key.split("."):
+        return FileTensor(entry.key, entry, ckpt._mapped())
+    return ckpt._view(entry)
 
 
 def _optimizer_state(saved: Any) -> Any:

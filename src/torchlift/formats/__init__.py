@@ -100,8 +100,12 @@ from torchlift.formats.zip_archive import inflated as inflated
 if TYPE_CHECKING:
     from torchlift.formats.crc import PartialCrc as PartialCrc
     from torchlift.formats.crc import whole_crc as whole_crc
+    from torchlift.formats.integrity import Checksums as Checksums
+    from torchlift.formats.integrity import RangeSums as RangeSums
     from torchlift.formats.integrity import VerifyReport as VerifyReport
     from torchlift.formats.integrity import checksums as checksums
+    from torchlift.formats.integrity import compared as compared
+    from torchlift.formats.integrity import sums_of as sums_of
     from torchlift.formats.integrity import verify as verify
     from torchlift.formats.integrity import verify_index as verify_index
     from torchlift.formats.summary import SORTS as SORTS
@@ -117,7 +121,8 @@ else:
         __name__,
         {
             "crc": "PartialCrc whole_crc",
-            "integrity": "VerifyReport checksums verify verify_index",
+            "integrity": "Checksums RangeSums VerifyReport checksums compared sums_of verify "
+            "verify_index",
             "summary": "SORTS counted sorted_by to_html to_json to_table to_text",
         },
     )[0]

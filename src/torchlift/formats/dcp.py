@@ -17,6 +17,7 @@ from typing import Any
 
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.boxes import Box, check_boxes
+from torchlift.formats.flattening import flatten
 from torchlift.formats.index import (
     ITEMSIZE,
     Chunk,
@@ -414,7 +415,9 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
         (saved,) = of_object.tree or ({},)
         leaves |= saved if isinstance(saved, dict) else {}
     tree = _containers(metadata.paths, leaves)
-    return replace(join(path, "dcp", whole, version, _CONFLICT), tree=tree)
+    templates = flatten(tree[0], metadata.budget).templates if tree is not None else {}
+    made = join(path, "dcp", whole, version, _CONFLICT)
+    return replace(made, tree=tree, templates=templates)
 
 
 class _Container(dict[object, Any]):

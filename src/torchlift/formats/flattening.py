@@ -134,7 +134,7 @@ def flatten(root: object, budget: Budget) -> Flat[TensorRef]:
         FormatError: the tree nests too deep, contains itself, or unfolds to far more than was
             stored.
     """
-    return _RecordFlattener(Containers(_TENSORS), budget).run(root)
+    return _RecordFlattener(Containers((*_TENSORS, Leaf)), budget).run(root)
 
 
 def flatten_state(state: object, containers: Containers) -> Flat[Any]:

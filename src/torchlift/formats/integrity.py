@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import io
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from torchlift.formats.zip_archive import DEFLATED, LOCAL_MAGIC, STORED, inflate
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
+
+
+#: What has a checksum, by name: storages, and other records of archives.
+Checksums = tuple[Mapping[str, Storage], Mapping[str, Storage]]
 
 
 class _Range(NamedTuple):
@@ -128,7 +133,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     return verify_index(read_index(path))
 
 
-def checksums(index: Index) -> tuple[dict[str, Storage], dict[str, Storage]]:
+def checksums(index: Index) -> Checksums:
     """Return what a checkpoint has checksums of: storages, and other records of its archives."""
     storages = {name: s for name, s in index.storages.items() if s.crc32 is not None}
     places = {(s.file, _place(s)) for s in storages.values()}
@@ -168,7 +173,7 @@ def _place(storage: Storage) -> int:
 def verify_index(
     index: Index,
     advance: Callable[[int], object] | None = None,
-    known: tuple[Mapping[str, Storage], Mapping[str, Storage]] | None = None,
+    known: Checksums | None = None,
 ) -> VerifyReport:
     """Verify the checkpoint of an index that is already at hand; see `verify`.
 
@@ -181,19 +186,50 @@ def verify_index(
         FormatError: one of its archives is not the one that was indexed.
         IntegrityError: a file cannot be read, or changes meanwhile.
     """
-    storages, records = known or checksums(index)
-    # Not by name: an array of numpy's may be called as another one's record is.
-    names, with_sum = [*storages, *records], [*storages.values(), *records.values()]
-    sums: list[list[int | None]] = [[] for _ in with_sum]
+    known = known or checksums(index)
+    return compared(index, known, [sums_of(index, known, advance)])
+
+
+def sums_of(
+    index: Index,
+    known: Checksums,
+    advance: Callable[[int], object] | None = None,
+    part: tuple[int, int] = (0, 1),
+    seen: RangeSums | None = None,
+) -> list[int | None]:
+    """Return what a reader of some of the bytes has of each checksum; see `PartialCrc`.
+
+    Args:
+        index: of the checkpoint.
+        known: its `checksums`.
+        advance: called with a number of bytes as they are checked, from the calling thread.
+        part: the number of this reader, and how many there are.
+        seen: what is known, and not read again.
+    """
+    with_sum = [storage for some in known for storage in some.values()]
+    ranges, sums = (seen or RangeSums()).left(with_sum)
+    batches = itertools.islice(_batches(ranges), part[0], None, part[1])
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for done in pool.map(partial(_crc32, index), _batches(with_sum)):
+        for done in pool.map(partial(_crc32, index), batches):
             for number, _, value in done:
-                sums[number].append(value)
+                sums[number] = _both(sums[number], value)
             if advance is not None:
                 advance(sum(nbytes for _, nbytes, _ in done))
+    return sums
+
+
+def compared(
+    index: Index,
+    known: Checksums,
+    readers: Iterable[Sequence[int | None]],
+) -> VerifyReport:
+    """Compare the `sums_of` all readers with what a checkpoint records."""
+    storages, records = known
+    # Not by name: an array of numpy's may be called as another one's record is.
+    names, with_sum = [*storages, *records], [*storages.values(), *records.values()]
     failed = [
         Failure(name, storage.crc32 or 0, found)
-        for name, storage, values in zip(names, with_sum, sums, strict=True)
+        for name, storage, values in zip(names, with_sum, zip(*readers, strict=True), strict=True)
         if storage.crc32 != (found := _whole(storage.nbytes, values))
     ]
     unchecked = {name: s.nbytes for name, s in index.storages.items() if name not in storages}
@@ -208,21 +244,59 @@ def verify_index(
     )
 
 
-def _batches(storages: Sequence[Storage]) -> Iterator[list[_Range]]:
-    """Yield work of about the same size: ranges of a large storage, or many small ones."""
+def _both(one: int | None, two: int | None) -> int | None:
+    return None if one is None or two is None else one ^ two
+
+
+class RangeSums:
+    """Sums of ranges of files that somebody reads anyway; of several threads."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[str, int, int, int]] = []
+
+    def add(self, file: str, start: int, data: memoryview) -> None:
+        """Sum up the bytes of a file from a start on."""
+        crc = PartialCrc(len(data))
+        crc.add(0, data)
+        self._known.append((file, start, start + len(data), crc.value()))
+
+    def left(self, storages: Sequence[Storage]) -> tuple[list[_Range], list[int | None]]:
+        """Return what nobody has read of storages, and the sums of the rest."""
+        known, ranges, sums = sorted(self._known), list[_Range](), list[int | None]()
+        for number, storage in enumerate(storages):
+            crc, at = PartialCrc(storage.nbytes), 0
+            first = bisect.bisect_left(known, (storage.file, storage.offset))
+            for index in range(first, 0 if storage.packed else len(known)):
+                file, start, stop, value = known[index]
+                start, stop = start - storage.offset, stop - storage.offset
+                if file != storage.file or stop > storage.nbytes:
+                    break
+                if start >= at:  # not what was read twice
+                    if start > at:
+                        ranges.append(_Range(number, storage, at, start))
+                    crc.add_sum(stop, value)
+                    at = stop
+            if at < storage.nbytes or not at:
+                ranges.append(_Range(number, storage, at, storage.nbytes))
+            sums.append(crc.value())
+        return ranges, sums
+
+
+def _batches(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
+    """Yield work of about the same size: of a large range, or many small ones."""
     batch: list[_Range] = []
     room = _BATCH
-    for number, storage in enumerate(storages):
-        start = 0
-        while start < storage.nbytes or not start:
+    for whole in ranges:
+        start = whole.start
+        while start < whole.stop or start == whole.start:
             # What is inflated is so from its start on.
-            stop = storage.nbytes if storage.packed else min(storage.nbytes, start + room)
-            batch.append(_Range(number, storage, start, stop))
+            stop = whole.stop if whole.storage.packed else min(whole.stop, start + room)
+            batch.append(whole._replace(start=start, stop=stop))
             room -= max(stop - start, 1)
             if room <= 0:
                 yield batch
                 batch, room = [], _BATCH
-            start = max(stop, 1)
+            start = max(stop, whole.start + 1)
     if batch:
         yield batch
 

@@ -11,13 +11,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchlift._system import printable
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats.boxes import check_boxes, steps_in_file
-from torchlift.formats.index import ITEMSIZE, FileStamp, Index, Record, TensorEntry
+from torchlift.formats.index import ITEMSIZE, Chunk, FileStamp, Index, Record, Storage, TensorEntry
 from torchlift.formats.sharded import ReadFile, locate
 from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_zip import repeats_too_often
@@ -173,7 +174,8 @@ def _checked(index: Index, name: str, content: Content) -> Index:
     for path, stamp in files.items():
         if not isinstance(stamp, FileStamp):
             raise FormatError("a file without its stamp", entry=path)
-        stamp.check(locate(folder, os.path.relpath(path, folder)))
+        if path != content.path:  # which may be a link to anywhere: the caller named it
+            stamp.check(locate(folder, os.path.relpath(path, folder)))
 
     def check_place(file: str, offset: int, nbytes: int, entry: str) -> None:
         first, many = whole_numbers((offset, nbytes), entry, "place in a file", "tuple")
@@ -188,16 +190,37 @@ def _checked(index: Index, name: str, content: Content) -> Index:
         _check_entry(key, entry, storages)
         for chunk in entry.chunks:
             check_place(chunk.file, chunk.offset, chunk.nbytes, key)
+            if entry.storage:
+                _check_inside(key, entry.itemsize, chunk, storages[entry.storage])
         boxes = [(chunk.start, chunk.shape) for chunk in entry.chunks]
         check_boxes(key, entry.shape, boxes, content.budget)
     texts = (*index.objects, *index.metadata, *index.metadata.values())
     if not all(type(text) is str for text in texts) or index.objects.keys() & entries.keys():
         raise FormatError("names of objects, or metadata, that are not text or not their own")
     objects, metadata = dict(index.objects), dict(index.metadata)
-    return Index(content.path, name, entries, storages, files, objects, metadata)
+    made = Index(content.path, name, entries, storages, files, objects, metadata)
+    known = {"path", "format", "entries", "storages", "files", "objects", "metadata"}
+    if more := [
+        one.name for one in fields(Index) if one.name not in known and getattr(index, one.name)
+    ]:
+        raise FormatError("fields that only formats of ours have", found=", ".join(more))
+    return made
 
 
-def _check_entry(key: str, entry: TensorEntry, storages: Mapping[str, object]) -> None:
+def _check_inside(key: str, itemsize: int, chunk: Chunk, storage: Storage) -> None:
+    """Refuse a chunk that is not some whole elements of its storage."""
+    first = chunk.offset - storage.offset
+    is_inside = chunk.file == storage.file and 0 <= first <= storage.nbytes - chunk.nbytes
+    if not is_inside or first % itemsize:
+        raise FormatError(
+            "a chunk that is not some elements of its storage",
+            entry=key,
+            expected=f"a multiple of {itemsize} in {storage.nbytes} bytes of {storage.file}",
+            found=f"{chunk.nbytes} bytes from {first} of {chunk.file}",
+        )
+
+
+def _check_entry(key: str, entry: TensorEntry, storages: Mapping[str, Storage]) -> None:
     """Refuse an entry that contradicts itself."""
     if type(entry) is not TensorEntry or type(key) is not str or entry.key != key:
         raise FormatError("an entry that is none, or of another key", entry=str(key))

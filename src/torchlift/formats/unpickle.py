@@ -409,7 +409,8 @@ def _float_text(m: Machine) -> float:
     return float(line)
 
 
-def _utf8(data: bytes) -> str:
+def decoded(data: bytes) -> str:
+    """Return the text of UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -530,7 +531,7 @@ _OPCODES: dict[bytes, Handler] = {
     b"N": _constant(None), b"\x88": _constant(True), b"\x89": _constant(False),
     b"S": _push(_string_text), b"T": _sized(_i4, _string2), b"U": _sized(_u1, _string2),
     b"V": _push(lambda m: m.line(1 << 20).decode("raw-unicode-escape")),
-    b"X": _sized(_u4, _utf8), b"\x8c": _sized(_u1, _utf8), b"\x8d": _sized(_u8, _utf8),
+    b"X": _sized(_u4, decoded), b"\x8c": _sized(_u1, decoded), b"\x8d": _sized(_u8, decoded),
     b"B": _sized(_u4, bytes), b"C": _sized(_u1, bytes), b"\x8e": _sized(_u8, bytes),
     b"\x96": _sized(_u8, bytearray),
     b"}": _empty(dict, _LIST), b"]": _empty(list, _LIST), b"\x8f": _empty(set, _SET),

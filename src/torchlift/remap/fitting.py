@@ -19,19 +19,24 @@ from torch import nn
 
 from torchlift._checkpoint import Checkpoint, dtype_of
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model import collect, is_lazy, storage_key, walk
+from torchlift._model import (
+    Device,
+    checked_device,
+    collect,
+    is_lazy,
+    spelled_device,
+    storage_key,
+    walk,
+)
 from torchlift._plan import DtypeRule, Rename, entry_like, rewritten, target_dtype
 from torchlift._system import Facts, Summary, count_of, human, parse_size
 from torchlift.errors import Argument, Hint, PlacementError, did_you_mean
 from torchlift.formats import of_model
 from torchlift.remap.maps import (
     ByKey,
-    Device,
     ancestors,
-    checked,
     is_accelerator,
     prefixes,
-    spelled,
 )
 
 _Limits = Mapping[str, "int | None"]
@@ -167,7 +172,7 @@ def fit(
     inventory = take(model_or_ckpt, dtype, rename)
     if isinstance(budgets, ByKey):
         budgets.check(inventory.names, present=False)
-        given = {name: spelled(budgets.at(name) or "cpu") for name in inventory.names}
+        given = {name: spelled_device(budgets.at(name) or "cpu") for name in inventory.names}
         return placed(inventory, given, dict.fromkeys(given.values()))
     limits = limits_of(budgets)
     hard = _hard_paths(inventory, no_split)
@@ -204,7 +209,7 @@ def limits_of(
     """
     limits: dict[str, int | None] = {}
     for device, size in budgets.items():
-        name = spelled(checked(device, str(device)))
+        name = spelled_device(checked_device(device, str(device)))
         if name in limits or name == "meta":
             reason = "is given twice" if name in limits else "holds no values"
             raise PlacementError(f"budgets: the device {reason}", entry=name)

@@ -6,7 +6,6 @@ Each is a callable of a `TensorEntry`, for ``device=`` or ``dtype=`` of `torchli
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,27 +13,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from torchlift._model import DISK, usable_device
+from torchlift._model import DEVICE_TAG, DISK, Device, checked_device, usable_device
 from torchlift._plan import check_rule, dtype_named, full_name, is_deferred
 from torchlift.errors import PlacementError, did_you_mean
 from torchlift.formats import TensorEntry
 from torchlift.remap.names import compiled
 
-Device = torch.device | str | int
 V = TypeVar("V", bound=Device | torch.dtype)
-
-#: A device type and perhaps a number, or the tag that a backend writes into a file.
-_TAG = re.compile(r"[A-Za-z_]\w*(?::\d+)?")
-
-_KNOWN = (
-    "cpu", "cuda", "hip", "hpu", "ipu", "maia", "meta", "mps", "mtia", "npu", "vulkan", "xla",
-    "xpu", DISK,
-)  # fmt: skip
-#: What people call devices -> what torch calls them.
-_OTHERWISE = {"gpu": ["cuda"], "nvidia": ["cuda"], "host": ["cpu"], "ram": ["cpu"], "tpu": ["xla"]}
-# A name that torch does not know may be a backend that this machine lacks. One that is as close as
-# this to a known one is a slip of the pen: "cuda0" (0.89), "cdua" (0.75); "npu" and "cpu" are 0.67.
-_SLIP = 0.7
 
 # No module is nested as deep as this, and a key of a hostile file may hold a million dots.
 _DEEPEST = 64
@@ -212,13 +197,13 @@ def by_location(mapping: Mapping[str, Device]) -> ByLocation:
         by_location({'cuda:1': 'cuda:0', 'cuda': 'cpu'})
     """
     for tag in mapping:
-        if tag and not _TAG.fullmatch(tag):
+        if tag and not DEVICE_TAG.fullmatch(tag):
             raise PlacementError(
                 "is no location tag",
                 entry=tag,
                 expected='a tag such as "cuda:1", or "cuda" for all of that kind',
             )
-    return ByLocation({tag: checked(device, tag) for tag, device in mapping.items()})
+    return ByLocation({tag: checked_device(device, tag) for tag, device in mapping.items()})
 
 
 def first_of(*rules: Callable[[TensorEntry], V | None] | V) -> FirstOf[V]:
@@ -254,44 +239,6 @@ def prefixes(names: Iterable[str]) -> set[str]:
     return {prefix for name in names for prefix in ancestors(name)}
 
 
-def checked(value: object, entry: str) -> Device:
-    """Return `value`, once it can be a device of some machine; it need not be one of this.
-
-    Raises:
-        PlacementError: it cannot; the error names `entry`.
-    """
-    if isinstance(value, torch.device):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    hint = None
-    if isinstance(value, str):
-        kind = value.partition(":")[0]
-        near = difflib.get_close_matches(kind, _KNOWN, n=1, cutoff=_SLIP)
-        near = _OTHERWISE.get(kind.lower(), near)
-        if _TAG.fullmatch(value) and (kind in _KNOWN or not near):
-            return value
-        hint = f"Did you mean {near[0]!r}?" if near and near[0] != kind else None
-    raise PlacementError(
-        "is mapped to something that is no device",
-        entry=entry,
-        expected='a device such as "cpu" or "cuda:0", or "disk"',
-        found=repr(value),
-        hint=hint,
-    )
-
-
-def spelled(device: Device) -> str:
-    """Return the one spelling of a device: ``cuda:1`` for 1 and ``torch.device("cuda", 1)``.
-
-    A number means an accelerator of this machine, and CUDA where there is none.
-    """
-    if isinstance(device, int):
-        found = torch.accelerator.current_accelerator()
-        return f"{found.type if found is not None else 'cuda'}:{device}"
-    return str(device)
-
-
 def is_accelerator(device: str) -> bool:
     """Return whether it is neither the host nor the disk."""
     return device.partition(":")[0] not in ("cpu", DISK)
@@ -308,4 +255,4 @@ def _valued(value: Any, entry: str) -> Any:
             found=repr(value),
             hint=full_name(value).removeprefix(". "),
         )
-    return value if isinstance(value, torch.dtype) else checked(value, entry)
+    return value if isinstance(value, torch.dtype) else checked_device(value, entry)
