@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
+import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "tools")]
 
-import inventories  # noqa: E402
 import public_names  # noqa: E402
 import site_address  # noqa: E402
+
+# Markdown is read where a page includes it. As an extension it would make pages of all ``.md``
+# files, and sphinx-gallery a chapter of recipes/notebooks.
+from myst_parser.sphinx_ext.main import setup_sphinx as setup  # noqa: E402, F401
 
 project = "torchlift"
 author = "the torchlift maintainers"
@@ -26,9 +31,8 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
-    "command_help",
+    "sphinxcontrib.programoutput",
     "landing",
-    "markdown_text",
     "public_names",
     "recipe_cards",
     "recipe_pages",
@@ -62,9 +66,20 @@ exclude_patterns = [
     "_templates",
     "api/generated/backreferences",
 ]
-INVENTORIES = ROOT / "docs" / "_inventories"
+
+
+def packed(name: str) -> str:
+    """Compress a list in docs/_inventories for intersphinx: no build needs a network."""
+    text = ROOT.joinpath("docs", "_inventories", f"{name}.txt").read_bytes()
+    head, mark, names = text.partition(b"zlib.\n")
+    target = ROOT / "docs" / "_build" / "inventories" / f"{name}.inv"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(head + mark + zlib.compress(names))
+    return str(target)
+
+
 intersphinx_mapping = {
-    name: (url, inventories.pack(INVENTORIES / f"{name}.txt", ROOT / "docs/_build/inventories"))
+    name: (url, packed(name))
     for name, url in {
         "python": "https://docs.python.org/3/",
         "torch": "https://docs.pytorch.org/docs/stable/",
@@ -89,6 +104,10 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 add_module_names = True
 toc_object_entries_show_parents = "hide"  # the margin is too narrow for dotted names
+
+# ---- what the command prints, as wide as a page, by the command of this environment
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+os.environ |= {"COLUMNS": "92", "NO_COLOR": "1"}
 
 # ---- recipes
 # A clone may lie below a folder with a blank in its name; that recipes have none, a test checks.

@@ -405,7 +405,6 @@ def on_a_rank(paths: dict[str, str], folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_two_ranks_get_and_save_the_same(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,18 +1,12 @@
-"""The first page: what was measured, as a picture and a table, and eight lines with their report.
+"""The first page: what was measured, as a picture and a table.
 
-The numbers are the committed ones of ``tools/measured.py``; the report is what the lines print
-while the site is built.
+The numbers are the committed ones of ``tools/measured.py``.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import measured
@@ -93,41 +87,8 @@ def picture(run: dict[str, Any]) -> str:
     )
 
 
-class RunAndShow(SphinxDirective):
-    """A file of Python, and what it prints in an empty folder."""
-
-    required_arguments = 1
-
-    def run(self) -> list[nodes.Node]:
-        path = Path(self.env.srcdir, "_includes", self.arguments[0])
-        self.env.note_dependency(str(path))
-        code = path.read_text(encoding="utf-8")
-        return [
-            nodes.literal_block(code, code, language="python"),
-            nodes.literal_block(
-                "", printed_by(path), language="none", classes=["sphx-glr-script-out", "tl-wrap"]
-            ),
-        ]
-
-
-def printed_by(script: Path) -> str:
-    """What a script prints, in a new process and an empty folder, whose name is left out."""
-    with tempfile.TemporaryDirectory() as folder:
-        # As absolute paths: the folder is another one.
-        paths = [os.path.abspath(path or ".") for path in sys.path]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error"}
-        command = [sys.executable, str(script)]
-        run = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, check=False
-        )
-        if run.returncode:
-            raise RuntimeError(f"{script.name}: {run.stderr}")
-        return run.stdout.replace(os.path.realpath(folder) + os.sep, "")
-
-
 def setup(app: Sphinx) -> ExtensionMetadata:
     """Sphinx calls this."""
     app.add_directive("measured-table", MeasuredTable)
     app.add_directive("memory-over-time", MemoryOverTime)
-    app.add_directive("run-and-show", RunAndShow)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

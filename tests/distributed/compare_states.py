@@ -86,12 +86,14 @@ def _compare(wrap: str, optimizer: str) -> Callable[[], None]:
 def _register_comparisons() -> None:
     for wrap in WRAPPERS:
         CHECKS[1][f"{wrap}, adam"] = _compare(wrap, "adam")
-        sharded = "fsdp" in wrap or "tensor parallel" in wrap
-        for optimizer in sorted(OPTIMIZERS.keys() - (NOT_SHARDED if sharded else ())):
+        CHECKS[2][f"{wrap}, adamw"] = _compare(wrap, "adamw")
+    # A wrapping decides on names and layouts, an optimizer on the states of a parameter. What one
+    # makes of the other, one wrapping of each kind shows.
+    for wrap in ("ddp", "fsdp blocks", "tensor parallel"):
+        for optimizer in sorted(OPTIMIZERS.keys() - (() if wrap == "ddp" else NOT_SHARDED)):
             CHECKS[2][f"{wrap}, {optimizer}"] = _compare(wrap, optimizer)
     for wrap in (*MESHES, "fsdp blocks", "tensor parallel"):
-        for optimizer in ("sgd", "adamw"):
-            CHECKS[4][f"{wrap}, {optimizer}"] = _compare(wrap, optimizer)
+        CHECKS[4][f"{wrap}, adamw"] = _compare(wrap, "adamw")
 
 
 _register_comparisons()

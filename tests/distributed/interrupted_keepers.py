@@ -6,12 +6,11 @@ import faulthandler
 import gc
 import random
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from interrupting import Step
+from interrupting import Step, in_turn
 
 import torchlift
 
@@ -40,14 +39,14 @@ def look(run: dict[str, Any]) -> list[bytes]:
     return [t.detach().numpy().tobytes() for t in (*run["model"].parameters(), *moments)]
 
 
-def main(way: str, folder: Path, raw: bool, every: int) -> None:
+def main(way: str, how: str, folder: Path, every: int) -> None:
     """Interrupt every step of one method; the next keeper saves and resumes."""
-    hold, nth, done = signal.getsignal(signal.SIGINT), 1, 0
+    hold, nth, done, raw = signal.getsignal(signal.SIGINT), 1, 0, how == "raw"
     with torchlift.Keeper(folder, keep=1) as keeper:
         keeper.save(1, **run_of(1))
     first, second = look(run_of(1)), look(run_of(2))
     while True:
-        faulthandler.dump_traceback_later(60, exit=True)
+        faulthandler.dump_traceback_later(300, exit=True)
         keeper, run = torchlift.Keeper(folder, keep=1), run_of(2)
         if way == "close":
             keeper.save(1, **run_of(1))
@@ -81,11 +80,8 @@ def main(way: str, folder: Path, raw: bool, every: int) -> None:
         done += 1
         nth += every
     faulthandler.cancel_dump_traceback_later()
-    print(done, step.count, flush=True)
     assert done
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "raw", int(sys.argv[4]))
+    in_turn(main)

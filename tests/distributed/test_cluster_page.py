@@ -130,7 +130,6 @@ def losses(lines: list[str]) -> dict[int, float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
 def test_a_run_that_is_killed_and_preempted_ends_as_one_that_never_stopped(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,11 +11,12 @@ pytest.importorskip("torchao")
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_training_goes_on_as_if_it_had_not_been_saved(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "checks"), [(1, 30), (2, 38), (4, 21)])
+def test_training_goes_on_as_if_it_had_not_been_saved(
+    ranks: int, checks: int, tmp_path: Path
+) -> None:
     """Bit by bit, from a state read as it is, flat, whole or on rank 0, before a step or after."""
-    found = run_workers(Path(__file__).with_name("workers_matrix.py"), ranks, tmp_path, 500)
-    assert len(found) >= 30
+    found = run_workers(Path(__file__).with_name("workers_matrix.py"), ranks, tmp_path)
+    assert len(found) == checks
     failed = [f"{name}: {text}" for name, text in found.items() if text]
     assert not failed, "\n".join(failed)

@@ -71,7 +71,6 @@ def added_by_a_rank(folder: str) -> list[float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_a_rank_adds_its_shards_and_little_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +120,6 @@ def loaded_on_a_rank(folder: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_each_rank_takes_its_slices_in_any_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,7 +314,6 @@ def test_uneven_shards_are_torch_s() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_rank_reads_and_holds_what_was_foretold(tmp_path: Path, ranks: int) -> None:
     """On meshes of one to three dimensions: FSDP, HSDP, TP and FSDP over TP, on uneven sizes."""

@@ -25,11 +25,11 @@ def failures(ranks: int, compared: bool) -> list[str]:
     return [f"{name}: {text}" for name, text in found.items() if text]
 
 
-@pytest.mark.parametrize(("ranks", "at_least"), [(1, 16), (2, 100), (4, 10)])
+@pytest.mark.parametrize(("ranks", "at_least"), [(1, 16), (2, 33), (4, 5)])
 def test_results_are_torch_s_in_every_wrapping_and_for_every_optimizer(
     ranks: int, at_least: int
 ) -> None:
-    """Sixteen wrappings with six to nine optimizers, read and loaded with every option."""
+    """Sixteen wrappings, and eight optimizers in one of each kind; every option."""
     assert sum("," in name for name in results(ranks)) >= at_least
     assert not failures(ranks, compared=True)
 

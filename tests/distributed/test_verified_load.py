@@ -55,7 +55,6 @@ def on_a_rank(path: str) -> list[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="bytes read are from /proc")
 def test_each_rank_verifies_its_part_and_all_end_the_same_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

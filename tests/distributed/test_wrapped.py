@@ -16,7 +16,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "check",
     [

@@ -602,6 +602,26 @@ def loads_what_any_number_of_ranks_saved() -> None:
 
 
 @check
+def a_part_of_a_checkpoint_is_the_same_part_on_all_ranks() -> None:
+    """What is left out keeps its local values; a pattern that fits nothing is an error of all."""
+    path = SHARED / f"part-{dist.get_world_size()}.pt"
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for value in model.parameters():
+        nn.init.zeros_(value)
+    if dist.get_rank() == 0:
+        torch.save({key: torch.ones_like(v) for key, v in model.state_dict().items()}, path)
+    dist.barrier()
+    fully_shard(model, mesh=cpu_mesh())
+    report = torchlift.load(model, path, include=["0.*"])
+    assert report.missing_keys == ["1.weight", "1.bias"]
+    assert sorted(report.loaded) == ["0.bias", "0.weight"]
+    with pytest.raises(MismatchError, match=r"no key fits the pattern '2\.\*'"):
+        torchlift.load(model, path, exclude=["2.*"])
+    for name, value in model.named_parameters():
+        assert (value.to_local() == name.startswith("0.")).all(), name
+
+
+@check
 def the_reader_serves_dcp() -> None:
     """dcp.load through CheckpointReader: from a torch file, safetensors and DCP, onto this mesh."""
     expected = net(Untied).state_dict()

@@ -1,4 +1,4 @@
-"""One rank cannot or will not load, in every way; started by ``torch.distributed.run``."""
+"""One rank cannot or will not load, in every way."""
 
 from __future__ import annotations
 

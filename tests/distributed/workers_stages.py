@@ -1,6 +1,6 @@
 """Pipelines, meshes without rank 0, and ranks that load among some or alone.
 
-Started by ``python -m torch.distributed.run`` with a folder for the results.
+Started by ``ranks.run_workers`` with a folder for the results.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import cpu_mesh, main
+from ranks import HANGS, cpu_mesh, main
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -355,7 +354,7 @@ def a_group_without_a_backend_for_the_cpu_agrees_over_gloo() -> None:
         _, told = RankGroup([group]).run(lambda text=text: (None, text))  # type: ignore[misc]
         assert told == {rank: f"{turn} {rank}" for rank in range(dist.get_world_size())}
     (companion,) = RankGroup([group])._talking
-    assert timeout_of(companion) == timeout_of(dist.group.WORLD) == timedelta(seconds=40)
+    assert timeout_of(companion) == timeout_of(dist.group.WORLD) == HANGS
     path = OUT / "agreed.pt"
     ours.save_consolidated({"w": torch.ones(3)}, path, process_group=group)
     assert torch.load(path)["w"].tolist() == [1, 1, 1]

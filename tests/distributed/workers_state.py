@@ -1,6 +1,6 @@
 """What the state dict functions do where torch's go wrong, checked on every rank of a group.
 
-Started by ``python -m torch.distributed.run`` with a folder for the results.
+Started by ``ranks.run_workers`` with a folder for the results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Low-bit moments and quantised weights on two ranks; started by ``torch.distributed.run``."""
+"""Low-bit moments and quantised weights on two ranks."""
 
 from __future__ import annotations
 

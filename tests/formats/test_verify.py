@@ -166,7 +166,6 @@ def test_a_truncated_file_is_no_checkpoint(path):
     ],
     ids=["truncated", "replaced", "a pipe", "gone"],
 )
-@pytest.mark.timeout(60)
 def test_a_file_that_changes_after_the_index_was_read_is_an_integrity_error(path, damage, text):
     """Reading past the end or from a file that is gone is one clear error."""
     index = torchlift.open(path)._index

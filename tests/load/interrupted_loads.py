@@ -5,13 +5,12 @@ from __future__ import annotations
 import faulthandler
 import gc
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
-from interrupting import Step
+from interrupting import Step, in_turn
 from torch import nn
 
 import torchlift
@@ -73,9 +72,9 @@ def in_thread(call: Any) -> None:
     assert not errors, errors
 
 
-def main(way: str, folder: Path, raw: bool, every: int) -> None:
+def main(way: str, how: str, folder: Path, every: int) -> None:
     """Interrupt every step in turn; print how many there were."""
-    path = folder / "model.safetensors"
+    path, raw = folder / "model.safetensors", how == "raw"
     torchlift.save(model_of(2, "plain").state_dict(), path)
     if way == "failing":
         state = {**model_of(2, "plain").state_dict(), "other": torch.zeros(1)}
@@ -86,7 +85,7 @@ def main(way: str, folder: Path, raw: bool, every: int) -> None:
     loaded, hold = values(reference), signal.getsignal(signal.SIGINT)
     nth, done = 1, 0
     while True:
-        faulthandler.dump_traceback_later(60, exit=True)
+        faulthandler.dump_traceback_later(300, exit=True)
         model = model_of(1, way)
         before = look(model)
         call = torchlift.plan if way == "planned" else torchlift.load
@@ -123,11 +122,8 @@ def main(way: str, folder: Path, raw: bool, every: int) -> None:
             in_thread(lambda other=other: run(torchlift.load, other))  # type: ignore[misc]
         nth += every
     faulthandler.cancel_dump_traceback_later()
-    print(done, step.count, flush=True)
     assert done
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "raw", int(sys.argv[4]))
+    in_turn(main)

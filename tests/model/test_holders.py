@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from in_code import in_code
+from ranks import run_workers
 from small_models import saved
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -146,15 +145,10 @@ def test_a_parametrized_layer(tmp_path, mode, kind):
 def test_replicas_stay_replicas(tmp_path, ranks):
     """Under DistributedDataParallel, in processes of their own."""
     torch.manual_seed(5)
-    path = saved(network().state_dict(), tmp_path)
-    script = Path(__file__).with_name("replicated.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, f"--nproc-per-node={ranks}", str(script), str(path)],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("replicas agree") == ranks
+    saved(network().state_dict(), tmp_path)
+    assert run_workers(Path(__file__).with_name("replicated.py"), ranks, tmp_path) == {
+        "replicas": ""
+    }
 
 
 @pytest.mark.parametrize("mode", ["auto", "swap"])

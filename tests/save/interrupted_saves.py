@@ -6,11 +6,10 @@ import faulthandler
 import gc
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
-from interrupting import Step
+from interrupting import Step, in_turn
 
 import torchlift
 
@@ -55,8 +54,9 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-def main(way: str, folder: Path, raw: bool, first: int, every: int) -> None:
+def main(way: str, how: str, first: int, folder: Path, every: int) -> None:
     """Interrupt every step from `first` on in turn; print how many there were."""
+    raw = how == "raw"
     name, options = WAYS[way]
     path = folder / name
     there = first % 2 == 0 or way == "replaced"
@@ -67,7 +67,7 @@ def main(way: str, folder: Path, raw: bool, first: int, every: int) -> None:
     before, opened, hold = len(files(folder)), descriptors(), signal.getsignal(signal.SIGINT)
     nth, cut = first, 0
     while True:
-        faulthandler.dump_traceback_later(30, exit=True)
+        faulthandler.dump_traceback_later(300, exit=True)
         step = Step(nth, FILES, raw=raw)
         met = step.run(lambda: torchlift.save(state_of(2), path, **options))
         assert signal.getsignal(signal.SIGINT) is hold, step.at
@@ -102,7 +102,6 @@ def main(way: str, folder: Path, raw: bool, first: int, every: int) -> None:
         assert len(files(folder)) == before, f"{step.at}: {files(folder)}"
         nth += every
     faulthandler.cancel_dump_traceback_later()
-    print(cut, step.count, flush=True)
     assert cut
 
 
@@ -112,6 +111,4 @@ def expected(way: str) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "raw", int(sys.argv[4]), int(sys.argv[5]))
+    in_turn(main)

@@ -330,7 +330,6 @@ for line in sys.stdin:
 """ % (SIZE, COUNT)  # noqa: UP031 - braces
 
 
-@pytest.mark.timeout(900)
 def test_kill_9_at_random_moments_loses_nothing(tmp_path: Path) -> None:
     """Of saves and conversions: the old state or the new one, and no debris after the next save."""
     chance = random.Random(7)

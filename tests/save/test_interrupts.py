@@ -5,24 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from interrupting import run_interrupted
+from interrupting import interrupted
 
-
-@pytest.mark.parametrize(
-    ("way", "raw", "every"),
-    [
-        ("torch-zip", "", 251),
-        ("sharded", "", 499),
-        ("dcp", "", 997),
-        ("replaced", "", 499),
+SCRIPT = Path(__file__).with_name("interrupted_saves.py")
+#: Way, how it is interrupted, the first step that is, and the steps from one to the next.
+RUNS = tuple(
+    (way, how, first, every)
+    for way, how, every in [
+        ("torch-zip", "signal", 251),
+        ("sharded", "signal", 499),
+        ("dcp", "signal", 997),
+        ("replaced", "signal", 499),
         ("torch-zip", "raw", 13),
         ("sharded", "raw", 29),
-    ],
+    ]
+    for first in (1, 2)
 )
-@pytest.mark.parametrize("first", [1, 2])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
 def test_an_interrupt_at_any_step_ends_a_save_and_leaves_nothing(
-    tmp_path: Path, way: str, raw: str, every: int, first: int
+    run: tuple[str, str, int, int],
 ) -> None:
     """With an older checkpoint and without one: whole, no file, no lock and no descriptor more."""
-    script = Path(__file__).with_name("interrupted_saves.py")
-    run_interrupted(script, way, tmp_path, raw or "signal", first, every=every)
+    assert interrupted(SCRIPT, RUNS)[run] == ""

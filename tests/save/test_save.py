@@ -60,7 +60,8 @@ def theirs(path: Path, format: str, like: dict[str, torch.Tensor]) -> dict[str, 
         return {key: shards[name][key] for key, name in weight_map.items()}
     found = {key: torch.empty_like(value, memory_format=torch.contiguous_format)
              for key, value in like.items()}  # fmt: skip
-    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
         dcp.load(found, checkpoint_id=path)
     return found
 
@@ -466,7 +467,8 @@ def test_dcp_keeps_a_training_s_state_by_name(tmp_path: Path) -> None:
     state = training()
     report = torchlift.save(state, tmp_path / "x", format="dcp")
     assert report.lost.keys() == {"optimizer.state", "model.head.weight", "lists.1.inner"}
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp_to_torch_save(tmp_path / "x", tmp_path / "back.pt")
     found = torch.load(tmp_path / "back.pt", weights_only=True)
     assert found["step"] == 7
@@ -486,7 +488,8 @@ def test_dcp_keeps_a_training_s_state_by_name(tmp_path: Path) -> None:
         assert ours[key] == state[key]
     assert torchlift.diff(tmp_path / "x", tmp_path / "ours.pt").equal
     model = {"model": {k: torch.zeros_like(v) for k, v in state["model"].state_dict().items()}}
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp.load(model, checkpoint_id=tmp_path / "x")
     for key, value in state["model"].state_dict().items():
         assert torch.equal(model["model"][key], value)

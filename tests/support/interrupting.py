@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
 from typing import Any
+
+import torch
 
 import torchlift
 
 _OURS = next(iter(torchlift.__path__))
 #: Between two steps that are interrupted; 1 interrupts every one, and takes an hour.
 EVERY = int(os.environ.get("TORCHLIFT_INTERRUPT_EVERY", "0"))
+Words = tuple[object, ...]
 
 
-def run_interrupted(script: Path, *words: object, every: int) -> None:
-    """Run a script that interrupts itself at every so many steps, and require that it ends well."""
+@cache
+def interrupted(script: Path, runs: tuple[Words, ...]) -> dict[Words, str]:
+    """Run a script that interrupts itself, once for each of the words that it takes.
+
+    Returns:
+        Words -> what went wrong, or an empty text.
+    """
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(script), *map(str, words), str(EVERY or every)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=None if EVERY else 200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    with TemporaryDirectory() as out:
+        subprocess.run(
+            [sys.executable, str(script), json.dumps(runs), out],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            check=True,
+        )
+        texts = [Path(out, f"{number}.txt").read_text("utf-8") for number in range(len(runs))]
+    return dict(zip(runs, texts, strict=True))
+
+
+def in_turn(run: Callable[..., None]) -> None:
+    """Call it with each of the words, a folder and the steps between interrupts: a script's body.
+
+    Each in a process that is forked from the one that has imported torch.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    for number, (*words, every) in enumerate(json.loads(sys.argv[1])):
+        folder, errors = Path(sys.argv[2], str(number)), Path(sys.argv[2], f"{number}.txt")
+        folder.mkdir()
+        pid = os.fork()
+        if not pid:
+            os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+            run(*words, folder, EVERY or every)
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        if not status:
+            errors.write_text("", encoding="utf-8")
+        elif not errors.read_text(encoding="utf-8"):
+            errors.write_text(f"it ended with the status {status}", encoding="utf-8")
 
 
 class Step:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -12,48 +14,51 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch._dynamo  # now: else each rank would import it for its first optimizer
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Checks = dict[str, Callable[[], None]]
 SAVE, LOAD = "save", "load"
+#: When a rank that waits for another gives up: sooner than the test, so that it can say where.
+HANGS = timedelta(seconds=300)
 
 
-def run_workers(module: Path, ranks: int, out: Path, timeout: float = 150) -> dict[str, str]:
+def run_workers(module: Path, ranks: int, out: Path) -> dict[str, str]:
     """Run every check of `module` on `ranks` ranks.
 
     Returns:
         Check -> what went wrong on which rank, or an empty text.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *launcher, str(module), str(out)]
     paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "WORLD_SIZE": str(ranks)}
     quiet["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **quiet},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"{ranks} ranks hang: {error.stdout!r} {error.stderr!r}") from error
+    with subprocess.Popen(
+        [sys.executable, str(module), str(out)],
+        env={**os.environ, **quiet},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, errors = process.communicate()
+        except BaseException:  # the time of the test is up
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     found: dict[str, str] = {}
     for rank in range(ranks):
         path = out / f"{rank}.json"
         running = path.with_suffix(".running")
         at = running.read_text(encoding="utf-8") if running.exists() else "the start"
-        assert path.exists(), f"rank {rank} died in {at!r}:\n{done.stdout}\n{done.stderr}"
+        assert path.exists(), f"rank {rank} died in {at!r}:\n{printed}\n{errors}"
         for check, text in json.loads(path.read_text(encoding="utf-8")).items():
             found[check] = found.get(check, "") + (f"[rank {rank}] {text}" if text else "")
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, errors
     return found
 
 
@@ -91,7 +96,6 @@ def on_ranks(worlds: Sequence[int], checks: Sequence[str]) -> Callable[[Any], An
     """Mark a test of one check on some number of ranks."""
     marks = (
         pytest.mark.distributed,
-        pytest.mark.timeout(600),
         pytest.mark.parametrize("ranks", worlds),
         pytest.mark.parametrize("check", checks),
     )
@@ -117,20 +121,57 @@ def main_saves_then_loads(*, saves: Checks, loads: Checks) -> None:
 
 
 def main(checks: Checks) -> None:
-    """The body of a worker process."""
+    """The body of a worker module: it becomes one process for each rank.
+
+    They are forked from the one that has imported torch and what the checks use, which takes a
+    process longer than most checks do.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-    results = {}
-    path = Path(sys.argv[1]) / f"{dist.get_rank()}.json"
-    for name, check in checks.items():
-        path.with_suffix(".running").write_text(name, encoding="utf-8")
-        torch.manual_seed(0)
-        try:
-            check()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-    path.write_text(json.dumps(results), encoding="utf-8")
-    dist.barrier()
+    listener = socket.create_server(("localhost", 0))
+    port = listener.getsockname()[1]
+    ranks = set()
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        pid = os.fork()
+        if not pid:
+            _be_rank(rank, port, checks)
+        ranks.add(pid)
+    # Not in a rank: the others may still need it when that one is done. And its threads start here.
+    store = dist.TCPStore(
+        "localhost", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    status = 0
+    while ranks:
+        pid, ended = os.wait()
+        ranks.remove(pid)
+        if ended and not status:  # the others may wait for it
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+        status = status or ended
+    del store
+    os._exit(bool(status))
+
+
+def _be_rank(rank: int, port: int, checks: Checks) -> NoReturn:
+    """Run the checks as one rank, and end the process."""
+    try:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        world = int(os.environ["WORLD_SIZE"])
+        store = dist.TCPStore("localhost", port, timeout=HANGS)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=HANGS)
+        results = {}
+        path = Path(sys.argv[1]) / f"{rank}.json"
+        for name, check in checks.items():
+            path.with_suffix(".running").write_text(name, encoding="utf-8")
+            torch.manual_seed(0)
+            try:
+                check()
+                results[name] = ""
+            except Exception:
+                results[name] = traceback.format_exc()
+        path.write_text(json.dumps(results), encoding="utf-8")
+        dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     # The threads of gloo and DDP may still run when the interpreter is torn down, and then abort.
     os._exit(0)

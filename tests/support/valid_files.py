@@ -195,7 +195,8 @@ def _script_seeds(path: Path) -> Iterator[Parts]:
     model = Script("Model", {"w": tensor(), "b": tensor(), "inner": inner, "n": 5})
     stored = {"data/0": bytes(16), "constants/0": bytes(16)}
     yield _records(cf.write_script(path, model, constants=(tensor(), 5), storages=stored))
-    with warnings.catch_warnings(action="ignore"):  # that it is deprecated
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is deprecated
         torch.jit.script(torch.nn.Linear(2, 2)).save(path)
     yield _small(_records(path))
 
@@ -243,7 +244,8 @@ def _dcp_seeds(path: Path) -> Iterator[Parts]:
               {"m": {"w": base}, "o": {"step": 3, "lr": [0.1]}}]  # fmt: skip
     for at, state in enumerate(states):
         folder = path.with_suffix(f".{at}")
-        with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
             dcp.save(state, checkpoint_id=folder, no_dist=True)
         metadata = pickle.loads((folder / ".metadata").read_bytes())
         # Small archives without checksums instead of the ones that torch pads to kilobytes.

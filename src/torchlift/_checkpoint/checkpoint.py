@@ -232,7 +232,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """Read a tensor's values and sum them up, some of them in memory at a time.
 
         Args:
-            key: one of `entries`, of any dtype; quantised blocks take the package that knows them.
+            key: a key of the index, of any dtype; quantised blocks take the package that knows
+                them.
 
         Raises:
             FormatError: its values cannot be computed here.

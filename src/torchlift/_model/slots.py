@@ -189,7 +189,7 @@ def collect(model: nn.Module) -> list[Group]:
 # ---- one thread at a time
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(eq=False)
 class _Load:
     """A load that goes on for as long as this lives.
 

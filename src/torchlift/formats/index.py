@@ -416,7 +416,7 @@ class Index:
 
     @property
     def names_code(self) -> bool:
-        """Return whether something in it would run code: a blocked name that is not of data."""
+        """Return whether something in it would run code, a blocked name that is not of data."""
         return not all(map(_DATA.match, self.blocked))
 
     @property

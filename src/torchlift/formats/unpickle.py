@@ -28,7 +28,7 @@ MAX_MARKS, MAX_TEXT, MAX_INT = 1_000, 400, 128
 _WHOLE = re.compile(rb"-?(?:0|[1-9][0-9]*)")
 
 #: What reading may cost, in bytes of memory: in any case, and for each byte that was read from
-#: files. A step of work counts as `STEP` bytes, a tensor of the index as `ENTRY`.
+#: files. A step of work counts as ``STEP`` bytes, a tensor of the index as `ENTRY`.
 _ALLOWANCE, _PER_BYTE, STEP, ENTRY = 1 << 23, 48, 32, 512
 
 #: Bytes of empty containers.
@@ -44,7 +44,7 @@ class Budget:
     its own, and no combination goes past the sum.
 
     Attributes:
-        left: what may still be spent, in bytes; a step of work counts as `STEP` of them.
+        left: what may still be spent, in bytes; a step of work counts as ``STEP`` of them.
     """
 
     __slots__ = ("_keys", "left")
@@ -77,7 +77,7 @@ class Budget:
         """Pay for a dictionary key.
 
         Raises:
-            FormatError: it must not be hashed, see `check_key`; or there is not that much left.
+            FormatError: it must not be hashed, see ``check_key``; or there is not that much left.
         """
         cost = STEP * check_key(key)
         self.spend(cost)
