@@ -194,14 +194,15 @@ def load(
             # Code of the caller's is not to see what is damaged, and ranks share what there is to
             # verify; else it is done on the way, and nothing is read twice.
             first = transform is not None or bool(ranks.groups)
-            verified, seen = origin.checkpoints if verify else (), RangeSums()
+            verified = origin.checkpoints if verify else ()
+            seen = RangeSums() if verify and not first else None
             unchecked = require_intact(verified, ranks) if first else 0
             # What the model's own code changes is taken back whole, and so is what is placed.
             with uninterrupted() as deliver, Commit() as commit:
                 plan = make_plan(tree, origin, options, commit)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
                     with Interruptible():
-                        on_the_way = seen.add if verify and not first else None
+                        on_the_way = None if seen is None else seen.add
                         fetched = fetch_all(plan, origin, transform, advance, on_the_way)
                         if not first:
                             unchecked = require_intact(verified, ranks, seen)

@@ -14,6 +14,7 @@ from torchlift._plan.planner import check_order as check_order
 from torchlift._plan.planner import make_plan as make_plan
 from torchlift._plan.planner import match as match
 from torchlift._plan.planner import plan as plan
+from torchlift._plan.planner import plan_only as plan_only
 from torchlift._plan.report import LoadReport as LoadReport
 from torchlift._plan.report import listed as listed
 from torchlift._plan.report import summarise as summarise

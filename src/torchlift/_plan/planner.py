@@ -76,6 +76,10 @@ class LoadPlan(LoadReport):
         costs = {"bytes_to_read": self.bytes_to_read, "peak_bytes": self.peak_bytes}
         return {**super().to_dict(), **costs}
 
+    def _answer(self) -> LoadPlan:
+        """Return it without the steps: who keeps it, or sends it away, keeps no model and files."""
+        return replace(self, _work=Work())
+
     def _summary(self) -> tuple[str, Facts]:
         peak = human(self.peak_bytes)
         costs = f"to read {human(self.bytes_to_read)}, anonymous memory at the peak {peak}"
@@ -157,6 +161,18 @@ def plan(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
         source, include, exclude, transform, present=present,
     )  # fmt: skip
+    return plan_only(model, ckpt, options, root=root, allow_classes=allow_classes)._answer()
+
+
+def plan_only(
+    model: nn.Module,
+    ckpt: Given | Sequence[Given],
+    options: Options,
+    *,
+    root: str | None = None,
+    allow_classes: Allow = (),
+) -> LoadPlan:
+    """Plan a load with its steps, and leave the model as it was."""
     check_order(model, ckpt)
     with (
         sources(ckpt, root, allow_classes) as origin,
@@ -165,11 +181,9 @@ def plan(
         Commit() as commit,
     ):
         try:
-            made = make_plan(tree, origin, options, commit)
+            return make_plan(tree, origin, options, commit)
         finally:
             commit.undo()
-    # It is an answer: who keeps it, or sends it away, keeps neither the model nor files open.
-    return replace(made, _work=Work())
 
 
 def check_order(model: object, ckpt: object) -> None:

@@ -12,6 +12,7 @@ another rank may still talk to it, and would fail for no reason of its own.
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import signal
@@ -250,7 +251,7 @@ def _call(folder: Path, timeout: timedelta) -> bytes:
 
 def _traceback(error: BaseException) -> str:
     """Return the traceback without the frames of this file, and of what it sends results with."""
-    frames, ours = error.__traceback__, (__file__, packed.__code__.co_filename)
+    frames, ours = error.__traceback__, (__file__, inspect.getfile(packed))
     while frames and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))

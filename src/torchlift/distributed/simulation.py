@@ -40,11 +40,12 @@ from torchlift._plan import (
     LoadPlan,
     LoadReport,
     Made,
+    Options,
     Rename,
     check_rename,
     check_rule,
     entry_like,
-    plan,
+    plan_only,
     rewritten,
     summarise,
     target_dtype,
@@ -197,10 +198,13 @@ def simulate(
     else:
         with checkpoint(source, None, whole=True) as whole, checkpoint(whole, root) as ckpt:
             if model is not None:
-                words: dict[str, Any] = {"strict": strict, "ignore_mismatched": ignore_mismatched}
-                words |= {"root": root, "rename": rename, "dtype": dtype, "source": "read"}
-                made = plan(model, whole, **words)
+                options = Options(
+                    rename, dtype=dtype, strict=strict, ignore_mismatched=ignore_mismatched,
+                    source="read",
+                )  # fmt: skip
+                made = plan_only(model, whole, options, root=root)
                 tensors = list(_of_plan(model, made, rewritten(ckpt.entries, rename, ckpt.path)))
+                made = made._answer()
             elif strict and not ignore_mismatched:
                 tensors = list(_of_checkpoint(ckpt, rename, dtype))
             else:
