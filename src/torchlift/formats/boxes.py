@@ -110,7 +110,7 @@ def at_indices(entry: TensorEntry, dim: int, indices: range) -> TensorEntry:
     Example:
         >>> whole = Chunk("f", 0, 24, (0, 0), (3, 2))
         >>> entry = TensorEntry("w", "float32", (3, 2), (2, 1), 24, "cpu", "f", (whole,))
-        >>> odd = taken(entry, 0, range(1, 3, 2))
+        >>> odd = at_indices(entry, 0, range(1, 3, 2))
         >>> odd.shape, odd.chunks[0].offset, odd.chunks[0].nbytes
         ((1, 2), 8, 8)
     """
