@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import cpu_mesh, main_saves_then_loads
+from ranks import HANGS, cpu_mesh, main_saves_then_loads
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -314,10 +315,10 @@ def close_leaves_no_thread_and_no_descriptor() -> None:
 
 def ranks_wait_as_long_as_the_job_does() -> None:
     """And no half an hour, which is what torch gives a new group."""
-    for timeout, expected in ((None, 40), (7, 7)):
+    for timeout, expected in ((None, HANGS), (7, timedelta(seconds=7))):
         with torchlift.Keeper(SHARED / "waiting", timeout=timeout) as keeper:
             for each in (keeper._ranks, keeper._writers):
-                assert timeout_of(each.groups[0]).total_seconds() == expected
+                assert timeout_of(each.groups[0]) == expected
 
 
 def whatever_fails_on_one_rank_ends_it_on_all() -> None:
