@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -21,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import torchlift
 from torchlift.distributed import CheckpointWriter, save_consolidated
@@ -269,6 +271,50 @@ def test_more_shards_than_a_process_may_open_are_written(tmp_path: Path) -> None
     assert len(os.listdir("/dev/fd")) == len(opened)
 
 
+class InRows(dcp.DefaultSavePlanner):
+    """Has a rank write the rows of a matrix one by one, all but those left out."""
+
+    def __init__(self, left_out: int = 0) -> None:
+        super().__init__()
+        self.left_out = left_out
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        items = []
+        for item in plan.items:
+            rows, columns = item.tensor_data.size
+            for row in range(rows - self.left_out):
+                offset = torch.Size([row, 0])
+                chunk = ChunkStorageMetadata(offset, torch.Size([1, columns]))
+                data = replace(item.tensor_data, chunk=chunk)
+                items.append(
+                    replace(item, index=replace(item.index, offset=offset), tensor_data=data)
+                )
+        return replace(plan, items=items)
+
+    def create_global_plan(self, plans: Any) -> Any:
+        return plans, Metadata({})  # torch's would refuse to leave anything out
+
+    def resolve_data(self, item: Any) -> Any:
+        return self.state_dict[item.index.fqn][item.index.offset[0]][None]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
+def test_a_plan_may_give_a_rank_several_boxes_of_a_tensor(tmp_path: Path) -> None:
+    """They lie where they belong; a tensor of which some is nobody's is an error that says so."""
+    state = {"w": torch.arange(12.0).view(4, 3), "v": torch.arange(4).view(2, 2)}
+    for name in ("x.pt", "x.safetensors"):
+        writer = CheckpointWriter(tmp_path / name)
+        dcp.save(dict(state), storage_writer=writer, planner=InRows(), no_dist=True)
+        with torchlift.open(tmp_path / name) as found:
+            assert all(torch.equal(found[key], value) for key, value in state.items())
+        assert torchlift.verify(tmp_path / name).ok
+        before = files_in(tmp_path)
+        with pytest.raises(CheckpointException, match=r"nobody's to write.* 80 bytes.* 52 bytes"):
+            dcp.save(dict(state), storage_writer=writer, planner=InRows(1), no_dist=True)
+        assert files_in(tmp_path) == before
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
 @pytest.mark.parametrize(
     ("lose", "message"),
@@ -278,14 +324,15 @@ def test_more_shards_than_a_process_may_open_are_written(tmp_path: Path) -> None
     ],
 )
 def test_a_directory_without_a_file_of_its_ranks_does_not_appear(
-    tmp_path: Path, lose: Callable[[str], None], message: str
+    tmp_path: Path, lose: Callable[[Path], None], message: str
 ) -> None:
     """Every file is looked at before the one that names them."""
 
     class Losing(CheckpointWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
             done = super().write_data(plan, planner)
-            lose(os.path.join(plan.storage_data.folder, plan.storage_data.name))
+            (written,) = tmp_path.glob(".__0_0*")
+            lose(written)
             return done
 
     with pytest.raises(CheckpointException, match=message):

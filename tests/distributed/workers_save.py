@@ -33,7 +33,6 @@ from wrapped_models import MESHES, WRAPPERS, net, same, train
 
 import torchlift
 from torchlift._save import files as files_module
-from torchlift._save import mesh as mesh_module
 from torchlift.distributed import (
     CheckpointWriter,
     get_model_state_dict,
@@ -438,9 +437,7 @@ def saves_every_wrapping_as_one_process_saves_whole_tensors() -> None:
         same(torch.load(f"{folder}.pt", weights_only=True), expected, kind)
         with pytest.raises(PlacementError, match=r"'optimizer\.param_groups'.*which hold plain"):
             torchlift.save(state, folder / "model.safetensors")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mesh_module, "_AT_ONCE", 2)
-            report = torchlift.save(model, folder / "model.safetensors", max_shard_size=500)
+        report = torchlift.save(model, folder / "model.safetensors", max_shard_size=500)
         assert (report.format, len(report.files) > 3) == ("sharded", True)
         torchlift.save(state, SHARED / f"all-{kind}-{world}-dcp", format="dcp")
         for path in (f"{folder}.pt", folder, f"{folder}-dcp"):
@@ -580,6 +577,17 @@ def dcp_saves_through_the_writer() -> None:
     with torchlift.open(folder) as found:
         same(found.state_dict(), whole_of(model_state), "shards")
     assert not torchlift.verify(folder).unchecked
+    if world > 1:
+        for options, text in [
+            (
+                {"checksum": rank == 0},
+                "same checksum=; expected True, as on rank 0; found False",
+            ),
+            ({"path": SHARED / f"refused-{rank}"}, "to the same path; expected .*refused-0"),
+        ]:
+            writer = CheckpointWriter(**{"path": SHARED / "refused", **options})
+            with pytest.raises(CheckpointException, match=text):
+                dcp.save(state_of(), storage_writer=writer)
     for options, state, text in [
         ({"path": SHARED / "refused.safetensors"}, state_of(), "which hold plain data"),
         ({}, state_of(), "no path: pass one to CheckpointWriter"),

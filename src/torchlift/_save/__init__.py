@@ -2,6 +2,7 @@
 
 from torchlift._save.blocks import memory_of as memory_of
 from torchlift._save.files import DCP_FILES as DCP_FILES
+from torchlift._save.files import Begun as Begun
 from torchlift._save.files import Files as Files
 from torchlift._save.files import Output as Output
 from torchlift._save.files import Section as Section
@@ -9,12 +10,11 @@ from torchlift._save.files import Sums as Sums
 from torchlift._save.files import behind as behind
 from torchlift._save.files import dcp_layout as dcp_layout
 from torchlift._save.files import make_folders as make_folders
-from torchlift._save.files import require_sizes as require_sizes
 from torchlift._save.files import torch_output as torch_output
 from torchlift._save.files import write_error as write_error
-from torchlift._save.files import write_frames as write_frames
-from torchlift._save.files import write_sections as write_sections
+from torchlift._save.files import write_files as write_files
 from torchlift._save.mesh import Share as Share
+from torchlift._save.mesh import require_alike as require_alike
 from torchlift._save.pickling import is_array as is_array
 from torchlift._save.pickling import require_plain as require_plain
 from torchlift._save.saving import SaveReport as SaveReport

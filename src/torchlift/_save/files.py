@@ -16,14 +16,15 @@ from zlib import crc32
 
 import torch
 
-from torchlift._model import dcp_item
+from torchlift._model import dcp_item, rank
 from torchlift._save.blocks import BLOCK, Workspace
 from torchlift._save.pickling import Shared, pickled
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
-from torchlift._system import uninterrupted
+from torchlift._system import deliver_interrupt, uninterrupted
 from torchlift._transfer import (
     AtomicFile,
     AtomicSet,
+    LockedFile,
     NotDurable,
     NotRemoved,
     SetKind,
@@ -117,10 +118,15 @@ class Output:
                     yield from ((base + start + offset, run) for offset, run in runs)
 
     @property
+    def stored(self) -> list[Stored]:
+        """Return the tensors of all payloads."""
+        sections = [section for own in self.files.values() for section in own]
+        return [place.tensor for section in sections for place in section.layout.payloads]
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of tensors that will be written."""
-        layouts = [section.layout for sections in self.files.values() for section in sections]
-        return sum(place.tensor.nbytes for layout in layouts for place in layout.payloads)
+        return sum(tensor.nbytes for tensor in self.stored)
 
 
 def torch_output(
@@ -314,6 +320,20 @@ class Sums(NamedTuple):
     shares: array[int]
 
 
+class Begun(NamedTuple):
+    """What the first rank tells of the files that it has made.
+
+    Attributes:
+        rank: its number.
+        place: path of the head, links followed.
+        temporary: the names that the files have until they appear.
+    """
+
+    rank: int
+    place: str
+    temporary: list[str]
+
+
 class Files:
     """The files of a checkpoint on their way; one process makes them, and lets them appear.
 
@@ -331,9 +351,8 @@ class Files:
         self.output = output
         self.place = place_of(output)
         self._made: list[str] = []
-        self._open: dict[str, AtomicFile] = {}
+        self._files: list[AtomicFile] = []
         self._set: AtomicSet | None = None
-        self._numbers = {name: number for number, name in enumerate(output.files)}
         try:
             make_folders(os.path.dirname(output.head), self._made)
             if output.kind is not None:
@@ -354,40 +373,56 @@ class Files:
         """Return the names that the files get in their folder."""
         return list(self.output.files) if self._set is None else self._set.names
 
-    def create(self, name: str) -> AtomicFile:
-        """Create a file, under a temporary name.
+    def begin(self) -> Begun:
+        """Create the files, under temporary names.
 
         Raises:
-            OSError: it cannot be created.
+            OSError: one cannot be created.
         """
-        number = self._numbers[name]
-        file = AtomicFile(self.output.head) if self._set is None else self._set.file(number)
-        self._open[name] = file
-        if not self.output.owners:
-            os.truncate(file.descriptor, end_of(self.output.files[name]))
-        return file
-
-    def complete(self, name: str, written: Sequence[Sums]) -> None:
-        """Write what is not weights into a file, and let it appear.
-
-        Raises:
-            PlacementError: another machine was to write it, and has not.
-            OSError: it does not.
-        """
-        file, sections = self._open[name], self.output.files[name]
-        if self.output.owners:
-            folder, temporary = os.path.split(file.temporary)
-            require_sizes(folder, {temporary: end_of(sections)})
-        else:
-            os.truncate(file.descriptor, end_of(sections))
-            write_frames(file.descriptor, sections, written)
-        try:
-            file.commit()
-        except NotDurable as error:
+        for number, sections in enumerate(self.output.files.values()):
+            file = AtomicFile(self.output.head) if self._set is None else self._set.file(number)
+            self._files.append(file)
+            if not self.output.owners:
+                os.truncate(file.descriptor, end_of(sections))
             if self._set is not None:
-                raise OSError(*error.args) from error  # nothing names it yet
-            raise
-        self._open.pop(name).close()
+                # A process may not have as many descriptors as there are files. Without the locks
+                # of these, that of their set keeps other writers off.
+                LockedFile.close(file)
+        temporary = [os.path.basename(file.temporary) for file in self._files]
+        return Begun(rank(), self.place, temporary)
+
+    def complete(self, written: Sequence[Sums]) -> None:
+        """Write what is not weights, and give the files their names.
+
+        Args:
+            written: by each process.
+
+        Raises:
+            PlacementError: some of it nobody has written.
+            OSError: they do not get their names.
+        """
+        expected, found = self.output.nbytes, sum(sums.nbytes for sums in written)
+        if found != expected:
+            raise nobodys(None, expected, found, self.output.head)
+        at = 0
+        for file, sections in zip(self._files, self.output.files.values(), strict=True):
+            stop = at + sum(len(section.layout.payloads) for section in sections)
+            if self.output.owners:
+                folder, temporary = os.path.split(file.temporary)
+                require_sizes(folder, {temporary: end_of(sections)})
+            file.open(file.temporary, os.O_RDWR)
+            if not self.output.owners:
+                os.truncate(file.descriptor, end_of(sections))
+                own = [Sums(0, sums.crcs[at:stop], array("Q")) for sums in written]
+                write_frames(file.descriptor, sections, own)
+            at = stop
+            try:
+                file.commit()
+            except NotDurable as error:
+                if self._set is not None:
+                    raise OSError(*error.args) from error  # nothing names it yet
+                raise
+            file.close()
 
     def commit(self) -> list[str]:
         """Let the checkpoint be what these files are; return their paths.
@@ -406,7 +441,7 @@ class Files:
     def close(self) -> None:
         """Remove what is not part of the checkpoint; may be called twice."""
         with uninterrupted():
-            for file in self._open.values():
+            for file in self._files:
                 file.close()
             if self._set is not None:
                 self._set.close()
@@ -437,6 +472,18 @@ def require_sizes(folder: str, sizes: Mapping[str, int]) -> None:
                 found="no file" if found is None else f"{found} bytes",
                 hint="Pass a path on a file system that all machines share.",
             )
+
+
+def nobodys(key: str | None, expected: int, found: int, path: str | None = None) -> PlacementError:
+    """Return the error of values that no rank has written."""
+    return PlacementError(
+        "some values are nobody's to write: a DTensor's mesh has ranks that do not save",
+        entry=key,
+        file=path,
+        expected=f"{expected} bytes of tensors",
+        found=f"{found} bytes",
+        hint="Call it on all ranks that hold tensors, or name their process_group=.",
+    )
 
 
 def place_of(output: Output) -> str:
@@ -474,6 +521,56 @@ def make_folders(path: str, made: list[str]) -> None:
         os.mkdir(path)
         made.append(path)
     make_durable(parent)
+
+
+def write_files(output: Output, begun: Begun, number: int, advance: Advance) -> Sums:
+    """Write this process's byte ranges of the files that the first one has made.
+
+    Nobody else has their random names: a rank that sees them is in the same folder, whatever that
+    is called here and on whichever machine it is.
+
+    Args:
+        output: the files.
+        begun: what the first rank tells of them.
+        number: of this process among those that save.
+        advance: called with a number of bytes as they are read.
+
+    Raises:
+        PlacementError: it does not see them.
+        OSError: they cannot be written.
+    """
+    place, total = place_of(output), Sums(0, array("I"), array("Q"))
+    folder, name = os.path.split(place)
+    temporary = [os.path.join(folder, each) for each in begun.temporary]
+    if name != os.path.basename(begun.place) or not all(map(os.path.exists, temporary)):
+        raise PlacementError(
+            "the ranks do not save to the same path",
+            expected=f"{begun.place}, as on rank {begun.rank}",
+            found=f"{place} on rank {rank()}",
+            hint="Pass one path on all ranks, on a file system that all machines share; a "
+            "relative path depends on the current folder.",
+        )
+
+    def go_on(nbytes: int) -> None:
+        deliver_interrupt()
+        advance(nbytes)
+
+    for path, (name, sections) in zip(temporary, output.files.items(), strict=True):
+        with LockedFile() as file:  # the first rank has locked it, or its set
+            is_here = output.owners.get(name, number) == number
+            if is_here:
+                file.open(path, os.O_WRONLY)
+            sums = write_sections(file.descriptor, sections, go_on)  # of others' it compares all
+            if is_here and output.owners:
+                os.truncate(file.descriptor, end_of(sections))
+                write_frames(file.descriptor, sections, [sums])
+            if is_here:
+                os.fsync(file.descriptor)
+        total.crcs.extend(sums.crcs)
+        total.shares.extend(sums.shares)
+        total = total._replace(nbytes=total.nbytes + sums.nbytes)
+    deliver_interrupt()  # the last one that ends the save: the others are told of it
+    return total
 
 
 def write_sections(descriptor: int, sections: Sequence[Section], advance: Advance) -> Sums:

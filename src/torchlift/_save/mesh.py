@@ -17,9 +17,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from typing_extensions import Self
 
 from torchlift._model import (
     RankGroup,
@@ -36,25 +37,22 @@ from torchlift._model import (
 from torchlift._save.blocks import Workspace, tensor_blocks
 from torchlift._save.files import (
     Advance,
+    Begun,
     Files,
     Output,
-    Section,
     Sums,
-    end_of,
+    nobodys,
     place_of,
     write_error,
-    write_frames,
-    write_sections,
+    write_files,
 )
 from torchlift._save.pickling import Rebuilt
 from torchlift._save.values import Taken, Value, apart, stored_as, untied
 from torchlift._system import deliver_interrupt
-from torchlift._transfer import LockedFile
 from torchlift.errors import PlacementError
 from torchlift.formats import Chunk, Leaf, Stored, TensorEntry, narrowed, row_major, runs
 
 T = TypeVar("T")
-_AT_ONCE = 64  # files that the first rank has open: each needs an exchange, and a descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class Share(Value):
     places: tuple[tuple[int, Spans], ...] = ()
 
     @classmethod
-    def of(cls, stored: Stored, same: object, turn: int = 0) -> Share:
+    def of(cls, stored: Stored, same: object, turn: int = 0) -> Self:
         """Return a tensor of which this process has nothing.
 
         Args:
@@ -168,20 +166,13 @@ class Share(Value):
                     part = part.with_values(local, *spread)
                 found.append((who, tuple(start for _, (start, _) in box), part))
         if sum(part.numel for *_, part in found) != self.numel:
-            raise _nobodys(self.key, self.stored.nbytes, sum(p.stored.nbytes for *_, p in found))
+            raise nobodys(self.key, self.stored.nbytes, sum(p.stored.nbytes for *_, p in found))
         return found
 
 
 #: What one rank is to save, without the values of tensors: of each what is stored, and the first
 #: rank of its mesh (None if it has none); and text for the headers of safetensors.
 _Described = tuple[Taken, dict[str, str]]
-
-
-class _Begun(NamedTuple):
-    """What the first rank tells of files that it has created."""
-
-    place: str  # of the head
-    temporary: list[str]  # names
 
 
 class Mesh:
@@ -273,7 +264,7 @@ class Mesh:
 
         ((own, texts), lost), told = self.group.run(describe)
         # All ranks know the same, so they raise together without another exchange.
-        _require_alike({who: asked for who, (asked, _) in told.items()})
+        require_alike({who: asked for who, (asked, _) in told.items()})
         holders: dict[str, list[int]] = {}
         if len({digest for _, digest in told.values()}) > 1:
             _, each_own = self.group.run(lambda: (None, (own, texts)))
@@ -381,133 +372,39 @@ class Mesh:
             CheckpointError: a rank could not, or died; the old ones are untouched, unless it says
                 that the new ones are in place.
         """
-        names = list(output.files)
-        batches = [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
-        temporary: list[str] = []
-        done: list[str] = []
-        written: list[Sums] = []
+        begun: Begun | None = None
         with ExitStack() as stack:
-            files: list[Files] = []  # on the first rank
 
-            def go_on(batch: list[str]) -> tuple[None, _Begun | None]:
-                """Complete the files that all have written, and create the next ones."""
+            def begin() -> tuple[Files | None, Begun | None]:
                 if not self.leads:
                     return None, None
-                if not files:
-                    files.append(stack.enter_context(Files(output)))
-                self._complete(files[0], done, written)
-                created = [files[0].create(name).temporary for name in batch]
-                names = [os.path.basename(path) for path in created]
-                return None, _Begun(files[0].place, names)
+                made = stack.enter_context(Files(output))
+                return made, made.begin()
 
             def commit() -> tuple[None, list[str]]:
                 check()
-                go_on([])
-                return None, files[0].commit() if files else []
+                if files is None:
+                    return None, []
+                files.complete([*written.values()])
+                return None, files.commit()
 
             try:
-                for batch in batches:
-                    _, told = self.group.run(self.on_disk(partial(go_on, batch)))
-                    step = partial(
-                        self._write, output, told[self.ranks[0]], batch, temporary, advance
-                    )
-                    _, sums = self.group.run(self.on_disk(step))
-                    done, written = batch, [*sums.values()]
-                    _require_equal(sums, _payloads(output, batch), self.path)
+                files, told = self.group.run(self.on_disk(begin))
+                begun = told[self.ranks[0]]
+                number = self.ranks.index(self.rank)
+                step = partial(write_files, output, begun, number, advance)
+                _, written = self.group.run(self.on_disk(lambda: (None, step())))
+                self.written = written[self.rank].nbytes
+                _require_equal(written, output, self.path)
                 paths: list[str] = self.group.run(self.on_disk(commit))[1][self.ranks[0]]
                 return paths
             except BaseException:
                 # The first rank may be the one that died, and cannot remove what it has created.
-                for path in temporary:
+                folder = os.path.dirname(place_of(output))
+                for name in begun.temporary if begun is not None else ():
                     with suppress(OSError):
-                        os.unlink(path)
+                        os.unlink(os.path.join(folder, name))
                 raise
-
-    def _write(
-        self,
-        output: Output,
-        begun: _Begun,
-        names: Sequence[str],
-        temporary: list[str],
-        advance: Advance,
-    ) -> tuple[None, Sums]:
-        """Write this rank's byte ranges of some files; `temporary` gets the paths of these.
-
-        Nobody else has their random names: a rank that sees them is in the same folder, whatever
-        that is called here and on whichever machine it is.
-        """
-        place = place_of(output)
-        folder, name = os.path.split(place)
-        temporary[:] = [os.path.join(folder, each) for each in begun.temporary]
-        if name != os.path.basename(begun.place) or not all(map(os.path.exists, temporary)):
-            raise PlacementError(
-                "the ranks do not save to the same path",
-                expected=f"{begun.place}, as on rank {self.ranks[0]}",
-                found=f"{place} on rank {self.rank}",
-                hint="Pass one path on all ranks, on a file system that all machines share; a "
-                "relative path depends on the current folder.",
-            )
-        sums = []
-
-        def go_on(nbytes: int) -> None:
-            deliver_interrupt()
-            advance(nbytes)
-
-        for path, each in zip(temporary, names, strict=True):
-            sections = output.files[each]
-            if output.owners and output.owners[each] != self.ranks.index(self.rank):
-                sums.append(
-                    write_sections(-1, sections, go_on)
-                )  # which compares and writes nothing
-                continue
-            with LockedFile() as file:  # the first rank has locked it
-                file.open(path, os.O_WRONLY)
-                sums.append(write_sections(file.descriptor, sections, go_on))
-                if output.owners:
-                    os.truncate(file.descriptor, end_of(sections))
-                    write_frames(file.descriptor, sections, sums[-1:])
-                os.fsync(file.descriptor)
-        deliver_interrupt()  # the last one that ends the save: the others are told of it
-        self.written += sum(each.nbytes for each in sums)
-        return None, _joined(sums)
-
-    def _complete(self, files: Files, names: Sequence[str], written: Sequence[Sums]) -> None:
-        payloads = _payloads(files.output, names)
-        expected, found = sum(t.nbytes for t in payloads), sum(sums.nbytes for sums in written)
-        if found != expected:
-            error = _nobodys(None, expected, found)
-            error.file = self.path
-            raise error
-        at = 0
-        for name in names:
-            count = len(_payloads(files.output, [name]))
-            own = [Sums(0, sums.crcs[at : at + count], array("Q")) for sums in written]
-            files.complete(name, own)
-            at += count
-
-
-def _nobodys(key: str | None, expected: int, found: int) -> PlacementError:
-    return PlacementError(
-        "some values are nobody's to write: a DTensor's mesh has ranks that do not save",
-        entry=key,
-        expected=f"{expected} bytes of tensors",
-        found=f"{found} bytes",
-        hint="Call it on all ranks that hold tensors, or name their process_group=.",
-    )
-
-
-def _joined(sums: Sequence[Sums]) -> Sums:
-    """Return the sums of several files as one."""
-    made = Sums(sum(each.nbytes for each in sums), array("I"), array("Q"))
-    for each in sums:
-        made.crcs.extend(each.crcs)
-        made.shares.extend(each.shares)
-    return made
-
-
-def _payloads(output: Output, names: Sequence[str]) -> list[Stored]:
-    sections: list[Section] = [section for name in names for section in output.files[name]]
-    return [place.tensor for section in sections for place in section.layout.payloads]
 
 
 def _digest(own: _Described) -> bytes:
@@ -518,7 +415,7 @@ def _digest(own: _Described) -> bytes:
     return hashlib.sha256(pickle.dumps(own)).digest()
 
 
-def _require_alike(asked: Mapping[int, Mapping[str, object]]) -> None:
+def require_alike(asked: Mapping[int, Mapping[str, object]]) -> None:
     """Refuse ranks that ask for other formats, or for other values of what they share."""
     first, expected = next(iter(asked.items()))
     for who, each in asked.items():
@@ -616,13 +513,13 @@ def _merged_template(templates: Sequence[Any], key: str) -> Any:
     )
 
 
-def _require_equal(written: Mapping[int, Sums], payloads: Sequence[Stored], path: str) -> None:
+def _require_equal(written: Mapping[int, Sums], output: Output, path: str) -> None:
     """Refuse values that are not the same on ranks which should hold the same.
 
     They were written in turns: of two that differ, the file has some of each.
     """
     wrong: list[tuple[str, int, int]] = []
-    for at, stored in enumerate(payloads):
+    for at, stored in enumerate(output.stored):
         seen: dict[int, tuple[int, int]] = {}
         for who, each in written.items():
             share, crc = divmod(each.shares[at], 1 << 32)

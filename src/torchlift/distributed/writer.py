@@ -1,4 +1,8 @@
-"""Let ``torch.distributed.checkpoint`` save all or nothing: `CheckpointWriter`."""
+"""Let ``torch.distributed.checkpoint`` save all or nothing: `CheckpointWriter`.
+
+Torch's own exchanges carry what the ranks of `torchlift.save` tell each other: the first rank makes
+the files, each writes what is its own, and the first one lets them appear.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,8 @@ import io
 import os
 import pickle
 import weakref
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from torch.futures import Future
 from torchlift._model import dcp_item, portable, raise_first, rank
 from torchlift._save import (
     DCP_FILES,
+    Begun,
     Files,
     Output,
     Section,
@@ -31,16 +34,14 @@ from torchlift._save import (
     Value,
     behind,
     dcp_layout,
+    require_alike,
     require_plain,
-    require_sizes,
     torch_output,
     write_error,
-    write_frames,
-    write_sections,
+    write_files,
 )
-from torchlift._system import deliver_interrupt, uninterrupted
-from torchlift._transfer import AtomicFile, LockedFile
-from torchlift.errors import CheckpointError, PlacementError
+from torchlift._system import uninterrupted
+from torchlift.errors import PlacementError
 from torchlift.formats import (
     DCP_SUFFIX,
     FORMATS,
@@ -48,8 +49,8 @@ from torchlift.formats import (
     SETS,
     Layout,
     Leaf,
-    Payload,
     Stored,
+    containers,
     format_for,
 )
 
@@ -57,29 +58,45 @@ from torchlift.formats import (
 _VERSION = "1.0.0"
 
 
-class _Part(NamedTuple):
-    """What the first rank tells another one of the files that it has made.
+class _Told(NamedTuple):
+    """What the first rank tells another one.
 
     Attributes:
-        folder: where they are.
-        name: of the file that is this rank's own, in a directory of DCP.
-        token: name of a file that the first rank has made there, in a directory of DCP.
-        places: tensor -> the temporary file that all write, and what is to be stored where in it.
-        checked: whether these need checksums.
+        number: of that rank.
+        begun: the files that it writes.
+        asked: rank -> the arguments that all have to have in common.
+        taken: what all of them save to these files; None: each to a file of its own.
     """
 
-    folder: str
-    name: str
-    token: str
-    places: Mapping[str, tuple[str, Payload]]
-    checked: bool
+    number: int
+    begun: Begun
+    asked: Mapping[int, Mapping[str, object]]
+    taken: Taken | None
 
 
-class _Failed(NamedTuple):
-    """What a rank tells of its error; `CheckpointWriter.finish` raises it on all."""
+class _Written(NamedTuple):
+    """What a rank tells of what it has written; of an error, it tells (rank, error) instead.
 
-    rank: int
-    error: CheckpointError
+    Attributes:
+        sums: of the files of all.
+        items: the place and length of each in its own file; of what is no tensor the content, where
+            all write the same files.
+    """
+
+    sums: Sums
+    items: Mapping[MetadataIndex, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned(Share):
+    """A tensor of which this rank has as many boxes as its plan says."""
+
+    boxes: tuple[Share, ...] = ()
+
+    def runs(self, work: Any) -> Any:
+        """Yield those of each box."""
+        for box in self.boxes:
+            yield from box.runs(work)
 
 
 class CheckpointWriter(StorageWriter):
@@ -127,8 +144,7 @@ class CheckpointWriter(StorageWriter):
         super().__init__()
         self.path = None if path is None else os.fspath(path)
         self.format, self.max_shard_size, self.checksum = format, max_shard_size, checksum
-        self._begun: tuple[Files, Taken, list[Value]] | None = None  # on the first rank
-        self._created: dict[str, AtomicFile] = {}  # there, too, of several files of all ranks
+        self._begun: tuple[Files, Taken | None] | None = None  # on the first rank
         self._end: Any = None
 
     @property
@@ -174,7 +190,7 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lay the files out, and create them where several ranks write one.
+        """Lay the files out, and create them.
 
         Raises:
             CheckpointError: the format cannot hold something, or the files cannot be created.
@@ -186,157 +202,94 @@ class CheckpointWriter(StorageWriter):
                 "pass DefaultSavePlanner(enable_plan_caching=False)"
             )
         self._close()
-        self._target.check_folder()
         try:
             with uninterrupted():
-                begin = self._begin_directory if self._target.format == "dcp" else self._begin_files
-                return begin(plans)
+                self._target.check_folder()
+                return self._begin(plans)
         except BaseException as error:
             self._close()  # torch does not call the writer again
             if isinstance(error, OSError):
                 raise write_error(self._target.head, error) from error
             raise
 
-    def _begin_directory(self, plans: list[SavePlan]) -> list[SavePlan]:
-        files = {f"__{at}_0{DCP_SUFFIX}": [] for at, plan in enumerate(plans)}  # type: dict[str, list[Section]]
-        made, stack = self._hold(Output(self._target.head, files, None, DCP_FILES), Taken(True), [])
-        token = AtomicFile(made.place)
-        stack.callback(token.close)
-        folder, seen = os.path.split(token.temporary)
+    def _begin(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Create the files, and tell each rank of them."""
+        taken, names = None, [f"__{number}_0{DCP_SUFFIX}" for number in range(len(plans))]
+        if self._target.format == "dcp":
+            owners = {name: number for number, name in enumerate(names)}
+            output = Output(self._target.head, dict.fromkeys(names, ()), None, DCP_FILES, owners)
+        else:
+            taken = _taken(plans, not self._target.only_tensors)
+            self._target.check_objects(taken)
+            output = self._laid_out(taken)
+        files = Files(output)
+        self._begun = files, taken
+        # A save that another rank's death ends tells the writer nothing.
+        self._end = weakref.finalize(self, files.close)
+        begun, asked = files.begin(), {rank(): self._asked}
+        each = [begun] * len(plans)
+        if taken is None:
+            each = [begun._replace(temporary=[name]) for name in begun.temporary]
         return [
-            replace(plan, storage_data=_Part(folder, name, seen, {}, self.checksum))
-            for plan, name in zip(plans, made.names, strict=True)
+            replace(plan, storage_data=_Told(number, own, asked, taken))
+            for number, (plan, own) in enumerate(zip(plans, each, strict=True))
         ]
 
-    def _begin_files(self, plans: list[SavePlan]) -> list[SavePlan]:
-        taken = Taken(not self._target.only_tensors)
-        paths = {key: path for plan in plans for key, path in (plan.planner_data or {}).items()}
-        stored: dict[str, Stored] = {}
-        for item in (item for plan in plans for item in plan.items):
-            key = item.index.fqn
-            if item.type == WriteItemType.BYTE_IO:
-                taken.objects[key] = b""  # known when it is written
-            else:
-                stored.setdefault(key, _stored(item))
-        order = dict.fromkeys([*paths, *stored, *taken.objects])
-        found = [key for key in order if key in stored or key in taken.objects]
-        taken.paths = {key: paths.get(key, (key,)) for key in found}
-        taken.tensors = {key: stored[key] for key in found if key in stored}
-        taken.template = _template(taken.paths)
-        self._target.check_objects(taken)
-        values: list[Value] = [Share.of(each, key) for key, each in taken.tensors.items()]
-        made, _ = self._hold(self._lay_out(taken, values), taken, values)
-        places: dict[str, tuple[str, Payload]] = {}
-        checked = False
-        for name, sections in made.output.files.items():
-            file = made.create(name)
-            temporary = os.path.basename(file.temporary)
-            if made.output.kind is not None:
-                # A process may not have as many descriptors as there are shards. Without the locks
-                # of these, that of their set keeps other writers off.
-                LockedFile.close(file)
-                self._created[name] = file
-            for base, layout, own in sections:
-                checked = layout.checked
-                for (each, start), value in zip(layout.payloads, own, strict=True):
-                    places[value.key] = temporary, Payload(each, base + start)
-        folder = os.path.dirname(made.place)
-        return [
-            replace(
-                plan,
-                storage_data=_Part(
-                    folder,
-                    "",
-                    "",
-                    {i.index.fqn: places[i.index.fqn] for i in plan.items if i.index.fqn in places},
-                    checked,
-                ),
-            )
-            for plan in plans
-        ]
+    @property
+    def _asked(self) -> dict[str, object]:
+        found = self._target
+        return {"format": found.format, "max_shard_size": found.limit, "checksum": self.checksum}
 
-    def _lay_out(self, taken: Taken, values: Sequence[Value]) -> Output:
+    def _laid_out(self, taken: Taken, boxes: Mapping[str, list[Share]] | None = None) -> Output:
+        """Lay out what all ranks write together, with what this one has of it."""
+        values = [
+            replace(_Planned.of(stored, key), boxes=tuple((boxes or {}).get(key, ())))
+            for key, stored in taken.tensors.items()
+        ]
         if self._target.format == "torch-zip":
             # What the pickle says is known at the end.
             return torch_output(self._target.path, taken, values, self.checksum, pickle_last=True)
         return self._target.lay_out(taken, values, {}, self.checksum)
 
-    def _hold(self, output: Output, taken: Taken, values: list[Value]) -> tuple[Files, ExitStack]:
-        files, stack = Files(output), ExitStack()
-        stack.callback(files.close)
-        self._begun = files, taken, values
-        # A save that another rank's death ends tells the writer nothing.
-        self._end = weakref.finalize(self, stack.close)
-        return files, stack
-
     def _close(self) -> None:
         if self._end is not None:
             self._end()
         self._begun = self._end = None
-        self._created = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what is this rank's; what goes wrong is raised on all in the end."""
+        told: _Written | tuple[int, Exception]
         try:
-            part = plan.storage_data
             with uninterrupted():
-                results = (self._write_own if part.name else self._write_shares)(plan, planner)
+                told = self._write(plan.storage_data, plan.items, planner)
         except BaseException as error:  # torch, too, would tell the others, but not the writer
-            known = write_error(part.folder, error) if isinstance(error, OSError) else error
-            results = [WriteResult(MetadataIndex(""), 0, _Failed(rank(), portable(known)))]
+            known = write_error(self._target.head, error) if isinstance(error, OSError) else error
+            told = rank(), portable(known)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result([WriteResult(MetadataIndex(""), 0, told)])
         return done
 
-    def _write_own(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write this rank's file of a directory."""
-        part, sections, results = plan.storage_data, [], []  # type: _Part, list[Section], list[WriteResult]
-        _require_seen(part, [part.token])
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            if isinstance(data, io.BytesIO):
-                section = behind(sections, _raw(data.getvalue()), [])
+    def _write(self, told: _Told, plan: list[WriteItem], planner: SavePlanner) -> _Written:
+        require_alike({**told.asked, rank(): self._asked})
+        items: dict[MetadataIndex, Any] = {}
+        sections: list[Section] = []
+        boxes: dict[str, list[Share]] = {}
+        for item in plan:
+            key, data = item.index.fqn, planner.resolve_data(item)
+            if told.taken is None:
+                section = _section(sections, key, data, self.checksum)
+                sections.append(section)
+                items[item.index] = section.base, section.layout.nbytes
+            elif isinstance(data, torch.Tensor):
+                boxes.setdefault(key, []).append(_share(item, told.taken.tensors[key], data))
             else:
-                value = Value.of_tensor(item.index.fqn, data, "torch-zip")
-                section = behind(sections, dcp_layout(value.stored, self.checksum), [value])
-            sections.append(section)
-            nbytes = section.layout.nbytes
-            place = dcp_item(part.name, section.base, nbytes)
-            results.append(WriteResult(item.index, nbytes, place))
-        file = AtomicFile(os.path.join(part.folder, part.name))
-        try:
-            sums = write_sections(file.descriptor, sections, _interruptible)
-            write_frames(file.descriptor, sections, [sums])
-            file.commit()
-        finally:
-            file.close()
-        return results
-
-    def _write_shares(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write this rank's byte ranges of the files of all."""
-        part, results = plan.storage_data, []  # type: _Part, list[WriteResult]
-        found: dict[str, list[tuple[WriteItem, Payload]]] = {}
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                data: Any = planner.resolve_data(item)
-                results.append(WriteResult(item.index, 0, data.getvalue()))
-                continue
-            name, payload = part.places[item.index.fqn]
-            found.setdefault(name, []).append((item, payload))
-        _require_seen(part, found)
-        for name, items in found.items():
-            shares = [_share(item, stored, planner) for item, (stored, _) in items]
-            payloads = tuple(payload for _, payload in items)
-            layout = Layout(0, payloads, part.checked, lambda _: iter(()))
-            descriptor = os.open(os.path.join(part.folder, name), os.O_WRONLY)
-            try:
-                sums = write_sections(descriptor, [Section(0, layout, shares)], _interruptible)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            for (item, _), share, crc in zip(items, shares, sums.crcs, strict=True):
-                results.append(WriteResult(item.index, share.here, crc))
-        return results
+                items[item.index] = data.getvalue()
+        if told.taken is None:
+            (name,) = told.begun.temporary
+            output = Output(self._target.head, {name: sections}, owners={name: told.number})
+        else:
+            output = self._laid_out(told.taken, boxes)
+        return _Written(write_files(output, told.begun, told.number, lambda _: None), items)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Let the checkpoint appear, when all ranks have written theirs.
@@ -345,23 +298,28 @@ class CheckpointWriter(StorageWriter):
             CheckpointError: a rank could not, or the checkpoint cannot appear.
         """
         assert self._begun is not None
-        files, taken, values = self._begun
-        told = [result for each in results for result in each]
+        files, taken = self._begun
+        told = [result.storage_data for each in results for result in each]
         try:
-            ends = [result.storage_data for result in told]
-            raise_first(dict(end for end in ends if isinstance(end, _Failed)), None)
-            if self._target.format == "dcp":
-                sizes = dict.fromkeys(files.names, 0)
-                for place in ends:
-                    stop = place.offset + place.length
-                    sizes[place.relative_path] = max(sizes[place.relative_path], stop)
-                require_sizes(os.path.dirname(files.place), sizes)
-                metadata.storage_data = {result.index: result.storage_data for result in told}
+            raise_first(dict(each for each in told if not isinstance(each, _Written)), None)
+            if taken is None:
+                found = dict(zip(files.output.files, told, strict=True))
+                places = [each.items.items() for each in told]
+                metadata.storage_data = {
+                    index: dcp_item(name, *place)
+                    for name, own in zip(files.names, places, strict=True)
+                    for index, place in own
+                }
                 metadata.storage_meta, metadata.version = self.storage_meta(), _VERSION
                 content = pickle.dumps(metadata)
-                files.output = replace(files.output, content=lambda _: content)
+                ends = {name: [_end_of(each)] for name, each in found.items()}
+                files.output = replace(files.output, files=ends, content=lambda _: content)
+                files.complete([])
             else:
-                self._complete(files, taken, values, told)
+                values = {index.fqn: data for each in told for index, data in each.items.items()}
+                taken.objects = {key: _object(key, values[key]) for key in taken.objects}
+                files.output = self._laid_out(taken)
+                files.complete([each.sums for each in told])
             with uninterrupted():
                 files.commit()
                 self._close()
@@ -370,63 +328,27 @@ class CheckpointWriter(StorageWriter):
         finally:
             self._close()
 
-    def _complete(
-        self, files: Files, taken: Taken, values: list[Value], told: Sequence[WriteResult]
-    ) -> None:
-        """Write what is not weights.
-
-        Raises:
-            PlacementError: some values were not written, or one cannot be stored.
-            OSError: it cannot be written.
-        """
-        crcs = dict.fromkeys(taken.tensors, 0)
-        missing = {key: stored.nbytes for key, stored in taken.tensors.items()}
-        for result in told:
-            key = result.index.fqn
-            if key in crcs:
-                crcs[key] ^= result.storage_data  # the sums of ranges are those of a whole
-                missing[key] -= result.size_in_bytes
-            else:
-                taken.objects[key] = _object(key, result.storage_data)
-        for key, nbytes in missing.items():
-            if nbytes:
-                raise PlacementError(
-                    "some values are nobody's to write", entry=key, found=f"{nbytes} bytes missing"
-                )
-        if self._target.format == "torch-zip":
-            files.output = self._lay_out(taken, values)
-        for name, sections in files.output.files.items():
-            keys = [value.key for section in sections for value in section.values]
-            if name in self._created:
-                file = self._created[name]
-                file.open(file.temporary, os.O_RDWR)
-            files.complete(name, [Sums(0, array("I", [crcs[key] for key in keys]), array("Q"))])
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether it is a path."""
         return "://" not in os.fspath(checkpoint_id)
 
 
-def _interruptible(_: int) -> None:
-    """Let an interrupt through between two blocks."""
-    deliver_interrupt()
-
-
-def _require_seen(part: _Part, names: Iterable[str]) -> None:
-    """Refuse a folder that has the first rank's path but not its files.
-
-    Raises:
-        PlacementError: it is on another disk.
-    """
-    if not all(os.path.exists(os.path.join(part.folder, name)) for name in names):
-        raise PlacementError(
-            "the ranks do not save to the same folder",
-            file=part.folder,
-            expected="the files that the first rank has made there",
-            found=f"another folder of that name, or none, on rank {rank()}",
-            hint="Pass a path on a file system that all machines share.",
-        )
+def _taken(plans: list[SavePlan], plain: bool) -> Taken:
+    """Return what the ranks have together; of a tensor what is stored."""
+    taken = Taken(plain)
+    paths = {key: path for plan in plans for key, path in (plan.planner_data or {}).items()}
+    for item in (item for plan in plans for item in plan.items):
+        key = item.index.fqn
+        if item.type == WriteItemType.BYTE_IO:
+            taken.objects[key] = b""  # known when it is written
+        elif key not in taken.tensors:
+            taken.tensors[key] = _stored(item)
+    known = {**taken.tensors, **taken.objects}
+    taken.paths = {key: paths.get(key, (key,)) for key in {**paths, **known} if key in known}
+    leaves = {key: Leaf(key) for key in taken.paths}
+    (taken.template,) = containers(taken.paths, leaves) or (leaves,)
+    return taken
 
 
 def _stored(item: WriteItem) -> Stored:
@@ -447,18 +369,27 @@ def _stored(item: WriteItem) -> Stored:
     return Stored(item.index.fqn, name, tuple(item.tensor_data.size))
 
 
-def _share(item: WriteItem, stored: Stored, planner: SavePlanner) -> Share:
+def _share(item: WriteItem, stored: Stored, local: torch.Tensor) -> Share:
     """Return what this rank has of a tensor."""
     assert item.tensor_data is not None
-    local: Any = planner.resolve_data(item)
     chunk = item.tensor_data.chunk
     box = tuple(((o, o + n),) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
     return Share.of(stored, stored.key).with_values(local.detach(), box)
 
 
-def _raw(data: bytes) -> Layout:
-    """Lay out bytes as they are."""
-    return Layout(len(data), (), False, lambda _: iter([(0, data)]))
+def _section(sections: list[Section], key: str, data: Any, checksum: bool) -> Section:
+    """Return the next section of a rank's own file: a tensor, or bytes as they are."""
+    if isinstance(data, torch.Tensor):
+        value = Value.of_tensor(key, data, "torch-zip")
+        return behind(sections, dcp_layout(value.stored, checksum), [value])
+    raw: bytes = data.getvalue()
+    return behind(sections, Layout(len(raw), (), False, lambda _: iter([(0, raw)])), [])
+
+
+def _end_of(told: _Written) -> Section:
+    """Return a section as long as what a rank has written to its own file."""
+    nbytes = max((base + length for base, length in told.items.values()), default=0)
+    return Section(0, Layout(nbytes, (), False, lambda _: iter(())), [])
 
 
 def _object(key: str, data: bytes) -> object:
@@ -478,22 +409,3 @@ def _object(key: str, data: bytes) -> object:
         ) from error
     require_plain(key, value)
     return value
-
-
-def _template(paths: Mapping[str, tuple[str | int, ...]]) -> Any:
-    """Return the containers that DCP took apart: lists where names are numbers."""
-    root: dict[str | int, Any] = {}
-    for key, path in paths.items():
-        inner = root
-        for name in path[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[path[-1]] = Leaf(key)
-
-    def made(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if value and all(isinstance(name, int) for name in value):
-            return [made(value[name]) for name in sorted(value)]
-        return {name: made(item) for name, item in value.items()}
-
-    return made(root)

@@ -18,6 +18,7 @@ from torchlift.formats.boxes import steps_in_file as steps_in_file
 from torchlift.formats.boxes import unsqueezed as unsqueezed
 from torchlift.formats.dcp import DCP_METADATA as DCP_METADATA
 from torchlift.formats.dcp import DCP_SUFFIX as DCP_SUFFIX
+from torchlift.formats.dcp import containers as containers
 from torchlift.formats.dcp import dcp_items as dcp_items
 from torchlift.formats.dcp import metadata_files as metadata_files
 from torchlift.formats.detect import read_index as read_index

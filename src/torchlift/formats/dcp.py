@@ -414,7 +414,7 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
     for of_object in objects.values():
         (saved,) = of_object.tree or ({},)
         leaves |= saved if isinstance(saved, dict) else {}
-    tree = _containers(metadata.paths, leaves)
+    tree = containers(metadata.paths, leaves)
     templates = flatten(tree[0], metadata.budget).templates if tree is not None else {}
     made = join(path, "dcp", whole, version, _CONFLICT)
     return replace(made, tree=tree, templates=templates)
@@ -424,9 +424,7 @@ class _Container(dict[object, Any]):
     """A container that a planner took apart, by names and positions."""
 
 
-def _containers(
-    paths: Mapping[object, object], leaves: Mapping[str, object]
-) -> tuple[object] | None:
+def containers(paths: Mapping[Any, object], leaves: Mapping[str, object]) -> tuple[object] | None:
     """Return the containers of all leaves, or None where nobody says which there were."""
     top = _Container()
     for key in dict.fromkeys((*paths, *leaves)) if paths else ():
