@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,8 +45,6 @@ from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-T = TypeVar("T")
 
 #: The ranks of a mesh -> what they do with the tensors on it, in order.
 Sequence = dict[str, list[str]]
@@ -364,7 +362,7 @@ def _text(item: TensorLayout) -> str:
 
 #: A block on its way: number of the tensor, index in the local and in the whole tensor.
 _Block = tuple[int, Slices, Slices]
-IN_FLIGHT = 8  # messages that the first rank receives at once, each from another rank
+_IN_FLIGHT = 8  # messages that the first rank receives at once, each from another rank
 
 
 class _Gathering:
@@ -389,14 +387,14 @@ class _Gathering:
         self.local = [
             local_tensor(tensors[c.path]).detach() if c.path in tensors else None for c in chosen
         ]
-        self.first, self.messages = first, messages_to(first, chosen, only=rank())
+        self.first, self.messages = first, _messages_to(first, chosen)
         self.dtypes = [item.dtype for item in chosen]
         self.whole: list[torch.Tensor] = []
         longest = max((m[-1][2] for sent in self.messages.values() for m in sent), default=0)
         self.slot = longest + -longest % ALIGNMENT
         receives = rank() == first
         self.stage = torch.empty(
-            self.slot * (min(len(self.messages), IN_FLIGHT) if receives else 1),
+            self.slot * (min(len(self.messages), _IN_FLIGHT) if receives else 1),
             dtype=torch.uint8,
             device=device,
         )
@@ -410,7 +408,7 @@ class _Gathering:
             self.whole.append(whole)
             for owner, spans in item.owners(first):
                 for there, here in (
-                    local_blocks(spans, math.prod(item.shape)) if owner == first else ()
+                    _local_blocks(spans, math.prod(item.shape)) if owner == first else ()
                 ):
                     assert local is not None
                     whole[here].copy_(local[there])
@@ -431,7 +429,7 @@ class _Gathering:
             return
         queue = deque((owner, deque(messages)) for owner, messages in self.messages.items())
         while queue:
-            batch = [queue.popleft() for _ in range(min(len(queue), IN_FLIGHT))]
+            batch = [queue.popleft() for _ in range(min(len(queue), _IN_FLIGHT))]
             arriving = [(owner, messages.popleft()) for owner, messages in batch]
             _wait(
                 [
@@ -456,37 +454,21 @@ class _Gathering:
             yield block, self._room(n, self.slot)[start:stop].view(dtype).view(shape)
 
 
-def longest_message() -> int:
-    """Return the bytes that a message to the first rank has at most.
-
-    Example:
-        >>> longest_message()
-        8388608
-    """
-    return max(1, BUDGET // IN_FLIGHT)
-
-
-def messages_to(
-    first: int, chosen: Many[TensorLayout], only: int | None = None
+def _messages_to(
+    first: int, chosen: Many[TensorLayout]
 ) -> dict[int, list[list[tuple[_Block, int, int]]]]:
-    """Return rank -> the messages that it sends to the first one.
-
-    Args:
-        first: who receives.
-        chosen: what is gathered.
-        only: another rank, whose messages alone are asked for.
-    """
-    limit = longest_message()
+    """Return rank -> the messages that it sends to the first one; on others only its own."""
+    longest = max(1, BUDGET // _IN_FLIGHT)  # bytes of a message
     sent: dict[int, list[tuple[_Block, int]]] = {}
     for number, item in enumerate(chosen):
         size = item.dtype.itemsize
         for owner, spans in item.owners(first):
-            if owner == first or (only not in (None, first) and owner != only):
+            if owner == first or rank() not in (first, owner):
                 continue
-            for there, here in local_blocks(spans, max(1, limit // size)):
+            for there, here in _local_blocks(spans, max(1, longest // size)):
                 nbytes = size * math.prod(s.stop - s.start for s in here)
                 sent.setdefault(owner, []).append(((number, there, here), nbytes))
-    return {owner: list(packed(blocks, limit)) for owner, blocks in sent.items()}
+    return {owner: list(packed(blocks, longest)) for owner, blocks in sent.items()}
 
 
 def _wait(operations: list[Any]) -> None:
@@ -494,7 +476,7 @@ def _wait(operations: list[Any]) -> None:
         work.wait()
 
 
-def local_blocks(spans: Spans, limit: int) -> Iterator[tuple[Slices, Slices]]:
+def _local_blocks(spans: Spans, limit: int) -> Iterator[tuple[Slices, Slices]]:
     """Yield, for blocks of at most `limit` elements, the index in the local and the whole tensor.
 
     The same on every rank, so that what one sends is what another receives.
