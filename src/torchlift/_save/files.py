@@ -416,12 +416,7 @@ class Files:
                 own = [Sums(0, sums.crcs[at:stop], array("Q")) for sums in written]
                 write_frames(file.descriptor, sections, own)
             at = stop
-            try:
-                file.commit()
-            except NotDurable as error:
-                if self._set is not None:
-                    raise OSError(*error.args) from error  # nothing names it yet
-                raise
+            file.commit(durable=self._set is None)
             file.close()
 
     def commit(self) -> list[str]:

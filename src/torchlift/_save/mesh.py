@@ -192,19 +192,19 @@ class Mesh:
         self.leads = self.rank == self.ranks[0]
         self.written = 0
 
-    def on_disk(self, step: Callable[[], T]) -> Callable[[], T]:
-        """Return a step of which an error of the system says what became of the files.
+    def run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, dict[int, Any]]:
+        """Take a step on all ranks, of which an error of the system says what became of the files.
 
         Only where it touches them: a caller's objects have such errors, too, of a lost connection.
         """
 
-        def take() -> T:
+        def take() -> tuple[T, Any]:
             try:
                 return step()
             except OSError as failure:
                 raise write_error(self.path, failure) from failure
 
-        return take
+        return self.group.run(take)
 
     def laid_out(self, step: Callable[[], Output]) -> Output:
         """Lay the files out on all ranks.
@@ -217,7 +217,7 @@ class Mesh:
             output = step()
             return output, output.digest if len(self.ranks) > 1 else b""
 
-        output, digests = self.group.run(self.on_disk(lay_out))
+        output, digests = self.run(lay_out)
         for who, digest in digests.items():
             if digest != digests[self.ranks[0]]:
                 raise PlacementError(
@@ -389,14 +389,13 @@ class Mesh:
                 return None, files.commit()
 
             try:
-                files, told = self.group.run(self.on_disk(begin))
-                begun = told[self.ranks[0]]
-                number = self.ranks.index(self.rank)
-                step = partial(write_files, output, begun, number, advance)
-                _, written = self.group.run(self.on_disk(lambda: (None, step())))
+                files, told = self.run(begin)
+                begun, number = told[self.ranks[0]], self.ranks.index(self.rank)
+                write = partial(write_files, output, begun, number, advance)
+                _, written = self.run(lambda: (None, write()))
                 self.written = written[self.rank].nbytes
                 _require_equal(written, output, self.path)
-                paths: list[str] = self.group.run(self.on_disk(commit))[1][self.ranks[0]]
+                paths: list[str] = self.run(commit)[1][self.ranks[0]]
                 return paths
             except BaseException:
                 # The first rank may be the one that died, and cannot remove what it has created.

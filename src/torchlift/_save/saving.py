@@ -247,12 +247,11 @@ def save(
     def prepare() -> tuple[tuple[Target, Taken, Sequence[Value]], None]:
         if hasattr(path, "write"):
             raise TypeError("ranks save together to a path: a file object is one process's own")
-        # There may be no current folder.
-        mesh.path = mesh.on_disk(lambda: os.path.abspath(os.fsdecode(path)))()
         if replicated not in _REPLICATED:
             known = ", ".join(map(repr, _REPLICATED))
             raise ValueError(f"replicated must be one of {known}, not {replicated!r}")
         target = Target.of(path, format, max_shard_size)
+        mesh.path = target.path
         target.check_metadata(texts)
         _check_whole(obj, mesh.path)
         values: Sequence[Value] = []
@@ -375,7 +374,7 @@ def _has_dtensors(obj: object) -> bool:
     return "torch.distributed.tensor" in sys.modules and any(map(is_dtensor, _inside(obj)))
 
 
-def _check_whole(obj: object, path: object) -> None:
+def _check_whole(obj: object, path: str) -> None:
     """Refuse an optimizer of which this rank has a flat piece only, before any rank goes on.
 
     Raises:
@@ -387,7 +386,7 @@ def _check_whole(obj: object, path: object) -> None:
             raise PlacementError(
                 "each rank has a flat piece of its state, under FullyShardedDataParallel, and no "
                 "rank the whole",
-                file=os.path.abspath(os.fsdecode(path)),  # type: ignore[arg-type]
+                file=path,
                 entry=type(item).__name__,
                 expected="an optimizer of whole parameters or of DTensors",
                 hint="Save what torchlift.distributed.get_optimizer_state_dict(model, optimizer, "
@@ -428,7 +427,10 @@ class Target:
                 if found == "torch-zip"
                 else f"max_shard_size={size!r}: expected a size such as '5GB'"
             )
-        given = os.path.abspath(given)
+        try:
+            given = os.path.abspath(given)
+        except OSError as error:  # there is no current folder
+            raise write_error(given, error) from error
         if found == "safetensors" and os.path.isdir(given):
             given = os.path.join(given, _IN_FOLDER)  # as save_pretrained does
         if found == "sharded" and not given.lower().endswith(INDEX_SUFFIX):

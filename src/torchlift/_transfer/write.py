@@ -154,8 +154,11 @@ class AtomicFile(LockedFile):
             self.close()
             raise
 
-    def commit(self) -> None:
+    def commit(self, *, durable: bool = True) -> None:
         """Make everything durable and let the file appear under its name, replacing another.
+
+        Args:
+            durable: whether to wait until the disk knows its name; else its set does, once for all.
 
         Raises:
             NotDurable: it has appeared, but a crash of the machine may bring the older one back.
@@ -167,7 +170,8 @@ class AtomicFile(LockedFile):
         os.replace(self.temporary, self._path)
         self.is_in_place = True
         try:
-            make_durable(os.path.dirname(self._path))
+            if durable:
+                make_durable(os.path.dirname(self._path))
         except OSError as error:
             raise NotDurable(*error.args) from error
 
@@ -260,6 +264,7 @@ class AtomicSet:
             NotDurable: they are in place, but a crash of the machine may bring the old ones back.
             OSError: they are not.
         """
+        make_durable(self._folder)  # so that no crash leaves a head without what it names
         head = AtomicFile(self._head)
         try:
             write_at(head.descriptor, content, 0)

@@ -107,7 +107,8 @@ class CheckpointWriter(StorageWriter):
     shards: what other programs load. Any other path becomes a directory in DCP's own format, of
     which each rank writes a file. Until the last of it is on the disk the older checkpoint is in
     place; checksums are recorded, which `torchlift.verify` knows. In one file, too, each name has
-    values of its own: a plan of DCP does not tell ties.
+    values of its own: a plan of DCP does not tell ties. Ranks that name another path, or pass other
+    arguments here, are an error on all.
 
     Torch does not tell a writer of an error elsewhere in a save, such as in a planner. What the
     save has begun then goes with the next save of this writer, with `reset`, or with the writer.
