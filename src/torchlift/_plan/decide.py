@@ -124,6 +124,7 @@ def makings_for(
 def _decide(
     group: Group, key: str, candidates: list[SourceTensor], options: rules.Options, path: str
 ) -> Step | None:
+    """Decide everything about one pair; None where a tensor is left for a later load."""
     one, tensor = candidates[0], group.tensor
     seen, file_dtype = one.entry, one.dtype
     if seen is None:  # a lazy tensor has the shape of what it is given
@@ -170,19 +171,12 @@ def _decide(
         changes = changes or (entry.needs_assembly and entry.kind is None)
         filled = changes and not in_place and not handled
         kept = not in_place and owns_all(options.source, live=not tensor.is_meta)
-        source = options.source if options.source != "auto" else "mmap"
-        # Of the file, not of its folder: it may be a link to elsewhere.
-        file = entry.chunks[0].file if entry.chunks else path
-        if options.source == "auto" and (filled or kept or is_network(file)):
-            source = "read"
-        if source == "mmap" and not _fits_map(entry, copied=in_place or changes):
-            source, note = "read", "its layout in the file cannot be mapped, so it is read"
-            if not _is_aligned(entry):
-                note = "not aligned in the file, so it is read instead of mapped"
-        if "deflated" in entry.encoding:
-            source, note = "read", "deflated in the file, so that it is inflated into memory"
+        source, why = _source_of(
+            entry, path, options.source, anew=filled or kept, copied=in_place or changes
+        )
+        note = why or note
         if raw:  # nobody else sees it, but for who looks into the same bytes
-            owned = source == "read" or entry.needs_assembly if of_file else spans is not None
+            owned = (source == "read" or entry.needs_assembly) if of_file else spans is not None
         else:
             owned = not in_place and (changes or mode == "copy" or source == "read")
             owned = owned or (of_file and source == "read")
@@ -205,12 +199,32 @@ def _decide(
     )
 
 
-def _fits_map(entry: TensorEntry, *, copied: bool) -> bool:
-    """Return whether the file's map can serve as the tensor, or as what it is copied from."""
+def _source_of(
+    entry: TensorEntry, path: str, asked: rules.AnySource, *, anew: bool, copied: bool
+) -> tuple[Source, str | None]:
+    """Decide whether a file is mapped or read, and say why it is not mapped where it could be.
+
+    Args:
+        entry: the tensor in the file.
+        path: of the file, of a tensor without bytes.
+        asked: what the caller asked for.
+        anew: whether the values get memory of their own in any case.
+        copied: whether the map only serves to copy them from.
+    """
+    if "deflated" in entry.encoding:
+        return "read", "deflated in the file, so that it is inflated into memory"
+    # Of the file, not of its folder: it may be a link to elsewhere.
+    file = entry.chunks[0].file if entry.chunks else path
+    if asked == "read" or (asked == "auto" and (anew or is_network(file))):
+        return "read", None
     if entry.needs_assembly:
-        return True
+        return "mmap", None
     # The map of a misaligned storage is a copy of it: reading does without that copy.
-    return _is_aligned(entry) and (copied or not repeats(entry.shape, entry.stride))
+    if not _is_aligned(entry):
+        return "read", "not aligned in the file, so it is read instead of mapped"
+    if not copied and repeats(entry.shape, entry.stride):
+        return "read", "its layout in the file cannot be mapped, so it is read"
+    return "mmap", None
 
 
 def _route(one: SourceTensor, source: Source, *, owned: bool, based: bool = False) -> Route:
@@ -477,14 +491,7 @@ def _check_classes(steps: Iterable[Step], path: str) -> None:
         value = local_tensor(one.value) if isinstance(one, MemoryTensor) else None
         if is_lazy(live) or not (is_wrapper(live) or (value is not None and is_wrapper(value))):
             continue
-        pair = (
-            type(live),
-            type(value),
-            live.dtype,
-            live.is_meta,
-            one.dtype,
-            step.in_place,
-        )
+        pair = type(live), type(value), live.dtype, live.is_meta, one.dtype, step.in_place
         if pair in tried:
             continue
         tried.add(pair)
@@ -519,17 +526,12 @@ def check_class(step: Step, value: Values, path: str) -> None:
     Raises:
         PlacementError: it does not, or a plain tensor would take the place of one of the class.
     """
-    if is_plain(step.group.tensor) and not step.in_place:
-        return
     live = local_tensor(step.group.tensor)
     if is_lazy(live):  # it has no shape yet
         return
     if not step.in_place:
-        if (
-            is_wrapper(live)
-            and isinstance(value, torch.Tensor)
-            and not is_wrapper(local_tensor(value))
-        ):
+        is_other = isinstance(value, torch.Tensor) and not is_wrapper(local_tensor(value))
+        if is_other and is_wrapper(live):
             kind = type(live).__name__
             raise PlacementError(
                 f"its class {kind} holds its values in tensors of its own and does not say how a "
