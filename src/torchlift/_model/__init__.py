@@ -99,6 +99,7 @@ from torchlift._model.torch_private import REBUILD_V2 as REBUILD_V2
 from torchlift._model.torch_private import REBUILD_V3 as REBUILD_V3
 from torchlift._model.torch_private import SET_GRAD_ENABLED as SET_GRAD_ENABLED
 from torchlift._model.torch_private import TRUNC_NORMAL as TRUNC_NORMAL
+from torchlift._model.torch_private import IncompatibleKeys as IncompatibleKeys
 from torchlift._model.torch_private import dcp_item as dcp_item
 from torchlift._model.torch_private import device_constructors as device_constructors
 from torchlift._model.torch_private import function_modes as function_modes
