@@ -23,7 +23,6 @@ from torchlift._model.dtensor import default_device as default_device
 from torchlift._model.dtensor import everything as everything
 from torchlift._model.dtensor import first_rank as first_rank
 from torchlift._model.dtensor import is_dtensor as is_dtensor
-from torchlift._model.dtensor import is_sharded as is_sharded
 from torchlift._model.dtensor import layout_of as layout_of
 from torchlift._model.dtensor import local_shape as local_shape
 from torchlift._model.dtensor import local_tensor as local_tensor

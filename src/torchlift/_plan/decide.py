@@ -23,10 +23,10 @@ from torchlift._model import (
     everything,
     handles,
     is_blank,
+    is_dtensor,
     is_handled,
     is_lazy,
     is_plain,
-    is_sharded,
     is_wrapper,
     layout_of,
     local_tensor,
@@ -145,7 +145,7 @@ def _decide(
         dtype = rules.target_dtype(options.dtype, seen, tensor, file_dtype, is_cast=is_cast)
     device = rules.target_device(asked, seen.key, tensor, present=options.present)
     spans: Spans | None = None
-    sharded = is_sharded(tensor)
+    sharded = is_dtensor(tensor)
     if sharded:
         # Rules have seen the whole tensor; from here on there is only this rank's slice of it.
         candidates, spans = _shard(group, candidates)
@@ -265,7 +265,7 @@ def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTen
         if not isinstance(one, FileTensor):
             value = one.value if isinstance(one, MemoryTensor) else None
             _require_layout(group, value)
-            if not is_sharded(value) and len(one.shape) == tensor.dim() and not found:
+            if not is_dtensor(value) and len(one.shape) == tensor.dim() and not found:
                 spans = spans_of(tensor, group.fqn)
             found.append(
                 one if value is None else MemoryTensor(one.key, local_tensor(value), one.keys)
@@ -286,7 +286,7 @@ def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTen
 
 def _require_layout(group: Group, value: object) -> None:
     """Refuse a DTensor that is not laid out as the model's tensor."""
-    if is_sharded(value) and layout_of(value) != layout_of(group.tensor):
+    if is_dtensor(value) and layout_of(value) != layout_of(group.tensor):
         raise PlacementError(
             "the state dict has another layout than the model",
             entry=group.fqn,
