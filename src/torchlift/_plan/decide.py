@@ -331,7 +331,7 @@ def _mode(
     if asked != "auto":
         return asked
     stays = not is_blank(tensor) and (device, dtype) == (tensor.device, tensor.dtype)
-    # A sparse one has room for as many numbers as it has.
+    # In place, a sparse tensor takes exactly as many numbers as it has now.
     stays = stays and tensor.layout is torch.strided
     if stays and not handles(type(tensor), torch.Tensor):
         return "copy"
@@ -374,14 +374,10 @@ def _share(steps: Sequence[Step]) -> None:
         for members in alike.values():
             run, owned = _run(members), any(step.owned for step in members)
             for step in members:
-                if step.device != first.device:
-                    step.note = (
-                        f"a copy: {first.key!r}, whose memory it shared, goes to {first.device}"
-                    )
-                elif step.dtype != first.dtype:
-                    step.note = (
-                        f"a copy: {first.key!r}, whose memory it shared, becomes {first.dtype}"
-                    )
+                is_elsewhere = step.device != first.device
+                if is_elsewhere or step.dtype != first.dtype:
+                    fate = f"goes to {first.device}" if is_elsewhere else f"becomes {first.dtype}"
+                    step.note = f"a copy: {first.key!r}, whose memory it shared, {fate}"
                 step.base = Base(run, step is members[0]) if len(members) > 1 else None
                 based = step.base is not None
                 step.route = _route(step.candidate, step.source, owned=owned, based=based)

@@ -55,7 +55,7 @@ from torchlift.distributed.options import (
     several,
 )
 from torchlift.errors import FormatError
-from torchlift.formats import TensorEntry, errors_name
+from torchlift.formats import TensorEntry, errors_name, items_of
 
 
 class LoadedKeys(IncompatibleKeys):
@@ -431,17 +431,13 @@ def _optimizer_state(saved: Any) -> Any:
     if isinstance(saved, list) and len(saved) == 1:
         (saved,) = saved
     if isinstance(saved, Mapping):
-        names = [key for key in saved if isinstance(key, str)]
         if _is_optimizer_state(saved):
             return {"state": {}, **saved}
-        if any(name.startswith(_FLAT) for name in names):
+        if any(isinstance(key, str) and key.startswith(_FLAT) for key in saved):
             return saved
-    items: Iterable[tuple[object, object]] = ()
-    if isinstance(saved, (Mapping, list, tuple)):
-        items = saved.items() if isinstance(saved, Mapping) else enumerate(saved)
     found = [
         str(key)
-        for key, value in items
+        for key, value in items_of(saved)
         if _is_optimizer_state(value)
         or (isinstance(value, list) and value and all(map(_is_optimizer_state, value)))
     ]
