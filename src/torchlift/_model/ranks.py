@@ -146,11 +146,16 @@ class RankGroup:
     def _talking(self) -> list[Any]:
         return [_on_cpu(group) for group in self.groups]
 
-    def run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, dict[int, Any]]:
+    def run(
+        self,
+        step: Callable[[], tuple[T, Any]],
+        judge: Callable[[dict[int, Any]], None] = lambda _: None,
+    ) -> tuple[T, dict[int, Any]]:
         """Take a step on every process; where it raised on any, raise one error on all.
 
         Args:
             step: returns what it made, and what the others are to know of it, in few bytes.
+            judge: called with what the processes tell; raises on all of them, or on none.
 
         Returns:
             What it made here, and what the processes tell, in the order of ranks.
@@ -170,6 +175,7 @@ class RankGroup:
         with uninterrupted():
             try:
                 known = self._agreed(groups, problem, done and done[1])
+                judge(known)
             except BaseException as error:
                 # Of this thread alone; the error itself would keep alive all that it has seen.
                 _LAST.heard = id(error), [*map(id, self.groups)]

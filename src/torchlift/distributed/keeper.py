@@ -264,8 +264,7 @@ class Keeper:
             told = "save", number, self._is_done, _model_names(named)
             return (number, named, values), told
 
-        (step, named, numbers), told = self._ranks.run(check)
-        _require_same_call(told)
+        (step, named, numbers), told = self._ranks.run(check, _require_same_call)
         if len({number for _, number, *_ in told.values()}) > 1:
             raise ValueError(f"the ranks save different steps: {[n for _, n, *_ in told.values()]}")
         _require_alike([names for *_, names in told.values()])
@@ -330,7 +329,7 @@ class Keeper:
             return None, ("wait",)
 
         # All ranks raise, or one would go on alone into the next collective.
-        _require_same_call(self._ranks.run(end)[1])
+        self._ranks.run(end, _require_same_call)
 
     def close(self) -> None:
         """Wait for the last save, and free the memory of the snapshot; on a mesh on all ranks.
@@ -547,8 +546,7 @@ class Keeper:
             place = None if at is None else (kept[at].path, before)
             return named, ("resume", place, _model_names(named))
 
-        named, told = self._ranks.run(find)
-        _require_same_call(told)
+        named, told = self._ranks.run(find, _require_same_call)
         _require_alike([names for *_, names in told.values()])
         place = told[0][1]
         if place is None:
