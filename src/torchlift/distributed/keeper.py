@@ -45,9 +45,9 @@ from torchlift._model import (
 )
 from torchlift._save import is_array, make_folders, memory_of, require_savable, save
 from torchlift._sources import FileTensor
-from torchlift._system import clipped_list, leaves, map_leaves
+from torchlift._system import leaves, map_leaves
 from torchlift._transfer import file_system
-from torchlift.distributed.folder import RunFolder
+from torchlift.distributed.folder import KeptFolder, Policy, policies_of
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, model_misfit
 from torchlift.distributed.state_dict import (
     get_model_state_dict,
@@ -82,7 +82,7 @@ class _Misfit(NamedTuple):
 
 
 class Keeper:
-    """Keeps the checkpoints of one run in a folder, which no other program writes to.
+    """Keeps the checkpoints of one run in a folder, which no other program should write to.
 
     A checkpoint is a torch file, ``step-000000100.pt``, which appears whole or not at all; of
     several processes, too, each of which writes its own bytes. Where these are on several machines,
@@ -90,6 +90,11 @@ class Keeper:
     GPFS), it is a folder, ``step-000000100``, in the format of ``torch.distributed.checkpoint``
     with a file a rank; its ``.metadata``, which is written last, says that it is complete.
     `torchlift.open` and `torchlift.load` read both (``root="model"``), on any number of processes.
+
+    What is no longer to be kept loses its name first, and is removed in a thread of its own, which
+    delays no save; what a kill leaves, a later keeper removes. Other programs look into the folder
+    with `torchlift.distributed.RunFolder`. A job that has not resumed removes nothing that it finds
+    of later steps, and no job what another one has saved there meanwhile; it is warned of both.
 
     A save takes a snapshot in memory, which is all that training waits for, and writes it in a
     thread of its own. One save is on its way at a time. What goes wrong there is raised by the next
@@ -108,7 +113,10 @@ class Keeper:
     Args:
         directory: where; created where it is not there.
         keep: how many of the last checkpoints to keep, without those of steps that the run has gone
-            back on; None keeps all. One that cannot be removed is warned of.
+            back on; None keeps all. Or policies, of which any may keep one: `LatestN`, `BestN`,
+            `EveryNSteps` and `EveryNSeconds` of `torchlift.distributed`, or functions, each of
+            which takes the list of what is kept (see `Kept`) and returns what stays, in a thread of
+            rank 0. The newest stays. One that cannot be removed is warned of.
         every: keep those too whose step is a multiple of it.
         best: keep the one too whose metric of that name is the best.
         best_is: whether the lowest or the highest metric is.
@@ -142,7 +150,7 @@ class Keeper:
         self,
         directory: str | os.PathLike[str],
         *,
-        keep: int | None = 3,
+        keep: int | Policy | Sequence[Policy] | None = 3,
         every: int | None = None,
         best: str | None = None,
         best_is: Literal["lowest", "highest"] = "lowest",
@@ -151,10 +159,10 @@ class Keeper:
         timeout: float | None = None,
     ) -> None:
         self.directory = os.path.abspath(os.fspath(directory))
-        self._folder, self._best = RunFolder(self.directory, keep, every, best, best_is), best
         self._background, self._skips = background, busy == "skip"
         self._rank = world_of()[0]
-        numbers = {"keep": keep, "every": every}
+        is_policy = callable(keep) or (isinstance(keep, (list, tuple)) and all(map(callable, keep)))
+        numbers: dict[str, Any] = {"keep": None if is_policy else keep, "every": every}
         words = {"best_is": (best_is, "lowest", "highest"), "busy": (busy, "wait", "skip")}
         # Before the groups are made, in which the others would wait for a rank that has left.
         alike = background, busy, best, timeout
@@ -162,6 +170,8 @@ class Keeper:
         if len(set(told.values())) > 1:
             names = "background=, busy=, best= and timeout="
             raise ValueError(f"the ranks do not pass the same {names}: {told}")
+        policies = policies_of(keep, every, best, best_is)
+        self._folder = KeptFolder(self.directory, policies, background)
         # Two of its own: what a save in the background agrees on must not meet what the calls of
         # this class do, nor what training does.
         self._ranks, self._writers = [RankGroup(_new_groups(timeout)) for _ in "ab"]
@@ -225,9 +235,10 @@ class Keeper:
                 raise ValueError("the keeper is closed")
             named = _named(state, objects)
             values = {name: float(value) for name, value in (metrics or {}).items()}
-            if self._rank == 0 and self._best is not None and self._best not in values:
+            missing = [name for name in self._folder.metrics if name not in values]
+            if self._rank == 0 and missing:
                 raise ValueError(
-                    f"metrics has no {self._best!r}, by which the best checkpoint is told (best=)"
+                    f"metrics has no {missing[0]!r}, by which the best checkpoint is told (best=)"
                 )
             return (number, named, values), (number, self._is_done, _model_names(named))
 
@@ -290,13 +301,8 @@ class Keeper:
             self._in_flight[0] = None
             if error is not None:
                 raise error
-            if saving is not None and saving.result():
-                warnings.warn(
-                    f"older checkpoints cannot be removed; the next save tries again: "
-                    f"{clipped_list(saving.result())}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+            for sentence in () if saving is None else saving.result():
+                warnings.warn(sentence, RuntimeWarning, stacklevel=4)
             return None, None
 
         # All ranks raise, or one would go on alone into the next collective.
@@ -325,6 +331,8 @@ class Keeper:
         if self._stager is not None:
             self._stager.close()
             self._stager = None
+        for sentence in self._folder.close():
+            warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
     def __enter__(self) -> Keeper:
         return self
@@ -389,7 +397,7 @@ class Keeper:
             own: states of what is this rank's.
 
         Returns:
-            Which of these could not be removed, and why.
+            What went wrong with these, in sentences.
         """
         path, rank = os.path.join(self.directory, name), str(self._rank)
         group = self._writers.groups[0] if self._writers.groups else None
@@ -433,12 +441,11 @@ class Keeper:
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in the order of saving."""
-        return [kept.step for kept in self._folder.kept()]
+        return self._folder.steps()
 
     def latest(self) -> str | None:
         """Return the path of the last complete checkpoint, or None."""
-        kept = self._folder.kept()
-        return kept[-1].path if kept else None
+        return self._folder.latest()
 
     def best(self) -> str | None:
         """Return the path of the complete checkpoint with the best metric, or None."""
@@ -498,7 +505,7 @@ class Keeper:
                         f"{name}: a {type(obj).__name__} has no load_state_dict; plain data is in "
                         "torchlift.open(path).tree()"
                     )
-            kept = self._folder.kept() if self._rank == 0 else []
+            kept = self._folder.adopt() if self._rank == 0 else []
             at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
             before = [one.step for one in kept[:at]]
             place = None if at is None else (kept[at].path, before)
