@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -561,6 +562,73 @@ def complete(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
+# ---- stop on a signal
+
+
+def test_a_keeper_that_is_not_asked_installs_no_handler(tmp_path: Path) -> None:
+    """And one that is restores the former ones when it is closed, or gone."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+
+    def now() -> list[Any]:
+        return [signal.getsignal(number) for number in numbers]
+
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, w=torch.ones(2))
+        assert now() == before
+        assert not keeper.should_stop()
+        assert now() != before
+    assert now() == before
+    with pytest.raises(ValueError, match="the keeper is closed"):
+        keeper.should_stop()
+    keeper = torchlift.Keeper(tmp_path)
+    assert not keeper.should_stop()
+    del keeper
+    gc.collect()
+    assert now() == before
+
+
+def test_a_signal_stops_and_reaches_who_was_there_before(tmp_path: Path) -> None:
+    """Nobody who installs a handler afterwards loses it."""
+    met: list[int] = []
+    former = signal.signal(signal.SIGUSR2, lambda number, _: met.append(number))
+    try:
+        with torchlift.Keeper(tmp_path) as keeper:
+            assert not keeper.should_stop(on=[signal.SIGUSR2, signal.SIGTERM])
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert keeper.should_stop()
+            assert keeper.should_stop()
+            assert met == [signal.SIGUSR2]
+            later = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        assert callable(later)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert met == [signal.SIGUSR2] * 2
+    finally:
+        signal.signal(signal.SIGUSR2, former)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_thread_cannot_be_the_first_to_ask(tmp_path: Path) -> None:
+    """Python installs handlers in the main thread only; after that anyone may ask."""
+    found: list[object] = []
+
+    def ask() -> None:
+        try:
+            found.append(keeper.should_stop())
+        except CheckpointError as error:
+            found.append(str(error))
+
+    with torchlift.Keeper(tmp_path) as keeper:
+        for _ in range(2):
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+            keeper.should_stop()
+    assert "asked in the main thread first" in str(found[0])
+    assert found[1] is False
+
+
 # ---- on several processes
 
 
@@ -581,6 +649,7 @@ results = saved_then_loaded(WORKERS, RANKS)
         "whatever_fails_on_one_rank_ends_it_on_all",
         "close_leaves_no_thread_and_no_descriptor",
         "ranks_wait_as_long_as_the_job_does",
+        "a_signal_to_one_rank_stops_all",
         "what_ranks_have_of_their_own_is_theirs_again",
         "other_ranks_are_told_of_what_each_had",
         "a_folder_on_a_network_is_read_in_slices",
@@ -609,7 +678,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 13
+    assert len(found) == 14
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():

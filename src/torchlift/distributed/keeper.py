@@ -49,6 +49,7 @@ from torchlift._system import leaves, map_leaves
 from torchlift._transfer import file_system
 from torchlift.distributed.folder import KeptFolder, Policy, policies_of
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, model_misfit
+from torchlift.distributed.signals import STOPS, StopSignals
 from torchlift.distributed.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -179,6 +180,7 @@ class Keeper:
         self._in_flight: list[Future[list[str]] | None] = [None]
         weakref.finalize(self, _lost, self._in_flight)
         self._closed = False
+        self._signals: StopSignals | None = None
         self._stager: DefaultStager | None = None
         self._base: int | None = None  # the step that was last resumed or saved
         _, places = self._ranks.run(self._make_folder)
@@ -287,6 +289,41 @@ class Keeper:
             self.wait()
         return True
 
+    def should_stop(self, *, on: Iterable[int] = STOPS) -> bool:
+        """Tell whether a signal has asked any rank to stop; on a mesh all ranks call it.
+
+        The first call is what listens, so make one before the first step, as a ``while`` does. It
+        calls the handlers that were there, and `close` restores them; a keeper that is never asked
+        installs none. It takes a message of a few bytes between the ranks.
+
+        Args:
+            on: the signals, at the first call: SIGTERM, and the SIGUSR1 that a scheduler may be
+                told to send some minutes before it.
+
+        Raises:
+            CheckpointError: the first call is not made in the main thread.
+            ValueError: the keeper is closed.
+
+        Example:
+            >>> import tempfile, torch, torchlift
+            >>> model, step = torch.nn.Linear(2, 1), 0
+            >>> with torchlift.Keeper(tempfile.mkdtemp()) as keeper:
+            ...     while step < 3 and not keeper.should_stop():
+            ...         step += 1
+            ...     keeper.save(step, model=model)
+            True
+        """
+
+        def look() -> tuple[None, bool]:
+            if self._closed:
+                raise ValueError("the keeper is closed")
+            if self._signals is None:
+                self._signals = StopSignals(on)
+                weakref.finalize(self, self._signals.close)
+            return None, self._signals.met
+
+        return any(self._ranks.run(look)[1].values())
+
     def wait(self) -> None:
         """Return when nothing is being saved any more; on a mesh all ranks call it.
 
@@ -327,6 +364,8 @@ class Keeper:
 
     def _free(self) -> None:
         self._closed = True
+        if self._signals is not None:
+            self._signals.close()
         self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
