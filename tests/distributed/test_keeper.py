@@ -562,6 +562,45 @@ def complete(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
+def test_a_report_says_what_a_save_wrote_and_how_long_it_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last one that is complete; it waits for none, and a failed save has none."""
+    written, save, model = threading.Event(), keeper_module.save, nn.Linear(50, 50)
+
+    def slow(state: dict[str, Any], *args: Any, **options: Any) -> Any:
+        assert written.wait(300)
+        if state["step"] == 3:
+            raise OSError("no such luck")
+        return save(state, *args, **options)
+
+    monkeypatch.setattr(keeper_module, "save", slow)
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, model=model)
+        assert keeper.report is None
+        written.set()
+        keeper.wait()
+        first = keeper.report
+        assert first is not None
+        assert (first.path, first.nbytes) == (keeper.latest(), first.written)
+        assert first.nbytes > 50 * 51 * 4
+        assert first.blocked > 0
+        assert f"blocked: {first.blocked:.2g} s; written in {first.seconds:.2g} s" in str(first)
+        written.clear()
+        keeper.save(2, model=model)
+        assert keeper.report == first
+        written.set()
+        keeper.save(3, model=model)
+        with pytest.raises(OSError, match="no such luck"):
+            keeper.wait()
+        assert keeper.report is not None
+        assert keeper.report.path == keeper.latest() == str(tmp_path / "step-000000002.pt")
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(4, model=model)
+        assert keeper.report is not None
+        assert keeper.report.blocked >= keeper.report.seconds
+
+
 # ---- stop on a signal
 
 

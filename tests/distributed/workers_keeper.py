@@ -115,6 +115,11 @@ def _goes_on(wrapping: str, folder: Path, suffix: str) -> None:
         train(run)  # while it is being written
         after = values_of(run)
         keeper.wait()
+        report = keeper.report
+        assert report is not None
+        told: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(told, report.written)
+        assert sum(told) == report.nbytes
         again = run_of(wrapping)
         train(again)  # DDP sums in another order from its second step on
         assert keeper.resume(again) == STEPS

@@ -20,10 +20,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
 from hashlib import sha256
 from operator import and_
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,7 +45,7 @@ from torchlift._model import (
     versioned,
     world_of,
 )
-from torchlift._save import is_array, make_folders, memory_of, require_savable, save
+from torchlift._save import SaveReport, is_array, make_folders, memory_of, require_savable, save
 from torchlift._sources import FileTensor
 from torchlift._system import leaves, map_leaves
 from torchlift._transfer import file_system
@@ -177,10 +179,12 @@ class Keeper:
         # this class do, nor what training does.
         self._ranks, self._writers = [RankGroup(_new_groups(timeout)) for _ in "ab"]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
-        self._in_flight: list[Future[list[str]] | None] = [None]
+        self._in_flight: list[Future[tuple[SaveReport, list[str]]] | None] = [None]
         weakref.finalize(self, _lost, self._in_flight)
         self._closed = False
         self._signals: StopSignals | None = None
+        self._report: SaveReport | None = None
+        self._blocked = 0.0
         self._stager: DefaultStager | None = None
         self._base: int | None = None  # the step that was last resumed or saved
         _, places = self._ranks.run(self._make_folder)
@@ -222,12 +226,14 @@ class Keeper:
 
         Returns:
             Whether it is being saved; False where the last save is not done, and not waited for.
+            `report` says what became of it.
 
         Raises:
             CheckpointError: the last one could not be saved; without `background`, this one.
             PlacementError: an object has what no file can hold so that it is resumed from there.
             TypeError, ValueError: an argument is not what it can be.
         """
+        began = perf_counter()
 
         def check() -> tuple[
             tuple[int, dict[str, object], dict[str, float]], tuple[int, bool, list[str]]
@@ -284,10 +290,23 @@ class Keeper:
         self._in_flight[0] = self._thread.submit(
             self._write, name, before, state, tensors, equal, {"rng": _generators(), **rest}
         )
-        self._base = step
+        self._base, self._blocked = step, perf_counter() - began
         if not self._background:
             self.wait()
+            assert self._report is not None
+            self._report = replace(self._report, blocked=perf_counter() - began)
         return True
+
+    @property
+    def report(self) -> SaveReport | None:
+        """Return what the last save that is complete wrote, and how long it took; None before.
+
+        It waits for nobody: in a loop it may be that of the save before the last one.
+        """
+        (saving,) = self._in_flight
+        if saving is None or not saving.done() or saving.exception() is not None:
+            return self._report
+        return replace(saving.result()[0], blocked=self._blocked)
 
     def should_stop(self, *, on: Iterable[int] = STOPS) -> bool:
         """Tell whether a signal has asked any rank to stop; on a mesh all ranks call it.
@@ -334,11 +353,12 @@ class Keeper:
         def end() -> tuple[None, None]:
             (saving,) = self._in_flight
             error = None if saving is None else saving.exception()
+            self._report = self.report
             # Not before: an interrupted wait must not let the next snapshot into the same memory.
             self._in_flight[0] = None
             if error is not None:
                 raise error
-            for sentence in () if saving is None else saving.result():
+            for sentence in () if saving is None else saving.result()[1]:
                 warnings.warn(sentence, RuntimeWarning, stacklevel=4)
             return None, None
 
@@ -424,7 +444,7 @@ class Keeper:
         tensors: dict[str, Any],
         equal: dict[str, Any],
         own: dict[str, Any],
-    ) -> list[str]:
+    ) -> tuple[SaveReport, list[str]]:
         """Write a checkpoint, and remove those that are no longer to be kept.
 
         Args:
@@ -436,18 +456,18 @@ class Keeper:
             own: states of what is this rank's.
 
         Returns:
-            What went wrong with these, in sentences.
+            What was written, and what went wrong with those, in sentences.
         """
         path, rank = os.path.join(self.directory, name), str(self._rank)
         group = self._writers.groups[0] if self._writers.groups else None
         if self._is_one:
             state = {**state, **equal, "ranks": {rank: own}, **tensors}
-            save(state, path, replicated="rank0", process_group=group)
+            report = save(state, path, replicated="rank0", process_group=group)
         else:
             packed, _ = self._writers.run(partial(self._packed, equal, own))
             state = {**state, **packed, **tensors}
-            save(state, path, format="dcp", replicated="rank0", process_group=group)
-        return self._folder.sweep(path, before) if rank == "0" else []
+            report = save(state, path, format="dcp", replicated="rank0", process_group=group)
+        return report, self._folder.sweep(path, before) if rank == "0" else []
 
     def _digest(self, state: Mapping[str, Any]) -> bytes:
         """Return what is equal where ranks have the same state of an object.
@@ -821,7 +841,7 @@ def _verify(path: str, before: list[int]) -> None:
         )
 
 
-def _lost(saving: list[Future[list[str]] | None]) -> None:
+def _lost(saving: list[Future[tuple[SaveReport, list[str]]] | None]) -> None:
     """Warn of a save that failed, if nobody has asked."""
     error = saving[0].exception() if saving[0] is not None and saving[0].done() else None
     if error is not None:
