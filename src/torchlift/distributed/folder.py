@@ -69,12 +69,11 @@ class Kept:
             known, values = self._known.get(self.path, (None, {}))
             if known != stamp:  # each is opened once, not all of them at each save
                 with open_checkpoint(self.path) as ckpt:
-                    found = {key.partition(".")[::2]: ckpt.objects[key] for key in ckpt.objects}
-                values = {
-                    name: float(value)
-                    for (root, name), value in found.items()
-                    if root == "metrics" and isinstance(value, (int, float))
-                }
+                    values = {
+                        key.removeprefix("metrics."): float(value)
+                        for key, value in ckpt.objects.items()
+                        if key.startswith("metrics.") and isinstance(value, (int, float))
+                    }
                 self._known[self.path] = stamp, values
         except (CheckpointError, OSError):
             return None
@@ -353,12 +352,12 @@ def policies_of(
     best_is: Literal["lowest", "highest"],
 ) -> list[Policy]:
     """Return the policies that a keeper's arguments mean."""
+    found: list[Policy] = [BestN(1, best, best_is)] if best is not None else []
+    if every is not None:
+        found.append(EveryNSteps(every))
     if keep is None or isinstance(keep, int):
-        found: list[Policy] = [LatestN(keep)]
-    else:
-        found = [keep] if callable(keep) else [*keep]
-    found += [EveryNSteps(every)] if every is not None else []
-    return [*([BestN(1, best, best_is)] if best is not None else []), *found]
+        keep = LatestN(keep)
+    return [*found, keep] if callable(keep) else [*found, *keep]
 
 
 class KeptFolder(RunFolder):
@@ -370,20 +369,19 @@ class KeptFolder(RunFolder):
     Args:
         directory: where; absolute.
         policies: what any of them keeps stays.
-        background: whether to remove in a thread of its own.
     """
 
-    def __init__(self, directory: str, policies: Sequence[Policy], background: bool) -> None:
+    def __init__(self, directory: str, policies: Sequence[Policy]) -> None:
         super().__init__(directory)
         self._policies = policies
         #: Metrics that each checkpoint has to have.
         self.metrics = [each.metric for each in policies if isinstance(each, BestN)]
         self._best = next((each for each in policies if isinstance(each, BestN)), None)
-        self._own: set[str] | None = None  # paths
+        # Paths: of the run's own; that were not complete at first; of others; of other branches.
+        self._own: set[str] | None = None
         self._begun: set[str] = set()
         self._others: set[str] = set()
         self._abandoned: set[str] = set()
-        self._background = background
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-remover")
         self._removing: list[Future[list[str]]] = []
 
@@ -464,30 +462,32 @@ class KeptFolder(RunFolder):
                     _retire(self._path(name))
                 except OSError as error:
                     failed.append(str(error))
-        others = [one.path for one in kept if one.path not in self._own | self._others]
+        others = {one.path for one in kept} - self._own - self._others
         if others:
-            self._others |= {*others}
+            self._others |= others
             told.append(
-                f"checkpoints that this run has neither saved nor resumed from stay, since another "
-                f"job may need them: {clipped_list(others)}. Call resume() first; and give each "
-                "job a folder of its own."
+                "checkpoints that this run has neither saved nor resumed from stay, since another "
+                f"job may need them: {clipped_list(sorted(others))}. Call resume() first; and give "
+                "each job a folder of its own."
             )
         retired = [self._path(name) for name in self._names() if _REMOVED.fullmatch(name)]
         if retired:
             self._removing.append(self._thread.submit(_remove_all, self.directory, retired))
-        return told + self._failures(failed, wait=not self._background)
+        return told + self._failures(failed, [each for each in self._removing if each.done()])
 
-    def close(self) -> list[str]:
-        """Return, in a sentence, what cannot be removed, when all else is."""
+    def removed(self) -> list[str]:
+        """Wait until all is removed that is to be; return, in a sentence, what cannot be."""
+        return self._failures([], list(self._removing))
+
+    def close(self) -> None:
+        """End the thread that removes."""
         self._thread.shutdown()
-        return self._failures([], wait=True)
 
-    def _failures(self, failed: list[str], wait: bool) -> list[str]:
-        """Return, in a sentence, what could not be removed, of this and of earlier sweeps."""
-        for each in list(self._removing):
-            if wait or each.done():
-                failed += each.result()
-                self._removing.remove(each)
+    def _failures(self, failed: list[str], done: list[Future[list[str]]]) -> list[str]:
+        for each in done:
+            error = each.exception()
+            failed += each.result() if error is None else [repr(error)]
+            self._removing.remove(each)
         text = "older checkpoints cannot be removed; the next save tries again: "
         return [text + clipped_list(dict.fromkeys(failed))] if failed else []
 

@@ -173,8 +173,7 @@ class Keeper:
         if len(set(told.values())) > 1:
             names = "background=, busy=, best= and timeout="
             raise ValueError(f"the ranks do not pass the same {names}: {told}")
-        policies = policies_of(keep, every, best, best_is)
-        self._folder = KeptFolder(self.directory, policies, background)
+        self._folder = KeptFolder(self.directory, policies_of(keep, every, best, best_is))
         # Two of its own: what a save in the background agrees on must not meet what the calls of
         # this class do, nor what training does.
         self._ranks, self._writers = [RankGroup(_new_groups(timeout)) for _ in "ab"]
@@ -256,7 +255,7 @@ class Keeper:
         _require_alike([names for *_, names in told.values()])
         if self._skips and not all(done for _, done, _ in told.values()):
             return False
-        self.wait()
+        self._finish()
 
         def take() -> tuple[
             tuple[dict[str, Any], dict[str, Any]],
@@ -313,7 +312,7 @@ class Keeper:
 
         The first call is what listens, so make one before the first step, as a ``while`` does. It
         calls the handlers that were there, and `close` restores them; a keeper that is never asked
-        installs none. It takes a message of a few bytes between the ranks.
+        installs none. The ranks exchange a few bytes: where steps are short, ask at every tenth.
 
         Args:
             on: the signals, at the first call: SIGTERM, and the SIGUSR1 that a scheduler may be
@@ -344,10 +343,18 @@ class Keeper:
         return any(self._ranks.run(look)[1].values())
 
     def wait(self) -> None:
-        """Return when nothing is being saved any more; on a mesh all ranks call it.
+        """Return when nothing is being saved or removed any more; on a mesh all ranks call it.
 
         Raises:
             CheckpointError: the last save failed; what was complete before it still is.
+        """
+        self._finish(self._folder.removed)
+
+    def _finish(self, more: Callable[[], list[str]] = list) -> None:
+        """Wait for the last save; warn of what it and `more` tell.
+
+        Raises:
+            CheckpointError: it failed.
         """
 
         def end() -> tuple[None, None]:
@@ -358,8 +365,8 @@ class Keeper:
             self._in_flight[0] = None
             if error is not None:
                 raise error
-            for sentence in () if saving is None else saving.result()[1]:
-                warnings.warn(sentence, RuntimeWarning, stacklevel=4)
+            for sentence in [*(() if saving is None else saving.result()[1]), *more()]:
+                warnings.warn(sentence, RuntimeWarning, stacklevel=6)
             return None, None
 
         # All ranks raise, or one would go on alone into the next collective.
@@ -390,8 +397,7 @@ class Keeper:
         if self._stager is not None:
             self._stager.close()
             self._stager = None
-        for sentence in self._folder.close():
-            warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+        self._folder.close()
 
     def __enter__(self) -> Keeper:
         return self
@@ -552,7 +558,7 @@ class Keeper:
             TypeError: an object has no ``load_state_dict``; plain data is in
                 ``torchlift.open(keeper.latest()).tree()``.
         """
-        self.wait()
+        self._finish()
 
         def find() -> tuple[dict[str, object], tuple[tuple[str, list[int]] | None, list[str]]]:
             if self._closed and has_group():
