@@ -13,7 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic, sleep
 from typing import Literal
@@ -32,13 +32,14 @@ _BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
 _REMOVED = re.compile(r"\.step-[\d-]+(?:\.pt)?\.removed-\w{8}")
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(order=True, unsafe_hash=True)
 class Kept:
     """A complete checkpoint.
 
     Attributes:
         generation: how many times the run has gone back to an earlier step before.
-        step, path: its own.
+        step: the number of steps that it is the result of.
+        path: where it is.
         abandoned: whether the run has gone back behind it since; known to the keeper's policies.
     """
 
@@ -47,7 +48,7 @@ class Kept:
     path: str
     abandoned: bool = field(default=False, compare=False)
     _known: dict[str, tuple[object, dict[str, float]]] = field(
-        default_factory=dict, compare=False, repr=False
+        default_factory=dict, init=False, compare=False, repr=False
     )
 
     @property
@@ -321,11 +322,14 @@ class RunFolder:
     def _complete(self) -> list[Kept]:
         """Return all complete checkpoints."""
         matches = filter(None, map(_NAME.fullmatch, self._names()))
-        return [
-            Kept(int(match[2] or 0), int(match[1]), self._path(match[0]), _known=self._known)
+        found = [
+            Kept(int(match[2] or 0), int(match[1]), self._path(match[0]))
             for match in matches
             if self._is_complete(match)
         ]
+        for one in found:
+            one._known = self._known
+        return found
 
     def _path(self, name: str) -> str:
         return os.path.join(self.directory, name)
@@ -447,7 +451,8 @@ class KeptFolder(RunFolder):
                 if one.step > before:
                     self._abandoned.add(one.path)
                 before = min(before, one.step - 1)
-        own = [replace(one, abandoned=one.path in self._abandoned) for one in own]
+        for one in own:
+            one.abandoned = one.path in self._abandoned
         try:
             stays = {newest, *(one.path for policy in self._policies for one in policy(own))}
         except Exception as error:  # of the caller's function: the new checkpoint is complete
