@@ -12,26 +12,30 @@ import io
 import operator
 import os
 import random
+import re
 import socket
 import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
 from hashlib import sha256
 from operator import and_
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from torchlift._checkpoint import array_of
+from torchlift._checkpoint import Checkpoint, array_of, diff
 from torchlift._checkpoint import open as open_checkpoint
+from torchlift._load import require_intact
 from torchlift._model import (
     RankGroup,
     has_group,
@@ -43,12 +47,13 @@ from torchlift._model import (
     versioned,
     world_of,
 )
-from torchlift._save import is_array, make_folders, memory_of, require_savable, save
+from torchlift._save import SaveReport, is_array, make_folders, memory_of, require_savable, save
 from torchlift._sources import FileTensor
-from torchlift._system import clipped_list, leaves, map_leaves
+from torchlift._system import Interruptible, clipped_list, leaves, map_leaves, uninterrupted
 from torchlift._transfer import file_system
-from torchlift.distributed.folder import RunFolder
+from torchlift.distributed.folder import KeptFolder, Policy, policies_of
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions, model_misfit
+from torchlift.distributed.signals import STOPS, StopSignals
 from torchlift.distributed.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -57,7 +62,6 @@ from torchlift.distributed.state_dict import (
 )
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
 from torchlift.formats import Array
-from torchlift.formats import verify as verify_file
 
 #: Of a dict in place of an array of numpy: its dtype and shape.
 _ARRAY = "numpy.ndarray"
@@ -82,7 +86,7 @@ class _Misfit(NamedTuple):
 
 
 class Keeper:
-    """Keeps the checkpoints of one run in a folder, which no other program writes to.
+    """Keeps the checkpoints of one run in a folder, which no other program should write to.
 
     A checkpoint is a torch file, ``step-000000100.pt``, which appears whole or not at all; of
     several processes, too, each of which writes its own bytes. Where these are on several machines,
@@ -90,6 +94,11 @@ class Keeper:
     GPFS), it is a folder, ``step-000000100``, in the format of ``torch.distributed.checkpoint``
     with a file a rank; its ``.metadata``, which is written last, says that it is complete.
     `torchlift.open` and `torchlift.load` read both (``root="model"``), on any number of processes.
+
+    What is no longer to be kept loses its name first, and is removed in a thread of its own, which
+    delays no save; what a kill leaves, a later keeper removes. Other programs look into the folder
+    with `torchlift.distributed.RunFolder`. A job that has not resumed removes nothing that it finds
+    of later steps, and no job what another one has saved there meanwhile; it is warned of both.
 
     A save takes a snapshot in memory, which is all that training waits for, and writes it in a
     thread of its own. One save is on its way at a time. What goes wrong there is raised by the next
@@ -108,7 +117,10 @@ class Keeper:
     Args:
         directory: where; created where it is not there.
         keep: how many of the last checkpoints to keep, without those of steps that the run has gone
-            back on; None keeps all. One that cannot be removed is warned of.
+            back on; None keeps all. Or policies, of which any may keep one: `LatestN`, `BestN`,
+            `EveryNSteps` and `EveryNSeconds` of `torchlift.distributed`, or functions, each of
+            which takes the list of what is kept (see `Kept`) and returns what stays, in a thread of
+            rank 0. The newest stays. One that cannot be removed is warned of.
         every: keep those too whose step is a multiple of it.
         best: keep the one too whose metric of that name is the best.
         best_is: whether the lowest or the highest metric is.
@@ -142,7 +154,7 @@ class Keeper:
         self,
         directory: str | os.PathLike[str],
         *,
-        keep: int | None = 3,
+        keep: int | Policy | Sequence[Policy] | None = 3,
         every: int | None = None,
         best: str | None = None,
         best_is: Literal["lowest", "highest"] = "lowest",
@@ -151,10 +163,10 @@ class Keeper:
         timeout: float | None = None,
     ) -> None:
         self.directory = os.path.abspath(os.fspath(directory))
-        self._folder, self._best = RunFolder(self.directory, keep, every, best, best_is), best
         self._background, self._skips = background, busy == "skip"
         self._rank = world_of()[0]
-        numbers = {"keep": keep, "every": every}
+        is_policy = callable(keep) or (isinstance(keep, (list, tuple)) and all(map(callable, keep)))
+        numbers: dict[str, Any] = {"keep": None if is_policy else keep, "every": every}
         words = {"best_is": (best_is, "lowest", "highest"), "busy": (busy, "wait", "skip")}
         # Before the groups are made, in which the others would wait for a rank that has left.
         alike = background, busy, best, timeout
@@ -162,13 +174,17 @@ class Keeper:
         if len(set(told.values())) > 1:
             names = "background=, busy=, best= and timeout="
             raise ValueError(f"the ranks do not pass the same {names}: {told}")
+        self._folder = KeptFolder(self.directory, policies_of(keep, every, best, best_is))
         # Two of its own: what a save in the background agrees on must not meet what the calls of
         # this class do, nor what training does.
         self._ranks, self._writers = [RankGroup(_new_groups(timeout)) for _ in "ab"]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
-        self._in_flight: list[Future[list[str]] | None] = [None]
+        self._in_flight: list[Future[tuple[SaveReport, list[str]]] | None] = [None]
         weakref.finalize(self, _lost, self._in_flight)
         self._closed = False
+        self._signals: StopSignals | None = None
+        self._report: SaveReport | None = None
+        self._blocked = 0.0
         self._stager: DefaultStager | None = None
         self._base: int | None = None  # the step that was last resumed or saved
         _, places = self._ranks.run(self._make_folder)
@@ -184,7 +200,17 @@ class Keeper:
             raise CheckpointError(
                 "cannot be made a folder", file=self.directory, found=str(error)
             ) from error
+        # Now: what starts none later would leave the others to wait for what it is to write.
+        self._thread.submit(int).result()
         return None, (_machine(), file_system(self.directory))
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Let all ranks end the block, or none: of what is raised on one all others are told."""
+        with uninterrupted() as deliver, self._ranks.together() as agree:
+            yield
+            deliver()  # an interrupt: here the others are told of it
+            agree(False)
 
     # ---- save
 
@@ -203,41 +229,68 @@ class Keeper:
 
         Args:
             step: number of steps that the state is the result of.
-            state: name -> object: a module; an optimizer of the parameters of one of the modules;
-                anything with ``state_dict`` and ``load_state_dict``; or plain data and tensors.
+            state: name -> object: a module; an optimizer of the parameters of some of the modules,
+                and perhaps of others; anything with ``state_dict`` and ``load_state_dict``; or
+                plain data and tensors.
             metrics: name -> number, to tell the best by; on a mesh rank 0's count.
             **objects: more of the state.
 
         Returns:
             Whether it is being saved; False where the last save is not done, and not waited for.
+            `report` says what became of it.
 
         Raises:
             CheckpointError: the last one could not be saved; without `background`, this one.
             PlacementError: an object has what no file can hold so that it is resumed from there.
             TypeError, ValueError: an argument is not what it can be.
         """
+        began = perf_counter()
+        with uninterrupted():
+            with self._together():
+                write = self._begun(step, {**(state or {}), **objects}, metrics)
+            if write is None:
+                return False
+            # When all go on, and before an interrupt: what one writes waits for the others.
+            self._in_flight[0] = self._thread.submit(write)
+            self._base, self._blocked = _step(step), perf_counter() - began
+        if not self._background:
+            self.wait()
+            assert self._report is not None
+            self._report = replace(self._report, blocked=perf_counter() - began)
+        return True
+
+    def _begun(
+        self, step: int, objects: Mapping[str, object], metrics: Mapping[str, float] | None
+    ) -> Callable[[], tuple[SaveReport, list[str]]] | None:
+        """Take a snapshot on all ranks, and return what writes it; None: the last one is not done.
+
+        Raises:
+            CheckpointError: see `save`.
+        """
 
         def check() -> tuple[
-            tuple[int, dict[str, object], dict[str, float]], tuple[int, bool, list[str]]
+            tuple[int, dict[str, object], dict[str, float]], tuple[str, int, bool, list[str]]
         ]:
             number = _step(step)
             if self._closed:
                 raise ValueError("the keeper is closed")
-            named = _named(state, objects)
+            named = _named(objects)
             values = {name: float(value) for name, value in (metrics or {}).items()}
-            if self._rank == 0 and self._best is not None and self._best not in values:
+            missing = [name for name in self._folder.metrics if name not in values]
+            if self._rank == 0 and missing:
                 raise ValueError(
-                    f"metrics has no {self._best!r}, by which the best checkpoint is told (best=)"
+                    f"metrics has no {missing[0]!r}, by which the best checkpoint is told (best=)"
                 )
-            return (number, named, values), (number, self._is_done, _model_names(named))
+            told = "save", number, self._is_done, _model_names(named)
+            return (number, named, values), told
 
-        (step, named, numbers), told = self._ranks.run(check)
-        if len({number for number, *_ in told.values()}) > 1:
-            raise ValueError(f"the ranks save different steps: {[n for n, *_ in told.values()]}")
+        (step, named, numbers), told = self._ranks.run(check, _require_same_call)
+        if len({number for _, number, *_ in told.values()}) > 1:
+            raise ValueError(f"the ranks save different steps: {[n for _, n, *_ in told.values()]}")
         _require_alike([names for *_, names in told.values()])
-        if self._skips and not all(done for _, done, _ in told.values()):
-            return False
-        self.wait()
+        if self._skips and not all(done for *_, done, _ in told.values()):
+            return None
+        self._finish()
 
         def take() -> tuple[
             tuple[dict[str, Any], dict[str, Any]],
@@ -254,10 +307,10 @@ class Keeper:
 
         (tensors, rest), placed = self._ranks.run(take)
         if len({params for *_, params in placed.values()}) > 1:  # stages of a pipeline
-            own = _groups_of(tensors, named)
-            _, groups = self._ranks.run(lambda: (None, own))
+            groups_here = _groups_of(tensors, named)
+            _, groups = self._ranks.run(lambda: (None, groups_here))
             every = {at: group for each in reversed(groups.values()) for at, group in each.items()}
-            for name in {name for name, _ in own}:
+            for name in {name for name, _ in groups_here}:
                 found = [group for (other, _), group in sorted(every.items()) if other == name]
                 tensors[name] = {**tensors[name], "param_groups": found}
         each_own = [digests for _, digests, _ in placed.values()]
@@ -268,39 +321,86 @@ class Keeper:
         }
         name, before = placed[0][0]
         state = {"step": step, "metrics": numbers} if self._rank == 0 else {}
-        self._in_flight[0] = self._thread.submit(
-            self._write, name, before, state, tensors, equal, {"rng": _generators(), **rest}
-        )
-        self._base = step
-        if not self._background:
-            self.wait()
-        return True
+        own = {"rng": _generators(), **rest}
+        return partial(self._write, name, before, state, tensors, equal, own)
+
+    @property
+    def report(self) -> SaveReport | None:
+        """Return what the last save that is complete wrote, and how long it took; None before.
+
+        It waits for nobody: in a loop it may be that of the save before the last one.
+        """
+        (saving,) = self._in_flight
+        if saving is None or not saving.done() or saving.exception() is not None:
+            return self._report
+        return replace(saving.result()[0], blocked=self._blocked)
+
+    def should_stop(self, *, on: Iterable[int] = STOPS) -> bool:
+        """Tell whether a signal has asked any rank to stop; on a mesh all ranks call it.
+
+        The first call is what listens, so make one before the first step, as a ``while`` does. It
+        calls the handlers that were there, and `close` restores them; a keeper that is never asked
+        installs none. The ranks exchange a few bytes: where steps are short, ask at every tenth.
+
+        Args:
+            on: the signals, at the first call: SIGTERM, and the SIGUSR1 that a scheduler may be
+                told to send some minutes before it.
+
+        Raises:
+            CheckpointError: the first call is not made in the main thread.
+            ValueError: the keeper is closed.
+
+        Example:
+            >>> import tempfile, torch, torchlift
+            >>> model, step = torch.nn.Linear(2, 1), 0
+            >>> with torchlift.Keeper(tempfile.mkdtemp()) as keeper:
+            ...     while step < 3 and not keeper.should_stop():
+            ...         step += 1
+            ...     keeper.save(step, model=model)
+            True
+        """
+
+        def look() -> tuple[None, tuple[str, bool]]:
+            if self._closed:
+                raise ValueError("the keeper is closed")
+            if self._signals is None:
+                self._signals = StopSignals(on)
+                weakref.finalize(self, self._signals.close)
+            return None, ("should_stop", self._signals.met)
+
+        _, told = self._ranks.run(look, _require_same_call)
+        return any(met for _, met in told.values())
 
     def wait(self) -> None:
-        """Return when nothing is being saved any more; on a mesh all ranks call it.
+        """Return when nothing is being saved or removed any more; on a mesh all ranks call it.
 
         Raises:
             CheckpointError: the last save failed; what was complete before it still is.
         """
+        self._finish(self._folder.removed)
 
-        def end() -> tuple[None, None]:
+    def _finish(self, more: Callable[[], list[str]] = list) -> None:
+        """Wait for the last save; warn of what it and `more` tell.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+
+        def end() -> tuple[None, tuple[str]]:
             (saving,) = self._in_flight
-            error = None if saving is None else saving.exception()
+            with Interruptible():
+                error = None if saving is None else saving.exception()
+            self._report = self.report
             # Not before: an interrupted wait must not let the next snapshot into the same memory.
             self._in_flight[0] = None
             if error is not None:
                 raise error
-            if saving is not None and saving.result():
-                warnings.warn(
-                    f"older checkpoints cannot be removed; the next save tries again: "
-                    f"{clipped_list(saving.result())}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-            return None, None
+            for sentence in [*(() if saving is None else saving.result()[1]), *more()]:
+                warnings.warn(sentence, RuntimeWarning, stacklevel=6)
+            return None, ("wait",)
 
         # All ranks raise, or one would go on alone into the next collective.
-        self._ranks.run(end)
+        self._ranks.run(end, _require_same_call)
 
     def close(self) -> None:
         """Wait for the last save, and free the memory of the snapshot; on a mesh on all ranks.
@@ -314,17 +414,23 @@ class Keeper:
             self.wait()
         finally:
             self._free()
-        groups = [*self._ranks.groups, *self._writers.groups]
-        self._ranks = self._writers = RankGroup([])
-        for group in groups:  # else its threads and sockets stay
-            torch.distributed.destroy_process_group(group)
 
     def _free(self) -> None:
         self._closed = True
-        self._thread.shutdown()
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
+        if self._signals is not None:
+            self._signals.close()
+        try:
+            self._thread.shutdown()
+        finally:
+            groups = [*self._ranks.groups, *self._writers.groups]
+            self._ranks = self._writers = RankGroup([])
+            with ExitStack() as stack:
+                stack.callback(self._folder.close)
+                while groups:  # else their threads and sockets stay, and who waits here waits on
+                    stack.callback(torch.distributed.destroy_process_group, groups.pop())
+                if self._stager is not None:
+                    stack.callback(self._stager.close)
+                    self._stager = None
 
     def __enter__(self) -> Keeper:
         return self
@@ -343,8 +449,8 @@ class Keeper:
     def _snapshot(self, objects: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return copies on the host of the states of models and optimizers, and of all else."""
         tensors: dict[str, Any] = {}
-        for module, name, optimizers in _models(objects):
-            tensors |= _states_of(module, name, optimizers)
+        for model in _models(objects):
+            tensors |= model.states()
         rest = {
             name: _with_tensors(getattr(obj, "state_dict")() if _is_stateful(obj) else obj)  # noqa: B009
             for name, obj in objects.items()
@@ -377,7 +483,7 @@ class Keeper:
         tensors: dict[str, Any],
         equal: dict[str, Any],
         own: dict[str, Any],
-    ) -> list[str]:
+    ) -> tuple[SaveReport, list[str]]:
         """Write a checkpoint, and remove those that are no longer to be kept.
 
         Args:
@@ -389,18 +495,20 @@ class Keeper:
             own: states of what is this rank's.
 
         Returns:
-            Which of these could not be removed, and why.
+            What was written, and what went wrong with those, in sentences.
         """
         path, rank = os.path.join(self.directory, name), str(self._rank)
         group = self._writers.groups[0] if self._writers.groups else None
-        if self._is_one:
-            state = {**state, **equal, "ranks": {rank: own}, **tensors}
-            save(state, path, replicated="rank0", process_group=group)
-        else:
-            packed, _ = self._writers.run(partial(self._packed, equal, own))
-            state = {**state, **packed, **tensors}
-            save(state, path, format="dcp", replicated="rank0", process_group=group)
-        return self._folder.sweep(path, before) if rank == "0" else []
+        with self._writers.together() as agree:  # what is not `save`'s stops the others, too
+            if self._is_one:
+                state = {**state, **equal, "ranks": {rank: own}, **tensors}
+                report = save(state, path, replicated="rank0", process_group=group)
+            else:
+                packed, _ = self._writers.run(partial(self._packed, equal, own))
+                state = {**state, **packed, **tensors}
+                report = save(state, path, format="dcp", replicated="rank0", process_group=group)
+            agree(False)
+        return report, self._folder.sweep(path, before) if rank == "0" else []
 
     def _digest(self, state: Mapping[str, Any]) -> bytes:
         """Return what is equal where ranks have the same state of an object.
@@ -433,12 +541,11 @@ class Keeper:
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in the order of saving."""
-        return [kept.step for kept in self._folder.kept()]
+        return self._folder.steps()
 
     def latest(self) -> str | None:
         """Return the path of the last complete checkpoint, or None."""
-        kept = self._folder.kept()
-        return kept[-1].path if kept else None
+        return self._folder.latest()
 
     def best(self) -> str | None:
         """Return the path of the complete checkpoint with the best metric, or None."""
@@ -469,10 +576,12 @@ class Keeper:
         step the first time.
 
         Args:
-            state: name -> object, as for `save`: modules, optimizers, and others that have
-                ``load_state_dict``.
+            state: name -> object, as for `save`. Plain data and tensors stay what they are, with a
+                warning where something else was saved: that is in
+                ``torchlift.open(keeper.latest()).tree()``.
             step: of another checkpoint than the last one.
-            verify: read all of the checkpoint once first, to compare its checksums.
+            verify: read all of the checkpoint once first, each rank its part, to compare its
+                checksums.
             on_other_ranks: name -> function, which on another number of ranks makes the state of
                 this one out of the list of those that were saved.
             **objects: more of the state.
@@ -483,30 +592,36 @@ class Keeper:
         Raises:
             CheckpointError: it does not fit, or other ranks saved what each had of its own.
             IntegrityError: a checksum is wrong; nothing has changed.
-            TypeError: an object has no ``load_state_dict``; plain data is in
-                ``torchlift.open(keeper.latest()).tree()``.
         """
-        self.wait()
+        with self._together():
+            self._finish()
+            return self._resume(
+                {**(state or {}), **objects}, step, on_other_ranks or {}, verify=verify
+            )
 
-        def find() -> tuple[dict[str, object], tuple[tuple[str, list[int]] | None, list[str]]]:
+    def _resume(
+        self,
+        objects: Mapping[str, object],
+        step: int | None,
+        on_other_ranks: Mapping[str, Callable[[list[Any]], Any]],
+        *,
+        verify: bool,
+    ) -> int | None:
+        """Do what `resume` does."""
+
+        def find() -> tuple[dict[str, object], tuple[str, tuple[str, list[int]] | None, list[str]]]:
             if self._closed and has_group():
                 raise ValueError("the keeper is closed: its ranks do not wait for each other")
-            named = _named(state, objects)
-            for name, obj in named.items():
-                if not _is_stateful(obj):
-                    raise TypeError(
-                        f"{name}: a {type(obj).__name__} has no load_state_dict; plain data is in "
-                        "torchlift.open(path).tree()"
-                    )
-            kept = self._folder.kept() if self._rank == 0 else []
+            named = _named(objects)
+            kept = self._folder.adopt() if self._rank == 0 else []
             at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
             before = [one.step for one in kept[:at]]
             place = None if at is None else (kept[at].path, before)
-            return named, (place, _model_names(named))
+            return named, ("resume", place, _model_names(named))
 
-        named, told = self._ranks.run(find)
-        _require_alike([names for _, names in told.values()])
-        place = told[0][0]
+        named, told = self._ranks.run(find, _require_same_call)
+        _require_alike([names for *_, names in told.values()])
+        place = told[0][1]
         if place is None:
             if step is None:
                 return None
@@ -518,17 +633,31 @@ class Keeper:
             )
         path, before = place
         with ExitStack() as stack:
-            read = partial(self._read, stack, path, before, named, on_other_ranks or {}, verify)
+            try:
+                ckpt, _ = self._ranks.run(
+                    lambda: (stack.enter_context(open_checkpoint(path)), None)
+                )
+                require_intact([ckpt] if verify else [], self._ranks)
+            except (FormatError, IntegrityError) as error:
+                if before:
+                    error.hint = (
+                        "The file is damaged; there are complete ones of the steps "
+                        f"{before}: resume(step=...)."
+                    )
+                raise
+            read = partial(self._read, ckpt, named, on_other_ranks)
             (models, saved, rng), misfits = self._ranks.run(read)
-            for module, name, optimizers in models:
+            for model in models:
+                given, name = {}, ""
                 try:
-                    each_own = {rank: found[name] for rank, found in misfits.items()}
-                    given = _shared(saved[name], each_own, self._rank)
+                    for name in model.modules:
+                        each_own = {rank: found[name] for rank, found in misfits.items()}
+                        given[name] = _shared(saved[name], each_own, self._rank)
                     set_state_dict(
-                        module,
-                        [*optimizers.values()],
-                        model_state_dict=given,
-                        optim_state_dict=_merged([saved[other] for other in optimizers]),
+                        model.holder(),
+                        [*model.optimizers.values()],
+                        model_state_dict=model.joined(given),
+                        optim_state_dict=model.merged(saved),
                         options=StateDictOptions(full_state_dict=True),
                         process_group=self._ranks.groups[0] if self._ranks.groups else None,
                     )
@@ -544,34 +673,41 @@ class Keeper:
 
             def load() -> tuple[int, None]:
                 for name, obj in named.items():
-                    if not isinstance(obj, (nn.Module, torch.optim.Optimizer)):
-                        # The object may keep what it gets, and a sweep removes the file: no maps.
-                        state = _with_arrays(copy.deepcopy(saved[name]))
+                    if isinstance(obj, (nn.Module, torch.optim.Optimizer)) or name not in saved:
+                        continue
+                    # The object may keep what it gets, and a sweep removes the file: no maps.
+                    state = _with_arrays(copy.deepcopy(saved[name]))
+                    if _is_stateful(obj):
                         getattr(obj, "load_state_dict")(state)  # noqa: B009
+                    elif not diff({name: obj}, {name: state}).equal:
+                        stale.append(name)
                 _set_generators(rng)
                 self._base = _step(saved["step"])
                 return self._base, None
 
-            return self._ranks.run(load)[0]
+            stale: list[str] = []
+            loaded, _ = self._ranks.run(load)
+        if stale:
+            warnings.warn(
+                f"{clipped_list(stale)}: plain data stays what it is; what was saved is in "
+                "torchlift.open(path).tree()",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return loaded
 
     def _read(
         self,
-        stack: ExitStack,
-        path: str,
-        before: list[int],
+        ckpt: Checkpoint,
         named: Mapping[str, object],
         on_other_ranks: Mapping[str, Callable[[list[Any]], Any]],
-        verify: bool,
     ) -> tuple[tuple[list[_Model], dict[str, Any], Any], dict[str, _Misfit]]:
         """Read what a checkpoint has for some objects on this rank; nothing changes yet.
 
         Args:
-            stack: closes the checkpoint.
-            path: of the checkpoint.
-            before: earlier steps, for messages.
+            ckpt: the checkpoint.
             named: the objects.
             on_other_ranks: see `resume`.
-            verify: whether rank 0 compares checksums.
 
         Returns:
             The models, states by name, and those of the generators; and what does not fit.
@@ -579,15 +715,14 @@ class Keeper:
         Raises:
             CheckpointError: there is no state for an object.
         """
-        models = list(_models(named))
-        if verify and self._rank == 0:
-            _verify(path, before)
-        ckpt = stack.enter_context(open_checkpoint(path))
+        path, models = ckpt.path, _models(named)
+        modules = {name: module for model in models for name, module in model.modules.items()}
+        named = {name: obj for name, obj in named.items() if _is_stateful(obj)}
         saved = ckpt._tree(None, partial(slices_of, ckpt))
         _require(saved, ["step", "ranks"], path)
         _check_step(saved["step"], path)
         # Which DCP leaves out.
-        saved = {**{name: {} for module, name, _ in models if not module.state_dict()}, **saved}
+        saved = {**{name: {} for name, each in modules.items() if not each.state_dict()}, **saved}
         ranks = saved.pop("ranks")
         if "packed" in saved:
             saved |= _unpacked(saved.pop("packed"))
@@ -615,7 +750,8 @@ class Keeper:
                 saved[name] = on_other_ranks[name](_with_arrays(copy.deepcopy(states)))
         _require(saved, named, path)
         rng = _checked(own.get("rng"), path)
-        return (models, saved, rng), {name: _misfit(m, saved[name]) for m, name, _ in models}
+        misfits = {name: _misfit(each, saved[name]) for name, each in modules.items()}
+        return (models, saved, rng), misfits
 
 
 def _misfit(module: nn.Module, saved: Mapping[str, Any]) -> _Misfit:
@@ -686,19 +822,18 @@ def _new_groups(timeout: float | None) -> list[Any]:
     return [torch.distributed.new_group(backend="gloo", timeout=limit)]
 
 
-def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> dict[str, object]:
-    """Return all objects by name.
+def _named(objects: Mapping[Any, object]) -> dict[str, object]:
+    """Return the objects by name.
 
     Raises:
         ValueError: a name that a checkpoint needs for itself, or one with a dot.
     """
-    found: dict[Any, object] = {**(state or {}), **more}
-    for name in found:
+    for name in objects:
         if not isinstance(name, str) or not name or "." in name or name in _OWN:
             raise ValueError(
                 f"{name!r} cannot name an object: expected a word other than {', '.join(_OWN)}"
             )
-    return found
+    return {**objects}
 
 
 def _groups_of(
@@ -718,6 +853,17 @@ def _model_names(objects: Mapping[str, object]) -> list[str]:
     return sorted(
         name for name, obj in objects.items() if isinstance(obj, (nn.Module, torch.optim.Optimizer))
     )
+
+
+def _require_same_call(told: Mapping[int, tuple[Any, ...]]) -> None:
+    """Refuse a call of one method on one rank, and of another one elsewhere.
+
+    Raises:
+        ValueError: there are such, as after an error that one rank alone has met and caught.
+    """
+    names = [name for name, *_ in told.values()]
+    if len({*names}) > 1:
+        raise ValueError(f"the ranks call different methods of the keeper: {names}")
 
 
 def _require_alike(names: Sequence[list[str]]) -> None:
@@ -752,30 +898,7 @@ def _check_step(step: object, path: str) -> None:
         raise FormatError("has no step", file=path, entry="step", found=repr(step)) from error
 
 
-def _verify(path: str, before: list[int]) -> None:
-    """Compare all checksums of a checkpoint.
-
-    Raises:
-        FormatError: a file is cut.
-        IntegrityError: one is wrong.
-    """
-    hint = f"There are complete ones of the steps {before}: resume(step=...)." if before else None
-    try:
-        report = verify_file(path)
-    except FormatError as error:
-        error.hint = hint or error.hint
-        raise
-    if not report.ok:
-        raise IntegrityError(
-            "the checkpoint is damaged",
-            file=path,
-            entry=report.failed[0].name,
-            found=f"{len(report.failed)} wrong checksums",
-            hint=hint,
-        )
-
-
-def _lost(saving: list[Future[list[str]] | None]) -> None:
+def _lost(saving: list[Future[tuple[SaveReport, list[str]]] | None]) -> None:
     """Warn of a save that failed, if nobody has asked."""
     error = saving[0].exception() if saving[0] is not None and saving[0].done() else None
     if error is not None:
@@ -786,16 +909,80 @@ def _is_stateful(obj: object) -> bool:
     return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-#: A module, its name, and the optimizers of its parameters by theirs.
-_Model = tuple[nn.Module, str, dict[str, torch.optim.Optimizer]]
+#: What a parameter is called that is in no model: by its place in its optimizer.
+_PLACE = re.compile(r"param_groups\.\d+\.params\.\d+")
 
 
-def _models(objects: Mapping[str, object]) -> Iterator[_Model]:
-    """Yield each module with its name and the optimizers of its parameters.
+class _Model(NamedTuple):
+    """Modules whose parameters some optimizers have together, and these.
+
+    Attributes:
+        modules, optimizers: by name.
+        owners: name of an optimizer -> those of the modules that it has parameters of.
+    """
+
+    modules: dict[str, nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+    owners: dict[str, list[str]]
+
+    def holder(self, names: Collection[str] | None = None) -> nn.Module:
+        """Return what has the modules of some names: of one itself."""
+        found = {n: module for n, module in self.modules.items() if names is None or n in names}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        made = nn.ModuleDict()
+        made._modules.update(found)  # under any name
+        return made
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of all by their names."""
+        return {
+            **{name: get_model_state_dict(module) for name, module in self.modules.items()},
+            **{
+                name: get_optimizer_state_dict(self.holder(self.owners[name]), optimizer)
+                for name, optimizer in self.optimizers.items()
+            },
+        }
+
+    def joined(self, states: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of the holder out of those of the modules."""
+        if len(states) == 1:
+            return next(iter(states.values()))
+        state = {f"{name}.{key}": v for name, each in states.items() for key, v in each.items()}
+        versions = {
+            f"{name}.{path}".removesuffix("."): told
+            for name, each in states.items()
+            for path, told in getattr(each, "_metadata", {}).items()
+        }
+        return versioned(state, versions)
+
+    def merged(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the states of the optimizers as one, of the parameters of the holder."""
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for number, name in enumerate(self.optimizers):
+            owners = self.owners[name]
+            prefix = f"{owners[0]}." if len(owners) == 1 < len(self.modules) else ""
+            place = f"{number}." if len(self.optimizers) > 1 else ""
+
+            def renamed(key: str, prefix: str = prefix, place: str = place) -> str:
+                return (place if _PLACE.fullmatch(key) else prefix) + key
+
+            # DCP leaves an empty dict out.
+            state |= {renamed(key): each for key, each in saved[name].get("state", {}).items()}
+            groups += [
+                {**group, "params": [*map(renamed, group["params"])]}
+                for group in saved[name]["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups} if self.optimizers else {}
+
+
+def _models(objects: Mapping[str, object]) -> list[_Model]:
+    """Return the modules with the optimizers of their parameters.
 
     Raises:
         PlacementError: one is a FullyShardedDataParallel.
-        ValueError: no module has the parameters of an optimizer.
+        ValueError: there is an optimizer, and no module.
     """
     modules = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
     for name, module in modules.items():
@@ -808,17 +995,24 @@ def _models(objects: Mapping[str, object]) -> Iterator[_Model]:
                 hint="Shard the model with fully_shard; or torchlift.save what "
                 "torchlift.distributed.get_state_dict returns with full_state_dict=True.",
             )
-    owned: dict[str, dict[str, torch.optim.Optimizer]] = {name: {} for name in modules}
+    models = [_Model({name: module}, {}, {}) for name, module in modules.items()]
     ids = {name: set(map(id, module.parameters())) for name, module in modules.items()}
     for name, obj in objects.items():
         if isinstance(obj, torch.optim.Optimizer):
             params = {id(param) for group in obj.param_groups for param in group["params"]}
-            owner = next((each for each in modules if params <= ids[each]), None)
-            if owner is None:
-                raise ValueError(f"{name}: no module among the objects has all of its parameters")
-            owned[owner][name] = obj
-    for name, module in modules.items():
-        yield module, name, owned[name]
+            # Of tied ones the first that has all of them; or several, or none, have some.
+            whole = [each for each in modules if params and params <= ids[each]][:1]
+            owners = whole or [each for each in modules if params & ids[each]]
+            if not modules:
+                raise ValueError(f"{name}: no module among the objects has its parameters")
+            joined = [model for model in models if not model.modules.keys().isdisjoint(owners)]
+            together = _Model({}, {name: obj}, {name: owners})
+            for model in joined:
+                together.modules.update(model.modules)
+                together.optimizers.update(model.optimizers)
+                together.owners.update(model.owners)
+            models = [*(model for model in models if model not in joined), together]
+    return models
 
 
 def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> None:
@@ -830,23 +1024,6 @@ def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> No
                 entry=name,
                 expected=f"one of {', '.join(map(repr, saved))}",
             )
-
-
-def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the states of several optimizers of one module as one."""
-    return {
-        # DCP leaves an empty dict out.
-        "state": {name: each for state in states for name, each in state.get("state", {}).items()},
-        "param_groups": [group for state in states for group in state["param_groups"]],
-    } if states else {}  # fmt: skip
-
-
-def _states_of(
-    module: nn.Module, name: str, optimizers: Mapping[str, torch.optim.Optimizer]
-) -> dict[str, Any]:
-    """Return the states of a model and its optimizers by their names."""
-    states = {other: get_optimizer_state_dict(module, each) for other, each in optimizers.items()}
-    return {name: get_model_state_dict(module), **states}
 
 
 def _resolved(states: Mapping[str, Any]) -> dict[str, Any]:
