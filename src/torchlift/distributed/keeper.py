@@ -24,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial, reduce
+from glob import escape
 from hashlib import sha256
 from operator import and_
 from typing import Any, Literal, NamedTuple
@@ -45,18 +46,30 @@ from torchlift._model import (
     versioned,
     world_of,
 )
+from torchlift._plan import Options, Patterns, Rename, Rewriting, allowed
 from torchlift._save import is_array, make_folders, memory_of, require_savable, save
 from torchlift._sources import FileTensor
 from torchlift._system import clipped_list, leaves, map_leaves
 from torchlift._transfer import file_system, remove_debris
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions, model_misfit
+from torchlift.distributed.choice import GENERATORS, Choice, choose
+from torchlift.distributed.options import (
+    Part,
+    StateDictMismatch,
+    StateDictOptions,
+    model_misfit,
+)
 from torchlift.distributed.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_state_dict,
+    load_states,
     slices_of,
 )
-from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
+from torchlift.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    PlacementError,
+)
 from torchlift.formats import DCP_METADATA, Array
 from torchlift.formats import verify as verify_file
 
@@ -92,11 +105,13 @@ class _Misfit(NamedTuple):
         missing: names that the checkpoint lacks.
         unexpected: a bit for each name of the checkpoint that the rank does not have.
         mismatched: name -> (shape in the model, in the checkpoint).
+        excused: names that may be missing.
     """
 
     missing: list[str]
     unexpected: int
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    excused: set[str]
 
 
 class Keeper:
@@ -286,7 +301,7 @@ class Keeper:
         name, before = placed[0][0]
         state = {"step": step, "metrics": numbers} if self._rank == 0 else {}
         self._in_flight[0] = self._thread.submit(
-            self._write, name, before, state, tensors, equal, {"rng": _generators(), **rest}
+            self._write, name, before, state, tensors, equal, {GENERATORS: _generators(), **rest}
         )
         self._base = step
         if not self._background:
@@ -572,9 +587,19 @@ class Keeper:
         step: int | None = None,
         verify: bool = True,
         on_other_ranks: Mapping[str, Callable[[list[Any]], Any]] | None = None,
+        include: Patterns = ("*",),
+        exclude: Patterns = (),
+        allow_missing: Patterns = (),
+        allow_unexpected: Patterns = (),
+        rename: Rename | None = None,
         **objects: object,
     ) -> int | None:
         """Load the last complete checkpoint; on a mesh all ranks call it.
+
+        What is not passed is not loaded. Rules as in `torchlift.load` say more, by names such as
+        ``model.head.weight`` of a model's tensors, ``optimizer`` or ``scheduler`` of any other
+        object, and ``rng`` of the generators. An optimizer's state of a parameter follows that
+        parameter: with ``exclude=["model.head.*"]`` a new head keeps its weights and its moments.
 
         A model and its optimizers are loaded together, both or neither; then the next model, the
         other objects and last the random number generators: after an error, what was loaded before
@@ -594,6 +619,14 @@ class Keeper:
             verify: read all of the checkpoint once first, to compare its checksums.
             on_other_ranks: name -> function, which on another number of ranks makes the state of
                 this one out of the list of those that were saved.
+            include: patterns of the checkpoint's names of which one must fit; ``*`` stands for any
+                text, dots included. One that fits nothing is an error.
+            exclude: patterns of names to leave out: what has them stays as it is.
+            allow_missing: patterns of a model's names, or of whole objects, that the checkpoint may
+                lack: these stay as they are.
+            allow_unexpected: patterns of names that no model needs to have.
+            rename: a dict of names, a function or a rule of `torchlift.remap` that gives the name
+                in the model, or None for one to drop; not one that merges or splits tensors.
             **objects: more of the state.
 
         Returns:
@@ -604,13 +637,27 @@ class Keeper:
             IntegrityError: a checksum is wrong; nothing has changed.
             TypeError: an object has no ``load_state_dict``; plain data is in
                 ``torchlift.open(keeper.latest()).tree()``.
+            MismatchError: a pattern fits nothing, or nothing is left.
         """
         self.wait()
 
-        def find() -> tuple[dict[str, object], tuple[tuple[str, list[int]] | None, list[str]]]:
+        def find() -> tuple[
+            tuple[dict[str, object], Options], tuple[tuple[str, list[int]] | None, list[str]]
+        ]:
             if self._closed and has_group():
                 raise ValueError("the keeper is closed: its ranks do not wait for each other")
             named = _named(state, objects)
+            rules = Options(  # checks their types
+                include=include,
+                exclude=exclude,
+                allow_missing=allow_missing,
+                allow_unexpected=allow_unexpected,
+                rename=rename,
+            )
+            if isinstance(rename, Rewriting):
+                raise TypeError(
+                    f"rename={rename!r}: resume gives names, and neither merges nor splits"
+                )
             for name, obj in named.items():
                 if not _is_stateful(obj):
                     raise TypeError(
@@ -621,9 +668,9 @@ class Keeper:
             at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
             before = [one.step for one in kept[:at]]
             place = None if at is None else (kept[at].path, before)
-            return named, (place, _model_names(named))
+            return (named, rules), (place, _model_names(named))
 
-        named, told = self._ranks.run(find)
+        (named, rules), told = self._ranks.run(find)
         _require_alike([names for _, names in told.values()])
         place = told[0][0]
         if place is None:
@@ -637,38 +684,49 @@ class Keeper:
             )
         path, before = place
         with ExitStack() as stack:
-            read = partial(self._read, stack, path, before, named, on_other_ranks or {}, verify)
-            (models, saved, rng), misfits = self._ranks.run(read)
+            read = partial(
+                self._read, stack, path, before, named, on_other_ranks or {}, rules, verify
+            )
+            (models, choice, rng), told_by = self._ranks.run(read)
+            if len({names for _, names in told_by.values()}) > 1:
+                raise ValueError("the ranks do not choose and rename the same names")
             for module, name, optimizers in models:
+                misfits = {rank: found[name] for rank, (found, _) in told_by.items()}
+                resumed = [other for other in optimizers if other not in choice.stays]
+                moments = _merged([choice.states[other] for other in resumed])
                 try:
-                    each_own = {rank: found[name] for rank, found in misfits.items()}
-                    given = _shared(saved[name], each_own, self._rank)
-                    set_state_dict(
+                    load_states(
+                        Part.BOTH,
                         module,
-                        [*optimizers.values()],
-                        model_state_dict=given,
-                        optim_state_dict=_merged([saved[other] for other in optimizers]),
-                        options=StateDictOptions(full_state_dict=True),
-                        process_group=self._ranks.groups[0] if self._ranks.groups else None,
+                        [optimizers[other] for other in resumed],
+                        _shared(name, choice.states[name], misfits, self._rank, allow_unexpected),
+                        moments,
+                        StateDictOptions(full_state_dict=True),
+                        None,
+                        self._ranks.groups[0] if self._ranks.groups else None,
+                        ("*",),
+                        [*map(escape, choice.gone[name] & _parameters_of(moments))],
+                        [*map(escape, misfits[self._rank].excused)],
                     )
                 except StateDictMismatch as error:
                     error.file = error.file or path
                     if error.missing_keys or error.unexpected_keys or error.mismatched:
-                        error.hint = (  # of resume all has to fit
-                            f"To load what fits, call torchlift.load with root={name!r}, which "
-                            "takes rename=, strict=False and ignore_mismatched=True, and "
-                            "torchlift.load_optimizer."
+                        error.hint = (  # not strict=False: of resume all has to fit but by name
+                            f"Pass what need not fit, such as exclude=['{name}.head.*'], "
+                            "allow_missing= or allow_unexpected=, or rename=."
                         )
                     raise
 
             def load() -> tuple[int, None]:
                 for name, obj in named.items():
+                    if name in choice.stays:
+                        continue
                     if not isinstance(obj, (nn.Module, torch.optim.Optimizer)):
                         # The object may keep what it gets, and a sweep removes the file: no maps.
-                        state = _with_arrays(copy.deepcopy(saved[name]))
+                        state = _with_arrays(copy.deepcopy(choice.states[name]))
                         getattr(obj, "load_state_dict")(state)  # noqa: B009
                 _set_generators(rng)
-                self._base = _step(saved["step"])
+                self._base = _step(choice.states["step"])
                 return self._base, None
 
             return self._ranks.run(load)[0]
@@ -680,8 +738,12 @@ class Keeper:
         before: list[int],
         named: Mapping[str, object],
         on_other_ranks: Mapping[str, Callable[[list[Any]], Any]],
+        rules: Options,
         verify: bool,
-    ) -> tuple[tuple[list[_Model], dict[str, Any], Any], dict[str, _Misfit]]:
+    ) -> tuple[
+        tuple[list[_Model], Choice, Any],
+        tuple[dict[str, _Misfit], bytes],
+    ]:
         """Read what a checkpoint has for some objects on this rank; nothing changes yet.
 
         Args:
@@ -690,10 +752,12 @@ class Keeper:
             before: earlier steps, for messages.
             named: the objects.
             on_other_ranks: see `resume`.
+            rules: which names to load, and what these are in the models.
             verify: whether rank 0 compares checksums.
 
         Returns:
-            The models, states by name, and those of the generators; and what does not fit.
+            The models, what the rules choose for them, and states of the generators; and what does
+            not fit, with a digest of the names that are loaded.
 
         Raises:
             CheckpointError: there is no state for an object.
@@ -711,35 +775,41 @@ class Keeper:
         if "packed" in saved:
             saved |= _unpacked(saved.pop("packed"))
             ranks = {rank: _unpacked(each) for rank, each in ranks.items()}
-        own = ranks.get(str(self._rank), {})
+        own, lost = ranks.get(str(self._rank), {}), list[str]()
         if len(ranks) == len(ranks_of()):
             saved |= own
         else:
-            numbers = sorted(ranks, key=int)
-            lost = [name for name in named if name not in saved and name not in on_other_ranks]
-            lost = [name for name in lost if any(name in each for each in ranks.values())]
-            if lost:
-                raise PlacementError(
-                    "each rank that saved has a state of its own for some objects, and now there "
-                    "are other ranks",
-                    file=path,
-                    entry=", ".join(lost),
-                    expected=f"{len(ranks)} ranks",
-                    found=f"{len(ranks_of())}",
-                    hint=f"Pass on_other_ranks={{{lost[0]!r}: function}}, which makes the state of "
-                    "a rank out of the list of theirs.",
-                )
             for name in on_other_ranks.keys() - saved.keys():
-                states = [ranks[number][name] for number in numbers if name in ranks[number]]
+                states = [
+                    ranks[rank][name] for rank in sorted(ranks, key=int) if name in ranks[rank]
+                ]
                 saved[name] = on_other_ranks[name](_with_arrays(copy.deepcopy(states)))
-        _require(saved, named, path)
-        rng = _checked(own.get("rng"), path)
-        return (models, saved, rng), {name: _misfit(m, saved[name]) for m, name, _ in models}
+            lost = [name for name in named if name not in saved]
+        of_models = {name: [*optimizers] for _, name, optimizers in models}
+        choice = choose(rules, named, of_models, saved, path)
+        lost = [name for name in lost if any(name in each for each in ranks.values())]
+        if lost := [name for name in lost if name not in choice.stays]:
+            raise PlacementError(
+                "each rank that saved has a state of its own for some objects, and now there are "
+                "other ranks",
+                file=path,
+                entry=", ".join(lost),
+                expected=f"{len(ranks)} ranks",
+                found=f"{len(ranks_of())}",
+                hint=f"Pass on_other_ranks={{{lost[0]!r}: function}}, which makes the state of a "
+                "rank out of the list of theirs.",
+            )
+        _require(saved, [name for name in named if name not in choice.stays], path)
+        rng = _checked(None if GENERATORS in choice.stays else own.get(GENERATORS), path)
+        misfits = {m: _misfit(module, m, choice, rules) for module, m, _ in models}
+        chosen = {name: [*choice.states[name]] for name in of_models}
+        names = sha256(repr([*chosen.items(), *sorted(choice.stays)]).encode()).digest()
+        return (models, choice, rng), (misfits, names)
 
 
-def _misfit(module: nn.Module, saved: Mapping[str, Any]) -> _Misfit:
+def _misfit(module: nn.Module, name: str, choice: Choice, rules: Options) -> _Misfit:
     """Return what of a model and its saved state does not fit on this rank."""
-    state = get_model_state_dict(module)
+    state, saved = get_model_state_dict(module), choice.states[name]
     shapes = {key: tuple(t.shape) for key, t in state.items() if isinstance(t, torch.Tensor)}
     mismatched = {
         key: (shape, tuple(saved[key].shape))
@@ -747,10 +817,18 @@ def _misfit(module: nn.Module, saved: Mapping[str, Any]) -> _Misfit:
         if hasattr(saved.get(key), "shape") and tuple(saved[key].shape) != shape
     }
     nobodys = sum(1 << at for at, key in enumerate(saved) if key not in state)
-    return _Misfit([key for key in state if key not in saved], nobodys, mismatched)
+    excused = choice.excused(rules, name, state)
+    missing = [key for key in state if key not in saved and key not in excused]
+    return _Misfit(missing, nobodys, mismatched, excused)
 
 
-def _shared(saved: Mapping[str, Any], misfits: Mapping[int, _Misfit], rank: int) -> dict[str, Any]:
+def _shared(
+    name: str,
+    saved: Mapping[str, Any],
+    misfits: Mapping[int, _Misfit],
+    rank: int,
+    allow_unexpected: Patterns,
+) -> dict[str, Any]:
     """Return what a rank takes of a model's saved state.
 
     Raises:
@@ -762,6 +840,8 @@ def _shared(saved: Mapping[str, Any], misfits: Mapping[int, _Misfit], rank: int)
     # Unexpected is what no rank takes: the stages of a pipeline share one checkpoint.
     nobodys = reduce(and_, (each.unexpected for each in every))
     unexpected = [key for at, key in enumerate(saved) if nobodys >> at & 1]
+    may = allowed([f"{name}.{key}" for key in unexpected], allow_unexpected)
+    unexpected = [key for key in unexpected if f"{name}.{key}" not in may]
     if missing or unexpected or mismatched:
         raise model_misfit(missing, unexpected, mismatched)
     others = misfits[rank].unexpected
@@ -973,6 +1053,12 @@ def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "state": {name: each for state in states for name, each in state.get("state", {}).items()},
         "param_groups": [group for state in states for group in state["param_groups"]],
     } if states else {}  # fmt: skip
+
+
+def _parameters_of(state: Mapping[str, Any]) -> set[str]:
+    """Return the names of parameters in the state of optimizers."""
+    listed = {key for group in state.get("param_groups", ()) for key in group["params"]}
+    return listed | {*state.get("state", {})}
 
 
 def _states_of(
