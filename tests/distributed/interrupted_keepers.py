@@ -15,9 +15,9 @@ from interrupting import Step, in_turn
 import torchlift
 
 FILES = (
-    "distributed/keeper.py", "distributed/state_dict.py", "distributed/loading.py",
-    "_model/ranks.py", "_model/commit.py", "_model/slots.py", "torchlift/_system.py",
-    "contextlib.py",
+    "distributed/keeper.py", "distributed/folder.py", "distributed/state_dict.py",
+    "distributed/loading.py", "_model/ranks.py", "_model/commit.py", "_model/slots.py",
+    "torchlift/_system.py", "contextlib.py",
 )  # fmt: skip
 
 

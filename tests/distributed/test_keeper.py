@@ -23,6 +23,7 @@ from ranks import on_ranks, run_workers, saved_then_loaded
 from torch import nn
 
 import torchlift
+from torchlift.distributed import folder as folder_module
 from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
 
@@ -143,13 +144,13 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path, metric: ob
 def test_each_metric_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of thousands of checkpoints all would be opened at each save."""
     opened: list[str] = []
-    open_one = keeper_module.open_checkpoint
+    open_one = folder_module.open_checkpoint
 
     def noting(path: str, *args: Any) -> Any:
         opened.append(os.path.basename(path))
         return open_one(path, *args)
 
-    monkeypatch.setattr(keeper_module, "open_checkpoint", noting)
+    monkeypatch.setattr(folder_module, "open_checkpoint", noting)
     with torchlift.Keeper(tmp_path, keep=None, best="loss", background=False) as keeper:
         for step in range(1, 6):
             keeper.save(step, w=torch.ones(2), metrics={"loss": -step})

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torchlift._lazy import lazy
 
 if TYPE_CHECKING:
+    from torchlift.distributed.generators import Generators as Generators
     from torchlift.distributed.optimizer_load import OptimizerReport as OptimizerReport
     from torchlift.distributed.options import StateDictOptions as StateDictOptions
     from torchlift.distributed.ranks import on_ranks as on_ranks
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
+        "generators": "Generators",
         "optimizer_load": "OptimizerReport",
         "options": "StateDictMismatch StateDictOptions",
         "ranks": "on_ranks",

@@ -11,17 +11,13 @@ import copy
 import io
 import operator
 import os
-import random
-import re
-import shutil
 import socket
-import sys
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial, reduce
 from glob import escape
@@ -50,8 +46,10 @@ from torchlift._plan import Options, Patterns, Rename, Rewriting, allowed
 from torchlift._save import is_array, make_folders, memory_of, require_savable, save
 from torchlift._sources import FileTensor
 from torchlift._system import clipped_list, leaves, map_leaves
-from torchlift._transfer import file_system, remove_debris
+from torchlift._transfer import file_system
 from torchlift.distributed.choice import GENERATORS, Choice, choose
+from torchlift.distributed.folder import RunFolder
+from torchlift.distributed.generators import Generators
 from torchlift.distributed.options import (
     Part,
     StateDictMismatch,
@@ -64,38 +62,16 @@ from torchlift.distributed.state_dict import (
     load_states,
     slices_of,
 )
-from torchlift.errors import (
-    CheckpointError,
-    FormatError,
-    IntegrityError,
-    PlacementError,
-)
-from torchlift.formats import DCP_METADATA, Array
+from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
+from torchlift.formats import Array
 from torchlift.formats import verify as verify_file
 
-#: What a checkpoint is called: its step, and its generation from the second one on.
-_NAME = re.compile(r"step-([0-9]{9,})(?:-([0-9]+))?(\.pt)?")
-#: What a process that was killed leaves of one: its temporary file.
-_BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
 #: Of a dict in place of an array of numpy: its dtype and shape.
 _ARRAY = "numpy.ndarray"
 #: Names that a checkpoint needs for itself; in a folder what is no tensor is packed into some.
 _OWN = ("step", "metrics", "rng", "ranks", "packed")
 #: Of which several machines may write one file: what one of them caches the others know of.
 _COHERENT = {"lustre", "gpfs"}
-
-
-class _Kept(NamedTuple):
-    """A complete checkpoint.
-
-    Attributes:
-        generation: how many times the run has gone back to an earlier step before.
-        step, path: its own.
-    """
-
-    generation: int
-    step: int
-    path: str
 
 
 class _Misfit(NamedTuple):
@@ -184,7 +160,7 @@ class Keeper:
         timeout: float | None = None,
     ) -> None:
         self.directory = os.path.abspath(os.fspath(directory))
-        self._keep, self._every, self._best, self._best_is = keep, every, best, best_is
+        self._folder, self._best = RunFolder(self.directory, keep, every, best, best_is), best
         self._background, self._skips = background, busy == "skip"
         self._rank = world_of()[0]
         numbers = {"keep": keep, "every": every}
@@ -204,7 +180,6 @@ class Keeper:
         self._closed = False
         self._stager: DefaultStager | None = None
         self._base: int | None = None  # the step that was last resumed or saved
-        self._metrics: dict[str, tuple[object, float | None]] = {}  # path -> stamp, that of best=
         _, places = self._ranks.run(self._make_folder)
         machines, kinds = zip(*places.values(), strict=True)
         #: Whether all write one file.
@@ -280,7 +255,9 @@ class Keeper:
             tensors, rest = self._snapshot(named)
             require_savable(tensors, self.directory)
             digests = {name: self._digest({name: value}) for name, value in rest.items()}
-            place = self._new_path(step) if self._rank == 0 else None
+            place = (
+                self._folder.new_path(step, self._base, self._is_one) if self._rank == 0 else None
+            )
             params = repr([group["params"] for group in _groups_of(tensors, named).values()])
             return (tensors, rest), (place, digests, sha256(params.encode()).digest())
 
@@ -301,7 +278,13 @@ class Keeper:
         name, before = placed[0][0]
         state = {"step": step, "metrics": numbers} if self._rank == 0 else {}
         self._in_flight[0] = self._thread.submit(
-            self._write, name, before, state, tensors, equal, {GENERATORS: _generators(), **rest}
+            self._write,
+            name,
+            before,
+            state,
+            tensors,
+            equal,
+            {GENERATORS: Generators().state_dict(), **rest},
         )
         self._base = step
         if not self._background:
@@ -432,7 +415,7 @@ class Keeper:
             packed, _ = self._writers.run(partial(self._packed, equal, own))
             state = {**state, **packed, **tensors}
             save(state, path, format="dcp", replicated="rank0", process_group=group)
-        return self._sweep(path, before) if rank == "0" else []
+        return self._folder.sweep(path, before) if rank == "0" else []
 
     def _digest(self, state: Mapping[str, Any]) -> bytes:
         """Return what is equal where ranks have the same state of an object.
@@ -465,118 +448,16 @@ class Keeper:
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in the order of saving."""
-        return [kept.step for kept in self._kept()]
+        return [kept.step for kept in self._folder.kept()]
 
     def latest(self) -> str | None:
         """Return the path of the last complete checkpoint, or None."""
-        kept = self._kept()
+        kept = self._folder.kept()
         return kept[-1].path if kept else None
 
     def best(self) -> str | None:
         """Return the path of the complete checkpoint with the best metric, or None."""
-        return self._best_of(self._kept())[0]
-
-    def _kept(self) -> list[_Kept]:
-        """Return the complete checkpoints in the order of saving, of each step the last one.
-
-        Raises:
-            CheckpointError: the folder cannot be read.
-        """
-        found: dict[int, _Kept] = {}
-        try:
-            names = os.listdir(self.directory)
-        except OSError as error:  # somebody has removed it, or its file system is not there
-            raise CheckpointError(
-                "the folder of the checkpoints cannot be read",
-                file=self.directory,
-                found=str(error),
-            ) from error
-        for name in names:
-            match, path = _NAME.fullmatch(name), os.path.join(self.directory, name)
-            # Which DCP renames to its name when all ranks have written their files.
-            complete = match and (match[3] or os.path.exists(os.path.join(path, DCP_METADATA)))
-            if match and complete:
-                kept = _Kept(int(match[2] or 0), int(match[1]), path)
-                found[kept.step] = max(kept, found.get(kept.step, kept))
-        return sorted(found.values())
-
-    def _best_of(self, kept: list[_Kept]) -> tuple[str | None, set[str]]:
-        """Return the path of the best, and the paths of those whose metric cannot be read."""
-        values: dict[str, float] = {}
-        unknown: set[str] = set()
-        for one in kept if self._best is not None else ():
-            try:
-                value = self._metric_of(one.path)
-            except (CheckpointError, OSError):
-                unknown.add(one.path)
-                continue
-            if value is not None and value == value:  # a loss that is NaN is never the best
-                values[one.path] = value if self._best_is == "lowest" else -value
-        return min(reversed(values), key=values.__getitem__, default=None), unknown
-
-    def _metric_of(self, path: str) -> float | None:
-        """Return the metric of a checkpoint; None where it has none that is a number.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-            OSError: it is gone.
-        """
-        facts = os.stat(path if os.path.isfile(path) else os.path.join(path, DCP_METADATA))
-        stamp = facts.st_ino, facts.st_size, facts.st_mtime_ns
-        known, value = self._metrics.get(path, (None, None))
-        if known != stamp:  # each is opened once, not all of them at each save
-            with open_checkpoint(path) as ckpt:
-                found = ckpt.objects.get(f"metrics.{self._best}")
-            value = float(found) if isinstance(found, (int, float)) else None
-            self._metrics[path] = stamp, value
-        return value
-
-    def _new_path(self, step: int) -> tuple[str, int]:
-        """Return what to call a step's checkpoint, and the last step that may have led to it."""
-        kept = self._kept()
-        before = step - 1 if self._base is None else min(step - 1, self._base)
-        generation = 0
-        if kept:
-            last = kept[-1]
-            is_replaced = step == last.step and self._is_one and last.path.endswith(".pt")
-            # A run that went back; or a folder, which stays until the new one is complete.
-            generation = last.generation + (last.step > before and not is_replaced)
-        name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
-        path = os.path.join(self.directory, name)
-        if os.path.lexists(path) and path not in [one.path for one in kept]:
-            _remove(path)  # what a save that was killed left must not become a part of this one
-        return name + (".pt" if self._is_one else ""), before
-
-    def _sweep(self, newest: str, before: int) -> list[str]:
-        """Remove what is no longer to be kept, and what saves that were interrupted left.
-
-        Returns:
-            What could not be removed, and why.
-        """
-        kept = self._kept()
-        # Backwards, without the steps that a run did which went back behind them.
-        branch = [newest]
-        for one in reversed(kept):
-            if one.step <= before and one.path != newest:
-                branch.append(one.path)
-                before = one.step - 1
-        last = [one.path for one in kept] if self._keep is None else branch[: self._keep]
-        stays: set[str | None] = {*last}
-        stays |= {one.path for one in kept if self._every and one.step % self._every == 0}
-        best, unknown = self._best_of(kept)
-        stays |= {newest, best} | unknown  # one that cannot be read today may be the best
-        left = []
-        for name in os.listdir(self.directory):
-            path = os.path.join(self.directory, name)
-            if begun := _BEGUN.fullmatch(name):
-                remove_debris(os.path.join(self.directory, begun[1]))
-            if not _NAME.fullmatch(name) or path in stays:
-                continue
-            try:
-                _remove(path)
-            except OSError as error:
-                left.append(str(error))
-        return left
+        return self._folder.best()
 
     # ---- resume
 
@@ -664,7 +545,7 @@ class Keeper:
                         f"{name}: a {type(obj).__name__} has no load_state_dict; plain data is in "
                         "torchlift.open(path).tree()"
                     )
-            kept = self._kept() if self._rank == 0 else []
+            kept = self._folder.kept() if self._rank == 0 else []
             at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
             before = [one.step for one in kept[:at]]
             place = None if at is None else (kept[at].path, before)
@@ -725,7 +606,8 @@ class Keeper:
                         # The object may keep what it gets, and a sweep removes the file: no maps.
                         state = _with_arrays(copy.deepcopy(choice.states[name]))
                         getattr(obj, "load_state_dict")(state)  # noqa: B009
-                _set_generators(rng)
+                if rng is not None:
+                    Generators().load_state_dict(rng)
                 self._base = _step(choice.states["step"])
                 return self._base, None
 
@@ -951,21 +833,6 @@ def _check_step(step: object, path: str) -> None:
         raise FormatError("has no step", file=path, entry="step", found=repr(step)) from error
 
 
-def _remove(path: str) -> None:
-    """Remove a checkpoint; of a link, which somebody made, the link alone.
-
-    Raises:
-        OSError: it is still there.
-    """
-    if os.path.islink(path) or not os.path.isdir(path):
-        os.unlink(path)
-        return
-    # First the marker: what a crash leaves of it here is no complete checkpoint.
-    with suppress(FileNotFoundError):
-        os.unlink(os.path.join(path, DCP_METADATA))
-    shutil.rmtree(path)
-
-
 def _verify(path: str, before: list[int]) -> None:
     """Compare all checksums of a checkpoint.
 
@@ -1133,27 +1000,6 @@ def _unpacked(packed: Any) -> dict[str, Any]:
     return found
 
 
-# ---- random number generators
-
-
-def _generators() -> dict[str, Any]:
-    """Return the states of this process's generators."""
-    version, numbers, gauss = random.getstate()
-    found: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state_all()
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, at, has_gauss, gauss = numpy.random.get_state()
-        if kind == "MT19937":
-            numbers = keys.tolist()
-            found["numpy"] = {"numbers": numbers, "at": at, "gauss": (has_gauss, gauss)}
-    return found
-
-
 def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] | None:
     """Return the states if generators take them.
 
@@ -1163,26 +1009,9 @@ def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] |
     if states is None:
         return None
     try:
-        torch.Generator().set_state(states["torch"].clone())
-        python = states["python"]
-        random.Random().setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+        Generators.check(states)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FormatError(
             "no states of random number generators", file=path, entry="rng", found=str(error)
         ) from error
     return states
-
-
-def _set_generators(states: Mapping[str, Any] | None) -> None:
-    if states is None:
-        return
-    torch.set_rng_state(states["torch"].clone())
-    python = states["python"]
-    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
-    if "cuda" in states and torch.cuda.is_available():
-        for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
-            torch.cuda.set_rng_state(state.clone(), device)
-    numpy: Any = sys.modules.get("numpy")
-    if "numpy" in states and numpy is not None:
-        legacy = states["numpy"]
-        numpy.random.set_state(("MT19937", legacy["numbers"], legacy["at"], *legacy["gauss"]))
