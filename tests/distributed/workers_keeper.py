@@ -477,8 +477,8 @@ def another_model_is_an_error_that_lists_all_of_it() -> None:
             "key(s) '3.weight', '3.bias'; Unexpected key(s) '2.weight', '2.bias'; size mismatch "
             "for '0.weight: model [6, 5], state dict [7, 5]', '0.bias: model [6], state dict "
             "[7]'. "
-            "Pass what need not fit, such as exclude=['model.head.*'], allow_missing= or "
-            "allow_unexpected=, or rename=."
+            "Pass exclude=['model.0.weight', ...], allow_missing=['model.3.weight', ...], "
+            "allow_unexpected=['model.2.weight', ...] or rename=."
         )
         assert all(map(torch.equal, before, (param.to_local() for param in other.parameters())))
         momentum = torch.optim.SGD(run["model"].parameters(), momentum=0.9)

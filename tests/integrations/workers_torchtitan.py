@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import warnings
 from functools import partial
@@ -40,16 +41,16 @@ class Optimizers:
 
 
 class Loader:
-    """As torchtitan's: each rank's place under a name of its own."""
+    """As torchtitan's: each rank's place, pickled, under a name of its own."""
 
     def __init__(self) -> None:
         self.at = 10 * dist.get_rank()
 
     def state_dict(self) -> dict[str, Any]:
-        return {f"dp_rank_{dist.get_rank()}": {"at": self.at}, "world_size": 2}
+        return {f"dp_rank_{dist.get_rank()}": pickle.dumps({"at": self.at}), "world_size": 2}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state[f"dp_rank_{dist.get_rank()}"]["at"]
+        self.at = pickle.loads(state[f"dp_rank_{dist.get_rank()}"])["at"]
 
 
 class Run:

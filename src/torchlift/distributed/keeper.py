@@ -591,11 +591,16 @@ class Keeper:
                     )
                 except StateDictMismatch as error:
                     error.file = error.file or path
-                    if error.missing_keys or error.unexpected_keys or error.mismatched:
-                        error.hint = (  # not strict=False: of resume all has to fit but by name
-                            f"Pass what need not fit, such as exclude=['{name}.head.*'], "
-                            "allow_missing= or allow_unexpected=, or rename=."
-                        )
+                    ways = {
+                        "exclude": [*error.mismatched],
+                        "allow_missing": error.missing_keys,
+                        "allow_unexpected": error.unexpected_keys,
+                    }
+                    if any(ways.values()):  # not strict=False: of resume all has to fit but by name
+                        named_ways = [
+                            f"{w}=[{name + '.' + k[0]!r}, ...]" for w, k in ways.items() if k
+                        ]
+                        error.hint = f"Pass {', '.join(named_ways)} or rename=."
                     raise
 
             def load() -> tuple[int, None]:
