@@ -37,6 +37,8 @@ def test_storage_key_and_uses_tell_who_shares_memory() -> None:
     other = tensor.detach()
     assert private.key_of(tensor.untyped_storage()) == key
     assert private.storage_key(other) == key != private.storage_key(torch.zeros(2))
+    assert private.memory_of(other) == key
+    assert private.memory_of(torch.eye(2).to_sparse()) is None
     assert private.storage_uses(key) == before + 1
 
 

@@ -14,9 +14,9 @@ from torchlift._model import (
     clone_of,
     everything,
     handles,
+    is_dtensor,
     is_lazy,
     is_plain,
-    is_sharded,
     is_wrapper,
     local_shape,
     oddity,
@@ -215,7 +215,7 @@ def _strided(step: Step, tensor: torch.Tensor) -> torch.Tensor:
 def _wrapped(step: Step, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as it will be placed: of a DTensor that is to be new, the whole of it."""
     like = step.group.tensor
-    return wrap(like, tensor) if is_sharded(like) and not step.in_place else tensor
+    return wrap(like, tensor) if is_dtensor(like) and not step.in_place else tensor
 
 
 def _batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
@@ -234,7 +234,7 @@ def _batches(steps: Sequence[Step]) -> Iterator[list[Step]]:
 def _made(step: Step, transform: Transform | None, raw: torch.Tensor, path: str) -> Prepared:
     """Return what a transform and the class of the model's tensor make of one tensor."""
     like = step.group.tensor
-    if is_sharded(like) and not step.handled:
+    if is_dtensor(like) and not step.handled:
         # A transform sees one tensor of the model, so that what it computes means the same on any
         # mesh: a DTensor, whose local tensor is all that was read.
         assert transform is not None

@@ -23,9 +23,9 @@ from torchlift._model import (
     RankGroup,
     everything,
     has_group,
+    is_dtensor,
     is_lazy,
     is_plain,
-    is_sharded,
     local_tensor,
     locked,
     rank,
@@ -385,7 +385,7 @@ def _warn_of_missing(
 
 def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with the model's shape: a shard of nothing may have another."""
-    slot = like if is_sharded(tensor) else local_tensor(like)
+    slot = like if is_dtensor(tensor) else local_tensor(like)
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 

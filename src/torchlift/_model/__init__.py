@@ -23,7 +23,6 @@ from torchlift._model.dtensor import default_device as default_device
 from torchlift._model.dtensor import everything as everything
 from torchlift._model.dtensor import first_rank as first_rank
 from torchlift._model.dtensor import is_dtensor as is_dtensor
-from torchlift._model.dtensor import is_sharded as is_sharded
 from torchlift._model.dtensor import layout_of as layout_of
 from torchlift._model.dtensor import local_shape as local_shape
 from torchlift._model.dtensor import local_tensor as local_tensor
@@ -99,6 +98,7 @@ from torchlift._model.torch_private import REBUILD_V2 as REBUILD_V2
 from torchlift._model.torch_private import REBUILD_V3 as REBUILD_V3
 from torchlift._model.torch_private import SET_GRAD_ENABLED as SET_GRAD_ENABLED
 from torchlift._model.torch_private import TRUNC_NORMAL as TRUNC_NORMAL
+from torchlift._model.torch_private import IncompatibleKeys as IncompatibleKeys
 from torchlift._model.torch_private import dcp_item as dcp_item
 from torchlift._model.torch_private import device_constructors as device_constructors
 from torchlift._model.torch_private import function_modes as function_modes

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._model.dtensor import is_sharded, local_tensor, wrap
+from torchlift._model.dtensor import is_dtensor, local_tensor, wrap
 from torchlift._model.handlers import clone_of, inner_tensors, is_plain, is_wrapper
 from torchlift._model.holders import flat_references
 from torchlift._model.slots import Group, ModuleTree, is_lazy
@@ -77,7 +77,7 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
             made = new.detach().requires_grad_(grad)
     elif isinstance(new, nn.Parameter):
         made = new.requires_grad_(grad) if parameter else new
-    elif is_sharded(new):
+    elif is_dtensor(new):
         made = wrap(new, local_tensor(new), grad, parameter)
     else:
         made = nn.Parameter(new, grad) if parameter else new.detach()

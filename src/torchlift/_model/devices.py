@@ -31,12 +31,12 @@ _SLIP = 0.7
 
 
 def usable_device(asked: object, entry: str, *, present: bool = True) -> torch.device:
-    """`asked` as a device with an index, once a tensor could be made on it.
+    """Return `asked` as a device with its index, after making an empty tensor there.
 
     Args:
         asked: what a caller gave; ``"disk"`` is the CPU, where the file is mapped.
         entry: what an error is about.
-        present: False for any device, whether or not this machine has it.
+        present: whether this machine must have it; where not, nothing is made there.
 
     Raises:
         PlacementError: it is no device, or not one of this machine.

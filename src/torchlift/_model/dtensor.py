@@ -34,7 +34,7 @@ Spans = tuple[tuple[Span, ...], ...]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether `value` is a DTensor; importing them costs time, so a process without stays without.
+    """Say whether a value is a DTensor, without importing them where nobody has: that takes time.
 
     Example:
         >>> is_dtensor(torch.zeros(2))
@@ -48,7 +48,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def everything(shape: Sequence[int]) -> Spans:
-    """The spans of a tensor that is not sharded.
+    """Return the spans of a tensor that is not sharded.
 
     Example:
         >>> everything((4, 2))
@@ -189,7 +189,13 @@ def _order(
 
 
 def split_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> list[Span]:
-    """One part of what `spans` cover, or of each of so many pieces of it, as torch cuts them.
+    """Return one of equal slices of what `spans` cover, as torch slices them.
+
+    Args:
+        spans: ranges of one dimension.
+        parts: into how many it is sliced.
+        index: which slice.
+        strided: into how many it is sliced before, each of which then gives one such slice.
 
     Example:
         >>> split_spans([(0, 8)], 2, 1), split_spans([(0, 8)], 2, 1, strided=2)
@@ -200,7 +206,7 @@ def split_spans(spans: list[Span], parts: int, index: int, strided: int = 1) -> 
 
 
 def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
-    """The `index`-th of `parts` chunks, as ``torch.chunk`` cuts them, some perhaps empty."""
+    """Return the `index`-th of `parts` chunks, as ``torch.chunk`` makes them; some may be empty."""
     total = sum(stop - start for start, stop in spans)
     size = -(-total // parts)
     low, high = min(index * size, total), min((index + 1) * size, total)
@@ -214,7 +220,7 @@ def _chunk(spans: list[Span], parts: int, index: int) -> list[Span]:
 
 @lru_cache(1024)
 def local_shape(spans: Spans) -> tuple[int, ...]:
-    """Shape of the local tensor.
+    """Return the shape of the local tensor.
 
     Example:
         >>> local_shape((((0, 2), (4, 6)), ((0, 3),)))
@@ -224,7 +230,7 @@ def local_shape(spans: Spans) -> tuple[int, ...]:
 
 
 def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[Span, ...]]:
-    """Cut a tensor into blocks of at most `limit` elements that are contiguous in memory.
+    """Yield blocks of a tensor, contiguous in memory and of at most `limit` elements.
 
     Example:
         >>> list(blocks((3, 4), 8))
@@ -253,7 +259,7 @@ Slices = tuple[slice, ...]
 
 
 def overlaps(spans: Spans, block: Sequence[Span]) -> Iterator[tuple[Slices, Slices]]:
-    """Where a block of the whole tensor goes in the local one: (index in local, index in block).
+    """Yield where a block of the whole tensor goes: (index in the local one, index in the block).
 
     Example:
         >>> list(overlaps((((2, 4),),), [(3, 9)]))
@@ -268,11 +274,8 @@ def overlaps(spans: Spans, block: Sequence[Span]) -> Iterator[tuple[Slices, Slic
         yield into, out_of
 
 
-is_sharded = is_dtensor
-
-
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory behind a tensor on this rank: a DTensor's local shard, or the tensor itself.
+    """Return a DTensor's local tensor, and any other tensor itself.
 
     Example:
         >>> import torch
@@ -283,7 +286,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def default_device(tensor: torch.Tensor) -> torch.device:
-    """The device on which a shard comes to live where nobody says otherwise: that of its mesh."""
+    """Return where a shard goes if nobody says otherwise: where it is; from meta, to its mesh."""
     assert is_dtensor(tensor)
     if not tensor.is_meta:
         return tensor.device
@@ -294,10 +297,10 @@ def default_device(tensor: torch.Tensor) -> torch.device:
 
 
 def shard_of_entry(entry: TensorEntry, tensor: torch.Tensor, key: str) -> TensorEntry:
-    """The entry of what this rank holds: the byte ranges of its shard and no others.
+    """Return the entry of what this rank holds: the byte ranges of its shard and no others.
 
     Raises:
-        PlacementError: see `spans`.
+        PlacementError: see `spans_of`.
     """
     if len(entry.shape) != tensor.dim():
         return entry  # a scalar saved with shape [1], which has no parts
@@ -335,7 +338,7 @@ def wrap(
 
 
 def unwrap(made: torch.Tensor, like: torch.Tensor, key: str) -> torch.Tensor:
-    """The local shard of what a transform returned for the DTensor that it got.
+    """Return the local tensor of what a transform returned for the DTensor that it got.
 
     Raises:
         PlacementError: it is not a DTensor of the same layout.

@@ -28,6 +28,7 @@ from torchlift._model.slots import Group, collect, is_lazy, locked
 from torchlift._model.torch_private import (
     FLAT_REFERENCES,
     FLAT_WEIGHTS,
+    memory_of,
     storage_key,
     storage_uses,
     use_count,
@@ -264,11 +265,11 @@ def _search(suspects: Sequence[Holders], own: set[int]) -> None:
     by_memory: dict[int | None, list[Holders]] = {}
     for item in suspects:
         if item.owners > 0:
-            by_memory.setdefault(_memory_of(item.group.tensor), []).append(item)
+            by_memory.setdefault(memory_of(item.group.tensor), []).append(item)
     for tensor in tensors:
         if id(tensor) in own:
             continue
-        sharing = by_memory.get(_memory_of(tensor), [])
+        sharing = by_memory.get(memory_of(tensor), [])
         if id(tensor) in forgiven:
             for item in sharing:
                 item.owners -= 1
@@ -296,14 +297,6 @@ def _instances(everything: list[Any], base: type) -> list[Any]:
     # By type(): isinstance() would run the __class__ property of somebody's proxy.
     kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, base)}
     return [item for item in everything if type(item) in kinds]
-
-
-def _memory_of(tensor: torch.Tensor) -> int | None:
-    """Return what identifies the memory that tensors may share, or None without any."""
-    try:
-        return storage_key(tensor)
-    except (NotImplementedError, RuntimeError, ValueError):
-        return None  # sparse, lazy
 
 
 def _described(what: str, tensor: torch.Tensor) -> str:

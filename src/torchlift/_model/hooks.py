@@ -30,7 +30,7 @@ from torchlift._model.torch_private import (
     IncompatibleKeys,
     NormBase,
     differs_in_shape,
-    storage_key,
+    memory_of,
 )
 from torchlift._model.watch import Watch, version_of
 from torchlift._system import leaves, map_leaves
@@ -301,7 +301,7 @@ class _Run:
             old, there = stand_ins.get(name), live.get(name)
             written = found is old and (
                 self.watch.count_of(found) != before[name]
-                or (there is not None and _memory(found) != _memory(there))  # by `.data = `
+                or (there is not None and memory_of(found) != memory_of(there))  # by `.data = `
             )
             if written and found.is_meta:
                 raise PlacementError(
@@ -356,7 +356,7 @@ class _Run:
                 setattr(module, name, there)
             return
         # The module has decided on another shape, or on one more tensor.
-        if self._is_of_source(found) or in_place or there is not None:
+        if memory_of(found) in self._given() or in_place or there is not None:
             like = found if there is None else there
             blank = torch.empty(found.shape, dtype=like.dtype, device=like.device)
             if in_place and there is not None:
@@ -366,8 +366,9 @@ class _Run:
                 setattr(module, name, successor_of(like, blank))
         self.watch.add(name, getattr(module, name))
 
-    def _is_of_source(self, tensor: torch.Tensor) -> bool:
-        return _memory(tensor) in {_memory(value) for value in self.shown.tensors.values()} - {None}
+    def _given(self) -> set[int | None]:
+        """Return the memories of what the source has."""
+        return {memory_of(value) for value in self.shown.tensors.values()} - {None}
 
     def _under(self, prefix: str) -> list[str]:
         if not prefix:
@@ -407,17 +408,17 @@ class _Run:
         Args:
             mapped: whether the file's map is copied, too, and not only what a caller has.
         """
-        files = {_memory(self.shown.tensors[name]) for name in self.shown.mapped} - {None}
-        given = {_memory(value) for value in self.shown.tensors.values()} - {None}
+        files = {memory_of(self.shown.tensors[name]) for name in self.shown.mapped} - {None}
+        given = self._given()
 
         def is_ours(leaf: torch.Tensor) -> bool:
-            return not mapped and _memory(leaf) in files
+            return not mapped and memory_of(leaf) in files
 
         def copied(state: object) -> Any:
             copies = {
                 id(leaf): leaf.clone()
                 for leaf in leaves(state).values()
-                if isinstance(leaf, torch.Tensor) and _memory(leaf) in given and not is_ours(leaf)
+                if isinstance(leaf, torch.Tensor) and memory_of(leaf) in given and not is_ours(leaf)
             }
             if not copies:
                 return state
@@ -488,13 +489,6 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     # A conjugate is the same numbers in the same place, shown otherwise.
     shown = tensor.is_conj(), tensor.is_neg()
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), shown)
-
-
-def _memory(tensor: torch.Tensor) -> int | None:
-    try:
-        return storage_key(tensor)
-    except (NotImplementedError, RuntimeError, ValueError):  # it has none of its own
-        return None
 
 
 def _takes_extra(module: nn.Module) -> bool:

@@ -51,22 +51,22 @@ class Group:
 
     @property
     def fqn(self) -> str:
-        """The first name, which stands for the group."""
+        """Return the first name, which stands for the group."""
         return self.slots[0].fqn
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, in the order of ``state_dict``."""
+        """Return all names, in the order of ``state_dict``."""
         return tuple([slot.fqn for slot in self.slots])
 
     @property
     def persistent(self) -> bool:
-        """Whether ``state_dict`` contains it under any name."""
+        """Return whether ``state_dict`` contains it under any name."""
         return any(slot.persistent for slot in self.slots)
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter rather than a buffer."""
+        """Return whether it is a parameter rather than a buffer."""
         return isinstance(self.tensor, nn.Parameter)
 
 
@@ -136,17 +136,17 @@ class ModuleTree:
 
     @property
     def on_meta(self) -> list[Group]:
-        """Everything on meta: parameters, buffers and plain attributes."""
+        """Return everything on meta: parameters, buffers and plain attributes."""
         return [group for group in [*self.groups, *self.meta_attributes] if group.tensor.is_meta]
 
     @property
     def meta_attributes(self) -> list[Group]:
-        """Those of `attributes` that are on meta."""
+        """Return those of `attributes` that are on meta."""
         return [group for group in self.attributes if group.tensor.is_meta]
 
     @property
     def attributes(self) -> list[Group]:
-        """Tensors that modules hold as plain attributes or in lists, tuples and dicts."""
+        """Return tensors that modules hold as plain attributes or in lists, tuples and dicts."""
         known = {id(group.tensor) for group in self.groups}
         found: list[Group] = []
         for prefix, module in self.paths:

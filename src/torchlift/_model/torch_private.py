@@ -83,6 +83,14 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key_of(tensor.untyped_storage())
 
 
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Return the `storage_key` of a tensor, or None where it has none."""
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
+
+
 def without_subclasses() -> AbstractContextManager[None]:
     """Keep tensor subclasses from seeing calls inside the block."""
     return torch._C.DisableTorchFunctionSubclass()

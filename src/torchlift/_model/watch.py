@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchlift._model.dtensor import local_tensor
 from torchlift._model.handlers import clone_of, has_memory, inner_tensors, is_wrapper
 from torchlift._model.slots import is_lazy
-from torchlift._model.torch_private import set_version, storage_key
+from torchlift._model.torch_private import memory_of, set_version, storage_key
 from torchlift._system import leaves
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -210,10 +210,8 @@ def _memories(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     tensor = local_tensor(tensor)
     if is_wrapper(tensor):
         return [pair for inner in inner_tensors(tensor) for pair in _memories(inner)]
-    try:
-        return [(storage_key(tensor), tensor)]
-    except (NotImplementedError, RuntimeError, ValueError):  # sparse ones have several
-        return [(-id(tensor), tensor)]
+    key = memory_of(tensor)
+    return [(-id(tensor) if key is None else key, tensor)]  # sparse ones have several
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

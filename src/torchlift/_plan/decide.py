@@ -23,10 +23,10 @@ from torchlift._model import (
     everything,
     handles,
     is_blank,
+    is_dtensor,
     is_handled,
     is_lazy,
     is_plain,
-    is_sharded,
     is_wrapper,
     layout_of,
     local_tensor,
@@ -124,6 +124,7 @@ def makings_for(
 def _decide(
     group: Group, key: str, candidates: list[SourceTensor], options: rules.Options, path: str
 ) -> Step | None:
+    """Decide everything about one pair; None where a tensor is left for a later load."""
     one, tensor = candidates[0], group.tensor
     seen, file_dtype = one.entry, one.dtype
     if seen is None:  # a lazy tensor has the shape of what it is given
@@ -144,7 +145,7 @@ def _decide(
         dtype = rules.target_dtype(options.dtype, seen, tensor, file_dtype, is_cast=is_cast)
     device = rules.target_device(asked, seen.key, tensor, present=options.present)
     spans: Spans | None = None
-    sharded = is_sharded(tensor)
+    sharded = is_dtensor(tensor)
     if sharded:
         # Rules have seen the whole tensor; from here on there is only this rank's slice of it.
         candidates, spans = _shard(group, candidates)
@@ -170,19 +171,12 @@ def _decide(
         changes = changes or (entry.needs_assembly and entry.kind is None)
         filled = changes and not in_place and not handled
         kept = not in_place and owns_all(options.source, live=not tensor.is_meta)
-        source = options.source if options.source != "auto" else "mmap"
-        # Of the file, not of its folder: it may be a link to elsewhere.
-        file = entry.chunks[0].file if entry.chunks else path
-        if options.source == "auto" and (filled or kept or is_network(file)):
-            source = "read"
-        if source == "mmap" and not _fits_map(entry, copied=in_place or changes):
-            source, note = "read", "its layout in the file cannot be mapped, so it is read"
-            if not _is_aligned(entry):
-                note = "not aligned in the file, so it is read instead of mapped"
-        if "deflated" in entry.encoding:
-            source, note = "read", "deflated in the file, so that it is inflated into memory"
+        source, why = _source_of(
+            entry, path, options.source, anew=filled or kept, copied=in_place or changes
+        )
+        note = why or note
         if raw:  # nobody else sees it, but for who looks into the same bytes
-            owned = source == "read" or entry.needs_assembly if of_file else spans is not None
+            owned = (source == "read" or entry.needs_assembly) if of_file else spans is not None
         else:
             owned = not in_place and (changes or mode == "copy" or source == "read")
             owned = owned or (of_file and source == "read")
@@ -205,12 +199,32 @@ def _decide(
     )
 
 
-def _fits_map(entry: TensorEntry, *, copied: bool) -> bool:
-    """Return whether the file's map can serve as the tensor, or as what it is copied from."""
+def _source_of(
+    entry: TensorEntry, path: str, asked: rules.AnySource, *, anew: bool, copied: bool
+) -> tuple[Source, str | None]:
+    """Decide whether a file is mapped or read, and say why it is not mapped where it could be.
+
+    Args:
+        entry: the tensor in the file.
+        path: of the file, of a tensor without bytes.
+        asked: what the caller asked for.
+        anew: whether the values get memory of their own in any case.
+        copied: whether the map only serves to copy them from.
+    """
+    if "deflated" in entry.encoding:
+        return "read", "deflated in the file, so that it is inflated into memory"
+    # Of the file, not of its folder: it may be a link to elsewhere.
+    file = entry.chunks[0].file if entry.chunks else path
+    if asked == "read" or (asked == "auto" and (anew or is_network(file))):
+        return "read", None
     if entry.needs_assembly:
-        return True
+        return "mmap", None
     # The map of a misaligned storage is a copy of it: reading does without that copy.
-    return _is_aligned(entry) and (copied or not repeats(entry.shape, entry.stride))
+    if not _is_aligned(entry):
+        return "read", "not aligned in the file, so it is read instead of mapped"
+    if not copied and repeats(entry.shape, entry.stride):
+        return "read", "its layout in the file cannot be mapped, so it is read"
+    return "mmap", None
 
 
 def _route(one: SourceTensor, source: Source, *, owned: bool, based: bool = False) -> Route:
@@ -251,7 +265,7 @@ def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTen
         if not isinstance(one, FileTensor):
             value = one.value if isinstance(one, MemoryTensor) else None
             _require_layout(group, value)
-            if not is_sharded(value) and len(one.shape) == tensor.dim() and not found:
+            if not is_dtensor(value) and len(one.shape) == tensor.dim() and not found:
                 spans = spans_of(tensor, group.fqn)
             found.append(
                 one if value is None else MemoryTensor(one.key, local_tensor(value), one.keys)
@@ -272,7 +286,7 @@ def _shard(group: Group, candidates: list[SourceTensor]) -> tuple[list[SourceTen
 
 def _require_layout(group: Group, value: object) -> None:
     """Refuse a DTensor that is not laid out as the model's tensor."""
-    if is_sharded(value) and layout_of(value) != layout_of(group.tensor):
+    if is_dtensor(value) and layout_of(value) != layout_of(group.tensor):
         raise PlacementError(
             "the state dict has another layout than the model",
             entry=group.fqn,
@@ -317,7 +331,7 @@ def _mode(
     if asked != "auto":
         return asked
     stays = not is_blank(tensor) and (device, dtype) == (tensor.device, tensor.dtype)
-    # A sparse one has room for as many numbers as it has.
+    # In place, a sparse tensor takes exactly as many numbers as it has now.
     stays = stays and tensor.layout is torch.strided
     if stays and not handles(type(tensor), torch.Tensor):
         return "copy"
@@ -360,14 +374,10 @@ def _share(steps: Sequence[Step]) -> None:
         for members in alike.values():
             run, owned = _run(members), any(step.owned for step in members)
             for step in members:
-                if step.device != first.device:
-                    step.note = (
-                        f"a copy: {first.key!r}, whose memory it shared, goes to {first.device}"
-                    )
-                elif step.dtype != first.dtype:
-                    step.note = (
-                        f"a copy: {first.key!r}, whose memory it shared, becomes {first.dtype}"
-                    )
+                is_elsewhere = step.device != first.device
+                if is_elsewhere or step.dtype != first.dtype:
+                    fate = f"goes to {first.device}" if is_elsewhere else f"becomes {first.dtype}"
+                    step.note = f"a copy: {first.key!r}, whose memory it shared, {fate}"
                 step.base = Base(run, step is members[0]) if len(members) > 1 else None
                 based = step.base is not None
                 step.route = _route(step.candidate, step.source, owned=owned, based=based)
@@ -477,14 +487,7 @@ def _check_classes(steps: Iterable[Step], path: str) -> None:
         value = local_tensor(one.value) if isinstance(one, MemoryTensor) else None
         if is_lazy(live) or not (is_wrapper(live) or (value is not None and is_wrapper(value))):
             continue
-        pair = (
-            type(live),
-            type(value),
-            live.dtype,
-            live.is_meta,
-            one.dtype,
-            step.in_place,
-        )
+        pair = type(live), type(value), live.dtype, live.is_meta, one.dtype, step.in_place
         if pair in tried:
             continue
         tried.add(pair)
@@ -519,17 +522,12 @@ def check_class(step: Step, value: Values, path: str) -> None:
     Raises:
         PlacementError: it does not, or a plain tensor would take the place of one of the class.
     """
-    if is_plain(step.group.tensor) and not step.in_place:
-        return
     live = local_tensor(step.group.tensor)
     if is_lazy(live):  # it has no shape yet
         return
     if not step.in_place:
-        if (
-            is_wrapper(live)
-            and isinstance(value, torch.Tensor)
-            and not is_wrapper(local_tensor(value))
-        ):
+        is_other = isinstance(value, torch.Tensor) and not is_wrapper(local_tensor(value))
+        if is_other and is_wrapper(live):
             kind = type(live).__name__
             raise PlacementError(
                 f"its class {kind} holds its values in tensors of its own and does not say how a "

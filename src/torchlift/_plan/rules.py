@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from torchlift._model import Group, default_device, is_sharded, usable_device
+from torchlift._model import Group, default_device, is_dtensor, usable_device
 from torchlift._plan.steps import Rename, Transform
 from torchlift.errors import MismatchError, PlacementError, did_you_mean, note
 from torchlift.formats import TensorEntry, row_major
@@ -168,7 +168,7 @@ def target_device(
     """
     if asked is not None:
         return usable_device(asked, key, present=present)
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
         return default_device(tensor)
     return torch.device("cpu") if tensor.is_meta else tensor.device
 

@@ -17,8 +17,8 @@ from torchlift._model import (
     exchange,
     has_memory,
     inner_tensors,
+    is_dtensor,
     is_lazy,
-    is_sharded,
     locked,
     ordinary_tensors,
     shard_of_value,
@@ -143,11 +143,11 @@ def make(groups: Sequence[Group], devices: Sequence[torch.device]) -> list[torch
         refs = [constructions[position].ref for position in positions]
         for at, tensor in replay(constructions[positions[0]].recording, refs, device):
             group = groups[positions[at]]
-            if is_sharded(group.tensor):  # the rest is freed at once: one whole tensor at a time
+            if is_dtensor(group.tensor):  # the rest is freed at once: one whole tensor at a time
                 tensor = shard_of_value(tensor, group.tensor, group.fqn)
                 tensor = wrap(group.tensor, tensor)
             tensor = tensor.to(group.tensor.dtype)  # it may have been cast on meta
-            if not is_sharded(tensor):
+            if not is_dtensor(tensor):
                 tensor = strided(tensor, group.tensor.stride())
             made[positions[at]] = tensor
     return [made[position] for position in range(len(groups))]

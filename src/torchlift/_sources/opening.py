@@ -13,7 +13,7 @@ import torch
 
 from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes, objects_as_saved
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model import is_sharded, shard_of_value, wrap
+from torchlift._model import is_dtensor, shard_of_value, wrap
 from torchlift._sources.tensors import (
     Copy,
     FileTensor,
@@ -427,9 +427,9 @@ class StateSource(Origin):
 
     def shown(self, one: SourceTensor, like: torch.Tensor | None) -> torch.Tensor:
         value = one.tensor()
-        if not self._whole or like is None or not is_sharded(like):
+        if not self._whole or like is None or not is_dtensor(like):
             return value
-        if is_sharded(value) or value.shape != like.shape:
+        if is_dtensor(value) or value.shape != like.shape:
             return value
         # As in torch: a module's own code gets a DTensor where the model has one.
         return wrap(like, shard_of_value(value, like, one.key))

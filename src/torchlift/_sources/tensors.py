@@ -23,7 +23,7 @@ from torchlift._model import (
     everything,
     has_memory,
     inner_tensors,
-    is_sharded,
+    is_dtensor,
     is_wrapper,
     oddity,
     overlaps,
@@ -198,7 +198,7 @@ def described(one: SourceTensor) -> TensorEntry:
     odd, offset, stride = "a whole tensor of rank 0", 0, row_major(shape)
     if isinstance(one, MemoryTensor):
         odd = oddity(one.value) or ""
-        if is_sharded(one.value) or is_wrapper(one.value):
+        if is_dtensor(one.value) or is_wrapper(one.value):
             odd = type(one.value).__name__
         elif not odd:
             offset, stride = int(one.value.storage_offset()), one.value.stride()

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from torchlift._checkpoint import Allow, Checkpoint
 from torchlift._model import (
     PATCH,
+    IncompatibleKeys,
     ModuleTree,
     Names,
     RankGroup,
@@ -55,10 +55,10 @@ from torchlift.distributed.options import (
     several,
 )
 from torchlift.errors import FormatError
-from torchlift.formats import TensorEntry, errors_name
+from torchlift.formats import TensorEntry, errors_name, items_of
 
 
-class LoadedKeys(_IncompatibleKeys):
+class LoadedKeys(IncompatibleKeys):
     """Missing and unexpected keys by canonical name, as `set_state_dict` returns them.
 
     A tuple of those two lists, as torch's is; what happened to the optimizers is beside it.
@@ -201,7 +201,7 @@ def set_model_state_dict(
     options: StateDictOptions | None = None,
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
-) -> _IncompatibleKeys:
+) -> IncompatibleKeys:
     """Load a state dict with canonical names into a model, whatever it is wrapped in.
 
     Everything is checked before anything changes. Where a process group and a mesh or DDP tie
@@ -305,7 +305,7 @@ def set_state_dict(
     options: StateDictOptions | None = None,
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
-) -> _IncompatibleKeys:
+) -> IncompatibleKeys:
     """Load a model and its optimizers together: both, or neither if anything does not fit.
 
     Args:
@@ -399,7 +399,7 @@ def load_optimizer(
         >>> load_optimizer(model, optimizer, path, root="optimizer").missing_keys
         []
     """
-    # Checks their types.
+    # Refuses what `load` refuses: text in place of a list of patterns.
     Options(include=include, exclude=exclude, allow_missing=allow_missing, strict=strict)
     options = StateDictOptions(strict=strict, full_state_dict=True)
     chosen = collective, process_group, include, exclude, allow_missing
@@ -433,17 +433,13 @@ def _optimizer_state(saved: Any) -> Any:
     if isinstance(saved, list) and len(saved) == 1:
         (saved,) = saved
     if isinstance(saved, Mapping):
-        names = [key for key in saved if isinstance(key, str)]
         if _is_optimizer_state(saved):
             return {"state": {}, **saved}
-        if any(name.startswith(_FLAT) for name in names):
+        if any(isinstance(key, str) and key.startswith(_FLAT) for key in saved):
             return saved
-    items: Iterable[tuple[object, object]] = ()
-    if isinstance(saved, (Mapping, list, tuple)):
-        items = saved.items() if isinstance(saved, Mapping) else enumerate(saved)
     found = [
         str(key)
-        for key, value in items
+        for key, value in items_of(saved)
         if _is_optimizer_state(value)
         or (isinstance(value, list) and value and all(map(_is_optimizer_state, value)))
     ]

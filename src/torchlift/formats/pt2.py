@@ -16,11 +16,11 @@ from torchlift.formats.source import Source, errors_name, parse_json
 from torchlift.formats.torch_pickle import StorageRef, TensorRef
 from torchlift.formats.torch_zip import (
     Resolver,
-    ZipStorages,
     look_up,
     read_content,
     read_notes,
     read_torch_zip,
+    zip_resolver,
 )
 from torchlift.formats.torchscript import CONSTANTS
 from torchlift.formats.zip_archive import STORED
@@ -99,8 +99,7 @@ def read_pt2(content: Content) -> Index:
             if whole in records:
                 found.append(_nested(source, records[whole], under))
             elif config in records:
-                stored = ZipStorages(source, records, top + folder, folder)
-                resolver = stored.resolver(notes)
+                resolver = zip_resolver(source, records, top + folder, folder, notes)
                 found.append(_listed(source, records, config, resolver, top + folder, under))
             else:
                 raise FormatError("a program without its weights", entry=config)

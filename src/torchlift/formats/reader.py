@@ -107,9 +107,8 @@ def is_zip(head: bytes) -> bool:
 @cache
 def entry_points() -> tuple[EntryPoint, ...]:
     """Return the entry points of the group; packages that are installed later are not seen."""
-    from importlib import (
-        metadata,
-    )  # 20 ms, and as many more to look, which files of ours do without
+    # 20 ms, and as many more to look, which files of ours do without.
+    from importlib import metadata
 
     return tuple(metadata.entry_points(group=GROUP))
 

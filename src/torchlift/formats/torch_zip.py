@@ -16,6 +16,7 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torchlift._system import printable
@@ -53,15 +54,17 @@ from torchlift.formats.zip_archive import (
     read_record,
 )
 
-#: Most bytes of a pickle, of one that is compressed, and of a text record. Torch's pickles deflate
-#: to a fifth, and a byte of pickle can become 200 bytes of objects: a high ratio is a bomb.
-_MAX_PICKLE, _MAX_INFLATED, _MAX_RATIO, _MAX_NOTE = 1 << 30, 1 << 20, 20, 1 << 10
+#: Most bytes of a pickle, and of a text record.
+_MAX_PICKLE, _MAX_NOTE = 1 << 30, 1 << 10
+#: Most bytes that a compressed pickle inflates to: so many, and so many times its own. Torch's
+#: deflate to a fifth, and a byte of pickle can become 200 bytes of objects: more is a bomb.
+_MAX_INFLATED, _MAX_RATIO = 1 << 20, 20
 
 #: Versions of the archive that torch reads (caffe2/serialize/versions.h).
 _VERSIONS = range(1, 11)
 
-#: Most bytes of a pickle that is remembered, and most of those.
-_MAX_KNOWN = 1 << 12
+#: Most pickles that are remembered, and most bytes of each.
+_MAX_KNOWN, _MAX_KNOWN_BYTES = 1 << 12, 1 << 12
 
 #: A broadcast view may show this many times what its storage holds, or this many bytes; beyond,
 #: a dense copy is a denial of service, not a tensor.
@@ -102,10 +105,10 @@ def read_torch_zip(
     root = known.get(data) if known else None
     if root is None:
         root = read_torch_pickle(data, world)
-        if known is not None and not world.blocked and len(data) < _MAX_KNOWN > len(known):
+        is_small = len(data) < _MAX_KNOWN_BYTES
+        if known is not None and is_small and len(known) < _MAX_KNOWN and not world.blocked:
             known[data] = root
-    stored = ZipStorages(source, records, top + "data/", prefix + "data/")
-    resolver = stored.resolver(notes)
+    resolver = zip_resolver(source, records, top + "data/", prefix + "data/", notes)
     root = root if key is None else {key: root}
     return index_of(source, "torch-zip", root, world, resolver, notes)
 
@@ -204,15 +207,17 @@ def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str
         if record is None:
             continue
         text = read_record(source, record, _MAX_NOTE).decode("ascii", "replace")
-        text = text if name == "byteorder" else text.strip()
+        if name == "byteorder":
+            expected, fits = "little or big", text in ("little", "big")
+        else:
+            text = text.strip()
+            # 19 digits: a longer number is absurd anyhow and could be slow to convert.
+            number = int(text) if text.isdecimal() and len(text) < 19 else 0
+            expected, fits = "a positive whole number", number > 0
+            if name in ("version", ".data/version"):
+                expected = f"{expected} up to {_VERSIONS[-1]}, which torch reads"
+                fits = number in _VERSIONS
         notes[name.removeprefix(".data/").lstrip(".")] = text
-        # 19 digits: a longer number is absurd anyhow and could be slow to convert.
-        number = int(text) if text.isdecimal() and len(text) < 19 else 0
-        expected = "little or big" if name == "byteorder" else "a positive whole number"
-        fits = text in ("little", "big") if name == "byteorder" else number > 0
-        if name.endswith("/version") or name == "version":
-            expected = f"{expected} up to {_VERSIONS[-1]}, which torch reads"
-            fits = number in _VERSIONS
         if not fits:
             what = "a record of the archive makes no sense"
             raise FormatError(what, entry=record.name, expected=expected, found=text)
@@ -266,7 +271,7 @@ class Resolver:
         self._prefix = prefix
         self._layouts: dict[tuple[int, int], _Layout] = {}
         order = ("big-endian",) if big_endian else ()
-        # No method: the records of an archive are not kept as long as its entries.
+        # A method would keep `find`, and with it an archive's directory, as long as the entries.
         self._make = partial(_entry_of, path, order, prefix, self.storages, self._layouts)
 
     def entries(self, refs: Mapping[str, TensorRef]) -> Mapping[str, TensorEntry]:
@@ -386,51 +391,51 @@ def _view_of(storage: Storage, ref: StorageRef, key: str) -> tuple[int, int]:
     return storage.offset + first * itemsize, numel * itemsize
 
 
-class ZipStorages:
-    """The records of an archive that hold storages.
+def zip_resolver(
+    source: Source,
+    records: dict[str, Record],
+    folder: str,
+    prefix: str,
+    notes: Mapping[str, str],
+) -> Resolver:
+    """Return the resolver of tensors whose storages are records of an archive.
 
     Args:
         source: the archive.
         records: its directory.
-        folder: where they are in the archive.
+        folder: where the storages are in the archive.
         prefix: before their keys, to name them.
+        notes: of `read_notes`.
     """
+    find = partial(_record_of, source, records, folder, prefix)
+    return Resolver(source.path, find, prefix, notes.get("byteorder") == "big")
 
-    def __init__(
-        self, source: Source, records: dict[str, Record], folder: str, prefix: str
-    ) -> None:
-        self.source = source
-        self.records = records
-        self.folder = folder
-        self.prefix = prefix
 
-    def resolver(self, notes: Mapping[str, str]) -> Resolver:
-        """Return the resolver of tensors in them."""
-        return Resolver(self.source.path, self.find, self.prefix, notes.get("byteorder") == "big")
-
-    def find(self, key: str, ref: StorageRef) -> Storage:
-        """Return the storage of a tensor, whose record must have exactly the declared size."""
-        path = self.folder + ref.key
-        record = self.records.get(path) or look_up(self.records, path)
-        if record is None:
-            expected = f"record {self.prefix}{ref.key}"
-            raise FormatError("a tensor's storage is missing", entry=key, expected=expected)
-        nbytes = ref.numel * STORED_SIZE[ref.dtype]
-        if nbytes != record.size:
-            raise FormatError(
-                f"a storage does not have the size that the tensor {printable(key, 100)!r} says",
-                entry=record.name,
-                expected=f"{ref.numel} elements, {nbytes} bytes",
-                found=f"{record.size} bytes",
-            )
-        start, crc = self.source.start + record.offset, record.crc32 or None
-        if record.method != STORED:
-            check_method(record)
-            packed = record._replace(offset=start)
-            return Storage(self.source.path, 0, nbytes, ref.location, crc, packed)
-        # NamedTuple's own __new__ is a function of Python: 0.07 us against 0.17.
-        made = self.source.path, start, nbytes, ref.location, crc, None
-        return tuple.__new__(Storage, made)
+def _record_of(
+    source: Source, records: dict[str, Record], folder: str, prefix: str, key: str, ref: StorageRef
+) -> Storage:
+    """Return the storage of a tensor, whose record must have exactly the declared size."""
+    path = folder + ref.key
+    record = records.get(path) or look_up(records, path)
+    if record is None:
+        expected = f"record {prefix}{ref.key}"
+        raise FormatError("a tensor's storage is missing", entry=key, expected=expected)
+    nbytes = ref.numel * STORED_SIZE[ref.dtype]
+    if nbytes != record.size:
+        raise FormatError(
+            f"a storage does not have the size that the tensor {printable(key, 100)!r} says",
+            entry=record.name,
+            expected=f"{ref.numel} elements, {nbytes} bytes",
+            found=f"{record.size} bytes",
+        )
+    start, crc = source.start + record.offset, record.crc32 or None
+    if record.method != STORED:
+        check_method(record)
+        packed = record._replace(offset=start)
+        return Storage(source.path, 0, nbytes, ref.location, crc, packed)
+    # NamedTuple's own __new__ is a function of Python: 0.07 us against 0.17.
+    made = source.path, start, nbytes, ref.location, crc, None
+    return tuple.__new__(Storage, made)
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]
@@ -491,36 +496,34 @@ def torch_zip_layout(
     payloads = map(Payload, tensors, (record.start for record in records[first:last]))
     directory = sum(len(record.central_header(0)) for record in records)
     end = at + directory + len(end_records(len(records), at, directory))
-    return Layout(end, tuple(payloads), checked, partial(_frame, records, first, len(stored)))
+    return Layout(end, tuple(payloads), checked, partial(_frame, records, len(stored)))
 
 
 def _frame(
-    records: list[NewRecord], first: int, count: int, sums: Sequence[int]
+    records: list[NewRecord], count: int, sums: Sequence[int]
 ) -> Iterator[tuple[int, bytes]]:
     """Return all that is between the payloads, and the directory, given the payloads' CRC-32s."""
     sums = sums or [0] * count  # as torch records what it does not compute
     # Two files with equal bytes get equal names, and nothing random is in a file.
     import hashlib  # 3 ms, which reading does without
 
-    identity = hashlib.sha256(struct.pack(f"<{len(sums)}I", *sums))
+    identity = hashlib.sha256(struct.pack(f"<{count}I", *sums))
     for record in records:
         identity.update(record.name + (record.data or b""))
     digits = str(int.from_bytes(identity.digest(), "little") % 10**_ID_DIGITS).zfill(_ID_DIGITS)
-    directory, pending, at = bytearray(), bytearray(), 0
-    for number, record in enumerate(records):
+    named = replace(records[-1], data=digits.encode())
+    directory, pending, at, unused = bytearray(), bytearray(), 0, iter(sums)
+    for record in (*records[:-1], named):
         pending += record.local_header()
-        if first <= number < first + len(sums):
-            crc = sums[number - first]
+        if record.data is None:
+            crc = next(unused)
             yield at, bytes(pending)
             pending.clear()
             at = record.start + record.nbytes
         else:
-            is_last = number == len(records) - 1
-            data = digits.encode() if is_last else record.data
-            assert data is not None
-            crc = zlib.crc32(data)
-            pending += data
+            crc = zlib.crc32(record.data)
+            pending += record.data
         pending += record.descriptor(crc)
         directory += record.central_header(crc)
-    end = end_records(len(records), records[-1].stop, len(directory))
+    end = end_records(len(records), named.stop, len(directory))
     yield at, bytes(pending + directory + end)

@@ -25,11 +25,11 @@ from torchlift.formats.torch_pickle import (
     read_torch_pickle,
 )
 from torchlift.formats.torch_zip import (
-    ZipStorages,
     index_of,
     read_content,
     read_notes,
     top_directory,
+    zip_resolver,
 )
 from torchlift.formats.unpickle import Budget
 
@@ -170,8 +170,7 @@ def read_torchscript(content: Content) -> Index:
             raise FormatError("a module has a name that stands for something else", entry=name)
         if values:
             state[name] = values
-    stored = ZipStorages(source, records, top, "")
-    resolver = stored.resolver(notes)
+    resolver = zip_resolver(source, records, top, "", notes)
     return index_of(source, "torchscript", state, world, resolver, notes)
 
 

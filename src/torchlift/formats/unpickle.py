@@ -140,11 +140,11 @@ class Machine:
 
     __slots__ = ("budget", "data", "highest", "memo", "outer", "pos", "rewritten", "stack", "world")
 
-    def __init__(self, data: bytes, world: World, pos: int = 0) -> None:
+    def __init__(self, data: bytes, world: World) -> None:
         self.data = data
         self.world = world
         self.budget = world.budget
-        self.pos = pos
+        self.pos = 0
         self.memo: dict[int, Any] = {}
         self.stack: list[Any] = []
         self.highest = -1
@@ -277,14 +277,13 @@ class _Stop(Exception):
 
 
 def read_pickle(
-    data: bytes, world: World, pos: int = 0, handlers: list[Handler] | None = None
+    data: bytes, world: World, handlers: list[Handler] | None = None
 ) -> tuple[object, int]:
     """Interpret one pickle without running anything.
 
     Args:
-        data: bytes that hold it.
+        data: bytes that begin with it.
         world: what globals and calls stand for.
-        pos: where it starts.
         handlers: a function per opcode instead of `HANDLERS`.
 
     Returns:
@@ -294,8 +293,7 @@ def read_pickle(
     Raises:
         FormatError: anything that is not a complete, well-formed pickle of bounded depth.
     """
-    machine = Machine(data, world, pos)
-    start = pos
+    machine, start = Machine(data, world), 0
     handlers = handlers or HANDLERS
     try:
         while True:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchlift._model import without_subclasses
 from torchlift._plan import Made, Rewriting
 from torchlift.errors import CheckpointError, MismatchError, PlacementError
 from torchlift.remap.merging import (
@@ -34,10 +35,6 @@ from torchlift.remap.merging import (
     unstacked,
 )
 from torchlift.remap.names import Renaming
-
-#: What is in conversion: pattern of the table, or a name made of it -> tensors.
-_Tensors = dict[str, list[Made]]
-
 
 #: What Python takes for no number from 4300 digits on, and nobody for that of a list's member.
 _LONG = re.compile("[0-9]{10,}")
@@ -55,7 +52,7 @@ class _Group:
 
     converter: Any
     name: str
-    tensors: _Tensors
+    tensors: dict[str, list[Made]]
 
     @property
     def absent(self) -> list[str]:
@@ -222,38 +219,31 @@ class _Table(Rewriting, Renaming):
 
 def _require_members(group: _Group) -> None:
     """Refuse a list of tensors in which one is missing: the table would take the others for it."""
-    numbers: dict[str, dict[int, str]] = {}
-    for pattern, items in group.tensors.items():
-        keys = [item.keys[0] for item in items]
-        rows = [key.split(".") for key in keys]
-        if len(keys) < 2 or len({len(row) for row in rows}) > 1:
+    lists: list[tuple[str, set[int]]] = []  # (name of a member with \0 for its number, numbers)
+    for items in group.tensors.values():
+        rows = [item.keys[0].split(".") for item in items]
+        if len(rows) < 2 or len({len(row) for row in rows}) > 1:
             continue
         differing = [at for at, column in enumerate(zip(*rows, strict=True)) if len({*column}) > 1]
         if len(differing) != 1:
             continue
-        texts = [row[differing[0]] for row in rows]
-        stems = [text.rstrip("0123456789") for text in texts]
-        if len(set(stems)) > 1 or stems[0] in texts:
+        (at,) = differing
+        texts = [row[at] for row in rows]
+        stem, *others = {text.rstrip("0123456789") for text in texts}
+        if others or stem in texts:
             continue
-        head, tail = (".".join(rows[0][edge]) for edge in _around(differing[0]))
-        head, tail = f"{head}.{stems[0]}".removeprefix("."), f".{tail}" if tail else ""
+        name = ".".join([*rows[0][:at], f"{stem}\0", *rows[0][at + 1 :]])
         # Of a longer number, the first digits: all members before it are missing in any case.
-        digits = [text.removeprefix(stems[0])[:10] for text in texts]
-        numbers[pattern] = {int(text): f"{head}\0{tail}" for text in digits}
-    count = max((1 + max(found) for found in numbers.values()), default=0)
+        lists.append((name, {int(text.removeprefix(stem)[:10]) for text in texts}))
+    count = max((1 + max(numbers) for _, numbers in lists), default=0)
     lacking = (
-        form.replace("\0", str(number))
-        for found in numbers.values()
-        for form in [next(iter(found.values()))]
+        name.replace("\0", str(number))
+        for name, numbers in lists
         for number in range(count)
-        if number not in found
+        if number not in numbers
     )
     if some := list(islice(lacking, MOST_NAMED)):
         raise missing_members(group.name, some)
-
-
-def _around(at: int) -> tuple[slice, slice]:
-    return slice(0, at), slice(at + 1, None)
 
 
 # ---- what its operations get instead of tensors
@@ -286,7 +276,7 @@ class _Stand(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # On meta first, where torch refuses what does not fit, and tells the shapes.
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             found = func(*args, **(kwargs or {}))
         made = found if isinstance(found, (tuple, list)) else [found]
         if not any(isinstance(one, torch.Tensor) for one in made):
@@ -380,15 +370,15 @@ def transformers(model_or_config: Any) -> Renaming:
         architecture=type(model).__name__,
         config=model.config,
         prefix=model.base_model_prefix,
-        shapes={name: tuple(tensor.shape) for name, tensor in _tensors(model).items()},
+        shapes={
+            name: tuple(value.shape)
+            for name, value in model.state_dict().items()
+            if hasattr(value, "shape")
+        },
         rules=get_model_conversion_mapping(model, hf_quantizer=quantizer),
         # As there: whether a prefix was in the file is known only once one was loaded.
         reversible=[rule for rule in saved if not isinstance(rule, PrefixChange)],
     )
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in model.state_dict().items() if hasattr(value, "shape")}
 
 
 def _of_config(config: Any) -> nn.Module:
