@@ -118,6 +118,21 @@ def test_a_callback_that_cannot_keep_is_an_error_before_the_first_step(tmp_path:
     assert not model.losses
 
 
+def test_a_run_that_goes_on_is_told_from_one_that_begins_anew(tmp_path: Path) -> None:
+    """A result that was not passed on is an error; the Trainer reads other folders as ever."""
+    callback = KeeperCallback(tmp_path / "kept")
+    trainer = trainer_of(tmp_path / "out", callback, Noisy(), max_steps=4)
+    callback.resume(trainer)
+    trainer.train()
+    again = KeeperCallback(tmp_path / "kept")
+    other = trainer_of(tmp_path / "out", again, Noisy(), max_steps=8)
+    assert again.resume(other) is not None
+    with pytest.raises(RuntimeError, match="begins anew"):
+        other.train()
+    with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
+        other.train(resume_from_checkpoint=str(tmp_path))
+
+
 @pytest.mark.distributed
 def test_two_ranks_go_on_bit_by_bit(tmp_path: Path) -> None:
     """Under DDP, each with its own random numbers."""

@@ -34,7 +34,8 @@ def _classes(place: str, name: str) -> Iterator[type]:
         ("lightning_fabric", "pytorch_lightning"),
     ]
     imported = [each for each in packages if each[0] in sys.modules]
-    for fabric, trainer in imported or [p for p in packages if find_spec(p[1].split(".")[0])]:
+    installed = [each for each in packages if find_spec(each[1].partition(".")[0])]
+    for fabric, trainer in imported or installed or packages[1:]:  # the last: which is missing
         yield getattr(import_module(place.format(fabric=fabric, trainer=trainer)), name)
 
 

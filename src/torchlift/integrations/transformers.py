@@ -78,7 +78,7 @@ class KeeperCallback(TrainerCallback):
         """Load everything into what the Trainer has prepared.
 
         Raises:
-            RuntimeError: `resume` was not called.
+            RuntimeError: `resume` was not called, or its result was not passed on.
             ValueError: the arguments say to save by what is known after the evaluation only.
         """
         if self.keeper is None:
@@ -88,8 +88,14 @@ class KeeperCallback(TrainerCallback):
         if args.save_strategy == SaveStrategy.BEST:
             raise ValueError('save_strategy="best": pass best= to the callback, and "steps" here')
         if self._folder is not None and self._step is not None:
-            self.keeper.resume(self._objects(), step=self._step, verify=False)
+            del self._trainer._load_from_checkpoint  # the next call of train may be another's
             self._folder.cleanup()
+            if state.global_step != self._step:
+                raise RuntimeError(
+                    "the Trainer begins anew: pass what callback.resume returns to train, as "
+                    "resume_from_checkpoint"
+                )
+            self.keeper.resume(self._objects(), step=self._step, verify=False)
             self._folder, self._sets_generators = None, True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
