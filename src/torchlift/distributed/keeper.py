@@ -284,7 +284,7 @@ class Keeper:
             state,
             tensors,
             equal,
-            {GENERATORS: Generators().state_dict(), **rest},
+            {GENERATORS: _generators(), **rest},
         )
         self._base = step
         if not self._background:
@@ -611,8 +611,7 @@ class Keeper:
                         # The object may keep what it gets, and a sweep removes the file: no maps.
                         state = _with_arrays(copy.deepcopy(choice.states[name]))
                         getattr(obj, "load_state_dict")(state)  # noqa: B009
-                if rng is not None:
-                    Generators().load_state_dict(rng)
+                _set_generators(rng)
                 self._base = _step(choice.states["step"])
                 return self._base, None
 
@@ -1020,3 +1019,12 @@ def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] |
             "no states of random number generators", file=path, entry="rng", found=str(error)
         ) from error
     return states
+
+
+def _generators() -> dict[str, Any]:
+    return Generators().state_dict()
+
+
+def _set_generators(states: Mapping[str, Any] | None) -> None:
+    if states is not None:
+        Generators().load_state_dict(states)
