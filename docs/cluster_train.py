@@ -8,7 +8,6 @@ ranks as there are now. Without a GPU it runs on the CPU.
 
 import argparse
 import os
-import signal
 from pathlib import Path
 
 import torch
@@ -68,10 +67,6 @@ def main(args):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,))
 
-    # A preemption comes as SIGTERM, which torchrun hands on to its ranks.
-    signals = []
-    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-
     # A skeleton has no memory, so no rank has all of the model, not even for a moment.
     torch.manual_seed(0)
     model = torchlift.skeleton(build, args.width, args.layers)
@@ -91,7 +86,8 @@ def main(args):
         if rank == 0:
             print(f"from step {step} on {ranks} x {device.type}", flush=True)
 
-        stop = torch.zeros(())
+        # A preemption comes as SIGTERM, which torchrun hands on to its ranks.
+        stop = keeper.should_stop()
         while step < args.steps and not stop:
             inputs, targets = batch(step, args.batch, args.width)
             inputs = inputs.chunk(ranks)[rank].to(device)
@@ -107,9 +103,8 @@ def main(args):
                 dist.all_reduce(mean)
                 if rank == 0:
                     print(f"step {step} loss {mean.item()!r}", flush=True)
-            # A rank that stopped alone would leave the others waiting for it.
-            stop.fill_(len(signals))
-            dist.all_reduce(stop, dist.ReduceOp.MAX)
+            # On all ranks: one that stopped alone would leave the others waiting for it.
+            stop = keeper.should_stop()
             if stop or step % args.every == 0:
                 keeper.save(step, state)
 

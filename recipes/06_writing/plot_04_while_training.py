@@ -181,8 +181,8 @@ plt.show()
 # waits for a copy in memory only, and the steps after it share the processor with the writing.*
 #
 # The snapshot is a second copy of the state on the host, which every save uses again; from an
-# accelerator it is pinned. On several ranks the same calls keep a folder for each step, in the
-# format of ``torch.distributed.checkpoint``: each rank writes its own shards.
+# accelerator it is pinned; ``keeper.report`` says how long a save took. A scheduler that sends a
+# signal before it ends the job stops the loop ``while not keeper.should_stop()``, on all ranks.
 #
 # Remember
 # --------
@@ -194,7 +194,7 @@ plt.show()
 # Use this when
 # -------------
 #
-# - **A run may be killed and started again:** `torchlift.Keeper`, with ``resume`` as its first
-#   line.
+# - **A run may be killed and started again:** `torchlift.Keeper`; its first line is ``resume``.
 # - **You save once, at the end:** `torchlift.save`.
+# - **Others than the last few should stay:** *Keep the best checkpoints, delete the others*.
 # - **You only need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.

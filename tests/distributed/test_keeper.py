@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -159,28 +160,29 @@ def test_each_metric_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sorted(opened) == [f"step-{step:09d}.pt" for step in (1, 2, 3, 4, 5, 5)]
 
 
+@pytest.mark.parametrize("call", ["rename", "unlink"])
 def test_an_old_one_that_cannot_be_removed_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """The new one is saved, the others are removed, and the next save tries again."""
-    run, unlink = run_of(), os.unlink
+    run, original = run_of(), getattr(os, call)
 
     def refusing(path: str, *args: Any, **options: Any) -> None:
-        if str(path).endswith("step-000000001.pt"):
+        if "step-000000001.pt" in str(path):
             raise PermissionError(13, "Permission denied", path)
-        unlink(path, *args, **options)
+        original(path, *args, **options)
 
     with torchlift.Keeper(tmp_path, keep=None, background=False) as keeper:
         for step in (1, 2):
             keeper.save(step, run)
     with torchlift.Keeper(tmp_path, keep=1, background=False) as keeper:
         with monkeypatch.context() as patch:
-            patch.setattr(os, "unlink", refusing)
+            patch.setattr(os, call, refusing)
             with pytest.warns(RuntimeWarning, match=r"cannot be removed.*step-000000001\.pt"):
                 assert keeper.save(3, run)
-        assert keeper.steps() == [1, 3]
+        assert keeper.steps() == ([1, 3] if call == "rename" else [3])
         keeper.save(4, run)
-        assert keeper.steps() == [4]
+    assert os.listdir(tmp_path) == ["step-000000004.pt"]
 
 
 @pytest.mark.parametrize("step", [-1, "7", 1.5, None, True])
@@ -558,6 +560,112 @@ def complete(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if not name.startswith("."))
 
 
+def test_a_report_says_what_a_save_wrote_and_how_long_it_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last one that is complete; it waits for none, and a failed save has none."""
+    written, save, model = threading.Event(), keeper_module.save, nn.Linear(50, 50)
+
+    def slow(state: dict[str, Any], *args: Any, **options: Any) -> Any:
+        assert written.wait(300)
+        if state["step"] == 3:
+            raise OSError("no such luck")
+        return save(state, *args, **options)
+
+    monkeypatch.setattr(keeper_module, "save", slow)
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, model=model)
+        assert keeper.report is None
+        written.set()
+        keeper.wait()
+        first = keeper.report
+        assert first is not None
+        assert (first.path, first.nbytes) == (keeper.latest(), first.written)
+        assert first.nbytes > 50 * 51 * 4
+        assert first.blocked > 0
+        assert f"blocked: {first.blocked:.2g} s; written in {first.seconds:.2g} s" in str(first)
+        written.clear()
+        keeper.save(2, model=model)
+        assert keeper.report == first
+        written.set()
+        keeper.save(3, model=model)
+        with pytest.raises(OSError, match="no such luck"):
+            keeper.wait()
+        assert keeper.report is not None
+        assert keeper.report.path == keeper.latest() == str(tmp_path / "step-000000002.pt")
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(4, model=model)
+        assert keeper.report is not None
+        assert keeper.report.blocked >= keeper.report.seconds
+
+
+# ---- stop on a signal
+
+
+def test_a_keeper_that_is_not_asked_installs_no_handler(tmp_path: Path) -> None:
+    """And one that is restores the former ones when it is closed, or gone."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+
+    def now() -> list[Any]:
+        return [signal.getsignal(number) for number in numbers]
+
+    with torchlift.Keeper(tmp_path) as keeper:
+        keeper.save(1, w=torch.ones(2))
+        assert now() == before
+        assert not keeper.should_stop()
+        assert now() != before
+    assert now() == before
+    with pytest.raises(ValueError, match="the keeper is closed"):
+        keeper.should_stop()
+    keeper = torchlift.Keeper(tmp_path)
+    assert not keeper.should_stop()
+    del keeper
+    gc.collect()
+    assert now() == before
+
+
+def test_a_signal_stops_and_reaches_who_was_there_before(tmp_path: Path) -> None:
+    """Nobody who installs a handler afterwards loses it."""
+    met: list[int] = []
+    former = signal.signal(signal.SIGUSR2, lambda number, _: met.append(number))
+    try:
+        with torchlift.Keeper(tmp_path) as keeper:
+            assert not keeper.should_stop(on=[signal.SIGUSR2, signal.SIGTERM])
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert keeper.should_stop()
+            assert keeper.should_stop()
+            assert met == [signal.SIGUSR2]
+            later = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        assert callable(later)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert met == [signal.SIGUSR2] * 2
+    finally:
+        signal.signal(signal.SIGUSR2, former)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_thread_cannot_be_the_first_to_ask(tmp_path: Path) -> None:
+    """Python installs handlers in the main thread only; after that anyone may ask."""
+    found: list[object] = []
+
+    def ask() -> None:
+        try:
+            found.append(keeper.should_stop())
+        except CheckpointError as error:
+            found.append(str(error))
+
+    with torchlift.Keeper(tmp_path) as keeper:
+        for _ in range(2):
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+            keeper.should_stop()
+    assert "asked in the main thread first" in str(found[0])
+    assert found[1] is False
+
+
 # ---- on several processes
 
 
@@ -578,6 +686,7 @@ results = saved_then_loaded(WORKERS, RANKS)
         "whatever_fails_on_one_rank_ends_it_on_all",
         "close_leaves_no_thread_and_no_descriptor",
         "ranks_wait_as_long_as_the_job_does",
+        "a_signal_to_one_rank_stops_all",
         "what_ranks_have_of_their_own_is_theirs_again",
         "other_ranks_are_told_of_what_each_had",
         "a_folder_on_a_network_is_read_in_slices",

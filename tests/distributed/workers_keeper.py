@@ -115,6 +115,11 @@ def _goes_on(wrapping: str, folder: Path, suffix: str) -> None:
         train(run)  # while it is being written
         after = values_of(run)
         keeper.wait()
+        report = keeper.report
+        assert report is not None
+        told: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(told, report.written)
+        assert sum(told) == report.nbytes
         again = run_of(wrapping)
         train(again)  # DDP sums in another order from its second step on
         assert keeper.resume(again) == STEPS
@@ -319,6 +324,20 @@ def ranks_wait_as_long_as_the_job_does() -> None:
         with torchlift.Keeper(SHARED / "waiting", timeout=timeout) as keeper:
             for each in (keeper._ranks, keeper._writers):
                 assert timeout_of(each.groups[0]) == expected
+
+
+def a_signal_to_one_rank_stops_all() -> None:
+    """At the same step; SIGTERM, which a scheduler sends to each process when it likes."""
+    rank, last, step = dist.get_rank(), dist.get_world_size() - 1, 0
+    before = signal.getsignal(signal.SIGTERM)
+    with torchlift.Keeper(SHARED / f"stopped-{dist.get_world_size()}") as keeper:
+        while not keeper.should_stop():
+            step += 1
+            if step == 3 and rank == last:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert step == 3
+        keeper.save(step, w=torch.ones(2))
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def whatever_fails_on_one_rank_ends_it_on_all() -> None:
@@ -569,6 +588,7 @@ if __name__ == "__main__":
                 whatever_fails_on_one_rank_ends_it_on_all,
                 close_leaves_no_thread_and_no_descriptor,
                 ranks_wait_as_long_as_the_job_does,
+                a_signal_to_one_rank_stops_all,
                 what_ranks_have_of_their_own_is_theirs_again,
                 another_model_is_an_error_that_lists_all_of_it,
                 a_part_is_resumed_by_the_same_rules_on_all_ranks,

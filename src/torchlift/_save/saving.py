@@ -91,6 +91,7 @@ class SaveReport(Summary):
         cast: key -> (dtype before, dtype in the file).
         seconds: how long it took.
         written: of `nbytes`, those that this process wrote: of a mesh, this rank.
+        blocked: of a `Keeper`, the seconds until its `save` returned on this rank.
     """
 
     path: str
@@ -105,6 +106,7 @@ class SaveReport(Summary):
     cast: Mapping[str, tuple[str, str]]
     seconds: float
     written: int = 0
+    blocked: float = 0.0
 
     def _summary(self) -> tuple[str, Facts]:
         facts: Facts = [("format", self.format)]
@@ -120,6 +122,8 @@ class SaveReport(Summary):
         if self.compacted:
             count = count_of(len(self.compacted), "view")
             facts.append(("compact", f"{count}, without {human(self.left_out)} around them"))
+        if self.blocked:
+            facts.append(("blocked", f"{self.blocked:.2g} s; written in {self.seconds:.2g} s"))
         size = f"{count_of(self.tensors, 'tensor')}, {human(self.nbytes)}"
         return f"{self.path}: {size}", facts
 

@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING
 from torchlift._lazy import lazy
 
 if TYPE_CHECKING:
+    from torchlift.distributed.folder import BestN as BestN
+    from torchlift.distributed.folder import EveryNSeconds as EveryNSeconds
+    from torchlift.distributed.folder import EveryNSteps as EveryNSteps
+    from torchlift.distributed.folder import Kept as Kept
+    from torchlift.distributed.folder import LatestN as LatestN
+    from torchlift.distributed.folder import RunFolder as RunFolder
     from torchlift.distributed.generators import Generators as Generators
     from torchlift.distributed.optimizer_load import OptimizerReport as OptimizerReport
     from torchlift.distributed.options import StateDictOptions as StateDictOptions
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
+        "folder": "BestN EveryNSeconds EveryNSteps Kept LatestN RunFolder",
         "generators": "Generators",
         "optimizer_load": "OptimizerReport",
         "options": "StateDictMismatch StateDictOptions",

@@ -1,18 +1,26 @@
-"""The folder of a run: which checkpoints are there and complete, which is the last and the best.
+"""The folder of a run: which checkpoints are complete, which are kept, and what becomes of others.
 
-It is read and swept by one process alone; nothing here waits for another.
+It is looked into from any process, and swept by the keeper's first; nothing here waits for another
+rank. The policies are called what orbax calls them.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
-from contextlib import suppress
-from typing import Literal, NamedTuple
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import monotonic, sleep
+from typing import Literal
 
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._transfer import remove_debris
+from torchlift._system import clipped_list
+from torchlift._transfer import make_durable, remove_debris
 from torchlift.errors import CheckpointError
 from torchlift.formats import DCP_METADATA
 
@@ -20,44 +28,218 @@ from torchlift.formats import DCP_METADATA
 _NAME = re.compile(r"step-([0-9]{9,})(?:-([0-9]+))?(\.pt)?")
 #: What a process that was killed leaves of one: its temporary file.
 _BEGUN = re.compile(r"\.(step-[\d-]+\.pt)\.torchlift-\w{8}\.part")
+#: What a checkpoint is called when it is none any more, until it is gone.
+_REMOVED = re.compile(r"\.step-[\d-]+(?:\.pt)?\.removed-\w{8}")
 
 
-class Kept(NamedTuple):
+@dataclass(order=True, unsafe_hash=True)
+class Kept:
     """A complete checkpoint.
 
     Attributes:
         generation: how many times the run has gone back to an earlier step before.
-        step, path: its own.
+        step: the number of steps that it is the result of.
+        path: where it is.
+        abandoned: whether the run has gone back behind it since; known to the keeper's policies.
     """
 
     generation: int
     step: int
     path: str
+    abandoned: bool = field(default=False, compare=False)
+    _known: dict[str, tuple[object, dict[str, float]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    @property
+    def _facts(self) -> os.stat_result:
+        is_file = self.path.endswith(".pt")
+        return os.stat(self.path if is_file else os.path.join(self.path, DCP_METADATA))
+
+    @property
+    def time(self) -> float:
+        """Return when it was complete, in seconds since 1970 by the clock of its file system."""
+        return self._facts.st_mtime
+
+    @cached_property
+    def metrics(self) -> Mapping[str, float] | None:
+        """Return its metrics that are numbers, by name, or None where they cannot be read."""
+        try:
+            facts = self._facts
+            stamp = facts.st_ino, facts.st_size, facts.st_mtime_ns
+            known, values = self._known.get(self.path, (None, {}))
+            if known != stamp:  # each is opened once, not all of them at each save
+                with open_checkpoint(self.path) as ckpt:
+                    values = {
+                        key.removeprefix("metrics."): float(value)
+                        for key, value in ckpt.objects.items()
+                        if key.startswith("metrics.") and isinstance(value, (int, float))
+                    }
+                self._known[self.path] = stamp, values
+        except (CheckpointError, OSError):
+            return None
+        return values
+
+
+#: Which of the checkpoints that are kept, in the order of saving, stay.
+Policy = Callable[[Sequence[Kept]], Iterable[Kept]]
+
+
+def _require_number(number: object, *kinds: type) -> None:
+    """Refuse what is no number of that kind from 1 on.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(number) not in kinds or number < 1:  # type: ignore[operator]
+        raise ValueError(f"n={number!r}: expected a number from 1 on")
+
+
+@dataclass(frozen=True)
+class LatestN:
+    """Keeps the last `n` checkpoints that led to where the run is; None keeps all there are.
+
+    Example:
+        >>> from torchlift.distributed import Kept, LatestN
+        >>> LatestN(2)([Kept(0, step, f"step-{step}") for step in (1, 2, 3)])[0].step
+        2
+    """
+
+    n: int | None
+
+    def __post_init__(self) -> None:
+        if self.n is not None:
+            _require_number(self.n, int)
+
+    def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
+        """Return those that stay."""
+        return kept if self.n is None else [one for one in kept if not one.abandoned][-self.n :]
+
+
+@dataclass(frozen=True)
+class BestN:
+    """Keeps the `n` checkpoints whose metric is the best, and those whose metrics are unreadable.
+
+    One without that metric, or where it is not a number, is never the best. Of equal ones the later
+    is.
+
+    Example:
+        >>> from torchlift.distributed import BestN
+        >>> BestN(2, "accuracy", best_is="highest")
+        BestN(n=2, metric='accuracy', best_is='highest')
+    """
+
+    n: int
+    metric: str
+    best_is: Literal["lowest", "highest"] = "lowest"
+
+    def __post_init__(self) -> None:
+        _require_number(self.n, int)
+        if self.best_is not in ("lowest", "highest"):
+            raise ValueError(f"best_is={self.best_is!r}: expected one of lowest, highest")
+
+    def ranked(self, kept: Sequence[Kept]) -> list[Kept]:
+        """Return those that have the metric, the best first."""
+        found = [
+            (value if self.best_is == "lowest" else -value, one)
+            for one in reversed(kept)
+            if (value := (one.metrics or {}).get(self.metric, float("nan"))) == value
+        ]
+        return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+    def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
+        """Return those that stay; one that cannot be read today may be the best."""
+        return self.ranked(kept)[: self.n] + [one for one in kept if one.metrics is None]
+
+
+@dataclass(frozen=True)
+class EveryNSteps:
+    """Keeps each checkpoint whose step is a multiple of `n`.
+
+    Example:
+        >>> from torchlift.distributed import EveryNSteps, Kept
+        >>> [one.step for one in EveryNSteps(2)([Kept(0, step, "") for step in (1, 2, 3, 4)])]
+        [2, 4]
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _require_number(self.n, int)
+
+    def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
+        """Return those that stay."""
+        return [one for one in kept if one.step % self.n == 0]
+
+
+@dataclass(frozen=True)
+class EveryNSeconds:
+    """Keeps the first checkpoint, and of the others each that is `n` seconds from the one before.
+
+    A clock that was set back counts like one that has gone on.
+
+    Example:
+        >>> from torchlift.distributed import EveryNSeconds, LatestN
+        >>> keep = [LatestN(2), EveryNSeconds(3600)]  # of a Keeper
+    """
+
+    n: float
+
+    def __post_init__(self) -> None:
+        _require_number(self.n, int, float)
+
+    def __call__(self, kept: Sequence[Kept]) -> Sequence[Kept]:
+        """Return those that stay."""
+        stays: list[Kept] = []
+        last = -float("inf")
+        for one in kept:
+            time = one.time
+            if abs(time - last) >= self.n:
+                stays.append(one)
+                last = time
+        return stays
+
+
+class _NotYet(CheckpointError, TimeoutError):
+    """There is no other checkpoint, and no more time."""
 
 
 class RunFolder:
-    """Finds the checkpoints of a run in its folder, names the next one and removes old ones.
+    """Looks into the folder of a `torchlift.Keeper` from another process, such as an evaluation.
+
+    It writes nothing, removes nothing, and needs no process group. It names complete checkpoints
+    only. The keeper may remove one at any time after that: to open it is a `CheckpointError` then
+    or, of a file that is open already, no error at all. Let the keeper keep what you evaluate.
 
     Args:
-        directory: where; absolute.
-        keep, every, best, best_is: see `Keeper`.
+        directory: that of the keeper.
+        best: the name of the metric by which `best` tells.
+        best_is: whether the lowest or the highest is the best.
+
+    Raises:
+        ValueError: an argument is not what it can be.
+
+    Example:
+        >>> import tempfile, torch, torchlift
+        >>> folder = tempfile.mkdtemp()
+        >>> with torchlift.Keeper(folder) as keeper:
+        ...     keeper.save(1, model=torch.nn.Linear(2, 1))
+        True
+        >>> run = torchlift.distributed.RunFolder(folder)
+        >>> run.steps(), run.wait_for_new() == run.latest()
+        ([1], True)
     """
 
     def __init__(
         self,
-        directory: str,
-        keep: int | None,
-        every: int | None,
-        best: str | None,
-        best_is: Literal["lowest", "highest"],
+        directory: str | os.PathLike[str],
+        *,
+        best: str | None = None,
+        best_is: Literal["lowest", "highest"] = "lowest",
     ) -> None:
-        self.directory = directory
-        self._keep, self._every, self._best, self._best_is = keep, every, best, best_is
-        self._metrics: dict[str, tuple[object, float | None]] = {}  # path -> stamp, that of best=
-
-    def best(self) -> str | None:
-        """Return the path of the complete checkpoint with the best metric, or None."""
-        return self._best_of(self.kept())[0]
+        self.directory = os.path.abspath(os.fspath(directory))
+        self._best = BestN(1, best, best_is) if best is not None else None
+        self._known: dict[str, tuple[object, dict[str, float]]] = {}
 
     def kept(self) -> list[Kept]:
         """Return the complete checkpoints in the order of saving, of each step the last one.
@@ -65,57 +247,170 @@ class RunFolder:
         Raises:
             CheckpointError: the folder cannot be read.
         """
-        found: dict[int, Kept] = {}
+        return _last_of_each_step(self._complete())
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a complete checkpoint, in the order of saving.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        return [one.step for one in self.kept()]
+
+    def latest(self) -> str | None:
+        """Return the path of the last complete checkpoint, or None.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        kept = self.kept()
+        return kept[-1].path if kept else None
+
+    def best(self) -> str | None:
+        """Return the path of the complete checkpoint with the best metric, or None.
+
+        One that cannot be read is warned of.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        if self._best is None:
+            return None
+        kept = self.kept()
+        found = self._best.ranked(kept)
+        unread = [one.path for one in kept if one.metrics is None and os.path.exists(one.path)]
+        if unread:
+            warnings.warn(
+                f"metrics cannot be read, so another may be the best: {clipped_list(unread)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return found[0].path if found else None
+
+    def wait_for_new(self, after: str | None = None, *, timeout: float | None = None) -> str:
+        """Return the path of the last complete checkpoint as soon as it is a newer one.
+
+        Args:
+            after: path of the one that is known; None waits for any. The folder may not be there
+                yet.
+            timeout: seconds; None waits for ever.
+
+        Raises:
+            CheckpointError: there is none in time; a TimeoutError, too.
+            ValueError: `after` is not a path of a checkpoint.
+        """
+        match = _NAME.fullmatch(os.path.basename(after)) if after is not None else None
+        if after is not None and match is None:
+            raise ValueError(f"after={after!r}: expected a path that latest() has returned")
+        known = (int(match[2] or 0), int(match[1])) if match else (-1, -1)
+        end, pause = monotonic() + (float("inf") if timeout is None else timeout), 0.05
+        while True:
+            kept = self.kept() if os.path.isdir(self.directory) else []
+            if kept and (kept[-1].generation, kept[-1].step) > known:
+                return kept[-1].path
+            left = end - monotonic()
+            if left <= 0:
+                raise _NotYet(
+                    f"has no new checkpoint after {timeout:g} s",
+                    file=self.directory,
+                    expected=f"one after {os.path.basename(after)}" if after else "any",
+                    found=kept[-1].path if kept else None,
+                )
+            sleep(min(pause, left))
+            pause = min(2 * pause, 1.0)
+
+    def _complete(self) -> list[Kept]:
+        """Return all complete checkpoints."""
+        matches = filter(None, map(_NAME.fullmatch, self._names()))
+        found = [
+            Kept(int(match[2] or 0), int(match[1]), self._path(match[0]))
+            for match in matches
+            if self._is_complete(match)
+        ]
+        for one in found:
+            one._known = self._known
+        return found
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.directory, name)
+
+    def _is_complete(self, match: re.Match[str]) -> bool:
+        """Tell whether one of that name is: of a folder the marker is written last."""
+        return bool(match[3]) or os.path.exists(self._path(os.path.join(match[0], DCP_METADATA)))
+
+    def _names(self) -> list[str]:
         try:
-            names = os.listdir(self.directory)
+            return os.listdir(self.directory)
         except OSError as error:  # somebody has removed it, or its file system is not there
             raise CheckpointError(
                 "the folder of the checkpoints cannot be read",
                 file=self.directory,
                 found=str(error),
             ) from error
-        for name in names:
-            match, path = _NAME.fullmatch(name), os.path.join(self.directory, name)
-            # Which DCP renames to its name when all ranks have written their files.
-            complete = match and (match[3] or os.path.exists(os.path.join(path, DCP_METADATA)))
-            if match and complete:
-                kept = Kept(int(match[2] or 0), int(match[1]), path)
-                found[kept.step] = max(kept, found.get(kept.step, kept))
-        return sorted(found.values())
 
-    def _best_of(self, kept: list[Kept]) -> tuple[str | None, set[str]]:
-        """Return the path of the best, and the paths of those whose metric cannot be read."""
-        values: dict[str, float] = {}
-        unknown: set[str] = set()
-        for one in kept if self._best is not None else ():
-            try:
-                value = self._metric_of(one.path)
-            except (CheckpointError, OSError):
-                unknown.add(one.path)
-                continue
-            if value is not None and value == value:  # a loss that is NaN is never the best
-                values[one.path] = value if self._best_is == "lowest" else -value
-        return min(reversed(values), key=values.__getitem__, default=None), unknown
 
-    def _metric_of(self, path: str) -> float | None:
-        """Return the metric of a checkpoint; None where it has none that is a number.
+def policies_of(
+    keep: int | Policy | Iterable[Policy] | None,
+    every: int | None,
+    best: str | None,
+    best_is: Literal["lowest", "highest"],
+) -> list[Policy]:
+    """Return the policies that a keeper's arguments mean."""
+    found: list[Policy] = [BestN(1, best, best_is)] if best is not None else []
+    if every is not None:
+        found.append(EveryNSteps(every))
+    if keep is None or isinstance(keep, int):
+        keep = LatestN(keep)
+    return [*found, keep] if callable(keep) else [*found, *keep]
 
-        Raises:
-            CheckpointError: the file cannot be read.
-            OSError: it is gone.
+
+class KeptFolder(RunFolder):
+    """Names the next checkpoint of a run, and removes those that no policy keeps.
+
+    Another job that saves here is told of, and loses nothing: what this one has neither saved
+    itself, nor found when it resumed, stays, counts for no policy, and is never replaced.
+
+    Args:
+        directory: where; absolute.
+        policies: what any of them keeps stays.
+    """
+
+    def __init__(self, directory: str, policies: Sequence[Policy]) -> None:
+        super().__init__(directory)
+        self._policies = policies
+        #: Metrics that each checkpoint has to have.
+        self.metrics = [each.metric for each in policies if isinstance(each, BestN)]
+        self._best = next((each for each in policies if isinstance(each, BestN)), None)
+        # Paths: of the run's own; that were not complete at first; of others; of other branches.
+        self._own: set[str] | None = None
+        self._begun: set[str] = set()
+        self._others: set[str] = set()
+        self._abandoned: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-remover")
+        self._removing: list[Future[list[str]]] = []
+
+    def adopt(self, until: int | None = None) -> list[Kept]:
+        """Take what is here, of no later step than `until`, for the run's own; return what is kept.
+
+        What is not complete is another job's if somebody completes it.
         """
-        facts = os.stat(path if os.path.isfile(path) else os.path.join(path, DCP_METADATA))
-        stamp = facts.st_ino, facts.st_size, facts.st_mtime_ns
-        known, value = self._metrics.get(path, (None, None))
-        if known != stamp:  # each is opened once, not all of them at each save
-            with open_checkpoint(path) as ckpt:
-                found = ckpt.objects.get(f"metrics.{self._best}")
-            value = float(found) if isinstance(found, (int, float)) else None
-            self._metrics[path] = stamp, value
-        return value
+        kept, found = self.kept(), [_NAME.fullmatch(name) for name in self._names()]
+        here = [match for match in found if match and (until is None or int(match[1]) <= until)]
+        self._own = {self._path(match[0]) for match in here if self._is_complete(match)}
+        self._begun = {self._path(match[0]) for match in here} - self._own
+        return kept
 
     def new_path(self, step: int, base: int | None, is_file: bool) -> tuple[str, int]:
-        """Return what to call a step's checkpoint, and the last step that may have led to it."""
+        """Return what to call a step's checkpoint, and the last step that may have led to it.
+
+        Args:
+            step: its own.
+            base: that was last resumed or saved.
+            is_file: whether it is a file, and no folder.
+        """
+        if self._own is None:  # a run that has not resumed may not be that of a later step
+            self.adopt(step)
+        assert self._own is not None
         kept = self.kept()
         before = step - 1 if base is None else min(step - 1, base)
         generation = 0
@@ -124,54 +419,114 @@ class RunFolder:
             is_replaced = step == last.step and is_file and last.path.endswith(".pt")
             # A run that went back; or a folder, which stays until the new one is complete.
             generation = last.generation + (last.step > before and not is_replaced)
-        name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
-        path = os.path.join(self.directory, name)
+        while True:
+            path = self._path(f"step-{step:09d}" + (f"-{generation}" if generation else ""))
+            markers = {path: os.path.join(path, DCP_METADATA), path + ".pt": path + ".pt"}
+            if {each for each in markers if os.path.lexists(markers[each])} <= self._own:
+                break
+            generation += 1  # it is another job's
         if os.path.lexists(path) and path not in [one.path for one in kept]:
-            _remove(path)  # what a save that was killed left must not become a part of this one
-        return name + (".pt" if is_file else ""), before
+            _retire(path)  # what a save that was killed left must not become a part of this one
+        path += ".pt" if is_file else ""
+        self._own.add(path)
+        return os.path.basename(path), before
 
     def sweep(self, newest: str, before: int) -> list[str]:
         """Remove what is no longer to be kept, and what saves that were interrupted left.
 
+        Args:
+            newest: path of the checkpoint that was saved last.
+            before: the last step that may have led to it.
+
         Returns:
-            What could not be removed, and why.
+            What went wrong, in sentences.
         """
-        kept = self.kept()
+        assert self._own is not None
+        told, kept = [], self._complete()
+        own = _last_of_each_step(one for one in kept if one.path in self._own)
         # Backwards, without the steps that a run did which went back behind them.
-        branch = [newest]
-        for one in reversed(kept):
-            if one.step <= before and one.path != newest:
-                branch.append(one.path)
-                before = one.step - 1
-        last = [one.path for one in kept] if self._keep is None else branch[: self._keep]
-        stays: set[str | None] = {*last}
-        stays |= {one.path for one in kept if self._every and one.step % self._every == 0}
-        best, unknown = self._best_of(kept)
-        stays |= {newest, best} | unknown  # one that cannot be read today may be the best
-        left = []
-        for name in os.listdir(self.directory):
-            path = os.path.join(self.directory, name)
+        self._abandoned.discard(newest)
+        for one in reversed(own):
+            if one.path != newest and one.path not in self._abandoned:
+                if one.step > before:
+                    self._abandoned.add(one.path)
+                before = min(before, one.step - 1)
+        for one in own:
+            one.abandoned = one.path in self._abandoned
+        try:
+            stays = {newest, *(one.path for policy in self._policies for one in policy(own))}
+        except Exception as error:  # of the caller's function: the new checkpoint is complete
+            told.append(f"keep= failed, and nothing is removed: {type(error).__name__}: {error}")
+            stays = self._own
+        failed, gone = [], (self._own | self._begun.difference(one.path for one in kept)) - stays
+        for name in self._names():
             if begun := _BEGUN.fullmatch(name):
-                remove_debris(os.path.join(self.directory, begun[1]))
-            if not _NAME.fullmatch(name) or path in stays:
-                continue
-            try:
-                _remove(path)
-            except OSError as error:
-                left.append(str(error))
-        return left
+                remove_debris(self._path(begun[1]))
+            if self._path(name) in gone:
+                try:
+                    _retire(self._path(name))
+                except OSError as error:
+                    failed.append(str(error))
+        others = {one.path for one in kept} - self._own - self._others
+        if others:
+            self._others |= others
+            told.append(
+                "checkpoints that this run has neither saved nor resumed from stay, since another "
+                f"job may need them: {clipped_list(sorted(others))}. Call resume() first; and give "
+                "each job a folder of its own."
+            )
+        retired = [self._path(name) for name in self._names() if _REMOVED.fullmatch(name)]
+        if retired:
+            self._removing.append(self._thread.submit(_remove_all, self.directory, retired))
+        return told + self._failures(failed, [each for each in self._removing if each.done()])
+
+    def removed(self) -> list[str]:
+        """Wait until all is removed that is to be; return, in a sentence, what cannot be."""
+        return self._failures([], list(self._removing))
+
+    def close(self) -> None:
+        """End the thread that removes."""
+        self._thread.shutdown()
+
+    def _failures(self, failed: list[str], done: list[Future[list[str]]]) -> list[str]:
+        for each in done:
+            error = each.exception()
+            failed += each.result() if error is None else [repr(error)]
+            self._removing.remove(each)
+        text = "older checkpoints cannot be removed; the next save tries again: "
+        return [text + clipped_list(dict.fromkeys(failed))] if failed else []
 
 
-def _remove(path: str) -> None:
-    """Remove a checkpoint; of a link, which somebody made, the link alone.
+def _last_of_each_step(kept: Iterable[Kept]) -> list[Kept]:
+    return sorted({one.step: one for one in sorted(kept)}.values())
+
+
+def _retire(path: str) -> None:
+    """Give a checkpoint a name that is none; of a link, which somebody made, the link alone.
+
+    So that half of one is never complete, and no save waits until all of it is gone.
 
     Raises:
-        OSError: it is still there.
+        OSError: it has its name.
     """
-    if os.path.islink(path) or not os.path.isdir(path):
-        os.unlink(path)
-        return
-    # First the marker: what a crash leaves of it here is no complete checkpoint.
-    with suppress(FileNotFoundError):
-        os.unlink(os.path.join(path, DCP_METADATA))
-    shutil.rmtree(path)
+    folder, name = os.path.split(path)
+    os.rename(path, os.path.join(folder, f".{name}.removed-{secrets.token_hex(4)}"))
+
+
+def _remove_all(directory: str, paths: Sequence[str]) -> list[str]:
+    """Remove files, links and folders; return which cannot be, and why."""
+    failed = []
+    try:
+        make_durable(directory)  # a crash of the machine must not give one its old name again
+    except OSError as error:
+        return [f"{directory}: {error}"]
+    for path in paths:
+        try:
+            if os.path.islink(path) or not os.path.isdir(path):
+                os.unlink(path)
+            else:
+                shutil.rmtree(path)
+        except OSError as error:
+            if os.path.lexists(path):  # and no other keeper, or earlier sweep, has removed it
+                failed.append(str(error))
+    return failed

@@ -18,11 +18,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
 from glob import escape
 from hashlib import sha256
 from operator import and_
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,12 +45,12 @@ from torchlift._model import (
     world_of,
 )
 from torchlift._plan import Options, Patterns, Rename, Rewriting, allowed
-from torchlift._save import is_array, make_folders, memory_of, require_savable, save
+from torchlift._save import SaveReport, is_array, make_folders, memory_of, require_savable, save
 from torchlift._sources import FileTensor
-from torchlift._system import clipped_list, leaves, map_leaves
+from torchlift._system import leaves, map_leaves
 from torchlift._transfer import file_system
 from torchlift.distributed.choice import GENERATORS, Choice, choose
-from torchlift.distributed.folder import RunFolder
+from torchlift.distributed.folder import KeptFolder, Policy, policies_of
 from torchlift.distributed.generators import Generators
 from torchlift.distributed.options import (
     Part,
@@ -56,6 +58,7 @@ from torchlift.distributed.options import (
     StateDictOptions,
     model_misfit,
 )
+from torchlift.distributed.signals import STOPS, StopSignals
 from torchlift.distributed.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -91,7 +94,7 @@ class _Misfit(NamedTuple):
 
 
 class Keeper:
-    """Keeps the checkpoints of one run in a folder, which no other program writes to.
+    """Keeps the checkpoints of one run in a folder, which no other program should write to.
 
     A checkpoint is a torch file, ``step-000000100.pt``, which appears whole or not at all; of
     several processes, too, each of which writes its own bytes. Where these are on several machines,
@@ -99,6 +102,11 @@ class Keeper:
     GPFS), it is a folder, ``step-000000100``, in the format of ``torch.distributed.checkpoint``
     with a file a rank; its ``.metadata``, which is written last, says that it is complete.
     `torchlift.open` and `torchlift.load` read both (``root="model"``), on any number of processes.
+
+    What is no longer to be kept loses its name first, and is removed in a thread of its own, which
+    delays no save; what a kill leaves, a later keeper removes. Other programs look into the folder
+    with `torchlift.distributed.RunFolder`. A job that has not resumed removes nothing that it finds
+    of later steps, and no job what another one has saved there meanwhile; it is warned of both.
 
     A save takes a snapshot in memory, which is all that training waits for, and writes it in a
     thread of its own. One save is on its way at a time. What goes wrong there is raised by the next
@@ -117,7 +125,10 @@ class Keeper:
     Args:
         directory: where; created where it is not there.
         keep: how many of the last checkpoints to keep, without those of steps that the run has gone
-            back on; None keeps all. One that cannot be removed is warned of.
+            back on; None keeps all. Or policies, of which any may keep one: `LatestN`, `BestN`,
+            `EveryNSteps` and `EveryNSeconds` of `torchlift.distributed`, or functions, each of
+            which takes the list of what is kept (see `Kept`) and returns what stays, in a thread of
+            rank 0. The newest stays. One that cannot be removed is warned of.
         every: keep those too whose step is a multiple of it.
         best: keep the one too whose metric of that name is the best.
         best_is: whether the lowest or the highest metric is.
@@ -151,7 +162,7 @@ class Keeper:
         self,
         directory: str | os.PathLike[str],
         *,
-        keep: int | None = 3,
+        keep: int | Policy | Sequence[Policy] | None = 3,
         every: int | None = None,
         best: str | None = None,
         best_is: Literal["lowest", "highest"] = "lowest",
@@ -160,10 +171,10 @@ class Keeper:
         timeout: float | None = None,
     ) -> None:
         self.directory = os.path.abspath(os.fspath(directory))
-        self._folder, self._best = RunFolder(self.directory, keep, every, best, best_is), best
         self._background, self._skips = background, busy == "skip"
         self._rank = world_of()[0]
-        numbers = {"keep": keep, "every": every}
+        is_policy = callable(keep) or (isinstance(keep, (list, tuple)) and all(map(callable, keep)))
+        numbers: dict[str, Any] = {"keep": None if is_policy else keep, "every": every}
         words = {"best_is": (best_is, "lowest", "highest"), "busy": (busy, "wait", "skip")}
         # Before the groups are made, in which the others would wait for a rank that has left.
         alike = background, busy, best, timeout
@@ -171,13 +182,17 @@ class Keeper:
         if len(set(told.values())) > 1:
             names = "background=, busy=, best= and timeout="
             raise ValueError(f"the ranks do not pass the same {names}: {told}")
+        self._folder = KeptFolder(self.directory, policies_of(keep, every, best, best_is))
         # Two of its own: what a save in the background agrees on must not meet what the calls of
         # this class do, nor what training does.
         self._ranks, self._writers = [RankGroup(_new_groups(timeout)) for _ in "ab"]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
-        self._in_flight: list[Future[list[str]] | None] = [None]
+        self._in_flight: list[Future[tuple[SaveReport, list[str]]] | None] = [None]
         weakref.finalize(self, _lost, self._in_flight)
         self._closed = False
+        self._signals: StopSignals | None = None
+        self._report: SaveReport | None = None
+        self._blocked = 0.0
         self._stager: DefaultStager | None = None
         self._base: int | None = None  # the step that was last resumed or saved
         _, places = self._ranks.run(self._make_folder)
@@ -219,12 +234,14 @@ class Keeper:
 
         Returns:
             Whether it is being saved; False where the last save is not done, and not waited for.
+            `report` says what became of it.
 
         Raises:
             CheckpointError: the last one could not be saved; without `background`, this one.
             PlacementError: an object has what no file can hold so that it is resumed from there.
             TypeError, ValueError: an argument is not what it can be.
         """
+        began = perf_counter()
 
         def check() -> tuple[
             tuple[int, dict[str, object], dict[str, float]], tuple[int, bool, list[str]]
@@ -234,9 +251,10 @@ class Keeper:
                 raise ValueError("the keeper is closed")
             named = _named(state, objects)
             values = {name: float(value) for name, value in (metrics or {}).items()}
-            if self._rank == 0 and self._best is not None and self._best not in values:
+            missing = [name for name in self._folder.metrics if name not in values]
+            if self._rank == 0 and missing:
                 raise ValueError(
-                    f"metrics has no {self._best!r}, by which the best checkpoint is told (best=)"
+                    f"metrics has no {missing[0]!r}, by which the best checkpoint is told (best=)"
                 )
             return (number, named, values), (number, self._is_done, _model_names(named))
 
@@ -246,7 +264,7 @@ class Keeper:
         _require_alike([names for *_, names in told.values()])
         if self._skips and not all(done for _, done, _ in told.values()):
             return False
-        self.wait()
+        self._finish()
 
         def take() -> tuple[
             tuple[dict[str, Any], dict[str, Any]],
@@ -286,32 +304,84 @@ class Keeper:
             equal,
             {GENERATORS: _generators(), **rest},
         )
-        self._base = step
+        self._base, self._blocked = step, perf_counter() - began
         if not self._background:
             self.wait()
+            assert self._report is not None
+            self._report = replace(self._report, blocked=perf_counter() - began)
         return True
 
+    @property
+    def report(self) -> SaveReport | None:
+        """Return what the last save that is complete wrote, and how long it took; None before.
+
+        It waits for nobody: in a loop it may be that of the save before the last one.
+        """
+        (saving,) = self._in_flight
+        if saving is None or not saving.done() or saving.exception() is not None:
+            return self._report
+        return replace(saving.result()[0], blocked=self._blocked)
+
+    def should_stop(self, *, on: Iterable[int] = STOPS) -> bool:
+        """Tell whether a signal has asked any rank to stop; on a mesh all ranks call it.
+
+        The first call is what listens, so make one before the first step, as a ``while`` does. It
+        calls the handlers that were there, and `close` restores them; a keeper that is never asked
+        installs none. The ranks exchange a few bytes: where steps are short, ask at every tenth.
+
+        Args:
+            on: the signals, at the first call: SIGTERM, and the SIGUSR1 that a scheduler may be
+                told to send some minutes before it.
+
+        Raises:
+            CheckpointError: the first call is not made in the main thread.
+            ValueError: the keeper is closed.
+
+        Example:
+            >>> import tempfile, torch, torchlift
+            >>> model, step = torch.nn.Linear(2, 1), 0
+            >>> with torchlift.Keeper(tempfile.mkdtemp()) as keeper:
+            ...     while step < 3 and not keeper.should_stop():
+            ...         step += 1
+            ...     keeper.save(step, model=model)
+            True
+        """
+
+        def look() -> tuple[None, bool]:
+            if self._closed:
+                raise ValueError("the keeper is closed")
+            if self._signals is None:
+                self._signals = StopSignals(on)
+                weakref.finalize(self, self._signals.close)
+            return None, self._signals.met
+
+        return any(self._ranks.run(look)[1].values())
+
     def wait(self) -> None:
-        """Return when nothing is being saved any more; on a mesh all ranks call it.
+        """Return when nothing is being saved or removed any more; on a mesh all ranks call it.
 
         Raises:
             CheckpointError: the last save failed; what was complete before it still is.
+        """
+        self._finish(self._folder.removed)
+
+    def _finish(self, more: Callable[[], list[str]] = list) -> None:
+        """Wait for the last save; warn of what it and `more` tell.
+
+        Raises:
+            CheckpointError: it failed.
         """
 
         def end() -> tuple[None, None]:
             (saving,) = self._in_flight
             error = None if saving is None else saving.exception()
+            self._report = self.report
             # Not before: an interrupted wait must not let the next snapshot into the same memory.
             self._in_flight[0] = None
             if error is not None:
                 raise error
-            if saving is not None and saving.result():
-                warnings.warn(
-                    f"older checkpoints cannot be removed; the next save tries again: "
-                    f"{clipped_list(saving.result())}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+            for sentence in [*(() if saving is None else saving.result()[1]), *more()]:
+                warnings.warn(sentence, RuntimeWarning, stacklevel=6)
             return None, None
 
         # All ranks raise, or one would go on alone into the next collective.
@@ -336,10 +406,13 @@ class Keeper:
 
     def _free(self) -> None:
         self._closed = True
+        if self._signals is not None:
+            self._signals.close()
         self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
             self._stager = None
+        self._folder.close()
 
     def __enter__(self) -> Keeper:
         return self
@@ -392,7 +465,7 @@ class Keeper:
         tensors: dict[str, Any],
         equal: dict[str, Any],
         own: dict[str, Any],
-    ) -> list[str]:
+    ) -> tuple[SaveReport, list[str]]:
         """Write a checkpoint, and remove those that are no longer to be kept.
 
         Args:
@@ -404,18 +477,18 @@ class Keeper:
             own: states of what is this rank's.
 
         Returns:
-            Which of these could not be removed, and why.
+            What was written, and what went wrong with those, in sentences.
         """
         path, rank = os.path.join(self.directory, name), str(self._rank)
         group = self._writers.groups[0] if self._writers.groups else None
         if self._is_one:
             state = {**state, **equal, "ranks": {rank: own}, **tensors}
-            save(state, path, replicated="rank0", process_group=group)
+            report = save(state, path, replicated="rank0", process_group=group)
         else:
             packed, _ = self._writers.run(partial(self._packed, equal, own))
             state = {**state, **packed, **tensors}
-            save(state, path, format="dcp", replicated="rank0", process_group=group)
-        return self._folder.sweep(path, before) if rank == "0" else []
+            report = save(state, path, format="dcp", replicated="rank0", process_group=group)
+        return report, self._folder.sweep(path, before) if rank == "0" else []
 
     def _digest(self, state: Mapping[str, Any]) -> bytes:
         """Return what is equal where ranks have the same state of an object.
@@ -448,12 +521,11 @@ class Keeper:
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in the order of saving."""
-        return [kept.step for kept in self._folder.kept()]
+        return self._folder.steps()
 
     def latest(self) -> str | None:
         """Return the path of the last complete checkpoint, or None."""
-        kept = self._folder.kept()
-        return kept[-1].path if kept else None
+        return self._folder.latest()
 
     def best(self) -> str | None:
         """Return the path of the complete checkpoint with the best metric, or None."""
@@ -520,7 +592,7 @@ class Keeper:
                 ``torchlift.open(keeper.latest()).tree()``.
             MismatchError: a pattern fits nothing, or nothing is left.
         """
-        self.wait()
+        self._finish()
 
         def find() -> tuple[
             tuple[dict[str, object], Options], tuple[tuple[str, list[int]] | None, list[str]]
@@ -545,7 +617,7 @@ class Keeper:
                         f"{name}: a {type(obj).__name__} has no load_state_dict; plain data is in "
                         "torchlift.open(path).tree()"
                     )
-            kept = self._folder.kept() if self._rank == 0 else []
+            kept = self._folder.adopt() if self._rank == 0 else []
             at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
             before = [one.step for one in kept[:at]]
             place = None if at is None else (kept[at].path, before)
@@ -860,7 +932,7 @@ def _verify(path: str, before: list[int]) -> None:
         )
 
 
-def _lost(saving: list[Future[list[str]] | None]) -> None:
+def _lost(saving: list[Future[tuple[SaveReport, list[str]]] | None]) -> None:
     """Warn of a save that failed, if nobody has asked."""
     error = saving[0].exception() if saving[0] is not None and saving[0].done() else None
     if error is not None:

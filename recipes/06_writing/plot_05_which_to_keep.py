@@ -1,0 +1,170 @@
+"""
+Keep the best checkpoints, delete the others
+============================================
+
+The disk is full of checkpoints; or only the last three are kept, and the best one was deleted last
+night. Which of them should stay, and how does an evaluation job find the next one?
+
+Say what may keep one: a `torchlift.Keeper` takes policies that combine, and removes in the
+background what none of them keeps.
+"""
+
+# %%
+# In short
+# --------
+
+import tempfile
+
+import torch
+
+import torchlift
+from torchlift.distributed import BestN, EveryNSteps, LatestN
+
+folder = tempfile.mkdtemp()
+policies = [LatestN(2), BestN(2, "loss"), EveryNSteps(4)]
+losses = [0.9, 0.4, 0.2, 0.6, 0.3, 0.5, 0.7, 0.8, 0.6]
+with torchlift.Keeper(folder, keep=policies) as keeper:
+    for step, loss in enumerate(losses, 1):
+        keeper.save(step, model=torch.nn.Linear(2, 1), metrics={"loss": loss})
+print("kept:", keeper.steps(), "best:", keeper.best()[-17:])
+
+# %%
+# Steps 8 and 9 are the last two, 3 and 5 the best two, 4 and 8 are multiples of four. Step 2 was
+# one of the best until step 5 was better. Where the highest is the best, pass
+# ``best_is="highest"``; ``EveryNSeconds(3600)`` keeps one an hour. Orbax calls its policies the
+# same.
+#
+# The best one is gone
+# --------------------
+#
+# A number alone, such as ``keep=3`` or torchtitan's ``keep_latest_k``, counts from the end:
+
+with torchlift.Keeper(tempfile.mkdtemp(), keep=3) as keeper:
+    for step, loss in enumerate(losses, 1):
+        keeper.save(step, model=torch.nn.Linear(2, 1), metrics={"loss": loss})
+print(
+    "kept:",
+    keeper.steps(),
+    "- the best of all was step",
+    1 + losses.index(min(losses)),
+)
+
+# %%
+# A rule of your own is a function: it takes what is kept, oldest first, and returns what stays. The
+# newest always does.
+
+
+def good_enough(kept):
+    return [one for one in kept if one.metrics["loss"] < 0.5]
+
+
+with torchlift.Keeper(tempfile.mkdtemp(), keep=[good_enough, LatestN(1)]) as keeper:
+    for step, loss in enumerate(losses, 1):
+        keeper.save(step, model=torch.nn.Linear(2, 1), metrics={"loss": loss})
+print("kept:", keeper.steps())
+
+# %%
+# No such file or directory
+# -------------------------
+#
+# Another job evaluates what the run keeps. It lists the folder, and opens what a keeper has removed
+# meanwhile, or what is half there. A `torchlift.distributed.RunFolder` names complete checkpoints
+# only, waits for the next one, and writes nothing. What is removed after that is one clear error:
+
+from torchlift.distributed import RunFolder
+
+run = RunFolder(folder, best="loss")
+path = run.latest()
+with torchlift.Keeper(folder, keep=1) as keeper:
+    keeper.resume()
+    keeper.save(10, model=torch.nn.Linear(2, 1), metrics={"loss": 0.1})
+try:
+    torchlift.open(path)
+except torchlift.CheckpointError as error:
+    print(path[-17:], "-", error.reason)
+path = run.wait_for_new(path, timeout=60)
+print("new:", path[-17:], "best:", run.best()[-17:])
+
+# %%
+# Let the keeper keep what you evaluate, with ``EveryNSteps`` for example. A file that is open stays
+# readable when it is removed.
+#
+# Proof
+# -----
+#
+# In a new process each, save 4 MB at each of 40 steps, with a loss that falls and rises again. How
+# much is in the folder?
+
+
+import os
+
+
+def megabytes_of(keep, folder):
+    sizes = []
+    with torchlift.Keeper(folder, keep=keep) as keeper:
+        for step in range(1, 41):
+            loss = abs(step - 25) / 25
+            keeper.save(step, weights=torch.ones(1_000_000), metrics={"loss": loss})
+            keeper.wait()
+            sizes.append(
+                sum(os.path.getsize(one.path) for one in RunFolder(folder).kept())
+                / 1e6
+            )
+    return sizes
+
+
+ways = {
+    "keep=None": None,
+    "keep=3": 3,
+    "policies": [LatestN(1), BestN(2, "loss"), EveryNSteps(10)],
+}
+sizes, best = {}, {}
+for way, keep in ways.items():
+    with tempfile.TemporaryDirectory() as place:
+        sizes[way] = torchlift.measure.in_child(megabytes_of, keep, place).value
+        best[way] = 25 in RunFolder(place).steps()
+    print(
+        f"{way:<9} {sizes[way][-1]:5.0f} MB",
+        "with the best" if best[way] else "without the best",
+    )
+
+assert sizes["policies"][-1] < sizes["keep=None"][-1] / 5
+assert best == {"keep=None": True, "keep=3": False, "policies": True}
+
+# %%
+
+import matplotlib.pyplot as plt
+
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots()
+for look, (way, megabytes) in zip(
+    ("C0:", "C3-.", "C1-"), sizes.items(), strict=True
+):
+    axes.plot(range(1, 41), megabytes, look, label=way)
+axes.set(xlabel="step", ylabel="megabytes in the folder", ylim=(0, None))
+figure.legend(loc="outside upper center", ncols=3)
+plt.show()
+
+# %%
+# *Megabytes of checkpoints in the folder after each of 40 steps. With everything kept they grow
+# with every step to more than 160; with the last three they stay at 12; with policies that keep the
+# last one, the best two and every tenth they end below 30.*
+#
+# What goes loses its name first, and a thread of its own removes it, so that no save waits and half
+# of one is never taken for a checkpoint. What a kill leaves, the next keeper removes. A second job
+# that saves into the same folder is warned of, and neither removes what the other has saved.
+#
+# Remember
+# --------
+#
+# - Whatever any policy keeps stays; the newest always does.
+# - ``best()``, ``latest()`` and ``steps()`` read the folder alone: they need no other rank.
+# - An evaluation job waits with `torchlift.distributed.RunFolder`, and writes nothing.
+#
+# Use this when
+# -------------
+#
+# - **Some checkpoints should outlive the last few:** ``torchlift.Keeper(folder, keep=[...])``.
+# - **A run may be killed and started again:** the recipe *Save while training goes on, and resume
+#   after a kill*.
+# - **You only need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.

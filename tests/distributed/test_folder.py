@@ -1,0 +1,363 @@
+"""The folder of a run: what is kept, what is removed, and what another process sees of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchlift
+from torchlift.distributed import (
+    BestN,
+    EveryNSeconds,
+    EveryNSteps,
+    Kept,
+    LatestN,
+    RunFolder,
+)
+from torchlift.distributed import folder as folder_module
+from torchlift.errors import CheckpointError
+
+STATE = {"w": torch.ones(2)}
+
+
+def path_of(folder: Path, step: int, generation: int = 0) -> Path:
+    return folder / (f"step-{step:09d}" + (f"-{generation}" if generation else "") + ".pt")
+
+
+def fill(folder: Path, losses: Sequence[float], **options: Any) -> list[int]:
+    """Save a checkpoint for each loss, from step 1 on; return the steps that are kept."""
+    with torchlift.Keeper(folder, background=False, **options) as keeper:
+        for step, loss in enumerate(losses, 1):
+            keeper.save(step, STATE, metrics={"loss": loss, "accuracy": -loss})
+        return keeper.steps()
+
+
+# ---- what is kept
+
+
+LOSSES = [5.0, 1.0, 4.0, 2.0, 3.0, 9.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"keep": LatestN(2)}, [6, 7]),
+        ({"keep": LatestN(None)}, [1, 2, 3, 4, 5, 6, 7]),
+        ({"keep": [LatestN(1), BestN(3, "loss")]}, [2, 4, 5, 7]),
+        ({"keep": [BestN(1, "loss"), BestN(1, "loss", "highest")]}, [2, 6, 7]),
+        ({"keep": [BestN(2, "accuracy", best_is="highest")], "every": 5}, [2, 4, 5, 7]),
+        ({"keep": [LatestN(1), EveryNSteps(3)], "best": "loss"}, [2, 3, 6, 7]),
+        ({"keep": lambda kept: [one for one in kept if one.step in (1, 4)]}, [1, 4, 7]),
+        ({"keep": lambda kept: [one for one in kept if one.metrics["loss"] > 4]}, [1, 6, 7]),
+        ({"keep": []}, [7]),
+    ],
+)
+def test_what_any_policy_keeps_stays(
+    tmp_path: Path, options: dict[str, Any], steps: list[int]
+) -> None:
+    """Beside the newest, which always does."""
+    assert fill(tmp_path, LOSSES, **options) == steps
+    assert sorted(os.listdir(tmp_path)) == [path_of(tmp_path, step).name for step in steps]
+
+
+def test_the_best_by_a_policy_is_the_best_of_the_keeper(tmp_path: Path) -> None:
+    """Whose metric each save has to give."""
+    policies = [LatestN(1), BestN(2, "accuracy", best_is="highest")]
+    assert fill(tmp_path, LOSSES, keep=policies) == [2, 4, 7]
+    with torchlift.Keeper(tmp_path, keep=policies) as keeper:
+        assert keeper.best() == str(path_of(tmp_path, 2))
+        with pytest.raises(ValueError, match="metrics has no 'accuracy'"):
+            keeper.save(8, STATE, metrics={"loss": 1.0})
+
+
+@pytest.mark.parametrize("back", [0, 10**6])
+def test_one_every_so_many_seconds_stays_also_where_the_clock_is_set_back(
+    tmp_path: Path, back: float
+) -> None:
+    """The first, and each that is as far from the one before; order is that of saving."""
+    fill(tmp_path, LOSSES, keep=None)
+    for step in range(1, 8):
+        moment = 2 * 10**9 + 10 * step - (back if step > 4 else 0)
+        os.utime(path_of(tmp_path, step), (moment, moment))
+    run = RunFolder(tmp_path)
+    assert run.steps() == [1, 2, 3, 4, 5, 6, 7]
+    assert run.latest() == str(path_of(tmp_path, 7))
+    with torchlift.Keeper(tmp_path, keep=[LatestN(2), EveryNSeconds(25)]) as keeper:
+        keeper.save(8, STATE)
+    assert keeper.steps() == ([1, 4, 5, 7, 8] if back else [1, 4, 7, 8])
+
+
+def test_a_function_that_fails_removes_nothing_and_is_told_of(tmp_path: Path) -> None:
+    """The checkpoint is complete: the save is none that failed."""
+
+    def keep(kept: Sequence[Kept]) -> list[Kept]:
+        return [one for one in kept if one.metrics["no such"] > 1]  # type: ignore[index]
+
+    with torchlift.Keeper(tmp_path, keep=keep, background=False) as keeper:
+        for step in (1, 2):
+            with pytest.warns(RuntimeWarning, match=r"keep= failed, and nothing.*KeyError: 'no"):
+                assert keeper.save(step, STATE)
+        assert keeper.steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (lambda: LatestN(0), "n=0: expected a number from 1 on"),
+        (lambda: EveryNSteps(1.5), "n=1.5: expected"),  # type: ignore[arg-type]
+        (lambda: BestN(True, "loss"), "n=True: expected"),
+        (lambda: EveryNSeconds(0.5), "n=0.5: expected"),
+        (lambda: BestN(1, "loss", "max"), "best_is='max': expected one of"),  # type: ignore[arg-type]
+        (lambda: RunFolder("x", best="loss", best_is="max"), "best_is='max'"),  # type: ignore[arg-type]
+    ],
+)
+def test_policies_are_checked_when_they_are_made(policy: Any, message: str) -> None:
+    """Long before the first one counts."""
+    with pytest.raises(ValueError, match=message):
+        policy()
+
+
+def test_an_abandoned_best_takes_no_place_of_the_branch_later_on_either(tmp_path: Path) -> None:
+    """It stays for its metric, and no save after that counts it."""
+    fill(tmp_path, [5.0, 4.0, 3.0, 2.0, 1.0], keep=None)
+    with torchlift.Keeper(tmp_path, keep=3, best="loss", background=False) as keeper:
+        keeper.resume(step=2)
+        for step, kept in ((10, [1, 2, 5, 10]), (12, [2, 5, 10, 12]), (14, [5, 10, 12, 14])):
+            keeper.save(step, STATE, metrics={"loss": 9.0})
+            assert sorted(keeper.steps()) == kept
+
+
+# ---- what is removed
+
+
+def as_folder(folder: Path, step: int) -> Path:
+    """Make a checkpoint of several files, as machines do that share no file."""
+    path = folder / f"step-{step:09d}"
+    torchlift.save({"step": step, "ranks": {}, "w": torch.ones(4)}, path, format="dcp")
+    return path
+
+
+def test_removing_delays_no_save_and_half_of_one_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder loses its name first; the thread that empties it is another one than the writer."""
+    for step in (1, 2):
+        as_folder(tmp_path, step)
+    goes_on, remove = threading.Event(), shutil.rmtree
+
+    def slow(path: str) -> None:
+        assert goes_on.wait(300)
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    with torchlift.Keeper(tmp_path, keep=1) as keeper:
+        for step in (3, 4, 5):
+            assert keeper.save(step, STATE)
+        # The first two of these are written, while the first folder is being removed.
+        assert not {1, 2, 3} & {*keeper.steps()}
+        assert {4, 5} & {*keeper.steps()}
+        left = [name.partition(".removed-")[0] for name in os.listdir(tmp_path)]
+        assert {".step-000000001", ".step-000000002", ".step-000000003.pt"} <= {*left}
+        goes_on.set()
+        keeper.wait()
+        assert os.listdir(tmp_path) == ["step-000000005.pt"]
+
+
+_KILLED = """
+import os, shutil, signal, sys, torch, torchlift
+def half(path):
+    os.unlink(os.path.join(path, sorted(os.listdir(path))[-1]))
+    os.kill(os.getpid(), signal.SIGKILL)
+shutil.rmtree = half
+torchlift.Keeper(sys.argv[1], keep=1, background=False).save(2, w=torch.ones(2))
+"""
+
+
+def test_what_a_kill_leaves_of_a_removal_the_next_keeper_removes(tmp_path: Path) -> None:
+    """Until then nobody takes it for a checkpoint."""
+    as_folder(tmp_path, 1)
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert any(".removed-" in name for name in os.listdir(tmp_path))
+    with torchlift.Keeper(tmp_path, keep=1) as keeper:
+        assert keeper.steps() == [2]
+        keeper.save(3, STATE)
+    assert os.listdir(tmp_path) == ["step-000000003.pt"]
+
+
+def test_what_is_left_at_the_end_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No save comes after that would."""
+    as_folder(tmp_path, 1)
+
+    def refusing(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(shutil, "rmtree", refusing)
+    keeper = torchlift.Keeper(tmp_path, keep=1)
+    keeper.save(2, STATE)
+    with pytest.warns(RuntimeWarning, match=r"cannot be removed.*\.step-000000001\.removed-"):
+        keeper.close()
+    assert keeper.steps() == [2]
+
+
+def test_ten_thousand_steps_in_a_folder(tmp_path: Path) -> None:
+    """The last is found, the next is saved, and all but those that are kept go."""
+    for step in range(1, 10_001):
+        path_of(tmp_path, step).touch()
+    with torchlift.Keeper(tmp_path, keep=2, every=1000) as keeper:
+        assert keeper.steps() == [*range(1, 10_001)]
+        assert keeper.latest() == str(path_of(tmp_path, 10_000))
+        keeper.save(10_001, STATE)
+    assert keeper.steps() == [*range(1000, 10_001, 1000), 10_001]
+    assert len(os.listdir(tmp_path)) == 11
+
+
+# ---- two jobs in one folder
+
+
+_JOB = """
+import sys, torch, torchlift
+folder, first, resumes = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+model = torch.nn.Linear(1, 1)
+with torchlift.Keeper(folder, keep=2, background=False) as keeper:
+    if resumes:
+        keeper.resume(model=model)
+    for step in range(first, first + 3):
+        keeper.save(step, model=model, job="other")
+        print("saved", flush=True)
+        sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_two_jobs_in_one_folder_are_told_and_lose_nothing(tmp_path: Path, resumes: bool) -> None:
+    """Neither removes or replaces what the other has saved, whichever step that is."""
+    model, first = torch.nn.Linear(1, 1), 11 if resumes else 1
+    with torchlift.Keeper(tmp_path, keep=2, background=False) as keeper:
+        keeper.save(10, model=model, job="this")
+        with subprocess.Popen(
+            [sys.executable, "-c", _JOB, str(tmp_path), str(first), str(resumes)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as job:  # fmt: skip
+            assert job.stdin is not None
+            assert job.stdout is not None
+            assert job.stderr is not None
+            for step in (11, 12, 13):
+                assert job.stdout.readline() == "saved\n"
+                with pytest.warns(RuntimeWarning, match="neither saved nor resumed from stay"):
+                    keeper.save(step, model=model, job="this")
+                job.stdin.write("\n")
+                job.stdin.flush()
+            printed = job.stderr.read()
+    assert job.returncode == 0, printed
+    assert "neither saved nor resumed from stay" in printed
+    kept = set()
+    for name in os.listdir(tmp_path):
+        with torchlift.open(tmp_path / name) as ckpt:
+            kept.add((ckpt.objects["job"], ckpt.objects["step"]))
+    others = {("other", first + 1), ("other", first + 2)}
+    assert kept == {("this", 12), ("this", 13), *others}
+
+
+# ---- what another process sees
+
+
+_EVALUATION = """
+import os, sys, torch, torchlift
+def refuse(event, args):
+    writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+    if writes and str(args[0]).startswith(sys.argv[1]):
+        raise AssertionError((event, args))
+    if event in ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.utime"):
+        raise AssertionError((event, args))
+run = torchlift.distributed.RunFolder(sys.argv[1], best="loss")
+sys.addaudithook(refuse)
+seen, path = [], None
+while len(seen) < 3:
+    path = run.wait_for_new(path, timeout=300)
+    with torchlift.open(path) as ckpt:
+        seen.append(ckpt.objects["step"])
+        assert float(ckpt["w"][0]) == seen[-1]
+    print(seen[-1], flush=True)
+assert not torch.distributed.is_initialized()
+print(run.steps(), os.path.basename(run.best()), os.path.basename(run.latest()))
+"""
+
+
+def test_an_evaluation_sees_each_checkpoint_and_changes_nothing(tmp_path: Path) -> None:
+    """It starts before the folder is there, and needs no process group."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _EVALUATION, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        with torchlift.Keeper(tmp_path / "run", keep=2, background=False) as keeper:
+            for step, loss in ((3, 1.0), (7, 2.0), (5, 3.0)):  # the run goes back
+                keeper.save(step, w=torch.full((2,), float(step)), metrics={"loss": loss})
+                assert job.stdout.readline() == f"{step}\n"
+        assert job.stdout.readline() == "[3, 5] step-000000003.pt step-000000005-1.pt\n"
+    assert job.returncode == 0
+
+
+def test_a_wait_ends_and_says_what_there_is(tmp_path: Path) -> None:
+    """Of a folder that is not there yet, and of one in which nothing is new."""
+    run = RunFolder(tmp_path / "run")
+    with pytest.raises(TimeoutError, match="run: has no new checkpoint after 0 s"):
+        run.wait_for_new(timeout=0)
+    with pytest.raises(CheckpointError, match="run: the folder of the checkpoints cannot be read"):
+        run.steps()
+    fill(tmp_path / "run", [1.0])
+    path = run.wait_for_new(timeout=0)
+    with pytest.raises(CheckpointError, match=r"expected one after step-000000001\.pt") as caught:
+        run.wait_for_new(path, timeout=0.1)
+    assert isinstance(caught.value, TimeoutError)
+    with pytest.raises(ValueError, match="expected a path that latest"):
+        run.wait_for_new("newest", timeout=0)
+    assert run.best() is None
+
+
+def test_what_is_half_written_or_half_removed_is_no_checkpoint(tmp_path: Path) -> None:
+    """A file without its name, a folder without its marker, a name that was taken away."""
+    whole = as_folder(tmp_path, 1)
+    (as_folder(tmp_path, 2) / ".metadata").unlink()
+    (tmp_path / ".step-000000003.pt.torchlift-abcdefgh.part").touch()
+    whole.with_name("removed").mkdir()
+    as_folder(tmp_path, 4).rename(tmp_path / ".step-000000004.removed-01234567")
+    run = RunFolder(tmp_path, best="loss")
+    assert run.steps() == [1]
+    assert run.latest() == str(whole)
+    assert run.best() is None
+
+
+def test_the_best_is_told_while_checkpoints_go_and_not_where_one_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the keeper removes meanwhile is none any more; what is damaged may be the best."""
+    fill(tmp_path, [1.0, 2.0, 3.0], keep=None)
+    open_one = folder_module.open_checkpoint
+
+    def removed(path: str) -> Any:
+        if path.endswith("1.pt"):
+            os.unlink(path)
+        return open_one(path)
+
+    run = RunFolder(tmp_path, best="loss")
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "open_checkpoint", removed)
+        assert run.best() == str(path_of(tmp_path, 2))
+    os.truncate(path_of(tmp_path, 2), 100)
+    with pytest.warns(RuntimeWarning, match=r"metrics cannot be read.*step-000000002\.pt"):
+        assert run.best() == str(path_of(tmp_path, 3))
