@@ -33,7 +33,8 @@ import torchlift
 from torchlift._model import timeout_of
 from torchlift._plan import decide
 from torchlift.distributed import keeper as keeper_module
-from torchlift.errors import CheckpointError
+from torchlift.errors import CheckpointError, IntegrityError
+from torchlift.formats import integrity
 
 warnings.simplefilter("ignore")
 
@@ -243,6 +244,10 @@ def ranks_that_disagree_all_raise() -> None:
                 keeper.save(1, run, metrics={"loss": 1.0}, **more)
             with pytest.raises(ValueError, match=r"different models and.*'critic'"):
                 keeper.resume(run, **more)
+            # One rank has left its loop, and the others have not.
+            for call in (keeper.wait, lambda: keeper.resume(run)):
+                with pytest.raises(ValueError, match="the ranks call different methods of the"):
+                    call() if rank == last else keeper.save(1, run, metrics={"loss": 1.0})
         with pytest.raises((ValueError, CheckpointError), match="cannot name an object"):
             keeper.save(1, {"rng" if rank == last else "x": 1}, metrics={"loss": 1.0})
         # What tells the best is rank 0's to give.
@@ -313,6 +318,17 @@ def close_leaves_no_thread_and_no_descriptor() -> None:
         assert keeper.steps()[-1] == number
         with pytest.raises(ValueError, match="the keeper is closed"):
             keeper.resume(model=nn.Linear(2, 1))
+        if number == 2:  # after a save that has failed on one rank
+            keeper = torchlift.Keeper(
+                SHARED / f"closed-{dist.get_world_size()}", timeout=HANGS.seconds
+            )
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == dist.get_world_size() - 1:
+                    patch.setattr(keeper_module, "save", lambda *a, **o: [][0])
+                keeper.save(9, model=nn.Linear(2, 1))
+                with pytest.raises((CheckpointError, IndexError), match="out of range"):
+                    keeper.close()
+            del keeper, patch
         gc.collect()
         counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
     assert counts[1] == counts[2], counts
@@ -346,9 +362,11 @@ def whatever_fails_on_one_rank_ends_it_on_all() -> None:
     if not last:
         return
     calls = {
-        "save": ("get_model_state_dict", "get_optimizer_state_dict", "require_savable"),
-        "resume": ("open_checkpoint", "slices_of", "get_model_state_dict", "_set_generators"),
-    }
+        "save": ("get_model_state_dict", "get_optimizer_state_dict", "require_savable",
+                 "_generators", "save"),
+        "resume": ("open_checkpoint", "require_intact", "slices_of", "get_model_state_dict",
+                   "load_states", "_set_generators"),
+    }  # fmt: skip
 
     def failing(function: Any, nth: int) -> Any:
         count = itertools.count(1)
@@ -413,6 +431,76 @@ class Loader:
 
 def loaders_of(at: Callable[[int], int]) -> dict[str, Loader]:
     return {"loader": Loader(at(dist.get_rank())), "common": Loader(at(0))}
+
+
+def each_rank_verifies_its_part() -> None:
+    """Not the first one all of it, while others wait; of damage all raise, and nothing changes."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, other = nn.Linear(1500, 1500), nn.Linear(1500, 1500)
+
+    def bytes_read() -> int:
+        (line,) = (x for x in Path("/proc/self/io").read_text().splitlines() if "rchar" in x)
+        return int(line.split()[1])
+
+    for machines in ("one", "several"):
+        folder = SHARED / f"verified-{machines}-{ranks}"
+        with on_machines(machines), torchlift.Keeper(folder) as keeper:
+            for step in (1, 2):
+                keeper.save(step, model=model)
+            keeper.wait()
+            path = Path(keeper.latest() or "")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(integrity, "_BATCH", 1 << 20)
+                dist.barrier()
+                before = bytes_read()
+                assert keeper.resume(model=other) == 2
+                part = (bytes_read() - before) / (4 * 1500 * 1500)
+            assert part < (0.9 if ranks > 1 else 1.4), part
+            assert torch.equal(other.weight, model.weight)
+            dist.barrier()
+            if rank == 0:
+                with torchlift.open(path) as ckpt:
+                    chunk = ckpt.entries["model.weight"].chunks[-1]
+                with open(path if path.is_file() else path / chunk.file, "r+b") as file:
+                    file.seek(chunk.offset + chunk.nbytes - 8)
+                    file.write(b"12345678")
+            dist.barrier()
+            with torch.no_grad():
+                other.weight.zero_()
+            with pytest.raises(IntegrityError, match=r"damaged.*complete ones of the steps \[1\]"):
+                keeper.resume(model=other)
+            assert not other.weight.any()
+            assert keeper.resume(model=other, verify=rank > 0, step=1) == 1
+
+
+def one_optimizer_may_have_several_modules() -> None:
+    """Sharded, wrapped and plain ones, with a parameter that is in none of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def gan(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        maker, judge = nn.Linear(5, 7), DistributedDataParallel(nn.Linear(7, 3))
+        fully_shard(maker, mesh=cpu_mesh())
+        loose = torch.ones(1, requires_grad=True)
+        params = [*maker.parameters(), *judge.parameters(), loose]
+        return {"maker": maker, "judge": judge, "optimizer": torch.optim.Adam(params, lr=seed + 1)}
+
+    def state_of(run: dict[str, Any]) -> list[torch.Tensor]:
+        (group,) = run["optimizer"].param_groups
+        found = [run["optimizer"].state[param]["exp_avg"] for param in group["params"]]
+        return [*run["maker"].parameters(), *run["judge"].parameters(), *found]
+
+    run, again = gan(0), gan(1)
+    torch.manual_seed(rank)
+    run["judge"](run["maker"](torch.randn(4, 5))).square().mean().backward()
+    run["optimizer"].param_groups[0]["params"][-1].grad = torch.ones(1)
+    run["optimizer"].step()
+    with torchlift.Keeper(SHARED / f"gan-{ranks}") as keeper:
+        keeper.save(1, run)
+        assert keeper.resume(again) == 1
+    for one, two in zip(state_of(run), state_of(again), strict=True):
+        left, right = (t.to_local() if isinstance(t, DTensor) else t for t in (one, two))
+        assert torch.equal(left, right)
 
 
 def what_ranks_have_of_their_own_is_theirs_again() -> None:
@@ -589,6 +677,8 @@ if __name__ == "__main__":
                 close_leaves_no_thread_and_no_descriptor,
                 ranks_wait_as_long_as_the_job_does,
                 a_signal_to_one_rank_stops_all,
+                each_rank_verifies_its_part,
+                one_optimizer_may_have_several_modules,
                 what_ranks_have_of_their_own_is_theirs_again,
                 another_model_is_an_error_that_lists_all_of_it,
                 a_part_is_resumed_by_the_same_rules_on_all_ranks,

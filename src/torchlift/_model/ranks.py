@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -22,9 +23,14 @@ from torch import nn
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_fsdp1, wrapped_by
 from torchlift._model.torch_private import timeout_of
+from torchlift._system import uninterrupted
 from torchlift.errors import CheckpointError
 
 T = TypeVar("T")
+
+#: Of a thread: what the last exchange raised, and its process groups, by their identity; and an
+#: interrupt that came while something was sent.
+_LAST = threading.local()
 
 #: Called with whether this process is to be asked again; says whether any is.
 Agree = Callable[[bool], bool]
@@ -94,7 +100,6 @@ class RankGroup:
     def __init__(self, groups: list[Any], kind: type[CheckpointError] = CheckpointError) -> None:
         self.groups = groups
         self._kind = kind
-        self._heard: int | None = None  # identity of what the last step raised
 
     @classmethod
     def of_all(
@@ -141,11 +146,16 @@ class RankGroup:
     def _talking(self) -> list[Any]:
         return [_on_cpu(group) for group in self.groups]
 
-    def run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, dict[int, Any]]:
+    def run(
+        self,
+        step: Callable[[], tuple[T, Any]],
+        judge: Callable[[dict[int, Any]], None] = lambda _: None,
+    ) -> tuple[T, dict[int, Any]]:
         """Take a step on every process; where it raised on any, raise one error on all.
 
         Args:
             step: returns what it made, and what the others are to know of it, in few bytes.
+            judge: called with what the processes tell; raises on all of them, or on none.
 
         Returns:
             What it made here, and what the processes tell, in the order of ranks.
@@ -154,26 +164,45 @@ class RankGroup:
             CheckpointError: what the first process met that met anything (see `raise_first`), or
                 one does not answer. A process that met an error itself may raise that.
         """
-        try:
-            return self._run(step)
-        except BaseException as error:
-            self._heard = id(error)  # itself would keep alive all that its traceback has
-            raise
-
-    def _run(self, step: Callable[[], tuple[T, Any]]) -> tuple[T, dict[int, Any]]:
+        groups, _LAST.heard, _LAST.late = self._talking, (None, []), None
         problem: BaseException | None = None
         done: tuple[T, Any] | None = None
         try:
             done = step()
         except BaseException as error:
             problem = error
-        known = {rank(): (None if problem is None else portable(problem), done and done[1])}
+        # An interrupt between two messages of one exchange would make the next one a wrong one.
+        with uninterrupted():
+            try:
+                known = self._agreed(groups, problem, done and done[1])
+                judge(known)
+            except BaseException as error:
+                # Of this thread alone; the error itself would keep alive all that it has seen.
+                _LAST.heard = id(error), [*map(id, self.groups)]
+                raise
+            finally:
+                if _LAST.late is not None:
+                    raise _LAST.late
+        assert done is not None
+        return done[0], known
+
+    def _has_heard(self, error: BaseException | None) -> bool:
+        """Say whether all have met an error, or one that it was made of, in an exchange."""
+        heard, groups = getattr(_LAST, "heard", (None, []))
+        while error is not None and groups == [*map(id, self.groups)]:
+            if id(error) == heard:
+                return True
+            error = error.__cause__ or error.__context__
+        return False
+
+    def _agreed(
+        self, groups: list[Any], problem: BaseException | None, told: Any
+    ) -> dict[int, Any]:
+        """Return what the processes tell each other; raise where there is a problem on any."""
+        known = {rank(): (None if problem is None else portable(problem), told)}
         try:
-            for group in self._talking:
-                found = [known] * torch.distributed.get_world_size(group)
-                if len(found) > 1:
-                    torch.distributed.all_gather_object(found, known, group=group)
-                known = {who: told for each in found for who, told in each.items()}
+            for group in groups:
+                known = _exchanged(known, group)
         except BaseException as lost:
             if problem is not None:
                 raise problem from lost  # what went wrong first is what has to be mended
@@ -188,8 +217,7 @@ class RankGroup:
         raise_first({who: each for who, (each, _) in known.items()}, problem, self._kind)
         if problem is not None:
             raise problem
-        assert done is not None
-        return done[0], {who: known[who][1] for who in sorted(known)}
+        return {who: known[who][1] for who in sorted(known)}
 
     @contextmanager
     def together(self) -> Iterator[Agree]:
@@ -206,7 +234,7 @@ class RankGroup:
             ...     agree(False)
             False
         """
-        expected, self._heard = bool(self.groups), None
+        expected = bool(self.groups)
 
         def agree(again: bool) -> bool:
             nonlocal expected
@@ -222,9 +250,40 @@ class RankGroup:
             yield agree
         except BaseException as error:
             # Of what `run` raised all have heard, and nobody would answer.
-            if expected and id(error) != self._heard:
+            if expected and not self._has_heard(error):
                 self.run(partial(leave, error))
             raise
+
+
+def _exchanged(known: dict[int, Any], group: Any) -> dict[int, Any]:
+    """Return what all processes of a group know together.
+
+    As torch's ``all_gather_object`` does it, but that what fails here before a message is sent
+    does not stop the others, which wait for it: it is sent all the same.
+    """
+    count = torch.distributed.get_world_size(group)
+    if count == 1:
+        return known
+    has_cpu = "cpu:" in torch.distributed.get_backend_config(group)
+    device = torch.device("cpu") if has_cpu else torch.accelerator.current_accelerator()
+
+    def gathered(message: torch.Tensor) -> torch.Tensor:
+        here = message.to(device)
+        rows = [torch.empty_like(here) for _ in range(count)]
+        try:
+            torch.distributed.all_gather(rows, here, group=group)
+        except BaseException as error:
+            # Where ranks are lost, or have been waited for too long, it fails again at once.
+            torch.distributed.all_gather(rows, here, group=group)
+            if not isinstance(error, Exception):
+                _LAST.late = error
+        return torch.stack(rows).cpu()
+
+    data = torch.frombuffer(bytearray(pickle.dumps(known)), dtype=torch.uint8)
+    lengths = gathered(torch.tensor([len(data)]))[:, 0].tolist()
+    rows = gathered(nn.functional.pad(data, (0, max(lengths) - len(data))))
+    found = [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
+    return {who: told for each in found for who, told in each.items()}
 
 
 def tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -39,7 +39,8 @@ class Choice(NamedTuple):
 def choose(
     rules: Options,
     objects: Collection[str],
-    optimizers: Mapping[str, Collection[str]],
+    modules: Collection[str],
+    owners: Mapping[str, Collection[str]],
     saved: Mapping[str, Any],
     path: str,
 ) -> Choice:
@@ -48,7 +49,8 @@ def choose(
     Args:
         rules: patterns and a rename for names such as ``model.layer.weight`` and ``optimizer``.
         objects: names of all objects that are to be resumed.
-        optimizers: name of a model -> names of the optimizers of its parameters.
+        modules: names of those that are models.
+        owners: name of an optimizer -> those of the models that it has parameters of.
         saved: states by the names of objects.
         path: of the checkpoint, for errors.
 
@@ -57,8 +59,8 @@ def choose(
             object or of two tensors.
     """
     stays = allowed([name for name in objects if name not in saved], rules.allow_missing)
-    keys = {f"{model}.{key}": model for model in optimizers for key in saved.get(model, ())}
-    others = [name for name in objects if name not in optimizers] + [GENERATORS]
+    keys = [f"{model}.{key}" for model in modules for key in saved.get(model, ())]
+    others = [name for name in objects if name not in modules] + [GENERATORS]
     check_rename(rules.rename, keys, path)
     out = left_out([*keys, *others], (), rules.include, rules.exclude, path)
     # In two steps: a new head may have the name of the old one, which is left out.
@@ -66,19 +68,28 @@ def choose(
     left = renamed([key for key in keys if key in out], rules.rename, path)
     taken = {*kept.values()}
     names = {**kept, **{key: name for key, name in left.items() if name not in taken}}
-    states, gone = {**saved}, {model: set[str]() for model in optimizers}
-    for model, of_model in optimizers.items():
-        own, inside = saved.get(model, {}), {}
+    states, gone = {**saved}, {model: set[str]() for model in modules}
+    inside: dict[str, dict[str, str]] = {}
+    for model in modules:
+        own, new = saved.get(model, {}), dict[str, str]()
         for key in own:
             full = f"{model}.{key}"
-            inside[key] = _inside(model, names.get(full), full, path)
-            if full in out and inside[key]:
-                gone[model].add(inside[key])
-        found = {name: own[key] for key, name in inside.items() if f"{model}.{key}" in kept}
+            new[key] = _inside(model, names.get(full), full, path)
+            if full in out and new[key]:
+                gone[model].add(new[key])
+        found = {name: own[key] for key, name in new.items() if f"{model}.{key}" in kept}
         states[model] = versioned(found, getattr(own, "_metadata", None))
-        for name in of_model if rules.rename is not None else ():
-            if name in saved:
-                states[name] = _renamed_optimizer(saved[name], inside)
+        inside[model] = new
+    for optimizer, of in owners.items() if rules.rename is not None else ():
+        if optimizer in saved:  # of several models its names have those of the models before them
+            new = {
+                key if len(of) == 1 else f"{model}.{key}": name
+                if len(of) == 1 or not name
+                else f"{model}.{name}"
+                for model in of
+                for key, name in inside[model].items()
+            }
+            states[optimizer] = _renamed_optimizer(saved[optimizer], new)
     return Choice(states, gone, stays | {name for name in others if name in out})
 
 

@@ -11,13 +11,14 @@ import copy
 import io
 import operator
 import os
+import re
 import socket
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
@@ -31,8 +32,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from torchlift._checkpoint import array_of
+from torchlift._checkpoint import Checkpoint, array_of, diff
 from torchlift._checkpoint import open as open_checkpoint
+from torchlift._load import require_intact
 from torchlift._model import (
     RankGroup,
     has_group,
@@ -47,7 +49,7 @@ from torchlift._model import (
 from torchlift._plan import Options, Patterns, Rename, Rewriting, allowed
 from torchlift._save import SaveReport, is_array, make_folders, memory_of, require_savable, save
 from torchlift._sources import FileTensor
-from torchlift._system import leaves, map_leaves
+from torchlift._system import Interruptible, clipped_list, leaves, map_leaves, uninterrupted
 from torchlift._transfer import file_system
 from torchlift.distributed.choice import GENERATORS, Choice, choose
 from torchlift.distributed.folder import KeptFolder, Policy, policies_of
@@ -67,7 +69,6 @@ from torchlift.distributed.state_dict import (
 )
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
 from torchlift.formats import Array
-from torchlift.formats import verify as verify_file
 
 #: Of a dict in place of an array of numpy: its dtype and shape.
 _ARRAY = "numpy.ndarray"
@@ -208,7 +209,17 @@ class Keeper:
             raise CheckpointError(
                 "cannot be made a folder", file=self.directory, found=str(error)
             ) from error
+        # Now: what starts none later would leave the others to wait for what it is to write.
+        self._thread.submit(int).result()
         return None, (_machine(), file_system(self.directory))
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Let all ranks end the block, or none: of what is raised on one all others are told."""
+        with uninterrupted() as deliver, self._ranks.together() as agree:
+            yield
+            deliver()  # an interrupt: here the others are told of it
+            agree(False)
 
     # ---- save
 
@@ -227,8 +238,9 @@ class Keeper:
 
         Args:
             step: number of steps that the state is the result of.
-            state: name -> object: a module; an optimizer of the parameters of one of the modules;
-                anything with ``state_dict`` and ``load_state_dict``; or plain data and tensors.
+            state: name -> object: a module; an optimizer of the parameters of some of the modules,
+                and perhaps of others; anything with ``state_dict`` and ``load_state_dict``; or
+                plain data and tensors.
             metrics: name -> number, to tell the best by; on a mesh rank 0's count.
             **objects: more of the state.
 
@@ -242,28 +254,51 @@ class Keeper:
             TypeError, ValueError: an argument is not what it can be.
         """
         began = perf_counter()
+        with uninterrupted():
+            with self._together():
+                write = self._begun(step, {**(state or {}), **objects}, metrics)
+            if write is None:
+                return False
+            # When all go on, and before an interrupt: what one writes waits for the others.
+            self._in_flight[0] = self._thread.submit(write)
+            self._base, self._blocked = _step(step), perf_counter() - began
+        if not self._background:
+            self.wait()
+            assert self._report is not None
+            self._report = replace(self._report, blocked=perf_counter() - began)
+        return True
+
+    def _begun(
+        self, step: int, objects: Mapping[str, object], metrics: Mapping[str, float] | None
+    ) -> Callable[[], tuple[SaveReport, list[str]]] | None:
+        """Take a snapshot on all ranks, and return what writes it; None: the last one is not done.
+
+        Raises:
+            CheckpointError: see `save`.
+        """
 
         def check() -> tuple[
-            tuple[int, dict[str, object], dict[str, float]], tuple[int, bool, list[str]]
+            tuple[int, dict[str, object], dict[str, float]], tuple[str, int, bool, list[str]]
         ]:
             number = _step(step)
             if self._closed:
                 raise ValueError("the keeper is closed")
-            named = _named(state, objects)
+            named = _named(objects)
             values = {name: float(value) for name, value in (metrics or {}).items()}
             missing = [name for name in self._folder.metrics if name not in values]
             if self._rank == 0 and missing:
                 raise ValueError(
                     f"metrics has no {missing[0]!r}, by which the best checkpoint is told (best=)"
                 )
-            return (number, named, values), (number, self._is_done, _model_names(named))
+            told = "save", number, self._is_done, _model_names(named)
+            return (number, named, values), told
 
-        (step, named, numbers), told = self._ranks.run(check)
-        if len({number for number, *_ in told.values()}) > 1:
-            raise ValueError(f"the ranks save different steps: {[n for n, *_ in told.values()]}")
+        (step, named, numbers), told = self._ranks.run(check, _require_same_call)
+        if len({number for _, number, *_ in told.values()}) > 1:
+            raise ValueError(f"the ranks save different steps: {[n for _, n, *_ in told.values()]}")
         _require_alike([names for *_, names in told.values()])
-        if self._skips and not all(done for _, done, _ in told.values()):
-            return False
+        if self._skips and not all(done for *_, done, _ in told.values()):
+            return None
         self._finish()
 
         def take() -> tuple[
@@ -281,10 +316,10 @@ class Keeper:
 
         (tensors, rest), placed = self._ranks.run(take)
         if len({params for *_, params in placed.values()}) > 1:  # stages of a pipeline
-            own = _groups_of(tensors, named)
-            _, groups = self._ranks.run(lambda: (None, own))
+            groups_here = _groups_of(tensors, named)
+            _, groups = self._ranks.run(lambda: (None, groups_here))
             every = {at: group for each in reversed(groups.values()) for at, group in each.items()}
-            for name in {name for name, _ in own}:
+            for name in {name for name, _ in groups_here}:
                 found = [group for (other, _), group in sorted(every.items()) if other == name]
                 tensors[name] = {**tensors[name], "param_groups": found}
         each_own = [digests for _, digests, _ in placed.values()]
@@ -295,21 +330,8 @@ class Keeper:
         }
         name, before = placed[0][0]
         state = {"step": step, "metrics": numbers} if self._rank == 0 else {}
-        self._in_flight[0] = self._thread.submit(
-            self._write,
-            name,
-            before,
-            state,
-            tensors,
-            equal,
-            {GENERATORS: _generators(), **rest},
-        )
-        self._base, self._blocked = step, perf_counter() - began
-        if not self._background:
-            self.wait()
-            assert self._report is not None
-            self._report = replace(self._report, blocked=perf_counter() - began)
-        return True
+        own = {GENERATORS: _generators(), **rest}
+        return partial(self._write, name, before, state, tensors, equal, own)
 
     @property
     def report(self) -> SaveReport | None:
@@ -347,15 +369,16 @@ class Keeper:
             True
         """
 
-        def look() -> tuple[None, bool]:
+        def look() -> tuple[None, tuple[str, bool]]:
             if self._closed:
                 raise ValueError("the keeper is closed")
             if self._signals is None:
                 self._signals = StopSignals(on)
                 weakref.finalize(self, self._signals.close)
-            return None, self._signals.met
+            return None, ("should_stop", self._signals.met)
 
-        return any(self._ranks.run(look)[1].values())
+        _, told = self._ranks.run(look, _require_same_call)
+        return any(met for _, met in told.values())
 
     def wait(self) -> None:
         """Return when nothing is being saved or removed any more; on a mesh all ranks call it.
@@ -372,9 +395,10 @@ class Keeper:
             CheckpointError: it failed.
         """
 
-        def end() -> tuple[None, None]:
+        def end() -> tuple[None, tuple[str]]:
             (saving,) = self._in_flight
-            error = None if saving is None else saving.exception()
+            with Interruptible():
+                error = None if saving is None else saving.exception()
             self._report = self.report
             # Not before: an interrupted wait must not let the next snapshot into the same memory.
             self._in_flight[0] = None
@@ -382,10 +406,10 @@ class Keeper:
                 raise error
             for sentence in [*(() if saving is None else saving.result()[1]), *more()]:
                 warnings.warn(sentence, RuntimeWarning, stacklevel=6)
-            return None, None
+            return None, ("wait",)
 
         # All ranks raise, or one would go on alone into the next collective.
-        self._ranks.run(end)
+        self._ranks.run(end, _require_same_call)
 
     def close(self) -> None:
         """Wait for the last save, and free the memory of the snapshot; on a mesh on all ranks.
@@ -399,20 +423,23 @@ class Keeper:
             self.wait()
         finally:
             self._free()
-        groups = [*self._ranks.groups, *self._writers.groups]
-        self._ranks = self._writers = RankGroup([])
-        for group in groups:  # else its threads and sockets stay
-            torch.distributed.destroy_process_group(group)
 
     def _free(self) -> None:
         self._closed = True
         if self._signals is not None:
             self._signals.close()
-        self._thread.shutdown()
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
-        self._folder.close()
+        try:
+            self._thread.shutdown()
+        finally:
+            groups = [*self._ranks.groups, *self._writers.groups]
+            self._ranks = self._writers = RankGroup([])
+            with ExitStack() as stack:
+                stack.callback(self._folder.close)
+                while groups:  # else their threads and sockets stay, and who waits here waits on
+                    stack.callback(torch.distributed.destroy_process_group, groups.pop())
+                if self._stager is not None:
+                    stack.callback(self._stager.close)
+                    self._stager = None
 
     def __enter__(self) -> Keeper:
         return self
@@ -431,8 +458,8 @@ class Keeper:
     def _snapshot(self, objects: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return copies on the host of the states of models and optimizers, and of all else."""
         tensors: dict[str, Any] = {}
-        for module, name, optimizers in _models(objects):
-            tensors |= _states_of(module, name, optimizers)
+        for model in _models(objects):
+            tensors |= model.states()
         rest = {
             name: _with_tensors(getattr(obj, "state_dict")() if _is_stateful(obj) else obj)  # noqa: B009
             for name, obj in objects.items()
@@ -481,13 +508,15 @@ class Keeper:
         """
         path, rank = os.path.join(self.directory, name), str(self._rank)
         group = self._writers.groups[0] if self._writers.groups else None
-        if self._is_one:
-            state = {**state, **equal, "ranks": {rank: own}, **tensors}
-            report = save(state, path, replicated="rank0", process_group=group)
-        else:
-            packed, _ = self._writers.run(partial(self._packed, equal, own))
-            state = {**state, **packed, **tensors}
-            report = save(state, path, format="dcp", replicated="rank0", process_group=group)
+        with self._writers.together() as agree:  # what is not `save`'s stops the others, too
+            if self._is_one:
+                state = {**state, **equal, "ranks": {rank: own}, **tensors}
+                report = save(state, path, replicated="rank0", process_group=group)
+            else:
+                packed, _ = self._writers.run(partial(self._packed, equal, own))
+                state = {**state, **packed, **tensors}
+                report = save(state, path, format="dcp", replicated="rank0", process_group=group)
+            agree(False)
         return report, self._folder.sweep(path, before) if rank == "0" else []
 
     def _digest(self, state: Mapping[str, Any]) -> bytes:
@@ -566,10 +595,12 @@ class Keeper:
         step the first time.
 
         Args:
-            state: name -> object, as for `save`: modules, optimizers, and others that have
-                ``load_state_dict``.
+            state: name -> object, as for `save`. Plain data and tensors stay what they are, with a
+                warning where something else was saved: that is in
+                ``torchlift.open(keeper.latest()).tree()``.
             step: of another checkpoint than the last one.
-            verify: read all of the checkpoint once first, to compare its checksums.
+            verify: read all of the checkpoint once first, each rank its part, to compare its
+                checksums.
             on_other_ranks: name -> function, which on another number of ranks makes the state of
                 this one out of the list of those that were saved.
             include: patterns of the checkpoint's names of which one must fit; ``*`` stands for any
@@ -588,44 +619,51 @@ class Keeper:
         Raises:
             CheckpointError: it does not fit, or other ranks saved what each had of its own.
             IntegrityError: a checksum is wrong; nothing has changed.
-            TypeError: an object has no ``load_state_dict``; plain data is in
-                ``torchlift.open(keeper.latest()).tree()``.
             MismatchError: a pattern fits nothing, or nothing is left.
         """
-        self._finish()
+        rules = {
+            "include": include,
+            "exclude": exclude,
+            "allow_missing": allow_missing,
+            "allow_unexpected": allow_unexpected,
+            "rename": rename,
+        }
+        with self._together():
+            self._finish()
+            return self._resume(
+                {**(state or {}), **objects}, step, on_other_ranks or {}, rules, verify=verify
+            )
+
+    def _resume(
+        self,
+        objects: Mapping[str, object],
+        step: int | None,
+        on_other_ranks: Mapping[str, Callable[[list[Any]], Any]],
+        asked: Mapping[str, Any],
+        *,
+        verify: bool,
+    ) -> int | None:
+        """Do what `resume` does; what is asked for are its rules."""
 
         def find() -> tuple[
-            tuple[dict[str, object], Options], tuple[tuple[str, list[int]] | None, list[str]]
+            tuple[dict[str, object], Options], tuple[str, tuple[str, list[int]] | None, list[str]]
         ]:
             if self._closed and has_group():
                 raise ValueError("the keeper is closed: its ranks do not wait for each other")
-            named = _named(state, objects)
-            rules = Options(  # checks their types
-                include=include,
-                exclude=exclude,
-                allow_missing=allow_missing,
-                allow_unexpected=allow_unexpected,
-                rename=rename,
-            )
-            if isinstance(rename, Rewriting):
+            named, rules = _named(objects), Options(**asked)  # which checks their types
+            if isinstance(rules.rename, Rewriting):
                 raise TypeError(
-                    f"rename={rename!r}: resume gives names, and neither merges nor splits"
+                    f"rename={rules.rename!r}: resume gives names, and neither merges nor splits"
                 )
-            for name, obj in named.items():
-                if not _is_stateful(obj):
-                    raise TypeError(
-                        f"{name}: a {type(obj).__name__} has no load_state_dict; plain data is in "
-                        "torchlift.open(path).tree()"
-                    )
             kept = self._folder.adopt() if self._rank == 0 else []
             at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
             before = [one.step for one in kept[:at]]
             place = None if at is None else (kept[at].path, before)
-            return (named, rules), (place, _model_names(named))
+            return (named, rules), ("resume", place, _model_names(named))
 
-        (named, rules), told = self._ranks.run(find)
-        _require_alike([names for _, names in told.values()])
-        place = told[0][0]
+        (named, rules), told = self._ranks.run(find, _require_same_call)
+        _require_alike([names for *_, names in told.values()])
+        place = told[0][1]
         if place is None:
             if step is None:
                 return None
@@ -637,29 +675,45 @@ class Keeper:
             )
         path, before = place
         with ExitStack() as stack:
-            read = partial(
-                self._read, stack, path, before, named, on_other_ranks or {}, rules, verify
-            )
+            try:
+                ckpt, _ = self._ranks.run(
+                    lambda: (stack.enter_context(open_checkpoint(path)), None)
+                )
+                require_intact([ckpt] if verify else [], self._ranks)
+            except (FormatError, IntegrityError) as error:
+                if before:
+                    error.hint = (
+                        "The file is damaged; there are complete ones of the steps "
+                        f"{before}: resume(step=...)."
+                    )
+                raise
+            read = partial(self._read, ckpt, named, on_other_ranks, rules)
             (models, choice, rng), told_by = self._ranks.run(read)
             if len({names for _, names in told_by.values()}) > 1:
                 raise ValueError("the ranks do not choose and rename the same names")
-            for module, name, optimizers in models:
-                misfits = {rank: found[name] for rank, (found, _) in told_by.items()}
-                resumed = [other for other in optimizers if other not in choice.stays]
-                moments = _merged([choice.states[other] for other in resumed])
+            for each in models:
+                model, given, name = each.without(choice.stays), {}, ""
+                gone, excused = set[str](), set[str]()
                 try:
+                    for name in model.modules:
+                        misfits = {rank: found[name] for rank, (found, _) in told_by.items()}
+                        saved = choice.states[name]
+                        given[name] = _shared(name, saved, misfits, self._rank, rules)
+                        gone |= model.held(name, choice.gone[name])
+                        excused |= model.held(name, misfits[self._rank].excused)
+                    moments = model.merged(choice.states)
                     load_states(
                         Part.BOTH,
-                        module,
-                        [optimizers[other] for other in resumed],
-                        _shared(name, choice.states[name], misfits, self._rank, allow_unexpected),
+                        model.holder(),
+                        [*model.optimizers.values()],
+                        model.joined(given),
                         moments,
                         StateDictOptions(full_state_dict=True),
                         None,
                         self._ranks.groups[0] if self._ranks.groups else None,
                         ("*",),
-                        [*map(escape, choice.gone[name] & _parameters_of(moments))],
-                        [*map(escape, misfits[self._rank].excused)],
+                        [*map(escape, gone & _parameters_of(moments))],
+                        [*map(escape, excused)],
                     )
                 except StateDictMismatch as error:
                     error.file = error.file or path
@@ -670,48 +724,53 @@ class Keeper:
                     }
                     if any(ways.values()):  # not strict=False: of resume all has to fit but by name
                         named_ways = [
-                            f"{w}=[{name + '.' + k[0]!r}, ...]" for w, k in ways.items() if k
+                            f"{way}=[{name + '.' + keys[0]!r}, ...]"
+                            for way, keys in ways.items()
+                            if keys
                         ]
                         error.hint = f"Pass {', '.join(named_ways)} or rename=."
                     raise
 
             def load() -> tuple[int, None]:
                 for name, obj in named.items():
-                    if name in choice.stays:
+                    is_loaded = isinstance(obj, (nn.Module, torch.optim.Optimizer))
+                    if is_loaded or name in choice.stays or name not in choice.states:
                         continue
-                    if not isinstance(obj, (nn.Module, torch.optim.Optimizer)):
-                        # The object may keep what it gets, and a sweep removes the file: no maps.
-                        state = _with_arrays(copy.deepcopy(choice.states[name]))
+                    # The object may keep what it gets, and a sweep removes the file: no maps.
+                    state = _with_arrays(copy.deepcopy(choice.states[name]))
+                    if _is_stateful(obj):
                         getattr(obj, "load_state_dict")(state)  # noqa: B009
+                    elif not diff({name: obj}, {name: state}).equal:
+                        stale.append(name)
                 _set_generators(rng)
                 self._base = _step(choice.states["step"])
                 return self._base, None
 
-            return self._ranks.run(load)[0]
+            stale: list[str] = []
+            loaded, _ = self._ranks.run(load)
+        if stale:
+            warnings.warn(
+                f"{clipped_list(stale)}: plain data stays what it is; what was saved is in "
+                "torchlift.open(path).tree()",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return loaded
 
     def _read(
         self,
-        stack: ExitStack,
-        path: str,
-        before: list[int],
+        ckpt: Checkpoint,
         named: Mapping[str, object],
         on_other_ranks: Mapping[str, Callable[[list[Any]], Any]],
         rules: Options,
-        verify: bool,
-    ) -> tuple[
-        tuple[list[_Model], Choice, Any],
-        tuple[dict[str, _Misfit], bytes],
-    ]:
+    ) -> tuple[tuple[list[_Model], Choice, Any], tuple[dict[str, _Misfit], bytes]]:
         """Read what a checkpoint has for some objects on this rank; nothing changes yet.
 
         Args:
-            stack: closes the checkpoint.
-            path: of the checkpoint.
-            before: earlier steps, for messages.
+            ckpt: the checkpoint.
             named: the objects.
             on_other_ranks: see `resume`.
             rules: which names to load, and what these are in the models.
-            verify: whether rank 0 compares checksums.
 
         Returns:
             The models, what the rules choose for them, and states of the generators; and what does
@@ -720,15 +779,14 @@ class Keeper:
         Raises:
             CheckpointError: there is no state for an object.
         """
-        models = list(_models(named))
-        if verify and self._rank == 0:
-            _verify(path, before)
-        ckpt = stack.enter_context(open_checkpoint(path))
+        path, models = ckpt.path, _models(named)
+        modules = {name: module for model in models for name, module in model.modules.items()}
+        named = {name: obj for name, obj in named.items() if _is_stateful(obj)}
         saved = ckpt._tree(None, partial(slices_of, ckpt))
         _require(saved, ["step", "ranks"], path)
         _check_step(saved["step"], path)
         # Which DCP leaves out.
-        saved = {**{name: {} for module, name, _ in models if not module.state_dict()}, **saved}
+        saved = {**{name: {} for name, each in modules.items() if not each.state_dict()}, **saved}
         ranks = saved.pop("ranks")
         if "packed" in saved:
             saved |= _unpacked(saved.pop("packed"))
@@ -737,14 +795,13 @@ class Keeper:
         if len(ranks) == len(ranks_of()):
             saved |= own
         else:
+            numbers = sorted(ranks, key=int)
             for name in on_other_ranks.keys() - saved.keys():
-                states = [
-                    ranks[rank][name] for rank in sorted(ranks, key=int) if name in ranks[rank]
-                ]
+                states = [ranks[number][name] for number in numbers if name in ranks[number]]
                 saved[name] = on_other_ranks[name](_with_arrays(copy.deepcopy(states)))
             lost = [name for name in named if name not in saved]
-        of_models = {name: [*optimizers] for _, name, optimizers in models}
-        choice = choose(rules, named, of_models, saved, path)
+        owners = {name: each for model in models for name, each in model.owners.items()}
+        choice = choose(rules, named, [*modules], owners, saved, path)
         lost = [name for name in lost if any(name in each for each in ranks.values())]
         if lost := [name for name in lost if name not in choice.stays]:
             raise PlacementError(
@@ -759,8 +816,8 @@ class Keeper:
             )
         _require(saved, [name for name in named if name not in choice.stays], path)
         rng = _checked(None if GENERATORS in choice.stays else own.get(GENERATORS), path)
-        misfits = {m: _misfit(module, m, choice, rules) for module, m, _ in models}
-        chosen = {name: [*choice.states[name]] for name in of_models}
+        misfits = {name: _misfit(each, name, choice, rules) for name, each in modules.items()}
+        chosen = {name: [*choice.states[name]] for name in modules}
         names = sha256(repr([*chosen.items(), *sorted(choice.stays)]).encode()).digest()
         return (models, choice, rng), (misfits, names)
 
@@ -785,7 +842,7 @@ def _shared(
     saved: Mapping[str, Any],
     misfits: Mapping[int, _Misfit],
     rank: int,
-    allow_unexpected: Patterns,
+    rules: Options,
 ) -> dict[str, Any]:
     """Return what a rank takes of a model's saved state.
 
@@ -798,7 +855,7 @@ def _shared(
     # Unexpected is what no rank takes: the stages of a pipeline share one checkpoint.
     nobodys = reduce(and_, (each.unexpected for each in every))
     unexpected = [key for at, key in enumerate(saved) if nobodys >> at & 1]
-    may = allowed([f"{name}.{key}" for key in unexpected], allow_unexpected)
+    may = allowed([f"{name}.{key}" for key in unexpected], rules.allow_unexpected)
     unexpected = [key for key in unexpected if f"{name}.{key}" not in may]
     if missing or unexpected or mismatched:
         raise model_misfit(missing, unexpected, mismatched)
@@ -843,19 +900,18 @@ def _new_groups(timeout: float | None) -> list[Any]:
     return [torch.distributed.new_group(backend="gloo", timeout=limit)]
 
 
-def _named(state: Mapping[str, object] | None, more: Mapping[str, object]) -> dict[str, object]:
-    """Return all objects by name.
+def _named(objects: Mapping[Any, object]) -> dict[str, object]:
+    """Return the objects by name.
 
     Raises:
         ValueError: a name that a checkpoint needs for itself, or one with a dot.
     """
-    found: dict[Any, object] = {**(state or {}), **more}
-    for name in found:
+    for name in objects:
         if not isinstance(name, str) or not name or "." in name or name in _OWN:
             raise ValueError(
                 f"{name!r} cannot name an object: expected a word other than {', '.join(_OWN)}"
             )
-    return found
+    return {**objects}
 
 
 def _groups_of(
@@ -875,6 +931,17 @@ def _model_names(objects: Mapping[str, object]) -> list[str]:
     return sorted(
         name for name, obj in objects.items() if isinstance(obj, (nn.Module, torch.optim.Optimizer))
     )
+
+
+def _require_same_call(told: Mapping[int, tuple[Any, ...]]) -> None:
+    """Refuse a call of one method on one rank, and of another one elsewhere.
+
+    Raises:
+        ValueError: there are such, as after an error that one rank alone has met and caught.
+    """
+    names = [name for name, *_ in told.values()]
+    if len({*names}) > 1:
+        raise ValueError(f"the ranks call different methods of the keeper: {names}")
 
 
 def _require_alike(names: Sequence[list[str]]) -> None:
@@ -909,29 +976,6 @@ def _check_step(step: object, path: str) -> None:
         raise FormatError("has no step", file=path, entry="step", found=repr(step)) from error
 
 
-def _verify(path: str, before: list[int]) -> None:
-    """Compare all checksums of a checkpoint.
-
-    Raises:
-        FormatError: a file is cut.
-        IntegrityError: one is wrong.
-    """
-    hint = f"There are complete ones of the steps {before}: resume(step=...)." if before else None
-    try:
-        report = verify_file(path)
-    except FormatError as error:
-        error.hint = hint or error.hint
-        raise
-    if not report.ok:
-        raise IntegrityError(
-            "the checkpoint is damaged",
-            file=path,
-            entry=report.failed[0].name,
-            found=f"{len(report.failed)} wrong checksums",
-            hint=hint,
-        )
-
-
 def _lost(saving: list[Future[tuple[SaveReport, list[str]]] | None]) -> None:
     """Warn of a save that failed, if nobody has asked."""
     error = saving[0].exception() if saving[0] is not None and saving[0].done() else None
@@ -943,16 +987,90 @@ def _is_stateful(obj: object) -> bool:
     return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-#: A module, its name, and the optimizers of its parameters by theirs.
-_Model = tuple[nn.Module, str, dict[str, torch.optim.Optimizer]]
+#: What a parameter is called that is in no model: by its place in its optimizer.
+_PLACE = re.compile(r"param_groups\.\d+\.params\.\d+")
 
 
-def _models(objects: Mapping[str, object]) -> Iterator[_Model]:
-    """Yield each module with its name and the optimizers of its parameters.
+class _Model(NamedTuple):
+    """Modules whose parameters some optimizers have together, and these.
+
+    Attributes:
+        modules, optimizers: by name.
+        owners: name of an optimizer -> those of the modules that it has parameters of.
+    """
+
+    modules: dict[str, nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+    owners: dict[str, list[str]]
+
+    def holder(self, names: Collection[str] | None = None) -> nn.Module:
+        """Return what has the modules of some names: of one itself."""
+        found = {n: module for n, module in self.modules.items() if names is None or n in names}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        made = nn.ModuleDict()
+        made._modules.update(found)  # under any name
+        return made
+
+    def without(self, names: Collection[str]) -> _Model:
+        """Return this without the optimizers of some names."""
+        return self._replace(
+            optimizers={n: each for n, each in self.optimizers.items() if n not in names}
+        )
+
+    def held(self, name: str, keys: Iterable[str]) -> set[str]:
+        """Return what the holder calls the tensors of a module."""
+        return {*keys} if len(self.modules) == 1 else {f"{name}.{key}" for key in keys}
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of all by their names."""
+        return {
+            **{name: get_model_state_dict(module) for name, module in self.modules.items()},
+            **{
+                name: get_optimizer_state_dict(self.holder(self.owners[name]), optimizer)
+                for name, optimizer in self.optimizers.items()
+            },
+        }
+
+    def joined(self, states: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of the holder out of those of the modules."""
+        if len(states) == 1:
+            return next(iter(states.values()))
+        state = {f"{name}.{key}": v for name, each in states.items() for key, v in each.items()}
+        versions = {
+            f"{name}.{path}".removesuffix("."): told
+            for name, each in states.items()
+            for path, told in getattr(each, "_metadata", {}).items()
+        }
+        return versioned(state, versions)
+
+    def merged(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the states of the optimizers as one, of the parameters of the holder."""
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for number, name in enumerate(self.optimizers):
+            owners = self.owners[name]
+            prefix = f"{owners[0]}." if len(owners) == 1 < len(self.modules) else ""
+            place = f"{number}." if len(self.optimizers) > 1 else ""
+
+            def renamed(key: str, prefix: str = prefix, place: str = place) -> str:
+                return (place if _PLACE.fullmatch(key) else prefix) + key
+
+            # DCP leaves an empty dict out.
+            state |= {renamed(key): each for key, each in saved[name].get("state", {}).items()}
+            groups += [
+                {**group, "params": [*map(renamed, group["params"])]}
+                for group in saved[name]["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups} if self.optimizers else {}
+
+
+def _models(objects: Mapping[str, object]) -> list[_Model]:
+    """Return the modules with the optimizers of their parameters.
 
     Raises:
         PlacementError: one is a FullyShardedDataParallel.
-        ValueError: no module has the parameters of an optimizer.
+        ValueError: there is an optimizer, and no module.
     """
     modules = {name: obj for name, obj in objects.items() if isinstance(obj, nn.Module)}
     for name, module in modules.items():
@@ -965,17 +1083,30 @@ def _models(objects: Mapping[str, object]) -> Iterator[_Model]:
                 hint="Shard the model with fully_shard; or torchlift.save what "
                 "torchlift.distributed.get_state_dict returns with full_state_dict=True.",
             )
-    owned: dict[str, dict[str, torch.optim.Optimizer]] = {name: {} for name in modules}
+    models = [_Model({name: module}, {}, {}) for name, module in modules.items()]
     ids = {name: set(map(id, module.parameters())) for name, module in modules.items()}
     for name, obj in objects.items():
         if isinstance(obj, torch.optim.Optimizer):
             params = {id(param) for group in obj.param_groups for param in group["params"]}
-            owner = next((each for each in modules if params <= ids[each]), None)
-            if owner is None:
-                raise ValueError(f"{name}: no module among the objects has all of its parameters")
-            owned[owner][name] = obj
-    for name, module in modules.items():
-        yield module, name, owned[name]
+            # Of tied ones the first that has all of them; or several, or none, have some.
+            whole = [each for each in modules if params and params <= ids[each]][:1]
+            owners = whole or [each for each in modules if params & ids[each]]
+            if not modules:
+                raise ValueError(f"{name}: no module among the objects has its parameters")
+            joined = [model for model in models if not model.modules.keys().isdisjoint(owners)]
+            together = _Model({}, {name: obj}, {name: owners})
+            for model in joined:
+                together.modules.update(model.modules)
+                together.optimizers.update(model.optimizers)
+                together.owners.update(model.owners)
+            models = [*(model for model in models if model not in joined), together]
+    return models
+
+
+def _parameters_of(state: Mapping[str, Any]) -> set[str]:
+    """Return the names of parameters in the state of optimizers."""
+    listed = {key for group in state.get("param_groups", ()) for key in group["params"]}
+    return listed | {*state.get("state", {})}
 
 
 def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> None:
@@ -987,29 +1118,6 @@ def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> No
                 entry=name,
                 expected=f"one of {', '.join(map(repr, saved))}",
             )
-
-
-def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the states of several optimizers of one module as one."""
-    return {
-        # DCP leaves an empty dict out.
-        "state": {name: each for state in states for name, each in state.get("state", {}).items()},
-        "param_groups": [group for state in states for group in state["param_groups"]],
-    } if states else {}  # fmt: skip
-
-
-def _parameters_of(state: Mapping[str, Any]) -> set[str]:
-    """Return the names of parameters in the state of optimizers."""
-    listed = {key for group in state.get("param_groups", ()) for key in group["params"]}
-    return listed | {*state.get("state", {})}
-
-
-def _states_of(
-    module: nn.Module, name: str, optimizers: Mapping[str, torch.optim.Optimizer]
-) -> dict[str, Any]:
-    """Return the states of a model and its optimizers by their names."""
-    states = {other: get_optimizer_state_dict(module, each) for other, each in optimizers.items()}
-    return {name: get_model_state_dict(module), **states}
 
 
 def _resolved(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -1076,6 +1184,13 @@ def _unpacked(packed: Any) -> dict[str, Any]:
     return found
 
 
+# ---- random number generators
+
+
+def _generators() -> dict[str, Any]:
+    return Generators().state_dict()
+
+
 def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] | None:
     """Return the states if generators take them.
 
@@ -1091,10 +1206,6 @@ def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] |
             "no states of random number generators", file=path, entry="rng", found=str(error)
         ) from error
     return states
-
-
-def _generators() -> dict[str, Any]:
-    return Generators().state_dict()
 
 
 def _set_generators(states: Mapping[str, Any] | None) -> None:

@@ -1,0 +1,229 @@
+"""The body of a process: a Keeper on two ranks of which one fails at its nth call.
+
+Arguments: a folder, and how far it is from one call that fails to the next. It prints a line of
+JSON for each trial: where, what went wrong, and the call. A trial goes on where the one before it
+has left the folder, so that it shows what that one has left.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch._dynamo  # now: else each rank would import it for its first optimizer
+import torch.distributed as dist
+from faulty import KINDS, Fault
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import torchlift
+from torchlift.distributed import keeper as keeper_module
+from torchlift.errors import CheckpointError
+
+RANKS = 2
+MACHINES = ("one", "several")
+WAYS = ("save", "resume", "close")
+HANGS = 300  # seconds after which a rank that waits for another is ended, and says where it is
+
+
+class Trial(NamedTuple):
+    """A call of a rank that fails.
+
+    Attributes:
+        machines: whether the ranks write one file, or one each.
+        way: what the keepers do.
+        kind: how it fails, see `Fault`.
+        who: the rank.
+        nth: the number of the call from 1 on; 0 for none.
+    """
+
+    machines: str
+    way: str
+    kind: str
+    who: int
+    nth: int
+
+
+class Loader:
+    """The place that each rank has in its data."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def run_of(number: int) -> dict[str, Any]:
+    """A model of shards, its optimizer and a loader, of which every value says which run it is."""
+    model = torch.nn.Linear(3, 4, bias=False)
+    ranks = dist.get_world_size()
+    local = torch.full((4 // ranks, 3), float(number))
+    mesh = init_device_mesh("cpu", (ranks,))
+    model.weight = torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(number), momentum=0.9)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "loader": Loader(10 * number + dist.get_rank())}
+
+
+def number_of(run: dict[str, Any]) -> int:
+    """Which run it is, all of it."""
+    weights = run["model"].weight.to_local().unique().tolist()
+    at, group = divmod(run["loader"].at, 10), run["optimizer"].param_groups[0]
+    found = {*weights, group["lr"], at[0]}
+    assert len(found) == 1, (found, run["loader"].at)
+    assert at[1] == dist.get_rank()
+    return int(found.pop())
+
+
+def one_trial(folder: Path, way: str, fault: Fault, least: int) -> dict[str, Any]:
+    """Go on where the last trial ended, then fail; return what came of it."""
+    run = run_of(0)
+    keeper = torchlift.Keeper(folder, keep=1, timeout=2 * HANGS)
+    found = keeper.resume(**run)
+    assert (found or 0) >= least, (found, least)
+    assert found is None or number_of(run) == found
+    number = (found or 0) + 1
+    keeper.save(number, **run_of(number))
+    keeper.wait()
+    dist.barrier()
+    (left,) = os.listdir(folder)
+    if not left.endswith(".pt"):
+        assert len(os.listdir(folder / left)) == RANKS + 1, os.listdir(folder / left)
+    dist.barrier()
+    run, outcome = run_of(number + 1), "done"
+    if way == "close":
+        keeper.save(number + 1, **run)
+    started = time.monotonic()
+    with suppress(KeyboardInterrupt), fault.armed():
+        try:
+            if way == "save":
+                keeper.save(number + 1, **run)
+                keeper.wait()
+            elif way == "resume":
+                keeper.resume(**run)
+            keeper.close()
+        except (CheckpointError, MemoryError, OSError, RuntimeError, KeyboardInterrupt) as error:
+            outcome = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - started
+    with suppress(CheckpointError):
+        keeper.close()
+    return {"outcome": outcome, "seconds": seconds, "count": fault.count, "at": fault.at,
+            "least": number}  # fmt: skip
+
+
+def be_rank(rank: int, folder: Path, trials: list[Trial], least: int) -> NoReturn:
+    """Fail in some trials, one after the other, and tell of each in a line."""
+    with open(folder / f"{rank}.txt", "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 2)
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=2 * HANGS)
+    )
+    true = keeper_module._machine
+    with open(folder / f"{rank}.json", "w", encoding="utf-8") as told:
+        for trial in trials:
+            faulthandler.dump_traceback_later(HANGS, exit=True)
+            several = trial.machines == "several"
+            keeper_module._machine = (lambda: f"of rank {rank}") if several else true
+            fault = Fault(trial.kind, trial.nth if rank == trial.who else 0)
+            found = one_trial(folder / "kept", trial.way, fault, least)
+            least = found["least"]
+            print(json.dumps(found), file=told, flush=True)
+    os._exit(0)
+
+
+def some_trials(folder: Path, trials: list[Trial], least: int) -> list[dict[int, Any]]:
+    """Let ranks go through some trials; return what each has told, or how it ended."""
+    shutil.rmtree(folder / "store", ignore_errors=True)
+    (folder / "store").unlink(missing_ok=True)
+    pids = {}
+    for rank in range(RANKS):
+        pid = os.fork()
+        if not pid:
+            be_rank(rank, folder, trials, least)
+        pids[pid] = rank
+    found: list[dict[int, Any]] = [{} for _ in trials]
+    while pids:
+        pid, ended = os.wait()
+        rank = pids.pop(pid)
+        lines = (folder / f"{rank}.json").read_text(encoding="utf-8").splitlines()
+        for one, line in zip(found, lines, strict=False):
+            one[rank] = json.loads(line)
+        if ended and len(lines) < len(trials):
+            text = (folder / f"{rank}.txt").read_text(encoding="utf-8")
+            found[len(lines)][rank] = {"status": ended, "text": text}
+    return found
+
+
+def judged(trial: Trial, found: dict[int, Any]) -> str:
+    """What is wrong with what the ranks have told; an empty text: nothing."""
+    for rank, told in found.items():
+        dies = trial.nth and trial.kind == "death" and rank == trial.who
+        if "status" in told and not (dies and told["status"] == signal.SIGKILL):
+            return f"rank {rank} ended with {told['status']}: {told['text'][-6000:]}"
+    if not trial.nth and any(told["outcome"] != "done" for told in found.values()):
+        return f"without a fault: {found}"
+    return "" if len(found) == RANKS else f"one rank ended before: {found}"
+
+
+def all_of(place: Path, trials: list[Trial]) -> Iterator[tuple[Trial, str, dict[int, Any]]]:
+    """Yield each trial, what is wrong with it, and what its ranks have told."""
+    least = 0
+    while trials:
+        alone = [n for n, trial in enumerate(trials) if trial.kind == "death" and trial.nth]
+        count = alone[0] + 1 if alone else len(trials)  # of which the last one may die
+        place.mkdir(exist_ok=True)
+        found = some_trials(place, trials[:count], least)
+        for trial, told in zip(trials, found, strict=False):
+            wrong = judged(trial, told)
+            yield trial, wrong, told
+            least = max([least, *(each.get("least", 0) for each in told.values())])
+            trials = trials[1:]
+            if wrong:  # the next ones have a folder of their own
+                place.rename(place.with_name(f"{place.name}-before-{len(trials)}"))
+                least = 0
+                break
+
+
+def main(folder: Path, every: int) -> None:
+    """Let every nth call fail in each way; print a line for each trial."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with torchlift.Keeper(folder / "warm") as keeper:  # imports what it needs before the forks
+        keeper.save(1, model=torch.nn.Linear(2, 1))
+    turn = 0
+    for machines, way in product(MACHINES, WAYS):
+        place = folder / f"{machines}-{way}"
+        ((_, wrong, told),) = all_of(place, [Trial(machines, way, "error", 0, 0)])
+        print(json.dumps([machines, way, wrong, ""]), flush=True)
+        trials = []
+        for kind, who in product(KINDS, range(RANKS)):
+            count, turn = told[who]["count"], turn + 7
+            numbers = range(1 + turn % every, count + 1, every)
+            trials += [Trial(machines, way, kind, who, nth) for nth in numbers]
+        for trial, wrong, told_now in all_of(place, trials):
+            at = told_now.get(trial.who, {}).get("at", "")
+            print(json.dumps([machines, way, wrong and f"{trial} {at}: {wrong}", at]), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
