@@ -51,7 +51,7 @@ def test_a_fault_of_one_rank_ends_a_keeper_on_all(machines: str, way: str) -> No
     found = [trial for trial in trials() if trial[:2] == (machines, way)]
     print(f"{len(found)} trials, {sum(bool(at) for *_, at in found)} raised, the others died")
     assert not "".join(wrong for *_, wrong, _ in found), "\n".join(w for *_, w, _ in found if w)
-    assert len(found) > 4
+    assert len(found) > 1, "only the one without a fault"
 
 
 @pytest.mark.distributed
