@@ -487,13 +487,11 @@ def test_another_model_is_named_and_what_fits_of_it_loads(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError) as caught:
         keeper.resume(model=larger, optimizer=optimizer)
     assert str(caught.value) == (
-        f"{file}: the state dict does not fit the model: Missing key(s) '4.weight', '4.bias'. To "
-        "load what fits, call torchlift.load with root='model', which takes rename=, strict=False "
-        "and ignore_mismatched=True, and torchlift.load_optimizer."
+        f"{file}: the state dict does not fit the model: Missing key(s) '4.weight', '4.bias'. "
+        "Pass allow_missing=['model.4.weight', ...] or rename=."
     )
     assert not optimizer.state
-    torchlift.load(larger, file, root="model", allow_missing=["4.*"])
-    torchlift.load_optimizer(larger, optimizer, file, root="optimizer", strict=False)
+    assert keeper.resume(model=larger, optimizer=optimizer, allow_missing=["model.4.*"]) == 1
     assert torch.equal(larger[0].weight, run["model"][0].weight)
     assert optimizer.state[larger[0].weight]["exp_avg"].any()
 
@@ -757,6 +755,7 @@ results = saved_then_loaded(WORKERS, RANKS)
         "other_ranks_are_told_of_what_each_had",
         "a_folder_on_a_network_is_read_in_slices",
         "another_model_is_an_error_that_lists_all_of_it",
+        "a_part_is_resumed_by_the_same_rules_on_all_ranks",
         "any_number_of_ranks_goes_on_with_what_another_kept",
     ],
 )
@@ -832,3 +831,201 @@ def test_arrays_of_an_object_come_back_as_they_were(background: bool, tmp_path: 
         assert (one.dtype, one.shape) == (two.dtype, two.shape)
         assert np.array_equal(one, two)
     assert other.state["deep"]["order"][1] + other.state["step"] == 10
+
+
+def with_head(head: str = "head", width: int = 1, seed: int = 1) -> dict[str, Any]:
+    """A body and a head, an optimizer that has stepped, and a scheduler."""
+    torch.manual_seed(seed)
+    layers = {"body": nn.Linear(4, 8), head: nn.Linear(8, width)}
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (1 + seed))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    train(run, 1 + seed)
+    return run
+
+
+def moments(run: dict[str, Any], layer: str) -> dict[str, torch.Tensor]:
+    """The weights of a layer and their moments."""
+    weight = run["model"].get_submodule(layer).weight
+    found = {key: value.clone() for key, value in run["optimizer"].state[weight].items()}
+    return {"": weight.detach().clone(), **found}
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def drop_head(name: str) -> str | None:
+    return None if ".head." in name else name
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> tuple[torchlift.Keeper, dict[str, Any]]:
+    """What was saved, and a keeper of it."""
+    run = with_head(seed=0)
+    keeper = torchlift.Keeper(tmp_path, background=False)
+    keeper.save(3, run)
+    return keeper, run
+
+
+@pytest.mark.parametrize(
+    ("head", "width", "rules"),
+    [
+        ("head", 5, {"exclude": ["model.head.*"]}),
+        ("head", 5, {"include": ["model.body.*", "optimizer", "scheduler", "rng"]}),
+        (
+            "new",
+            5,
+            {"allow_missing": ["model.new.*"], "allow_unexpected": ["model.head.*"]},
+        ),
+        ("new", 5, {"allow_missing": ["model.new.*"], "exclude": ["model.head.*"]}),
+        ("new", 5, {"allow_missing": ["model.new.*"], "rename": drop_head}),
+    ],
+)
+def test_a_new_head_stays_and_the_rest_is_resumed(
+    kept: Any, head: str, width: int, rules: Any
+) -> None:
+    """Its weights and its moments; the body's are the checkpoint's, and so is the learning rate."""
+    keeper, saved = kept
+    run = with_head(head, width)
+    before = moments(run, head)
+    assert keeper.resume(run, **rules) == 3
+    assert equal(moments(run, head), before)
+    assert equal(moments(run, "body"), moments(saved, "body"))
+    assert run["scheduler"].state_dict() == saved["scheduler"].state_dict()
+    assert run["optimizer"].param_groups[0]["lr"] == saved["optimizer"].param_groups[0]["lr"]
+
+
+def test_a_renamed_head_takes_its_moments_along(kept: Any) -> None:
+    """By a dict, a function or a rule; the one that had the name is left out."""
+    keeper, saved = kept
+    for rename in (
+        {"model.head.weight": "model.new.weight", "model.head.bias": "model.new.bias"},
+        lambda name: name.replace(".head.", ".new."),
+        torchlift.remap.rules([(r"^model\.head\.", "model.new.")]),
+    ):
+        run = with_head("new")
+        assert keeper.resume(run, rename=rename) == 3
+        assert equal(moments(run, "new"), moments(saved, "head"))
+        assert equal(moments(run, "body"), moments(saved, "body"))
+    torch.manual_seed(2)
+    both = nn.Sequential()
+    both.add_module("body", nn.Linear(4, 8))
+    both.add_module("old", nn.Linear(8, 1))
+    both.add_module("head", nn.Linear(1, 1))
+    two = {"model": both, "optimizer": torch.optim.AdamW(both.parameters())}
+    train({**two, "scheduler": torch.optim.lr_scheduler.ExponentialLR(two["optimizer"], 0.5)}, 2)
+    keeper.save(4, two)
+    run = with_head()
+    rename = {"model.old.weight": "model.head.weight", "model.old.bias": "model.head.bias"}
+    assert keeper.resume(run, exclude=["model.head.*", "scheduler"], rename=rename) == 4
+    assert equal(moments(run, "head"), moments(two, "old"))
+
+
+def test_objects_are_left_out_by_their_names(kept: Any) -> None:
+    """An optimizer, a scheduler, the generators and all tensors of a model."""
+    keeper, saved = kept
+    run = with_head()
+    before, lr = moments(run, "body"), run["scheduler"].state_dict()
+    torch.manual_seed(7)
+    drawn = torch.get_rng_state()
+    assert keeper.resume(run, exclude=["optimizer", "scheduler", "rng"]) == 3
+    after = moments(run, "body")
+    assert torch.equal(after.pop(""), moments(saved, "body")[""])
+    assert equal(after, {key: value for key, value in before.items() if key})
+    assert run["scheduler"].state_dict() == lr
+    assert torch.equal(torch.get_rng_state(), drawn)
+    run = with_head()
+    before = moments(run, "body")
+    assert keeper.resume(run, include=["scheduler"]) == 3
+    assert equal(moments(run, "body"), before)
+    assert run["scheduler"].state_dict() == saved["scheduler"].state_dict()
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+def test_an_average_that_an_older_checkpoint_lacks_stays(kept: Any, as_module: bool) -> None:
+    """A module, or an object with a state: by its name, and only by its name."""
+    keeper, saved = kept
+    run = with_head()
+    average: Any = torch.optim.swa_utils.AveragedModel(run["model"])
+    before = {name: value.clone() for name, value in average.state_dict().items()}
+    ema = average if as_module else torch.optim.SGD([torch.zeros(1)])
+    ema = ema if as_module else torch.optim.lr_scheduler.ExponentialLR(ema, 0.5)
+    state = str(ema.state_dict())
+    with pytest.raises(FormatError, match="has no state for an object"):
+        keeper.resume(run, ema=ema)
+    assert not equal(moments(run, "body"), moments(saved, "body"))
+    assert keeper.resume(run, ema=ema, allow_missing=["ema"]) == 3
+    assert str(ema.state_dict()) == state
+    assert equal(average.state_dict(), before)
+    assert equal(moments(run, "body"), moments(saved, "body"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "text"),
+    [
+        ({"exclude": ["model.haed.*"]}, torchlift.MismatchError, "no key fits the pattern"),
+        ({"include": ["nothing"]}, torchlift.MismatchError, "no key fits the pattern"),
+        ({"exclude": ["*"]}, torchlift.MismatchError, "leave out everything"),
+        ({"exclude": ["model.body.*", "model.head.*"]}, CheckpointError, "leave out everything"),
+        ({"exclude": "model.head.*"}, TypeError, "expected patterns"),
+        ({"rename": {"model.haed": "model.head"}}, torchlift.MismatchError, "not there"),
+        ({"rename": lambda name: "a"}, torchlift.MismatchError, "two keys one name"),
+        ({"rename": lambda name: name[1:]}, torchlift.MismatchError, "outside of the object"),
+        (
+            {"rename": torchlift.remap.merge(["a", "b"], "c", cat=0)},
+            TypeError,
+            "neither merges nor splits",
+        ),
+        ({"allow_missing": ["*"]}, CheckpointError, "mismatch"),
+    ],
+)
+def test_a_rule_that_does_not_fit_changes_nothing(
+    kept: Any, rules: Any, error: Any, text: str
+) -> None:
+    """A pattern for nothing, a name of nobody: an error before anything changes."""
+    keeper, _ = kept
+    run = with_head(width=5)
+    before = {**moments(run, "body"), "head": moments(run, "head")[""]}
+    with pytest.raises(error, match=text):
+        keeper.resume(run, **rules)
+    assert equal({**moments(run, "body"), "head": moments(run, "head")[""]}, before)
+
+
+def test_rules_reach_an_optimizer_of_two_modules(tmp_path: Path) -> None:
+    """Of one a layer is left out, of the other one is renamed: the moments follow both."""
+
+    def made(seed: int, name: str) -> tuple[dict[str, Any], Any]:
+        torch.manual_seed(seed)
+        actor, critic = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1 + seed)), nn.Sequential()
+        critic.add_module(name, nn.Linear(4, 1))
+        both = [*actor.parameters(), *critic.parameters()]
+        optimizer = torch.optim.AdamW(both, lr=0.1)
+        for _ in range(1 + seed):
+            x = torch.randn(8, 4)
+            (actor(x).mean() + critic(x).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"actor": actor, "critic": critic, "optimizer": optimizer}, optimizer
+
+    (saved, saved_by), (run, optimizer) = made(0, "value"), made(1, "head")
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, saved)
+        before = optimizer.state[run["actor"][1].weight]["exp_avg"].clone()
+        rules = {
+            "exclude": ["actor.1.*"],
+            "rename": {
+                f"critic.value.{kind}": f"critic.head.{kind}" for kind in ("weight", "bias")
+            },
+        }
+        assert keeper.resume(run, **rules) == 1
+    assert torch.equal(optimizer.state[run["actor"][1].weight]["exp_avg"], before)
+    for one, other in (
+        (run["critic"].head.weight, saved["critic"].value.weight),
+        (run["actor"][0].weight, saved["actor"][0].weight),
+    ):
+        assert torch.equal(one, other)
+        assert torch.equal(optimizer.state[one]["exp_avg"], saved_by.state[other]["exp_avg"])

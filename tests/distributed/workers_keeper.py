@@ -365,7 +365,7 @@ def whatever_fails_on_one_rank_ends_it_on_all() -> None:
         "save": ("get_model_state_dict", "get_optimizer_state_dict", "require_savable",
                  "_generators", "save"),
         "resume": ("open_checkpoint", "require_intact", "slices_of", "get_model_state_dict",
-                   "set_state_dict", "_set_generators"),
+                   "load_states", "_set_generators"),
     }  # fmt: skip
 
     def failing(function: Any, nth: int) -> Any:
@@ -583,9 +583,9 @@ def another_model_is_an_error_that_lists_all_of_it() -> None:
             f"{folder / 'step-000000001.pt'}: the state dict does not fit the model: Missing "
             "key(s) '3.weight', '3.bias'; Unexpected key(s) '2.weight', '2.bias'; size mismatch "
             "for '0.weight: model [6, 5], state dict [7, 5]', '0.bias: model [6], state dict "
-            "[7]'. To "
-            "load what fits, call torchlift.load with root='model', which takes rename=, "
-            "strict=False and ignore_mismatched=True, and torchlift.load_optimizer."
+            "[7]'. "
+            "Pass exclude=['model.0.weight', ...], allow_missing=['model.3.weight', ...], "
+            "allow_unexpected=['model.2.weight', ...] or rename=."
         )
         assert all(map(torch.equal, before, (param.to_local() for param in other.parameters())))
         momentum = torch.optim.SGD(run["model"].parameters(), momentum=0.9)
@@ -602,6 +602,33 @@ def another_model_is_an_error_that_lists_all_of_it() -> None:
             stage = nn.ModuleDict({"nobody": nn.Linear(2, 1)})
         with pytest.raises(CheckpointError, match=f"'nobody.bias'; Unexpected.*'on{last}.weight'"):
             keeper.resume(stage=stage)
+
+
+def a_part_is_resumed_by_the_same_rules_on_all_ranks() -> None:
+    """A head of another size keeps its weights and moments; ranks that disagree all raise."""
+    run, folder = run_of("fsdp2"), SHARED / f"part-{dist.get_world_size()}"
+    train(run)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 4), nn.Linear(4, 2))
+    fully_shard(model[0], mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.7)
+    other = {"model": model, "optimizer": optimizer}
+    train({**other, "scheduler": run["scheduler"]}, 1)
+    before = values_of(other)
+    rules: dict[str, Any] = {"exclude": ["model.2.*"], "allow_missing": ["model.3.*"]}
+    with torchlift.Keeper(folder, background=False) as keeper:
+        keeper.save(1, run)
+        if dist.get_world_size() > 1:
+            mine = rules if dist.get_rank() else {**rules, "exclude": ["model.2.*", "optimizer"]}
+            with pytest.raises(ValueError, match="do not choose and rename the same names"):
+                keeper.resume(other, **mine)
+            assert same(values_of(other), before)
+        assert keeper.resume(other, **rules) == 1
+    after, saved = values_of(other), values_of(run)
+    assert optimizer.param_groups[0]["lr"] == run["optimizer"].param_groups[0]["lr"] != 0.7
+    for name, value in after.items():
+        assert torch.equal(value, (saved if name.startswith("0.") else before)[name]), name
 
 
 def one_process_goes_on_where_one_without_a_group_was() -> None:
@@ -654,6 +681,7 @@ if __name__ == "__main__":
                 one_optimizer_may_have_several_modules,
                 what_ranks_have_of_their_own_is_theirs_again,
                 another_model_is_an_error_that_lists_all_of_it,
+                a_part_is_resumed_by_the_same_rules_on_all_ranks,
                 one_process_goes_on_where_one_without_a_group_was,
             )
         },

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchlift.distributed.folder import Kept as Kept
     from torchlift.distributed.folder import LatestN as LatestN
     from torchlift.distributed.folder import RunFolder as RunFolder
+    from torchlift.distributed.generators import Generators as Generators
     from torchlift.distributed.optimizer_load import OptimizerReport as OptimizerReport
     from torchlift.distributed.options import StateDictOptions as StateDictOptions
     from torchlift.distributed.ranks import on_ranks as on_ranks
@@ -46,6 +47,7 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "folder": "BestN EveryNSeconds EveryNSteps Kept LatestN RunFolder",
+        "generators": "Generators",
         "optimizer_load": "OptimizerReport",
         "options": "StateDictMismatch StateDictOptions",
         "ranks": "on_ranks",

@@ -11,10 +11,8 @@ import copy
 import io
 import operator
 import os
-import random
 import re
 import socket
-import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -24,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial, reduce
+from glob import escape
 from hashlib import sha256
 from operator import and_
 from time import perf_counter
@@ -47,17 +46,25 @@ from torchlift._model import (
     versioned,
     world_of,
 )
+from torchlift._plan import Options, Patterns, Rename, Rewriting, allowed
 from torchlift._save import SaveReport, is_array, make_folders, memory_of, require_savable, save
 from torchlift._sources import FileTensor
 from torchlift._system import Interruptible, clipped_list, leaves, map_leaves, uninterrupted
 from torchlift._transfer import file_system
+from torchlift.distributed.choice import GENERATORS, Choice, choose
 from torchlift.distributed.folder import KeptFolder, Policy, policies_of
-from torchlift.distributed.options import StateDictMismatch, StateDictOptions, model_misfit
+from torchlift.distributed.generators import Generators
+from torchlift.distributed.options import (
+    Part,
+    StateDictMismatch,
+    StateDictOptions,
+    model_misfit,
+)
 from torchlift.distributed.signals import STOPS, StopSignals
 from torchlift.distributed.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_state_dict,
+    load_states,
     slices_of,
 )
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, PlacementError
@@ -78,11 +85,13 @@ class _Misfit(NamedTuple):
         missing: names that the checkpoint lacks.
         unexpected: a bit for each name of the checkpoint that the rank does not have.
         mismatched: name -> (shape in the model, in the checkpoint).
+        excused: names that may be missing.
     """
 
     missing: list[str]
     unexpected: int
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    excused: set[str]
 
 
 class Keeper:
@@ -321,7 +330,7 @@ class Keeper:
         }
         name, before = placed[0][0]
         state = {"step": step, "metrics": numbers} if self._rank == 0 else {}
-        own = {"rng": _generators(), **rest}
+        own = {GENERATORS: _generators(), **rest}
         return partial(self._write, name, before, state, tensors, equal, own)
 
     @property
@@ -560,9 +569,19 @@ class Keeper:
         step: int | None = None,
         verify: bool = True,
         on_other_ranks: Mapping[str, Callable[[list[Any]], Any]] | None = None,
+        include: Patterns = ("*",),
+        exclude: Patterns = (),
+        allow_missing: Patterns = (),
+        allow_unexpected: Patterns = (),
+        rename: Rename | None = None,
         **objects: object,
     ) -> int | None:
         """Load the last complete checkpoint; on a mesh all ranks call it.
+
+        What is not passed is not loaded. Rules as in `torchlift.load` say more, by names such as
+        ``model.head.weight`` of a model's tensors, ``optimizer`` or ``scheduler`` of any other
+        object, and ``rng`` of the generators. An optimizer's state of a parameter follows that
+        parameter: with ``exclude=["model.head.*"]`` a new head keeps its weights and its moments.
 
         A model and its optimizers are loaded together, both or neither; then the next model, the
         other objects and last the random number generators: after an error, what was loaded before
@@ -584,6 +603,14 @@ class Keeper:
                 checksums.
             on_other_ranks: name -> function, which on another number of ranks makes the state of
                 this one out of the list of those that were saved.
+            include: patterns of the checkpoint's names of which one must fit; ``*`` stands for any
+                text, dots included. One that fits nothing is an error.
+            exclude: patterns of names to leave out: what has them stays as it is.
+            allow_missing: patterns of a model's names, or of whole objects, that the checkpoint may
+                lack: these stay as they are.
+            allow_unexpected: patterns of names that no model needs to have.
+            rename: a dict of names, a function or a rule of `torchlift.remap` that gives the name
+                in the model, or None for one to drop; not one that merges or splits tensors.
             **objects: more of the state.
 
         Returns:
@@ -592,11 +619,19 @@ class Keeper:
         Raises:
             CheckpointError: it does not fit, or other ranks saved what each had of its own.
             IntegrityError: a checksum is wrong; nothing has changed.
+            MismatchError: a pattern fits nothing, or nothing is left.
         """
+        rules = {
+            "include": include,
+            "exclude": exclude,
+            "allow_missing": allow_missing,
+            "allow_unexpected": allow_unexpected,
+            "rename": rename,
+        }
         with self._together():
             self._finish()
             return self._resume(
-                {**(state or {}), **objects}, step, on_other_ranks or {}, verify=verify
+                {**(state or {}), **objects}, step, on_other_ranks or {}, rules, verify=verify
             )
 
     def _resume(
@@ -604,22 +639,29 @@ class Keeper:
         objects: Mapping[str, object],
         step: int | None,
         on_other_ranks: Mapping[str, Callable[[list[Any]], Any]],
+        asked: Mapping[str, Any],
         *,
         verify: bool,
     ) -> int | None:
-        """Do what `resume` does."""
+        """Do what `resume` does; what is asked for are its rules."""
 
-        def find() -> tuple[dict[str, object], tuple[str, tuple[str, list[int]] | None, list[str]]]:
+        def find() -> tuple[
+            tuple[dict[str, object], Options], tuple[str, tuple[str, list[int]] | None, list[str]]
+        ]:
             if self._closed and has_group():
                 raise ValueError("the keeper is closed: its ranks do not wait for each other")
-            named = _named(objects)
+            named, rules = _named(objects), Options(**asked)  # which checks their types
+            if isinstance(rules.rename, Rewriting):
+                raise TypeError(
+                    f"rename={rules.rename!r}: resume gives names, and neither merges nor splits"
+                )
             kept = self._folder.adopt() if self._rank == 0 else []
             at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
             before = [one.step for one in kept[:at]]
             place = None if at is None else (kept[at].path, before)
-            return named, ("resume", place, _model_names(named))
+            return (named, rules), ("resume", place, _model_names(named))
 
-        named, told = self._ranks.run(find, _require_same_call)
+        (named, rules), told = self._ranks.run(find, _require_same_call)
         _require_alike([names for *_, names in told.values()])
         place = told[0][1]
         if place is None:
@@ -645,44 +687,63 @@ class Keeper:
                         f"{before}: resume(step=...)."
                     )
                 raise
-            read = partial(self._read, ckpt, named, on_other_ranks)
-            (models, saved, rng), misfits = self._ranks.run(read)
-            for model in models:
-                given, name = {}, ""
+            read = partial(self._read, ckpt, named, on_other_ranks, rules)
+            (models, choice, rng), told_by = self._ranks.run(read)
+            if len({names for _, names in told_by.values()}) > 1:
+                raise ValueError("the ranks do not choose and rename the same names")
+            for each in models:
+                model, given, name = each.without(choice.stays), {}, ""
+                gone, excused = set[str](), set[str]()
                 try:
                     for name in model.modules:
-                        each_own = {rank: found[name] for rank, found in misfits.items()}
-                        given[name] = _shared(saved[name], each_own, self._rank)
-                    set_state_dict(
+                        misfits = {rank: found[name] for rank, (found, _) in told_by.items()}
+                        saved = choice.states[name]
+                        given[name] = _shared(name, saved, misfits, self._rank, rules)
+                        gone |= model.held(name, choice.gone[name])
+                        excused |= model.held(name, misfits[self._rank].excused)
+                    moments = model.merged(choice.states)
+                    load_states(
+                        Part.BOTH,
                         model.holder(),
                         [*model.optimizers.values()],
-                        model_state_dict=model.joined(given),
-                        optim_state_dict=model.merged(saved),
-                        options=StateDictOptions(full_state_dict=True),
-                        process_group=self._ranks.groups[0] if self._ranks.groups else None,
+                        model.joined(given),
+                        moments,
+                        StateDictOptions(full_state_dict=True),
+                        None,
+                        self._ranks.groups[0] if self._ranks.groups else None,
+                        ("*",),
+                        [*map(escape, gone & _parameters_of(moments))],
+                        [*map(escape, excused)],
                     )
                 except StateDictMismatch as error:
                     error.file = error.file or path
-                    if error.missing_keys or error.unexpected_keys or error.mismatched:
-                        error.hint = (  # of resume all has to fit
-                            f"To load what fits, call torchlift.load with root={name!r}, which "
-                            "takes rename=, strict=False and ignore_mismatched=True, and "
-                            "torchlift.load_optimizer."
-                        )
+                    ways = {
+                        "exclude": [*error.mismatched],
+                        "allow_missing": error.missing_keys,
+                        "allow_unexpected": error.unexpected_keys,
+                    }
+                    if any(ways.values()):  # not strict=False: of resume all has to fit but by name
+                        named_ways = [
+                            f"{way}=[{name + '.' + keys[0]!r}, ...]"
+                            for way, keys in ways.items()
+                            if keys
+                        ]
+                        error.hint = f"Pass {', '.join(named_ways)} or rename=."
                     raise
 
             def load() -> tuple[int, None]:
                 for name, obj in named.items():
-                    if isinstance(obj, (nn.Module, torch.optim.Optimizer)) or name not in saved:
+                    is_loaded = isinstance(obj, (nn.Module, torch.optim.Optimizer))
+                    if is_loaded or name in choice.stays or name not in choice.states:
                         continue
                     # The object may keep what it gets, and a sweep removes the file: no maps.
-                    state = _with_arrays(copy.deepcopy(saved[name]))
+                    state = _with_arrays(copy.deepcopy(choice.states[name]))
                     if _is_stateful(obj):
                         getattr(obj, "load_state_dict")(state)  # noqa: B009
                     elif not diff({name: obj}, {name: state}).equal:
                         stale.append(name)
                 _set_generators(rng)
-                self._base = _step(saved["step"])
+                self._base = _step(choice.states["step"])
                 return self._base, None
 
             stale: list[str] = []
@@ -701,16 +762,19 @@ class Keeper:
         ckpt: Checkpoint,
         named: Mapping[str, object],
         on_other_ranks: Mapping[str, Callable[[list[Any]], Any]],
-    ) -> tuple[tuple[list[_Model], dict[str, Any], Any], dict[str, _Misfit]]:
+        rules: Options,
+    ) -> tuple[tuple[list[_Model], Choice, Any], tuple[dict[str, _Misfit], bytes]]:
         """Read what a checkpoint has for some objects on this rank; nothing changes yet.
 
         Args:
             ckpt: the checkpoint.
             named: the objects.
             on_other_ranks: see `resume`.
+            rules: which names to load, and what these are in the models.
 
         Returns:
-            The models, states by name, and those of the generators; and what does not fit.
+            The models, what the rules choose for them, and states of the generators; and what does
+            not fit, with a digest of the names that are loaded.
 
         Raises:
             CheckpointError: there is no state for an object.
@@ -727,36 +791,40 @@ class Keeper:
         if "packed" in saved:
             saved |= _unpacked(saved.pop("packed"))
             ranks = {rank: _unpacked(each) for rank, each in ranks.items()}
-        own = ranks.get(str(self._rank), {})
+        own, lost = ranks.get(str(self._rank), {}), list[str]()
         if len(ranks) == len(ranks_of()):
             saved |= own
         else:
             numbers = sorted(ranks, key=int)
-            lost = [name for name in named if name not in saved and name not in on_other_ranks]
-            lost = [name for name in lost if any(name in each for each in ranks.values())]
-            if lost:
-                raise PlacementError(
-                    "each rank that saved has a state of its own for some objects, and now there "
-                    "are other ranks",
-                    file=path,
-                    entry=", ".join(lost),
-                    expected=f"{len(ranks)} ranks",
-                    found=f"{len(ranks_of())}",
-                    hint=f"Pass on_other_ranks={{{lost[0]!r}: function}}, which makes the state of "
-                    "a rank out of the list of theirs.",
-                )
             for name in on_other_ranks.keys() - saved.keys():
                 states = [ranks[number][name] for number in numbers if name in ranks[number]]
                 saved[name] = on_other_ranks[name](_with_arrays(copy.deepcopy(states)))
-        _require(saved, named, path)
-        rng = _checked(own.get("rng"), path)
-        misfits = {name: _misfit(each, saved[name]) for name, each in modules.items()}
-        return (models, saved, rng), misfits
+            lost = [name for name in named if name not in saved]
+        owners = {name: each for model in models for name, each in model.owners.items()}
+        choice = choose(rules, named, [*modules], owners, saved, path)
+        lost = [name for name in lost if any(name in each for each in ranks.values())]
+        if lost := [name for name in lost if name not in choice.stays]:
+            raise PlacementError(
+                "each rank that saved has a state of its own for some objects, and now there are "
+                "other ranks",
+                file=path,
+                entry=", ".join(lost),
+                expected=f"{len(ranks)} ranks",
+                found=f"{len(ranks_of())}",
+                hint=f"Pass on_other_ranks={{{lost[0]!r}: function}}, which makes the state of a "
+                "rank out of the list of theirs.",
+            )
+        _require(saved, [name for name in named if name not in choice.stays], path)
+        rng = _checked(None if GENERATORS in choice.stays else own.get(GENERATORS), path)
+        misfits = {name: _misfit(each, name, choice, rules) for name, each in modules.items()}
+        chosen = {name: [*choice.states[name]] for name in modules}
+        names = sha256(repr([*chosen.items(), *sorted(choice.stays)]).encode()).digest()
+        return (models, choice, rng), (misfits, names)
 
 
-def _misfit(module: nn.Module, saved: Mapping[str, Any]) -> _Misfit:
+def _misfit(module: nn.Module, name: str, choice: Choice, rules: Options) -> _Misfit:
     """Return what of a model and its saved state does not fit on this rank."""
-    state = get_model_state_dict(module)
+    state, saved = get_model_state_dict(module), choice.states[name]
     shapes = {key: tuple(t.shape) for key, t in state.items() if isinstance(t, torch.Tensor)}
     mismatched = {
         key: (shape, tuple(saved[key].shape))
@@ -764,10 +832,18 @@ def _misfit(module: nn.Module, saved: Mapping[str, Any]) -> _Misfit:
         if hasattr(saved.get(key), "shape") and tuple(saved[key].shape) != shape
     }
     nobodys = sum(1 << at for at, key in enumerate(saved) if key not in state)
-    return _Misfit([key for key in state if key not in saved], nobodys, mismatched)
+    excused = choice.excused(rules, name, state)
+    missing = [key for key in state if key not in saved and key not in excused]
+    return _Misfit(missing, nobodys, mismatched, excused)
 
 
-def _shared(saved: Mapping[str, Any], misfits: Mapping[int, _Misfit], rank: int) -> dict[str, Any]:
+def _shared(
+    name: str,
+    saved: Mapping[str, Any],
+    misfits: Mapping[int, _Misfit],
+    rank: int,
+    rules: Options,
+) -> dict[str, Any]:
     """Return what a rank takes of a model's saved state.
 
     Raises:
@@ -779,6 +855,8 @@ def _shared(saved: Mapping[str, Any], misfits: Mapping[int, _Misfit], rank: int)
     # Unexpected is what no rank takes: the stages of a pipeline share one checkpoint.
     nobodys = reduce(and_, (each.unexpected for each in every))
     unexpected = [key for at, key in enumerate(saved) if nobodys >> at & 1]
+    may = allowed([f"{name}.{key}" for key in unexpected], rules.allow_unexpected)
+    unexpected = [key for key in unexpected if f"{name}.{key}" not in may]
     if missing or unexpected or mismatched:
         raise model_misfit(missing, unexpected, mismatched)
     others = misfits[rank].unexpected
@@ -934,6 +1012,16 @@ class _Model(NamedTuple):
         made._modules.update(found)  # under any name
         return made
 
+    def without(self, names: Collection[str]) -> _Model:
+        """Return this without the optimizers of some names."""
+        return self._replace(
+            optimizers={n: each for n, each in self.optimizers.items() if n not in names}
+        )
+
+    def held(self, name: str, keys: Iterable[str]) -> set[str]:
+        """Return what the holder calls the tensors of a module."""
+        return {*keys} if len(self.modules) == 1 else {f"{name}.{key}" for key in keys}
+
     def states(self) -> dict[str, Any]:
         """Return the states of all by their names."""
         return {
@@ -1015,6 +1103,12 @@ def _models(objects: Mapping[str, object]) -> list[_Model]:
     return models
 
 
+def _parameters_of(state: Mapping[str, Any]) -> set[str]:
+    """Return the names of parameters in the state of optimizers."""
+    listed = {key for group in state.get("param_groups", ()) for key in group["params"]}
+    return listed | {*state.get("state", {})}
+
+
 def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> None:
     for name in names:
         if name not in saved:
@@ -1094,21 +1188,7 @@ def _unpacked(packed: Any) -> dict[str, Any]:
 
 
 def _generators() -> dict[str, Any]:
-    """Return the states of this process's generators."""
-    version, numbers, gauss = random.getstate()
-    found: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state_all()
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, at, has_gauss, gauss = numpy.random.get_state()
-        if kind == "MT19937":
-            numbers = keys.tolist()
-            found["numpy"] = {"numbers": numbers, "at": at, "gauss": (has_gauss, gauss)}
-    return found
+    return Generators().state_dict()
 
 
 def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] | None:
@@ -1120,9 +1200,7 @@ def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] |
     if states is None:
         return None
     try:
-        torch.Generator().set_state(states["torch"].clone())
-        python = states["python"]
-        random.Random().setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+        Generators.check(states)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FormatError(
             "no states of random number generators", file=path, entry="rng", found=str(error)
@@ -1131,15 +1209,5 @@ def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] |
 
 
 def _set_generators(states: Mapping[str, Any] | None) -> None:
-    if states is None:
-        return
-    torch.set_rng_state(states["torch"].clone())
-    python = states["python"]
-    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
-    if "cuda" in states and torch.cuda.is_available():
-        for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
-            torch.cuda.set_rng_state(state.clone(), device)
-    numpy: Any = sys.modules.get("numpy")
-    if "numpy" in states and numpy is not None:
-        legacy = states["numpy"]
-        numpy.random.set_state(("MT19937", legacy["numbers"], legacy["at"], *legacy["gauss"]))
+    if states is not None:
+        Generators().load_state_dict(states)

@@ -7,7 +7,7 @@ what travels between ranks, and results as torch's functions have them.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
 from operator import and_
@@ -31,7 +31,7 @@ from torchlift._model import (
     spread_of,
     versions_of,
 )
-from torchlift._plan import LoadPlan, Match, Options, make_plan
+from torchlift._plan import LoadPlan, Match, Options, allowed, make_plan
 from torchlift._sources import MemoryTensor, Sent, StateSource, copy_values
 from torchlift._system import Interruptible, leaves, map_leaves, uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
@@ -97,6 +97,7 @@ class _Job:
     options: StateDictOptions
     state: State
     process_group: Any = None
+    allow_missing: Collection[str] = ()
 
 
 def load(call: LoadCall) -> tuple[list[str], list[str], OptimizerReport]:
@@ -166,7 +167,9 @@ def _begin(call: LoadCall, tree: ModuleTree) -> _Job:
     chosen, found = checked(call.options), several(call.optimizers, call.part)
     names = Names(tree, chosen.dsd_fqn_modifiers)
     name_by_place(names, found)
-    job = _Job(names, tree, found, chosen, State(kind=_kind(tree)), call.process_group)
+    job = _Job(
+        names, tree, found, chosen, State(kind=_kind(tree)), call.process_group, call.allow_missing
+    )
     if chosen.broadcast_from_rank0 and rank() != 0:
         return job
     model_state = call.model_dict(chosen.strict)
@@ -281,8 +284,11 @@ def _engine_options(job: _Job) -> Options:
         if group.tensor.is_meta and (offload or not is_dtensor(group.tensor))
         for name in group.names
     }
-    strict = job.options.strict
-    return Options(device=lambda entry: device.get(entry.key), strict=strict)
+    return Options(
+        device=lambda entry: device.get(entry.key),
+        strict=job.options.strict,
+        allow_missing=job.allow_missing,
+    )
 
 
 def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
@@ -300,6 +306,8 @@ def _check(job: _Job, matched: Match, path: str, options: Options) -> None:
         value = candidate.value if isinstance(candidate, MemoryTensor) else candidate
         check_value(names.canonical(name), group.tensor, value, chosen)
     missing = [names.canonical(name) for name in matched.missing] if options.strict else []
+    excused = allowed(missing, job.allow_missing)
+    missing = [name for name in missing if name not in excused]
     alone = options.strict and not chosen.broadcast_from_rank0
     unexpected = [names.canonical(name) for name in matched.unexpected] if alone else []
     shapes = {

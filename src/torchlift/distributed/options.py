@@ -139,7 +139,8 @@ class LoadCall:
         collective: see `RankGroup.of_model`.
         process_group: see `RankGroup.of_model`.
         include, exclude: patterns of the parameters whose optimizer state is taken.
-        allow_missing: patterns of parameters that may be without one.
+        allow_missing: patterns of parameters that may be without one, and of names of the model
+            that its state dict may lack.
     """
 
     part: Part

@@ -239,7 +239,9 @@ def set_model_state_dict(
         >>> set_model_state_dict(model, nn.Linear(2, 1).state_dict())
         <All keys matched successfully>
     """
-    return _load(Part.MODEL, model, (), model_state_dict, None, options, collective, process_group)
+    return load_states(
+        Part.MODEL, model, (), model_state_dict, None, options, collective, process_group
+    )
 
 
 def set_optimizer_state_dict(
@@ -291,7 +293,7 @@ def set_optimizer_state_dict(
           missing (1): bias
     """
     call = Part.OPTIMIZERS, model, optimizers, None, optim_state_dict, options
-    return _load(*call, collective, process_group).optimizer
+    return load_states(*call, collective, process_group).optimizer
 
 
 def set_state_dict(
@@ -338,7 +340,7 @@ def set_state_dict(
         (<All keys matched successfully>, ['weight', 'bias'])
     """
     call = Part.BOTH, model, optimizers, model_state_dict, optim_state_dict, options
-    return _load(*call, collective, process_group)
+    return load_states(*call, collective, process_group)
 
 
 def load_optimizer(
@@ -412,7 +414,7 @@ def load_optimizer(
         with errors_name(path):
             saved = _optimizer_state(saved)
             call = Part.OPTIMIZERS, model, optimizer, None, saved, options
-            return _load(*call, *chosen).optimizer
+            return load_states(*call, *chosen).optimizer
 
 
 def slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor:
@@ -605,7 +607,7 @@ def _read(
         ]
 
 
-def _load(*arguments: Any) -> LoadedKeys:
+def load_states(*arguments: Any) -> LoadedKeys:
     """Load what a call with these arguments is about, or nothing at all, on every rank."""
     call = LoadCall(*arguments)
     require_module(call.model)

@@ -1,0 +1,184 @@
+"""
+Resume training with a new head, or from an older checkpoint
+============================================================
+
+The run goes on, but the model is not quite the one that was saved: another head, a layer with
+another name, an average that the checkpoint lacks. Is all or nothing the choice?
+
+No: ``resume`` of a `torchlift.Keeper` takes the rules of `torchlift.load`, by the checkpoint's
+names, and an optimizer's moments go where their weights go.
+"""
+
+# %%
+# In short
+# --------
+
+import tempfile
+
+import torch
+
+import torchlift
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+keeper = torchlift.Keeper(tempfile.mkdtemp())
+keeper.save(5, model=model, optimizer=torch.optim.Adam(model.parameters()))
+model[1] = torch.nn.Linear(8, 3)
+optimizer = torch.optim.Adam(model.parameters())
+print(keeper.resume(model=model, optimizer=optimizer, exclude=["model.1.*"]))
+
+# %%
+# The names are those of the checkpoint: ``model.1.weight`` of a tensor of the model, ``optimizer``
+# or ``schedule`` of any other object as a whole, ``rng`` of the random numbers.
+#
+# What fits is not taken by itself
+# --------------------------------
+#
+# Without a rule, all that was saved has to fit. The error lists what does not, and the rules that
+# would let it pass; nothing has changed then.
+
+try:
+    keeper.resume(model=model, optimizer=optimizer)
+except torchlift.MismatchError as error:
+    print(type(error).__name__, "-", str(error).partition(": ")[2])
+
+# %%
+# A rule that fits nothing is an error, too: most likely its name is misspelled.
+
+try:
+    keeper.resume(model=model, optimizer=optimizer, exclude=["model.haed.*"])
+except torchlift.MismatchError as error:
+    print(type(error).__name__, "-", str(error).partition(": ")[2])
+
+# %%
+# An object that an older checkpoint lacks
+# ----------------------------------------
+#
+# An average of the weights was added after the checkpoint was saved. It may be missing, by its
+# name; then it is as you have made it.
+
+average = torch.optim.swa_utils.AveragedModel(model)
+state = {"model": model, "optimizer": optimizer, "average": average}
+rules = {"exclude": ["model.1.*"], "allow_missing": ["average"]}
+print("resumed after step", keeper.resume(state, **rules))
+
+# %%
+# What you do not pass is not loaded: ``keeper.resume(model=model)`` leaves the optimizer alone.
+#
+# A layer with another name
+# -------------------------
+#
+# A dict, a function or a rule of `torchlift.remap` gives the new name. The moments are renamed with
+# their weights.
+
+names = {f"model.0.{kind}": f"model.body.{kind}" for kind in ("weight", "bias")}
+renamed = torch.nn.Sequential()
+renamed.add_module("body", torch.nn.Linear(4, 8))
+moments = torch.optim.Adam(renamed.parameters())
+keeper.resume(model=renamed, optimizer=moments, rename=names, exclude=["model.1.*"])
+print(
+    len(moments.state),
+    "parameters of",
+    list(renamed.state_dict()),
+    "have their moments",
+)
+assert torch.equal(renamed.body.weight, model[0].weight)
+keeper.close()
+
+# %%
+# Proof
+# -----
+#
+# Does what goes along go along to the bit? Train a network, add a branch that is zero and frozen,
+# as an adapter is before its turn, and go on: with weights and moments, and with the weights alone,
+# in a new process each. How far is each loss from that of the run that never stopped?
+
+
+class Network(torch.nn.Module):
+    def __init__(self, branch=False):
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            *(torch.nn.Linear(16, 16) for _ in range(3))
+        )
+        self.branch = (
+            torch.nn.Linear(16, 16, bias=False).requires_grad_(False)
+            if branch
+            else None
+        )
+        if branch:
+            torch.nn.init.zeros_(self.branch.weight)
+
+    def forward(self, x):
+        return self.body(x).tanh() + (0 if self.branch is None else self.branch(x))
+
+
+def train(model, optimizer, steps):
+    torch.manual_seed(0)
+    x, losses = torch.randn(256, 16) * torch.logspace(-2, 1, 16), []
+    for _ in range(steps):
+        loss = (model(x) - (x @ torch.eye(16).flip(0)).sin()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def distances(way, folder):
+    torch.manual_seed(0)
+    first = Network()
+    optimizer = torch.optim.Adam(first.parameters(), lr=0.01)
+    train(first, optimizer, 400)
+    with torchlift.Keeper(folder, background=False) as keeper:
+        keeper.save(400, model=first, optimizer=optimizer)
+        never = train(first, optimizer, 60)
+        model = Network(branch=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        state = (
+            {"model": model, "optimizer": optimizer}
+            if way == "moments"
+            else {"model": model}
+        )
+        keeper.resume(state, allow_missing=["model.branch.*"])
+    kept, losses = len(optimizer.state), train(model, optimizer, 60)
+    return kept, [abs(x - y) for x, y in zip(losses, never, strict=True)]
+
+
+found = {}
+for way in ("moments", "weights alone"):
+    with tempfile.TemporaryDirectory() as folder:
+        found[way] = torchlift.measure.in_child(distances, way, folder).value
+    kept, far = found[way]
+    print(f"{way:<14} {kept} parameters with moments, at most ~{max(far):.3f} away")
+assert max(found["moments"][1]) == 0
+assert max(found["weights alone"][1]) > 0.001
+
+# %%
+
+import matplotlib.pyplot as plt
+
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots()
+for (way, (_, far)), look in zip(found.items(), ("C1-", "C0:"), strict=True):
+    axes.plot(far, look, label=way)
+axes.set(xlabel="step after the resume", ylabel="distance of the losses")
+figure.legend(loc="outside upper center", ncols=2)
+plt.show()
+
+# %%
+# *How far the loss is from the one of the run that never stopped. With the moments the two are one
+# run, to the bit; with the weights alone Adam begins anew, and goes another way.*
+#
+# Remember
+# --------
+#
+# - Names in a rule are the checkpoint's, with the object first: ``model.head.*``.
+# - A parameter that is left out keeps its weights and its moments.
+# - What may be missing or too much is named; everything else still has to fit.
+#
+# Use this when
+# -------------
+#
+# - **A run goes on with a part that is new:** ``exclude`` and ``allow_missing`` of ``resume``.
+# - **Only weights are to be loaded, from any file:** `torchlift.load`, as in *Fine-tune with a new
+#   head: size mismatch and missing keys*.
+# - **Nothing has changed:** *Save while training goes on, and resume after a kill*.

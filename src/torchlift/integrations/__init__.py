@@ -1,0 +1,5 @@
+"""Checkpoints inside of a framework: one module for each, imported by its own name.
+
+``torchlift.integrations.lightning``, ``.transformers``, ``.accelerate`` and ``.torchtitan``.
+Nothing else in this package needs one of these frameworks.
+"""

@@ -1,0 +1,215 @@
+"""Lightning's Trainer and Fabric with torchlift's plugin: runs that go on to the bit."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_workers
+from torch import nn
+
+import torchlift
+from torchlift.errors import CheckpointError, IntegrityError, PlacementError
+
+pytest.importorskip("pytorch_lightning")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import pytorch_lightning as lightning
+    from lightning_fabric import Fabric
+    from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.plugins import AsyncCheckpointIO
+
+    from torchlift.integrations.lightning import CheckpointIO, RankStates
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Noisy(lightning.LightningModule):
+    """A step needs the generators, the order of the data and the learning rate."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(3, width), nn.Dropout(), nn.Linear(width, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = (self.net(batch) - torch.rand(1)).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Stream:
+    """A loader with a state, of numbers of its own for each rank."""
+
+    def __init__(self, start: int = 0, batches: int = 6) -> None:
+        self.at, self.start, self.batches = 0, start, batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at %= self.batches
+        while self.at < self.batches:
+            self.at += 1
+            yield torch.linspace(self.start, self.at, 12).view(4, 3)
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "start": self.start}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.start = state["at"], state["start"]
+
+
+def trainer_of(folder: Path, every: dict[str, int], **options: Any) -> Any:
+    saves = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **every)
+    return lightning.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, **{
+            "devices": 1, "max_epochs": 2, "plugins": [CheckpointIO()],
+            "callbacks": [saves, RankStates()], **options,
+        },
+    )  # fmt: skip
+
+
+def shuffled() -> Any:
+    return torch.utils.data.DataLoader(torch.randn(24, 3), batch_size=4, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("loader", "every", "step"),
+    [
+        (Stream, {"every_n_train_steps": 4}, 4),
+        (Stream, {"every_n_train_steps": 2}, 8),
+        (shuffled, {"every_n_epochs": 1}, 6),
+    ],
+)
+def test_a_trainer_goes_on_bit_by_bit(loader: Any, every: Any, step: int, tmp_path: Path) -> None:
+    """In the middle of an epoch, where the loader has a state, and at the end of a shuffled one."""
+    torch.manual_seed(1)
+    data = loader()
+    torch.manual_seed(0)
+    first = Noisy()
+    trainer_of(tmp_path / "a", every).fit(first, data)
+    path = tmp_path / "a" / f"step={step}.ckpt"
+    assert torchlift.verify(path).ok
+    torch.load(path, weights_only=True)
+    torch.manual_seed(1)
+    data = loader()
+    torch.manual_seed(5)
+    again = Noisy()
+    trainer_of(tmp_path / "b", every).fit(again, data, ckpt_path=path)
+    assert again.losses == first.losses[step:]
+    for one, other in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for name, state in again.optimizers().optimizer.state_dict()["state"].items():
+        for kind, value in first.optimizers().optimizer.state_dict()["state"][name].items():
+            assert torch.equal(state[kind], value)
+
+
+def test_older_checkpoints_are_removed_and_the_last_is_found(tmp_path: Path) -> None:
+    """By the trainer's own rules; a folder in place of a file goes too."""
+    last = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=1, save_last=True)
+    trainer_of(tmp_path, {}, max_epochs=3, callbacks=[last]).fit(Noisy(), Stream())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=18.ckpt"]
+    again = trainer_of(tmp_path, {}, max_epochs=4)
+    again.fit(Noisy(), Stream(), ckpt_path=tmp_path / "last.ckpt")
+    assert again.global_step == 24
+    (tmp_path / "folder" / "in").mkdir(parents=True)
+    for name in ("folder", "last.ckpt", "last.ckpt"):
+        CheckpointIO().remove_checkpoint(tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+def test_a_trainer_saves_in_a_thread(tmp_path: Path) -> None:
+    """By Lightning's own plugin around this one."""
+    trainer = trainer_of(tmp_path, {}, plugins=[AsyncCheckpointIO(CheckpointIO())])
+    trainer.fit(Noisy(), Stream())
+    assert torchlift.verify(tmp_path / "step=12.ckpt").ok
+
+
+def test_what_no_file_holds_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    """And not by the process that wants to go on; the older file stays as it was."""
+    model = Noisy()
+    trainer = trainer_of(tmp_path, {}, max_steps=1)
+    trainer.fit(model, Stream())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    before = (tmp_path / "x.ckpt").read_bytes()
+    model.hparams["callback"] = sys.stdout
+    with pytest.raises(CheckpointError, match=r"hyper_parameters\.callback"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert (tmp_path / "x.ckpt").read_bytes() == before
+    with pytest.raises(TypeError, match="storage_options"):
+        trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={"key": "a"})
+
+
+def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+    """A flipped byte of a weight; without the check it loads."""
+    trainer = trainer_of(tmp_path, {}, max_steps=1)
+    trainer.fit(Noisy(), Stream())
+    path = tmp_path / "x.ckpt"
+    trainer.save_checkpoint(path)
+    with torchlift.open(path) as ckpt:
+        at = ckpt.entries["state_dict.net.0.weight"].chunks[0].offset
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(IntegrityError, match="damaged"):
+        trainer_of(tmp_path, {}).fit(Noisy(), Stream(), ckpt_path=path)
+    assert CheckpointIO(verify=False).load_checkpoint(path)["global_step"] == 1
+
+
+def test_places_of_other_ranks_are_an_error(tmp_path: Path) -> None:
+    """Where they differ; where they are equal each of the new ranks gets the one."""
+    trainer = trainer_of(tmp_path, {}, max_steps=3)
+    trainer.fit(Noisy(), Stream())
+    io = CheckpointIO()
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    state = io.load_checkpoint(tmp_path / "one.ckpt")
+    (own,) = state["torchlift_ranks"]
+    for name, place in (("same", own["loaders"]), ("other", [{"at": 1, "start": 9}])):
+        state["torchlift_ranks"] = [own, {**own, "loaders": place}]
+        io.save_checkpoint(state, tmp_path / f"{name}.ckpt")
+    trainer_of(tmp_path, {}, max_steps=4).fit(Noisy(), Stream(), ckpt_path=tmp_path / "same.ckpt")
+    with pytest.raises(PlacementError, match="other ranks"):
+        trainer_of(tmp_path, {}).fit(Noisy(), Stream(), ckpt_path=tmp_path / "other.ckpt")
+
+
+def test_fabric_saves_and_loads_through_the_plugin(tmp_path: Path) -> None:
+    """The weights, the optimizer and what else is in the state."""
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[CheckpointIO()])
+    module = nn.Linear(3, 1)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    fabric.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    path = tmp_path / "state.ckpt"
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 3})
+    assert torchlift.verify(path).ok
+    other = nn.Linear(3, 1)
+    again, second = fabric.setup(other, torch.optim.AdamW(other.parameters()))
+    state = {"model": again, "optimizer": second, "step": 0}
+    assert fabric.load(path, state) == {}
+    assert state["step"] == 3
+    assert torch.equal(again.weight, model.weight)
+    moment = second.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(moment, optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+@pytest.mark.distributed
+def test_two_ranks_go_on_bit_by_bit(tmp_path: Path) -> None:
+    """Under DDP, each with its own random numbers and its own place in its data."""
+    found = run_workers(Path(__file__).with_name("workers_lightning.py"), 2, tmp_path)
+    assert len(found) == 1
+    assert not any(found.values()), found

@@ -1,0 +1,156 @@
+"""Checks of torchtitan's manager that run on every rank of a process group."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import cpu_mesh, main
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torchtitan.components import checkpoint as titan
+
+import torchlift
+from torchlift.distributed import get_optimizer_state_dict, set_optimizer_state_dict
+from torchlift.integrations.torchtitan import CheckpointManager
+
+warnings.simplefilter("ignore")
+OUT = Path(sys.argv[1])
+
+
+class Optimizers:
+    """As torchtitan's container: by the names of parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+class Loader:
+    """As torchtitan's: each rank's place, pickled, under a name of its own."""
+
+    def __init__(self) -> None:
+        self.at = 10 * dist.get_rank()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"dp_rank_{dist.get_rank()}": pickle.dumps({"at": self.at}), "world_size": 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = pickle.loads(state[f"dp_rank_{dist.get_rank()}"])["at"]
+
+
+class Run:
+    """A model of two ranks, what steps it, and its manager."""
+
+    def __init__(self, folder: str, kind: Any = CheckpointManager, seed: int = 0, **options: Any):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
+        fully_shard(self.model, mesh=cpu_mesh())
+        self.optimizers, self.loader = Optimizers(self.model), Loader()
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizers.optimizer, 0.9)
+        torch.manual_seed(seed + dist.get_rank())
+        config = kind.Config(
+            enable=True, folder=folder, interval=2, last_save_model_only=False, **options
+        )
+        self.manager = config.build(
+            dataloader=self.loader, model_parts=[self.model], optimizers=self.optimizers,
+            lr_schedulers=self.scheduler, states={}, sd_adapter=None, base_folder=str(OUT),
+        )  # fmt: skip
+
+    def train(self, steps: Any, *, saves: bool = True) -> None:
+        for step in steps:
+            self.model(torch.randn(4, 5) + self.loader.at).square().mean().backward()
+            self.optimizers.optimizer.step()
+            self.optimizers.optimizer.zero_grad()
+            self.scheduler.step()
+            self.loader.at += 1
+            if saves:
+                self.manager.maybe_wait_for_staging()
+                self.manager.save(step)
+        self.manager.maybe_wait_for_saving()
+
+    def values(self) -> list[Any]:
+        state = self.optimizers.state_dict()["state"]
+        tensors = [*self.model.state_dict().values()]
+        tensors += [value for name in sorted(state) for value in state[name].values()]
+        found = [t.full_tensor() if isinstance(t, DTensor) else t.clone() for t in tensors]
+        return [*found, torch.tensor(self.loader.at), torch.tensor(self.scheduler.get_last_lr())]
+
+
+def goes_on(mode: str) -> None:
+    first = Run(mode, async_mode=mode)
+    first.train([1, 2])
+    assert torchlift.verify(OUT / mode / "step-2").ok
+    first.train([3, 4], saves=False)
+    again = Run(mode, seed=7, async_mode=mode)
+    again.train([1], saves=False)  # FSDP sums in another order from its second step on
+    assert again.manager.load()
+    again.train([3, 4], saves=False)
+    assert all(map(torch.equal, again.values(), first.values()))
+    for run in (first, again):
+        run.manager.close()
+
+
+def the_last_ones_are_kept() -> None:
+    """By torchtitan's own thread, which knows the folders by their names."""
+    run = Run("kept", keep_latest_k=2)
+    run.train(range(1, 9))
+    run.manager.close()
+    dist.barrier()
+    assert sorted(os.listdir(OUT / "kept")) == ["step-6", "step-8"]
+
+
+def what_torchtitan_saved_resumes() -> None:
+    """Without generators in it: those stay; and torchtitan reads what this manager saved."""
+    theirs = Run("theirs", titan.CheckpointManager)
+    theirs.train([1, 2])
+    again = Run("theirs", seed=7)
+    again.train([1], saves=False)
+    drawn = torch.get_rng_state()
+    assert again.manager.load()
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(map(torch.equal, again.values(), theirs.values()))
+    ours = Run("ours", seed=3)
+    ours.train([1, 2])
+    again = Run("ours", titan.CheckpointManager, seed=9)
+    again.train([1], saves=False)
+    assert again.manager.load()
+    assert all(map(torch.equal, again.values(), ours.values()))
+
+
+def a_disabled_manager_does_nothing() -> None:
+    """As torchtitan's."""
+    manager = CheckpointManager.Config(enable=False).build(
+        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={},
+        sd_adapter=None,
+    )  # fmt: skip
+    assert not manager.load()
+    assert not manager.save(1)
+    with pytest.raises(ValueError, match="at least 2 checkpoint replicas"):
+        CheckpointManager.Config(keep_latest_k=1)
+
+
+if __name__ == "__main__":
+    main(
+        {
+            "saves_at_once": partial(goes_on, "disabled"),
+            "saves_in_a_thread": partial(goes_on, "async"),
+            "keeps": the_last_ones_are_kept,
+            "shares": what_torchtitan_saved_resumes,
+            "disabled": a_disabled_manager_does_nothing,
+        }
+    )
