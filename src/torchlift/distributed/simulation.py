@@ -290,7 +290,7 @@ def _of_plan(model: nn.Module, made: LoadPlan, whole: Mapping[str, Made]) -> Ite
 
 
 def _of_module(model: nn.Module, dtype: DtypeRule) -> Iterator[_Tensor]:
-    """List the tensors of a module, as if one file held them all."""
+    """List the tensors of a module, as if one file had them all."""
     groups = collect(model)
     check_rule(dtype, [name for group in groups for name in group.names], present=False)
     for group in groups:
@@ -483,7 +483,7 @@ def _count(stages: list[_Stage]) -> tuple[torch.Tensor, dict[str, tuple[int, int
     """Add up what every rank reads and holds.
 
     Returns:
-        For each rank bytes read, byte ranges read, bytes held; for each file bytes and byte ranges.
+        For each rank bytes read, byte ranges read, bytes kept; for each file bytes and byte ranges.
     """
     world = sum(len(ranks) for ranks, _ in stages)
     totals, files = torch.zeros(world, 3, dtype=torch.int64), _Sums()
