@@ -699,8 +699,8 @@ class Keeper:
                         misfits = {rank: found[name] for rank, (found, _) in told_by.items()}
                         saved = choice.states[name]
                         given[name] = _shared(name, saved, misfits, self._rank, rules)
-                        gone |= model.held(name, choice.gone[name])
-                        excused |= model.held(name, misfits[self._rank].excused)
+                        gone |= model.keys_in_holder(name, choice.gone[name])
+                        excused |= model.keys_in_holder(name, misfits[self._rank].excused)
                     moments = model.merged(choice.states)
                     load_states(
                         Part.BOTH,
@@ -1018,7 +1018,7 @@ class _Model(NamedTuple):
             optimizers={n: each for n, each in self.optimizers.items() if n not in names}
         )
 
-    def held(self, name: str, keys: Iterable[str]) -> set[str]:
+    def keys_in_holder(self, name: str, keys: Iterable[str]) -> set[str]:
         """Return what the holder calls the tensors of a module."""
         return {*keys} if len(self.modules) == 1 else {f"{name}.{key}" for key in keys}
 
