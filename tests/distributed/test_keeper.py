@@ -304,6 +304,18 @@ def test_a_checkpoint_whose_metric_cannot_be_read_stays(tmp_path: Path) -> None:
         assert keeper.steps() == [1, 4]
 
 
+def test_a_second_model_that_does_not_fit_leaves_the_first_as_it_was(tmp_path: Path) -> None:
+    """What fits is decided of all models before one is loaded."""
+    one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with torchlift.Keeper(tmp_path, background=False) as keeper:
+        keeper.save(1, one=one, two=two)
+        other = torch.nn.Linear(2, 2)
+        before = {key: value.clone() for key, value in other.state_dict().items()}
+        with pytest.raises(torchlift.MismatchError, match="weight"):
+            keeper.resume(one=other, two=torch.nn.Linear(3, 2))
+        assert torchlift.diff(before, other.state_dict()).equal
+
+
 def test_several_models_and_optimizers_are_told_apart(tmp_path: Path) -> None:
     """Each optimizer goes with the model whose parameters it has; two of one model are merged."""
 

@@ -583,13 +583,13 @@ class Keeper:
         object, and ``rng`` of the generators. An optimizer's state of a parameter follows that
         parameter: with ``exclude=["model.head.*"]`` a new head keeps its weights and its moments.
 
-        A model and its optimizers are loaded together, both or neither; then the next model, the
-        other objects and last the random number generators: after an error, what was loaded before
-        it stays. All ranks raise, or none. Another number of ranks may have saved: then models,
-        optimizers and what was equal on all of them are resumed, and a rank without a state of its
-        own for its generators keeps what it has. An object of which each had a state of its own,
-        such as a data loader, is an error then, before anything changes, unless you say what
-        becomes of them.
+        Nothing changes where a name or a shape of any model does not fit. A model and its
+        optimizers are loaded together, both or neither; then the next model, the other objects and
+        last the random number generators: after another error, what was loaded before it stays. All
+        ranks raise, or none. Another number of ranks may have saved: then models, optimizers and
+        what was equal on all of them are resumed, and a rank without a state of its own for its
+        generators keeps what it has. An object of which each had a state of its own, such as a data
+        loader, is an error then, before anything changes, unless you say what becomes of them.
 
         After a resume from an earlier step, what you save is the latest, not what came after that
         step the first time.
@@ -691,16 +691,20 @@ class Keeper:
             (models, choice, rng), told_by = self._ranks.run(read)
             if len({names for _, names in told_by.values()}) > 1:
                 raise ValueError("the ranks do not choose and rename the same names")
-            for each in models:
-                model, given, name = each.without(choice.stays), {}, ""
-                gone, excused = set[str](), set[str]()
-                try:
+            name, fitting = "", list[tuple[_Model, dict[str, Any], set[str], set[str]]]()
+            try:
+                for each in models:  # of all of them, before one is loaded
+                    model, given = each.without(choice.stays), dict[str, Any]()
+                    gone, excused = set[str](), set[str]()
                     for name in model.modules:
                         misfits = {rank: found[name] for rank, (found, _) in told_by.items()}
                         saved = choice.states[name]
                         given[name] = _shared(name, saved, misfits, self._rank, rules)
                         gone |= model.keys_in_holder(name, choice.gone[name])
                         excused |= model.keys_in_holder(name, misfits[self._rank].excused)
+                    fitting.append((model, given, gone, excused))
+                for model, given, gone, excused in fitting:
+                    *_, name = model.modules
                     moments = model.merged(choice.states)
                     load_states(
                         Part.BOTH,
@@ -715,21 +719,21 @@ class Keeper:
                         [*map(escape, gone & _parameters_of(moments))],
                         [*map(escape, excused)],
                     )
-                except StateDictMismatch as error:
-                    error.file = error.file or path
-                    ways = {
-                        "exclude": [*error.mismatched],
-                        "allow_missing": error.missing_keys,
-                        "allow_unexpected": error.unexpected_keys,
-                    }
-                    if any(ways.values()):  # not strict=False: of resume all has to fit but by name
-                        named_ways = [
-                            f"{way}=[{name + '.' + keys[0]!r}, ...]"
-                            for way, keys in ways.items()
-                            if keys
-                        ]
-                        error.hint = f"Pass {', '.join(named_ways)} or rename=."
-                    raise
+            except StateDictMismatch as error:
+                error.file = error.file or path
+                ways = {
+                    "exclude": [*error.mismatched],
+                    "allow_missing": error.missing_keys,
+                    "allow_unexpected": error.unexpected_keys,
+                }
+                if any(ways.values()):  # not strict=False: of resume all has to fit but by name
+                    named_ways = [
+                        f"{way}=[{name + '.' + keys[0]!r}, ...]"
+                        for way, keys in ways.items()
+                        if keys
+                    ]
+                    error.hint = f"Pass {', '.join(named_ways)} or rename=."
+                raise
 
             def load() -> tuple[int, None]:
                 for name, obj in named.items():
