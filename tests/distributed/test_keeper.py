@@ -792,7 +792,7 @@ def test_one_process_of_a_process_group_keeps_as_several_do(tmp_path: Path) -> N
     out = tmp_path / "save-1"
     out.mkdir()
     found = run_workers(WORKERS, 1, out)
-    assert len(found) == 16
+    assert len(found) == 17
     assert not any(found.values()), found
     again = runs["grouped"]
     with torch.no_grad():
