@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
 
@@ -29,7 +30,7 @@ import torchlift
 from torchlift._checkpoint import MappedViews
 from torchlift._transfer import Files
 from torchlift.distributed import CheckpointReader
-from torchlift.errors import CheckpointError, PlacementError, UnsafeError
+from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
 from torchlift.formats import ITEMSIZE, narrowed, read_index
 from torchlift.formats.summary import to_json, to_text
 
@@ -122,6 +123,17 @@ def test_plain_objects_keep_their_values(path):
     assert found["size"] == (2, 3)
     assert found["dtype"] == "torch.bfloat16"
     assert found["device"] == "cuda:1"
+
+
+def test_a_device_that_torch_does_not_know_is_told(path):
+    """Its name is there, and so is everything else; the containers need a device."""
+    data = pickle.dumps({"on": torch.device("cuda", 1), "epoch": 3}, 2).replace(b"cuda", b"cudR")
+    write_zip(path, data=data)
+    with torchlift.open(path) as ckpt:
+        assert dict(ckpt.objects) == {"on": "cudR:1", "epoch": 3}
+        with pytest.raises(FormatError, match="knows no such device") as raised:
+            ckpt.tree()
+        assert (raised.value.entry, raised.value.found) == ("on", "cudR:1")
 
 
 def test_numpy_scalars_are_numbers(path):

@@ -290,7 +290,16 @@ class Values:
         if isinstance(value, SliceText):
             return slice(*value.arguments)
         if isinstance(value, DeviceName):
-            return torch.device(value)
+            try:
+                return torch.device(value)
+            except RuntimeError as error:  # a name of another torch, or a damaged one
+                raise FormatError(
+                    "the installed torch knows no such device",
+                    file=self.path or None,
+                    entry=key,
+                    found=str(value),
+                    hint="What else there is comes without it, from ckpt.state_dict().",
+                ) from error
         if isinstance(value, (Global, LayoutName)):
             name = value.name if isinstance(value, Global) else str(value)
             found = getattr(torch, name.removeprefix("torch."), None)
