@@ -704,7 +704,7 @@ class Keeper:
                         excused |= model.keys_in_holder(name, misfits[self._rank].excused)
                     fitting.append((model, given, gone, excused))
                 for model, given, gone, excused in fitting:
-                    *_, name = model.modules
+                    *_, name = "", *model.modules
                     moments = model.merged(choice.states)
                     load_states(
                         Part.BOTH,
