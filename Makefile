@@ -108,7 +108,7 @@ compat: $(WHEEL)  ## the unit tests on the oldest torch that pyproject.toml admi
 doctest: $(WHEEL)  ## the examples in docstrings
 	@rm -rf build/doctest && mkdir -p build/doctest
 	cd build/doctest && $(ON_WHEEL) "$(CURDIR)/$(PY)" -m pytest -q -c ../../pyproject.toml \
-	  --doctest-modules --ignore-glob='*/integrations/*' --pyargs torchlift
+	  --doctest-modules --ignore-glob='$(CURDIR)/build/wheel-site/torchlift/integrations/*' --pyargs torchlift
 
 # Sphinx-gallery only looks at a recipe's own text to see whether it must run again. What a recipe
 # shows also depends on the library: any change in src/ throws the executed pages away.
