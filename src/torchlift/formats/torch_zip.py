@@ -278,10 +278,10 @@ class Resolver:
         """Return the entries of tensors that are all checked now."""
         made: dict[str, TensorRef | TensorEntry] = {}
         for key, ref in refs.items():
-            if isinstance(ref, KindRef):
-                made[key] = self._of_kind(key, ref)
-            else:
+            if type(ref) is TensorRef:
                 self._check(key, ref)
+            else:
+                made[key] = self.entry(key, ref)
         rows: Mapping[str, TensorRef | TensorEntry] = {**refs, **made} if made else refs
         return Records(rows, self._make)
 
@@ -294,11 +294,12 @@ class Resolver:
 
     def _check(self, key: str, ref: TensorRef) -> None:
         """Check all that a tensor says of bytes."""
-        name = self._prefix + ref.storage.key
-        self.storages[name] = storage = self._find(key, ref.storage)
+        stored = ref.storage
+        name = self._prefix + stored.key
+        self.storages[name] = storage = self._find(key, stored)
         room = storage.nbytes
-        if ref.storage.view is not None:
-            room = _view_of(storage, ref.storage, key)[1]
+        if stored.view is not None:
+            room = _view_of(storage, stored, key)[1]
         # By identity, not equality: (True,) equals (1,), and only one of them is a shape. The
         # tuples stay alive as long as this object's input does.
         layout = self._layouts.get((id(ref.size), id(ref.stride)))
