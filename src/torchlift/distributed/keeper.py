@@ -508,15 +508,17 @@ class Keeper:
         """
         path, rank = os.path.join(self.directory, name), str(self._rank)
         group = self._writers.groups[0] if self._writers.groups else None
-        with self._writers.together() as agree:  # what is not `save`'s stops the others, too
-            if self._is_one:
-                state = {**state, **equal, "ranks": {rank: own}, **tensors}
-                report = save(state, path, replicated="rank0", process_group=group)
-            else:
-                packed, _ = self._writers.run(partial(self._packed, equal, own))
-                state = {**state, **packed, **tensors}
-                report = save(state, path, format="dcp", replicated="rank0", process_group=group)
-            agree(False)
+        try:
+            with self._writers.together() as agree:  # what is not `save`'s stops the others, too
+                if self._is_one:
+                    state, format = {**state, **equal, "ranks": {rank: own}, **tensors}, None
+                else:
+                    packed, _ = self._writers.run(partial(self._packed, equal, own))
+                    state, format = {**state, **packed, **tensors}, "dcp"
+                report = save(state, path, format=format, replicated="rank0", process_group=group)
+                agree(False)
+        finally:
+            self._folder.release()
         return report, self._folder.sweep(path, before) if rank == "0" else []
 
     def _digest(self, state: Mapping[str, Any]) -> bytes:
