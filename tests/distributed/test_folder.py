@@ -140,6 +140,16 @@ def test_an_abandoned_best_takes_no_place_of_the_branch_later_on_either(tmp_path
             assert sorted(keeper.steps()) == kept
 
 
+def test_a_restart_knows_by_the_names_what_was_abandoned(tmp_path: Path) -> None:
+    """Whatever lies behind where the run went back takes no place of its branch."""
+    fill(tmp_path, [5.0, 4.0, 3.0, 2.0, 1.0], keep=None)
+    for step, kept in ((3, [1, 2, 3, 5]), (4, [2, 3, 4, 5]), (6, [3, 4, 5, 6])):
+        with torchlift.Keeper(tmp_path, keep=3, best="loss", background=False) as keeper:
+            keeper.resume(step=2 if step == 3 else None)
+            keeper.save(step, STATE, metrics={"loss": 9.0})
+            assert sorted(keeper.steps()) == kept
+
+
 # ---- what is removed
 
 

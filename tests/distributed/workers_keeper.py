@@ -329,6 +329,8 @@ def close_leaves_no_thread_and_no_descriptor() -> None:
                 with pytest.raises((CheckpointError, IndexError), match="out of range"):
                     keeper.close()
             del keeper, patch
+            with pytest.raises(CheckpointError, match="cannot be made a folder"):
+                torchlift.Keeper(__file__)
         gc.collect()
         counts.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
     assert counts[1] == counts[2], counts
@@ -363,9 +365,9 @@ def whatever_fails_on_one_rank_ends_it_on_all() -> None:
         return
     calls = {
         "save": ("get_model_state_dict", "get_optimizer_state_dict", "require_savable",
-                 "_generators", "save"),
+                 "Generators", "save"),
         "resume": ("open_checkpoint", "require_intact", "slices_of", "get_model_state_dict",
-                   "load_states", "_set_generators"),
+                   "load_states", "Generators"),
     }  # fmt: skip
 
     def failing(function: Any, nth: int) -> Any:

@@ -42,7 +42,8 @@ class Kept:
         generation: how many times the run has gone back to an earlier step before.
         step: the number of steps that it is the result of.
         path: where it is.
-        abandoned: whether the run has gone back behind it since; known to the keeper's policies.
+        abandoned: whether the run has gone back behind it since; known to the keeper's policies,
+            after a restart as far as the steps and generations of what is kept tell.
     """
 
     generation: int

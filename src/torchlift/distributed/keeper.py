@@ -55,6 +55,7 @@ from torchlift.distributed.choice import GENERATORS, Choice, choose
 from torchlift.distributed.folder import KeptFolder, Policy, policies_of
 from torchlift.distributed.generators import Generators
 from torchlift.distributed.options import (
+    LoadCall,
     Part,
     StateDictMismatch,
     StateDictOptions,
@@ -74,6 +75,8 @@ from torchlift.formats import Array
 _ARRAY = "numpy.ndarray"
 #: Names that a checkpoint needs for itself; in a folder what is no tensor is packed into some.
 _OWN = ("step", "metrics", "rng", "ranks", "packed")
+#: Each would not take its part of a model that another one passes.
+_OTHERS = "the ranks pass different models and optimizers"
 #: Of which several machines may write one file: what one of them caches the others know of.
 _COHERENT = {"lustre", "gpfs"}
 
@@ -139,6 +142,7 @@ class Keeper:
             None: as long as the process group does.
 
     Raises:
+        CheckpointError: the directory cannot be made, or a rank has met an error.
         ValueError: an argument is not what it can be.
 
     Example:
@@ -194,9 +198,8 @@ class Keeper:
         try:
             with _together(everyone):
                 _, told = everyone.run(partial(_checked_arguments, numbers, words, alike))
-                if len(set(told.values())) > 1:
-                    names = "background=, busy=, best= and timeout="
-                    raise ValueError(f"the ranks do not pass the same {names}: {told}")
+                names = "background=, busy=, best= and timeout="
+                _require_same(f"the ranks do not pass the same {names}", told.values())
                 self._folder = KeptFolder(self.directory, policies_of(keep, every, best, best_is))
                 self._ranks = RankGroup(_new_groups(timeout))
                 self._writers = RankGroup(_new_groups(timeout))
@@ -293,9 +296,8 @@ class Keeper:
             return (number, named, values), told
 
         (step, named, numbers), told = self._ranks.run(check, _require_same_call)
-        if len({number for _, number, *_ in told.values()}) > 1:
-            raise ValueError(f"the ranks save different steps: {[n for _, n, *_ in told.values()]}")
-        _require_alike([names for *_, names in told.values()])
+        _require_same("the ranks save different steps", [n for _, n, *_ in told.values()])
+        _require_same(_OTHERS, [names for *_, names in told.values()])
         if self._skips and not all(done for *_, done, _ in told.values()):
             return None
         self._finish()
@@ -329,7 +331,7 @@ class Keeper:
         }
         name, before = placed[0][0]
         state = {"step": step, "metrics": numbers} if self._rank == 0 else {}
-        own = {GENERATORS: _generators(), **rest}
+        own = {GENERATORS: Generators().state_dict(), **rest}
         return partial(self._write, name, before, state, tensors, equal, own)
 
     @property
@@ -668,7 +670,7 @@ class Keeper:
             return (named, rules), ("resume", place, _model_names(named))
 
         (named, rules), told = self._ranks.run(find, _require_same_call)
-        _require_alike([names for *_, names in told.values()])
+        _require_same(_OTHERS, [names for *_, names in told.values()])
         place = told[0][1]
         if place is None:
             if step is None:
@@ -713,17 +715,17 @@ class Keeper:
                     *_, name = "", *model.modules
                     moments = model.merged(choice.states)
                     load_states(
-                        Part.BOTH,
-                        model.holder(),
-                        [*model.optimizers.values()],
-                        model.joined(given),
-                        moments,
-                        StateDictOptions(full_state_dict=True),
-                        None,
-                        self._ranks.groups[0] if self._ranks.groups else None,
-                        ("*",),
-                        [*map(escape, gone & _parameters_of(moments))],
-                        [*map(escape, excused)],
+                        LoadCall(
+                            Part.BOTH,
+                            model.holder(),
+                            [*model.optimizers.values()],
+                            model.joined(given),
+                            moments,
+                            StateDictOptions(full_state_dict=True),
+                            process_group=self._ranks.groups[0] if self._ranks.groups else None,
+                            exclude=[*map(escape, gone & _parameters_of(moments))],
+                            allow_missing=[*map(escape, excused)],
+                        )
                     )
             except StateDictMismatch as error:
                 error.file = error.file or path
@@ -752,7 +754,8 @@ class Keeper:
                         getattr(obj, "load_state_dict")(state)  # noqa: B009
                     elif not diff({name: obj}, {name: state}).equal:
                         stale.append(name)
-                _set_generators(rng)
+                if rng is not None:
+                    Generators().load_state_dict(rng)
                 self._base = _step(choice.states["step"])
                 return self._base, None
 
@@ -825,7 +828,14 @@ class Keeper:
                 "rank out of the list of theirs.",
             )
         _require(saved, [name for name in named if name not in choice.stays], path)
-        rng = _checked(None if GENERATORS in choice.stays else own.get(GENERATORS), path)
+        rng = None if GENERATORS in choice.stays else own.get(GENERATORS)
+        try:
+            if rng is not None:
+                Generators().check(rng)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise FormatError(
+                "no states of random number generators", file=path, entry="rng", found=str(error)
+            ) from error
         misfits = {name: _misfit(each, name, choice, rules) for name, each in modules.items()}
         chosen = {name: [*choice.states[name]] for name in modules}
         names = sha256(repr([*chosen.items(), *sorted(choice.stays)]).encode()).digest()
@@ -949,6 +959,17 @@ def _model_names(objects: Mapping[str, object]) -> list[str]:
     )
 
 
+def _require_same(what: str, told: Iterable[object]) -> None:
+    """Refuse what differs from rank to rank.
+
+    Raises:
+        ValueError: it does.
+    """
+    each = [*told]
+    if any(one != each[0] for one in each):
+        raise ValueError(f"{what}: {each}")
+
+
 def _require_same_call(told: Mapping[int, tuple[Any, ...]]) -> None:
     """Refuse a call of one method on one rank, and of another one elsewhere.
 
@@ -956,18 +977,7 @@ def _require_same_call(told: Mapping[int, tuple[Any, ...]]) -> None:
         ValueError: there are such, as after an error that one rank alone has met and caught.
     """
     names = [name for name, *_ in told.values()]
-    if len({*names}) > 1:
-        raise ValueError(f"the ranks call different methods of the keeper: {names}")
-
-
-def _require_alike(names: Sequence[list[str]]) -> None:
-    """Refuse models that one rank passes and another does not: it would not take its part.
-
-    Raises:
-        ValueError: there are such.
-    """
-    if any(each != names[0] for each in names):
-        raise ValueError(f"the ranks pass different models and optimizers: {names}")
+    _require_same("the ranks call different methods of the keeper", names)
 
 
 def _step(step: object) -> int:
@@ -1198,32 +1208,3 @@ def _unpacked(packed: Any) -> dict[str, Any]:
     with open_checkpoint(io.BytesIO(memory_of(values.contiguous()))) as ckpt:
         found: dict[str, Any] = ckpt.tree()
     return found
-
-
-# ---- random number generators
-
-
-def _generators() -> dict[str, Any]:
-    return Generators().state_dict()
-
-
-def _checked(states: Mapping[str, Any] | None, path: str) -> Mapping[str, Any] | None:
-    """Return the states if generators take them.
-
-    Raises:
-        FormatError: they do not.
-    """
-    if states is None:
-        return None
-    try:
-        Generators.check(states)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise FormatError(
-            "no states of random number generators", file=path, entry="rng", found=str(error)
-        ) from error
-    return states
-
-
-def _set_generators(states: Mapping[str, Any] | None) -> None:
-    if states is not None:
-        Generators().load_state_dict(states)

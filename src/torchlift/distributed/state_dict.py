@@ -239,9 +239,8 @@ def set_model_state_dict(
         >>> set_model_state_dict(model, nn.Linear(2, 1).state_dict())
         <All keys matched successfully>
     """
-    return load_states(
-        Part.MODEL, model, (), model_state_dict, None, options, collective, process_group
-    )
+    call = Part.MODEL, model, (), model_state_dict, None, options
+    return load_states(LoadCall(*call, collective, process_group))
 
 
 def set_optimizer_state_dict(
@@ -293,7 +292,7 @@ def set_optimizer_state_dict(
           missing (1): bias
     """
     call = Part.OPTIMIZERS, model, optimizers, None, optim_state_dict, options
-    return load_states(*call, collective, process_group).optimizer
+    return load_states(LoadCall(*call, collective, process_group)).optimizer
 
 
 def set_state_dict(
@@ -340,7 +339,7 @@ def set_state_dict(
         (<All keys matched successfully>, ['weight', 'bias'])
     """
     call = Part.BOTH, model, optimizers, model_state_dict, optim_state_dict, options
-    return load_states(*call, collective, process_group)
+    return load_states(LoadCall(*call, collective, process_group))
 
 
 def load_optimizer(
@@ -414,7 +413,7 @@ def load_optimizer(
         with errors_name(path):
             saved = _optimizer_state(saved)
             call = Part.OPTIMIZERS, model, optimizer, None, saved, options
-            return load_states(*call, *chosen).optimizer
+            return load_states(LoadCall(*call, *chosen)).optimizer
 
 
 def slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor:
@@ -607,9 +606,8 @@ def _read(
         ]
 
 
-def load_states(*arguments: Any) -> LoadedKeys:
-    """Load what a call with these arguments is about, or nothing at all, on every rank."""
-    call = LoadCall(*arguments)
+def load_states(call: LoadCall) -> LoadedKeys:
+    """Load what a call is about, or nothing at all, on every rank."""
     require_module(call.model)
     with locked(call.model):
         if uses_fsdp1(call.model):
