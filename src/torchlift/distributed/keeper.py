@@ -47,7 +47,15 @@ from torchlift._model import (
     world_of,
 )
 from torchlift._plan import Options, Patterns, Rename, Rewriting, allowed
-from torchlift._save import SaveReport, is_array, make_folders, memory_of, require_savable, save
+from torchlift._save import (
+    SaveReport,
+    is_array,
+    make_folders,
+    memory_of,
+    require_savable,
+    savable_names,
+    save,
+)
 from torchlift._sources import FileTensor
 from torchlift._system import Interruptible, clipped_list, leaves, map_leaves, uninterrupted
 from torchlift._transfer import file_system
@@ -186,6 +194,7 @@ class Keeper:
         self._report: SaveReport | None = None
         self._blocked = 0.0
         self._stager: DefaultStager | None = None
+        self._savable: object = None  # the names in states of which it is known
         self._base: int | None = None  # the step that was last resumed or saved
         # Two of its own: what a save in the background agrees on must not meet what the calls of
         # this class do, nor what training does.
@@ -305,7 +314,10 @@ class Keeper:
             tuple[tuple[str, int] | None, dict[str, bytes], bytes],
         ]:
             tensors, rest = self._snapshot(named)
-            require_savable(tensors, self.directory)
+            names = savable_names(tensors, self.directory)
+            if names != self._savable:  # once: to lay it out takes as long as to copy 200 MiB
+                require_savable(tensors, self.directory)
+                self._savable = names
             digests = {name: self._digest({name: value}) for name, value in rest.items()}
             place = (
                 self._folder.new_path(step, self._base, self._is_one) if self._rank == 0 else None
