@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from torchlift.distributed import (
     RunFolder,
 )
 from torchlift.distributed import folder as folder_module
+from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError
 
 STATE = {"w": torch.ones(2)}
@@ -222,6 +225,48 @@ def test_ten_thousand_steps_in_a_folder(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 11
 
 
+def fail_at_markers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a disk fail each time that somebody looks for a marker that is there."""
+    look = os.lstat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        found = look(path, **options)
+        if str(path).endswith(".metadata"):
+            raise OSError(errno.EIO, "no luck", path)
+        return found
+
+    monkeypatch.setattr(os, "lstat", failing)
+
+
+def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody can tell to be complete is not taken for what a kill has left."""
+    kept = [as_folder(tmp_path, step) for step in (1, 2)]
+    with torchlift.Keeper(tmp_path, keep=5) as keeper:
+        keeper.save(3, STATE)
+        keeper.wait()
+        with monkeypatch.context() as patch:
+            fail_at_markers(patch)
+            with pytest.raises(CheckpointError, match=r"cannot be used.*no luck.*metadata"):
+                keeper.save(4, STATE)
+            with pytest.raises(CheckpointError, match="cannot be used"):
+                keeper.steps()
+        keeper.save(4, STATE)
+    assert keeper.steps() == [1, 2, 3, 4]
+    assert all(torchlift.open(path)["w"].tolist() == [1.0] * 4 for path in kept)
+
+
+def test_a_disk_that_fails_after_a_commit_leaves_what_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of files keeps them where nobody can tell which of them are needed."""
+    with monkeypatch.context() as patch:
+        fail_at_markers(patch)
+        path = as_folder(tmp_path, 1)
+    assert torchlift.open(path)["w"].tolist() == [1.0] * 4
+
+
 # ---- two jobs in one folder
 
 
@@ -266,6 +311,30 @@ def test_two_jobs_in_one_folder_are_told_and_lose_nothing(tmp_path: Path, resume
     assert kept == {("this", 12), ("this", 13), *others}
 
 
+def test_two_jobs_that_save_one_step_at_one_time_both_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one has told is saved, the other does not replace, nor mix with its own."""
+    begun, save = threading.Barrier(2), keeper_module.save
+
+    def at_one_time(*args: Any, **options: Any) -> Any:
+        begun.wait(60)
+        return save(*args, **options)
+
+    monkeypatch.setattr(keeper_module, "save", at_one_time)
+    with warnings.catch_warnings():  # one of them is told of the other's
+        warnings.simplefilter("ignore")
+        with torchlift.Keeper(tmp_path) as this, torchlift.Keeper(tmp_path) as other:
+            for step in (1, 2):
+                this.save(step, job="this")
+                other.save(step, job="other")
+    kept = {}
+    for path in tmp_path.iterdir():
+        with torchlift.open(path) as ckpt:
+            kept[ckpt.objects["job"], ckpt.objects["step"]] = path.name
+    assert sorted(kept) == [(job, step) for job in ("other", "this") for step in (1, 2)]
+
+
 # ---- what another process sees
 
 
@@ -308,7 +377,7 @@ def test_a_wait_ends_and_says_what_there_is(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     with pytest.raises(TimeoutError, match="run: has no new checkpoint after 0 s"):
         run.wait_for_new(timeout=0)
-    with pytest.raises(CheckpointError, match="run: the folder of the checkpoints cannot be read"):
+    with pytest.raises(CheckpointError, match="run: the folder of the checkpoints cannot be used"):
         run.steps()
     fill(tmp_path / "run", [1.0])
     path = run.wait_for_new(timeout=0)

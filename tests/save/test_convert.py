@@ -406,6 +406,10 @@ def test_a_filter_that_leaves_no_tensor_is_refused_by_name(
             )  # fmt: skip
         assert left_out in str(caught.value.found)
         assert caught.value.file == str(tmp_path / "x.pt")
+    for source in (state, [tmp_path / "x.pt", state]):
+        with pytest.raises(MismatchError, match=told) as caught:
+            torchlift.convert(source, tmp_path / "z.pt", **options)
+        assert left_out in str(caught.value.found)
     assert os.listdir(tmp_path) == ["x.pt"]
     assert (tmp_path / "x.pt").read_bytes() == before
 
