@@ -18,7 +18,6 @@ from torchlift._checkpoint import (
     Checkpoint,
     Tree,
     arranged,
-    dtype_of,
     gathered,
     objects_as_saved,
 )
@@ -35,7 +34,7 @@ from torchlift._plan import (
     others,
     rewritten,
     same_name,
-    target_dtype,
+    stored_dtype,
 )
 from torchlift._save import (
     Becomes,
@@ -182,7 +181,11 @@ def convert(
         index = whole
         if alone and root is not None:
             index = select(whole, root)
-        tensors = (whole.entries, ()), (index.entries, ())
+        every = whole.entries
+        if root is not None and not (alone or every):
+            with opened(given, None, allow_classes, whole=True) as found:
+                every = index_of(found).entries
+        tensors = (every, ()), (index.entries, ())
         require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
         lost: dict[str, str] = {}
         containers: Any = None
@@ -208,7 +211,7 @@ def convert(
             index = replace(index, storages=bare)
         ckpt = stack.enter_context(Checkpoint(index))
         check_rule(options.dtype, list(ckpt.entries), present=False)
-        becomes = _becomes(options.dtype, ckpt.path)
+        becomes = partial(stored_dtype, options.dtype, path=ckpt.path)
         _check_some(ckpt, target, dropped)
         if target.only_tensors:
             left = {k: why for k, why in ckpt.blocked_keys.items() if k not in ckpt.blocked_tensors}
@@ -444,13 +447,3 @@ def _untied(entries: Mapping[str, TensorEntry], taken: Iterable[str]) -> dict[st
 
 def _of(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {names[key]: value for key, value in values.items() if key in names}
-
-
-def _becomes(rule: DtypeRule, path: str) -> Becomes:
-    """Return what says which dtype a tensor gets."""
-
-    def becomes(entry: TensorEntry) -> torch.dtype:
-        stored = dtype_of(entry, path)
-        return target_dtype(rule, entry, torch.empty(0, dtype=stored, device="meta"), stored)
-
-    return becomes

@@ -47,7 +47,15 @@ from torchlift._model import (
     world_of,
 )
 from torchlift._plan import Options, Patterns, Rename, Rewriting, allowed
-from torchlift._save import SaveReport, is_array, make_folders, memory_of, require_savable, save
+from torchlift._save import (
+    SaveReport,
+    is_array,
+    make_folders,
+    memory_of,
+    require_savable,
+    savable_names,
+    save,
+)
 from torchlift._sources import FileTensor
 from torchlift._system import Interruptible, clipped_list, leaves, map_leaves, uninterrupted
 from torchlift._transfer import file_system
@@ -126,6 +134,10 @@ class Keeper:
       as the place in its data, for as many ranks as there were (see `resume`);
     - the random number generators: each rank's.
 
+    What is raised on one rank, in any of these calls or while one writes, is raised on all: within
+    seconds, or within `timeout` where one hangs. What was complete before stays so. A job that is
+    asked to end tells all its ranks by `should_stop`; what a save took is in `report`.
+
     Args:
         directory: where; created where it is not there.
         keep: how many of the last checkpoints to keep, without those of steps that the run has gone
@@ -190,6 +202,7 @@ class Keeper:
         self._report: SaveReport | None = None
         self._blocked = 0.0
         self._stager: DefaultStager | None = None
+        self._savable: object = None  # the names in states of which it is known
         self._base: int | None = None  # the step that was last resumed or saved
         # Two of its own: what a save in the background agrees on must not meet what the calls of
         # this class do, nor what training does.
@@ -307,7 +320,10 @@ class Keeper:
             tuple[tuple[str, int] | None, dict[str, bytes], bytes],
         ]:
             tensors, rest = self._snapshot(named)
-            require_savable(tensors, self.directory)
+            names = savable_names(tensors, self.directory)
+            if names != self._savable:  # for 800 tensors it takes 30 ms
+                require_savable(tensors, self.directory)
+                self._savable = names
             digests = {name: self._digest({name: value}) for name, value in rest.items()}
             place = (
                 self._folder.new_path(step, self._base, self._is_one) if self._rank == 0 else None
