@@ -277,6 +277,29 @@ def test_a_disk_that_fails_after_a_commit_leaves_what_was_committed(
     assert torchlift.open(path)["w"].tolist() == [1.0] * 4
 
 
+def test_a_folder_that_cannot_be_listed_after_a_save_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new checkpoint is complete, and what is older goes at the next save."""
+
+    def fail(path: object) -> list[str]:
+        raise OSError(errno.EIO, "no luck")
+
+    def keep(kept: Sequence[Kept]) -> Sequence[Kept]:
+        if kept[-1].step == 2:
+            monkeypatch.setattr(os, "listdir", fail)
+        return []
+
+    fill(tmp_path, [1.0])
+    with torchlift.Keeper(tmp_path, keep=keep, background=False) as keeper:
+        with pytest.warns(RuntimeWarning, match="not removed; the next save.*no luck"):
+            keeper.save(2, STATE)
+        monkeypatch.undo()
+        assert keeper.steps() == [1, 2]
+        keeper.save(3, STATE)
+    assert os.listdir(tmp_path) == [path_of(tmp_path, 3).name]
+
+
 # ---- two jobs in one folder
 
 

@@ -541,7 +541,12 @@ class Keeper:
                 agree(False)
         finally:
             self._folder.release()
-        return report, self._folder.sweep(path, before) if rank == "0" else []
+        try:
+            return report, self._folder.sweep(path, before) if rank == "0" else []
+        except (CheckpointError, OSError) as error:  # the new one is complete
+            return report, [
+                f"older checkpoints are not removed; the next save tries again: {error}"
+            ]
 
     def _digest(self, state: Mapping[str, Any]) -> bytes:
         """Return what is equal where ranks have the same state of an object.
