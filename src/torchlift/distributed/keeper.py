@@ -650,13 +650,10 @@ class Keeper:
             IntegrityError: a checksum is wrong; nothing has changed.
             MismatchError: a pattern fits nothing, or nothing is left.
         """
-        rules = {
-            "include": include,
-            "exclude": exclude,
-            "allow_missing": allow_missing,
-            "allow_unexpected": allow_unexpected,
-            "rename": rename,
-        }
+        rules = partial(
+            Options, include=include, exclude=exclude, allow_missing=allow_missing,
+            allow_unexpected=allow_unexpected, rename=rename,
+        )  # fmt: skip
         with _together(self._ranks):
             self._finish()
             return self._resume(
@@ -668,18 +665,18 @@ class Keeper:
         objects: Mapping[str, object],
         step: int | None,
         on_other_ranks: Mapping[str, Callable[[list[Any]], Any]],
-        asked: Mapping[str, Any],
+        asked: Callable[[], Options],
         *,
         verify: bool,
     ) -> int | None:
-        """Do what `resume` does; what is asked for are its rules."""
+        """Do what `resume` does; what is asked for gives its rules, and checks their types."""
 
         def find() -> tuple[
             tuple[dict[str, object], Options], tuple[str, tuple[str, list[int]] | None, list[str]]
         ]:
             if self._closed and has_group():
                 raise ValueError("the keeper is closed: its ranks do not wait for each other")
-            named, rules = _named(objects), Options(**asked)  # which checks their types
+            named, rules = _named(objects), asked()
             if isinstance(rules.rename, Rewriting):
                 raise TypeError(
                     f"rename={rules.rename!r}: resume gives names, and neither merges nor splits"
@@ -750,18 +747,11 @@ class Keeper:
                     )
             except StateDictMismatch as error:
                 error.file = error.file or path
-                ways = {
-                    "exclude": [*error.mismatched],
-                    "allow_missing": error.missing_keys,
-                    "allow_unexpected": error.unexpected_keys,
-                }
-                if any(ways.values()):  # not strict=False: of resume all has to fit but by name
-                    named_ways = [
-                        f"{way}=[{name + '.' + keys[0]!r}, ...]"
-                        for way, keys in ways.items()
-                        if keys
-                    ]
-                    error.hint = f"Pass {', '.join(named_ways)} or rename=."
+                keys = [*error.mismatched], error.missing_keys, error.unexpected_keys
+                ways = zip(("exclude", "allow_missing", "allow_unexpected"), keys, strict=True)
+                texts = [f"{way}=[{f'{name}.{of[0]}'!r}, ...]" for way, of in ways if of]
+                if texts:  # not strict=False: of resume all has to fit but by name
+                    error.hint = f"Pass {', '.join(texts)} or rename=."
                 raise
 
             def load() -> tuple[int, None]:
@@ -818,7 +808,11 @@ class Keeper:
         named = {name: obj for name, obj in named.items() if _is_stateful(obj)}
         saved = ckpt._tree(None, partial(slices_of, ckpt))
         _require(saved, ["step", "ranks"], path)
-        _check_step(saved["step"], path)
+        try:
+            _step(saved["step"])
+        except ValueError as error:
+            found = repr(saved["step"])
+            raise FormatError("has no step", file=path, entry="step", found=found) from error
         # Which DCP leaves out.
         saved = {**{name: {} for name, each in modules.items() if not each.state_dict()}, **saved}
         ranks = saved.pop("ranks")
@@ -1009,18 +1003,6 @@ def _step(step: object) -> int:
     if number < 0 or isinstance(step, bool):
         raise ValueError(f"step={step!r}: expected a number from 0 on")
     return number
-
-
-def _check_step(step: object, path: str) -> None:
-    """Refuse a file that was not written by a keeper.
-
-    Raises:
-        FormatError: it has another kind of step.
-    """
-    try:
-        _step(step)
-    except ValueError as error:
-        raise FormatError("has no step", file=path, entry="step", found=repr(step)) from error
 
 
 def _lost(saving: list[Future[tuple[SaveReport, list[str]]] | None]) -> None:
