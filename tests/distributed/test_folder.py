@@ -6,8 +6,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Sequence
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import PIPE, Forked, run
 
 import torchlift
 from torchlift.distributed import (
@@ -189,8 +188,7 @@ torchlift.Keeper(sys.argv[1], keep=1, background=False).save(2, w=torch.ones(2))
 def test_what_a_kill_leaves_of_a_removal_the_next_keeper_removes(tmp_path: Path) -> None:
     """Until then nobody takes it for a checkpoint."""
     as_folder(tmp_path, 1)
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert run(_KILLED, tmp_path).returncode == -signal.SIGKILL
     assert any(".removed-" in name for name in os.listdir(tmp_path))
     with torchlift.Keeper(tmp_path, keep=1) as keeper:
         assert keeper.steps() == [2]
@@ -292,10 +290,7 @@ def test_two_jobs_in_one_folder_are_told_and_lose_nothing(tmp_path: Path, resume
     model, first = torch.nn.Linear(1, 1), 11 if resumes else 1
     with torchlift.Keeper(tmp_path, keep=2, background=False) as keeper:
         keeper.save(10, model=model, job="this")
-        with subprocess.Popen(
-            [sys.executable, "-c", _JOB, str(tmp_path), str(first), str(resumes)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        ) as job:  # fmt: skip
+        with Forked(_JOB, tmp_path, first, resumes, stdin=PIPE, stdout=PIPE, stderr=PIPE) as job:
             assert job.stdin is not None
             assert job.stdout is not None
             assert job.stderr is not None
@@ -367,11 +362,7 @@ print(run.steps(), os.path.basename(run.best()), os.path.basename(run.latest()))
 
 def test_an_evaluation_sees_each_checkpoint_and_changes_nothing(tmp_path: Path) -> None:
     """It starts before the folder is there, and needs no process group."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _EVALUATION, str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as job:
+    with Forked(_EVALUATION, tmp_path / "run", stdout=PIPE) as job:
         assert job.stdout is not None
         with torchlift.Keeper(tmp_path / "run", keep=2, background=False) as keeper:
             for step, loss in ((3, 1.0), (7, 2.0), (5, 3.0)):  # the run goes back
