@@ -17,12 +17,31 @@ import torch.distributed.checkpoint as dcp
 from device_files import write_tagged
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from int8_weights import Int8
 from safetensors.torch import save_file
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchlift
 from torchlift._checkpoint.comparison import ValueChange
 from torchlift.cli import main
+from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE
+
+
+class Noted(Int8):
+    """An int8 weight with a number that is no tensor."""
+
+    note: int
+
+    @classmethod
+    def of(cls, note: int) -> Noted:
+        made = cls(torch.ones(2, 3, dtype=torch.int8), torch.ones(2, 1))
+        made.note = note
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        return ["values_int8", "scale"], self.note
 
 
 def both(tmp_path: Path, one: Any, two: Any, **tolerances: float) -> torchlift.CheckpointDiff:
@@ -233,6 +252,43 @@ def test_sparse_tensors_are_compared_by_their_values(tmp_path):
     assert torchlift.diff(tmp_path / "one.pt", kinds(two), atol=0.5).changed["csr"].value == (
         ValueChange(1, 24, 7.0)
     )
+
+
+def test_tensors_made_of_others_are_compared_by_all_of_these(tmp_path: Path) -> None:
+    """And by what their class says beside them."""
+    one, zero = torch.ones(3), torch.zeros(3)
+    state = {"w": TwoTensor(one, zero)}
+    torch.save(state, tmp_path / "w.pt")
+    with torchlift.open(tmp_path / "w.pt", allow_classes=[TwoTensor]) as ckpt:
+        assert torchlift.diff(ckpt, state).equal
+        assert not torchlift.diff(ckpt, {"w": TwoTensor(one, one)}).equal
+        assert not torchlift.diff(ckpt, {"w": one}).equal
+    first, same, other = ({"w": Noted.of(note)} for note in (2, 2, 3))
+    assert torchlift.diff(first, same).equal
+    assert not torchlift.diff(first, other).equal
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_rows_of_several_lengths_are_compared_row_by_row(
+    tmp_path: Path, layout: torch.layout
+) -> None:
+    """In a file, which has no shape of them, as in memory."""
+
+    def nested(*rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"w": torch.nested.nested_tensor(list(rows), layout=layout)}
+
+    state = nested(torch.ones(2), torch.ones(3))
+    torch.save(state, tmp_path / "w.pt")
+    assert torchlift.diff(tmp_path / "w.pt", state).equal
+    others = nested(torch.ones(3), torch.ones(2)), nested(torch.ones(2), torch.zeros(3))
+    assert not any(torchlift.diff(tmp_path / "w.pt", other).equal for other in others)
+
+
+def test_a_lazy_tensor_is_refused_by_name() -> None:
+    """It has neither shape nor values."""
+    with pytest.raises(PlacementError, match=r"'0.weight'.*lazy module"):
+        torchlift.diff(nn.Sequential(nn.LazyLinear(2)).state_dict(), {})
 
 
 def test_containers_in_memory_are_looked_into(tmp_path: Path) -> None:

@@ -11,10 +11,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchlift
 from torchlift._checkpoint.stats import TensorStats
+from torchlift.errors import FormatError
 from torchlift.formats import ITEMSIZE
+
+
+class Plain(torch.Tensor):
+    """A tensor of another class, with numbers of its own."""
+
 
 FLOATS = st.floats(width=32, allow_subnormal=False)
 
@@ -42,6 +49,35 @@ def test_they_are_those_of_numpy_over_the_finite_values(tmp_path_factory, values
     assert (found.min, found.max) == (finite.min(), finite.max())
     assert found.mean == pytest.approx(finite.mean(), abs=1e-9 * scale)
     assert found.std == pytest.approx(finite.std(), abs=1e-7 * scale)
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e-300, 1.7e308])
+def test_squares_of_values_need_no_place_in_a_float(tmp_path, scale) -> None:
+    """In one block and over several."""
+    for repeat in (1, 60_000):
+        values = torch.tensor([1.0, -1.0, 0.25, 0.5], dtype=torch.float64).repeat(repeat)
+        torch.save({"w": values * scale}, tmp_path / "m.pt")
+        found, expected = stats(tmp_path / "m.pt"), values.numpy()
+        assert found.mean == pytest.approx(expected.mean() * scale, rel=1e-9)
+        assert found.std == pytest.approx(expected.std() * scale, rel=1e-9)
+
+
+def test_a_name_that_is_not_there_is_answered_with_a_like_one(tmp_path) -> None:
+    """As where the tensor is asked for."""
+    torch.save({"weight": torch.ones(1)}, tmp_path / "m.pt")
+    with pytest.raises(KeyError, match=r"wieght.*'weight'"):
+        stats(tmp_path / "m.pt", "wieght")
+
+
+def test_a_subclass_is_summed_up_by_the_values_that_it_stands_for(tmp_path) -> None:
+    """Not by the tensors that it is made of; one that does not tell its values is refused."""
+    torch.save({"w": TwoTensor(torch.ones(2), torch.zeros(2))}, tmp_path / "m.pt")
+    ckpt = torchlift.open(tmp_path / "m.pt", allow_classes=[TwoTensor])
+    with ckpt, pytest.raises(FormatError, match=r"'w'.*TwoTensor does not dequantise"):
+        ckpt.stats("w")
+    torch.save({"w": torch.ones(2).as_subclass(Plain)}, tmp_path / "p.pt")
+    with torchlift.open(tmp_path / "p.pt", allow_classes=[Plain]) as ckpt:
+        assert ckpt.stats("w").mean == 1
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -181,7 +181,11 @@ def convert(
         index = whole
         if alone and root is not None:
             index = select(whole, root)
-        tensors = (whole.entries, ()), (index.entries, ())
+        every = whole.entries
+        if root is not None and not (alone or every):
+            with opened(given, None, allow_classes, whole=True) as found:
+                every = index_of(found).entries
+        tensors = (every, ()), (index.entries, ())
         require_kept(index.path, *tensors, "the root leaves out", f"root={root!r}")
         lost: dict[str, str] = {}
         containers: Any = None

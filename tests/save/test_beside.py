@@ -184,8 +184,10 @@ def test_missing_folders_are_made_and_gone_after_an_error(
 
 def test_a_folder_with_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     """A reader of the folder would take that one; nothing is written."""
-    for old, new in (("dcp", "sharded"), ("sharded", "dcp")):
-        folder = tmp_path / old
+    pairs = ("dcp", "sharded"), ("sharded", "dcp"), ("dcp", "safetensors"), ("safetensors", "dcp")
+    for old, new in pairs:
+        folder = tmp_path / f"{old} {new}"
+        folder.mkdir()
         torchlift.save(ONE, folder, format=old)
         before = os.listdir(folder)
         with pytest.raises(CheckpointError, match="a checkpoint of another format"):

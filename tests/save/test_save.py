@@ -744,20 +744,27 @@ def test_a_torch_file_depends_on_values_alone(tmp_path: Path) -> None:
     [
         ({"t": (ONE, 2 * ONE)}, {"t": "a tuple, which becomes a list"}, "t.0 t.1"),
         ((ONE, 2 * ONE), {"(all)": "a tuple, which becomes a list"}, "0 1"),
-        ({"": ONE}, {"tensor": "an empty name, which keys do not keep"}, "tensor"),
-        ({"": {"x": ONE}}, {"(all)": "an empty name, which keys do not keep"}, "x"),
     ],
 )
 def test_names_and_containers_that_a_format_changes_are_reported(
     tmp_path: Path, state: Any, dcp: dict[str, str], names: str
 ) -> None:
-    """A tuple that is a list in DCP, and empty names; a torch file keeps both."""
+    """A tuple that is a list in DCP; a torch file keeps it."""
     report = torchlift.save(state, tmp_path / "d", format="dcp")
     assert {key: report.lost.get(key) for key in dcp} == dcp
     report = torchlift.save(state, tmp_path / "x.safetensors")
     assert report.lost.keys() >= dcp.keys()
     assert list(load_file(tmp_path / "x.safetensors")) == names.split()
     assert not {*torchlift.save(state, tmp_path / "x.pt").lost} & dcp.keys()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    """Its children are in a mapping of another kind."""
+    models = [torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) for _ in range(2)]
+    torchlift.save(models[0], tmp_path / "m.pt")
+    torchlift.load(models[1], tmp_path / "m.pt")
+    assert torchlift.diff(models[0].state_dict(), models[1].state_dict()).equal
 
 
 @pytest.mark.parametrize("format", list(NAMES))

@@ -6,13 +6,12 @@ import ctypes
 import errno
 import mmap
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+from forked import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,10 +45,7 @@ def test_a_large_tensor_takes_one_small_page_before_it_is_filled(spare):
         "for _ in range(64)]\n"
         "print((resident() - before) // 64)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", child, str(spare)], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < 32 << 10
+    assert int(run(child, spare).stdout) < 32 << 10
 
 
 def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):

@@ -23,8 +23,8 @@ from torchlift._checkpoint.kinds import (
     Allow,
     block_values,
     classes,
-    dense_of,
     made_of,
+    values_of,
     with_arrays,
 )
 from torchlift._checkpoint.stats import TensorStats, stats_of
@@ -122,12 +122,16 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self._given: str | None = None  # the path that `open` was given
 
     def __getitem__(self, key: str) -> torch.Tensor:
+        return self._view(self._entry(key))
+
+    def _entry(self, key: str) -> TensorEntry:
+        """Return what the index says of a tensor."""
         entry = self.entries.get(key)
         if entry is None:
             if key in self._index.blocked_keys:
                 raise self._refusal(key)
             raise NoSuchKey(self._no_such_key(key))
-        return self._view(entry)
+        return entry
 
     @overload
     def get(self, key: str, /) -> torch.Tensor | None: ...
@@ -246,7 +250,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             >>> torchlift.open(path).stats("w")
             TensorStats(min=1.0, max=3.0, mean=2.0, std=1.0, nan=1, inf=0)
         """
-        return stats_of(self._mapped().blocks(self.entries[key]))
+        return stats_of(self._mapped().blocks(self._entry(key)))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all tensors as a dict of mapped views; aliases stay aliases.
@@ -472,7 +476,7 @@ class MappedViews:
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
         """Yield the elements of `entry`, in any order, some at a time; nothing is kept."""
         if entry.kind is not None:
-            for part in dense_of(self.view(entry), indices=False):
+            for part in values_of(entry, self.view(entry), self.index.path):
                 yield from blocks_of(part)
             return
         if not entry.is_plain:

@@ -18,7 +18,7 @@ import torch
 
 from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, open
 from torchlift._checkpoint.kinds import dense_of
-from torchlift._model import is_dtensor
+from torchlift._model import is_dtensor, is_lazy
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.errors import PlacementError
 from torchlift.formats import Containers, errors_name, flatten_state, items_of, name_text, row_major
@@ -218,6 +218,13 @@ class _Spec(NamedTuple):
     location: str
     nbytes: int
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Spec:
+        """Return what an index would say of a tensor: of a nested one, the shape of its values."""
+        shown: Any = tensor.values() if tensor.is_nested else tensor
+        name, nbytes = _name(tensor.dtype), shown.numel() * tensor.itemsize
+        return cls(tuple(shown.shape), name, str(tensor.device), nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class _Side:
@@ -250,15 +257,14 @@ class _Side:
                     entry=key,
                     hint="Save it with torchlift.save, and compare what is in the file.",
                 )
-        specs = {
-            key: _Spec(
-                tuple(value.shape),
-                _name(value.dtype),
-                str(value.device),
-                value.numel() * value.itemsize,
-            )
-            for key, value in tensors.items()
-        }
+            if is_lazy(value):
+                raise PlacementError(
+                    "it belongs to a lazy module that has seen no input: it has no shape",
+                    file=_IN_MEMORY,
+                    entry=key,
+                    hint="Run the module once before its state dict is taken.",
+                )
+        specs = {key: _Spec.of(value) for key, value in tensors.items()}
         return cls(tensors, specs, flat.objects, flat.blocked)
 
     def unfolded(self, other: _Side) -> _Side:
@@ -371,10 +377,11 @@ def _plain(value: Any) -> Any:
 
 def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> ValueChange | None:
     """Return how far two tensors of one shape are from each other; None: not at all."""
-    differing, largest, numel = 0, 0.0, a.numel()
+    differing, largest, numel = 0, 0.0, math.prod(_Spec.of(a).shape)
     if _is_sparse(a) or _is_sparse(b):
         a, b = _where_either_is(a, b)
-    if [part.shape for part in dense_of(a)] != [part.shape for part in dense_of(b)]:
+    shapes = ([part.shape for part in dense_of(x)] for x in (a, b))
+    if next(shapes) != next(shapes) or not same_value(_form(a), _form(b)):
         count = max(sum(part.numel() for part in dense_of(x)) for x in (a, b))
         return ValueChange(count, count, math.nan)
     for one, two in zip(_blocks(a), _blocks(b), strict=True):
@@ -392,6 +399,14 @@ def _values(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> Value
             furthest = (x[far].to(wide) - y[far].to(wide)).abs().max().item()
             largest = furthest if math.isnan(furthest) or furthest > largest else largest
     return ValueChange(differing, numel, largest) if differing else None
+
+
+def _form(tensor: Any) -> list[Any] | None:
+    """Return what a tensor that is made of others says of itself beside them; None: of no other."""
+    if tensor.is_nested or not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    return [type(tensor), context, *((name, _form(getattr(tensor, name))) for name in names)]
 
 
 def _is_sparse(tensor: torch.Tensor) -> bool:
@@ -420,8 +435,8 @@ def _places(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the elements on the host, in order, some at a time."""
-    for part in dense_of(tensor.detach()):
-        for block in blocks_of(part):
+    for part in dense_of(tensor):
+        for block in blocks_of(part.detach()):
             yield block.resolve_conj().resolve_neg().cpu()
 
 

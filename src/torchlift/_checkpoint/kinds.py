@@ -216,11 +216,38 @@ def dense_of(tensor: torch.Tensor, *, indices: bool = True) -> list[torch.Tensor
         return []
     if tensor.is_nested:
         return list(tensor.unbind())
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in dense_of(getattr(tensor, name))]
     if tensor.layout not in _INDICES:
         return [tensor.dequantize() if tensor.is_quantized else tensor]
     tensor = tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
     found = [getattr(tensor, name)() for name in _INDICES[tensor.layout]]
     return [*(found if indices else ()), tensor.values()]
+
+
+def values_of(entry: TensorEntry, tensor: torch.Tensor, path: str) -> list[torch.Tensor]:
+    """Return the dense tensors whose numbers are the values of one that an entry of a kind has.
+
+    Raises:
+        FormatError: what its class says of them does not make values.
+    """
+    assert entry.kind is not None
+    if entry.kind.name != SUBCLASS:
+        return dense_of(tensor, indices=False)
+    try:
+        made = tensor.dequantize() if hasattr(tensor, "__tensor_flatten__") else tensor
+        with without_subclasses():
+            made = made.as_subclass(torch.Tensor)
+            made.view(-1)[:0].tolist()  # or else a wrapper is one still
+    except Exception as error:  # code of the class
+        raise FormatError(
+            f"its values cannot be computed: {type(tensor).__name__} does not dequantise itself",
+            file=path,
+            entry=entry.key,
+            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+        ) from error
+    return [made]
 
 
 # ---- records of a pickle

@@ -60,7 +60,7 @@ class Names:
             inner, in_keys = wrapped_by(module)
             modified = getattr(module, modifiers, None) if modifiers else None
             hidden = set(modified().values()) if callable(modified) else set()
-            for name in module._modules:
+            for name, _ in module._modules.items():  # a ScriptModule's cannot be iterated over
                 step = f"{name}."
                 below = key + step, fqn + step
                 if name == inner:

@@ -55,7 +55,6 @@ from torchlift.formats import (
     DCP_METADATA,
     FORMATS,
     INDEX_SUFFIX,
-    ROOT_TENSOR,
     SETS,
     Containers,
     Leaf,
@@ -460,11 +459,13 @@ class Target:
         Raises:
             CheckpointError: it has such a one.
         """
-        folder = os.path.dirname(self.head)
-        if self.format not in SETS or not os.path.isdir(folder):
+        folder, name = os.path.split(self.head)
+        if not (self.format in SETS or name == _IN_FOLDER) or not os.path.isdir(folder):
             return
         names = os.listdir(folder)
-        other = metadata_files(names) if self.format == "sharded" else list(filter(is_index, names))
+        other = metadata_files(names)
+        if self.format == "dcp":
+            other = [name for name in names if is_index(name) or name == _IN_FOLDER]
         if other:
             raise CheckpointError(
                 "the folder holds a checkpoint of another format, which readers may take instead",
@@ -561,12 +562,28 @@ def require_savable(obj: object, path: str) -> Output:
     Raises:
         PlacementError: it has such a value.
     """
+    target, taken, values = _savable(obj, path)
+    with errors_name(target.path):
+        return target.lay_out(taken, values, {}, False)
+
+
+def savable_names(obj: object, path: str) -> object:
+    """Return the names in a state and the kinds of its values, none of which is to be refused.
+
+    Where these are equal `require_savable` takes both states, or neither; it takes twice as long.
+
+    Raises:
+        PlacementError: a torch file cannot hold a value.
+    """
+    _, taken, _ = _savable(obj, path)
+    return tuple(taken.paths.items()), tuple(map(type, taken.objects.values()))
+
+
+def _savable(obj: object, path: str) -> tuple[Target, Taken, list[Value]]:
     target = Target.of(path, "torch-zip", None)
     taken = take_apart(obj)
     tensors = {key: local_tensor(tensor) for key, tensor in taken.tensors.items()}
-    values = [target.value_of(key, tensor) for key, tensor in tensors.items()]
-    with errors_name(target.path):
-        return target.lay_out(taken, values, {}, False)
+    return target, taken, [target.value_of(key, tensor) for key, tensor in tensors.items()]
 
 
 def from_files(
@@ -610,7 +627,7 @@ def from_files(
         taken = take_apart(tree, plain=plain)
     # The containers and the keys of an index are two accounts of one content.
     kept = index.entries.keys() - dropped
-    assert taken.tensors.keys() == {key or ROOT_TENSOR for key in kept}
+    assert taken.tensors.keys() == kept
     becomes = becomes or partial(dtype_of, path=index.path)
     values = []
     for key, entry in taken.tensors.items():
@@ -662,7 +679,7 @@ def finish(
     format = target.format if output.content is None or target.format == "dcp" else "sharded"
     gone = {**taken.kinds, **(lost or {})}
     for key, what in taken.containers.items():
-        if target.only_tensors or (format == "dcp" and what in (Loss.TEXT, Loss.EMPTY)):
+        if target.only_tensors or (format == "dcp" and what is Loss.TEXT):
             gone.setdefault(key or "(all)", what.value)
         elif format == "dcp" and what is Loss.TUPLE:
             gone[key or "(all)"] = f"{gone.get(key or '(all)', 'a tuple')}, which becomes a list"

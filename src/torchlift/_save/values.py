@@ -55,7 +55,6 @@ class Loss(Enum):
     TEXT = "names that are no text become text"
     LIST = "a list, whose positions become names"
     TUPLE = "a tuple, whose positions become names"
-    EMPTY = "an empty name, which keys do not keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,33 +291,33 @@ class _Walk:
         if isinstance(value, dict) and (items is not None or not path):
             if any(type(name) is not str for name in value):
                 taken.containers[key] = Loss.TEXT
-            if path and not key:
-                taken.containers.setdefault(key, Loss.EMPTY)
             made: Any = type(value)()
             for name, item in items or ():
-                made[name] = self._copied(item, _joined(key, _text(name)), (*path, _text(name)))
+                made[name] = self._copied(
+                    item, _joined(key, _text(name), path), (*path, _text(name))
+                )
             if notes is not None:
-                require_plain(_joined(key, "_metadata"), notes)
+                require_plain(_joined(key, "_metadata", path), notes)
                 made._metadata = notes
             return made
         if items is not None and type(value) in (list, tuple):
             taken.containers[key] = Loss.TUPLE if type(value) is tuple else Loss.LIST
             return type(value)(
-                self._copied(item, _joined(key, str(at)), (*path, at)) for at, item in items
+                self._copied(item, _joined(key, str(at), path), (*path, at)) for at, item in items
             )
         is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
         call: tuple[Any, ...] = (
             value.detach().__reduce_ex__(2) if taken.plain and _is_wrapper(value) else ()
         )
         if len(call) == 2:  # more would be what a class of its own adds
-            key = key or ROOT_TENSOR
+            key = key if path else ROOT_TENSOR
             taken.subclasses[key] = type(value).__name__
             function, arguments = call
             return Rebuilt(
                 function, tuple(self._inside(each, key, path or (key,)) for each in arguments)
             )
-        is_unnamed = bool(path) and not key
-        key = key or (ROOT_TENSOR if is_tensor else ROOT_OBJECT)
+        if not path:
+            key = ROOT_TENSOR if is_tensor else ROOT_OBJECT
         if key in taken.paths:
             raise PlacementError(
                 "two tensors or objects have this key once containers are joined by dots",
@@ -326,8 +325,6 @@ class _Walk:
                 hint="Rename one of them.",
             )
         taken.paths[key] = path or (key,)
-        if is_unnamed:
-            taken.containers[key] = Loss.EMPTY
         if is_tensor:
             taken.tensors[key] = value
         else:
@@ -342,7 +339,7 @@ class _Walk:
             return self._copied(value, key, path)
         if type(value) in (dict, list, tuple):
             made = {
-                name: self._inside(item, _joined(key, str(name)), (*path, str(name)))
+                name: self._inside(item, f"{key}.{name}", (*path, str(name)))
                 for name, item in items_of(value)
             }
             return made if type(value) is dict else type(value)(made.values())
@@ -366,7 +363,7 @@ class _Walk:
             found = (dict if isinstance(value, Mapping) else tuple)(value)
         if type(found) in (*_PAIR, list, tuple):
             old = list(items_of(found))
-            new = [self._stated(i, _joined(key, name_text(n)), depth + 1) for n, i in old]
+            new = [self._stated(i, _joined(key, name_text(n), depth), depth + 1) for n, i in old]
             if any(made is not item for made, (_, item) in zip(new, old, strict=True)):
                 notes = getattr(found, "_metadata", None)
                 is_dict = isinstance(found, dict)
@@ -427,8 +424,9 @@ def _is_kind(value: object) -> bool:
     return isinstance(value, Mapping) and type(value) not in _PAIR
 
 
-def _joined(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
+def _joined(key: str, name: str, above: object) -> str:
+    """Return the key of an item; nothing is above the whole, whose name an empty one is not."""
+    return f"{key}.{name}" if above else name
 
 
 def _text(name: object) -> str:
