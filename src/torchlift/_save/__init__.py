@@ -11,7 +11,7 @@ from torchlift._save.files import behind as behind
 from torchlift._save.files import dcp_layout as dcp_layout
 from torchlift._save.files import make_folders as make_folders
 from torchlift._save.files import torch_output as torch_output
-from torchlift._save.files import write_error as write_error
+from torchlift._save.files import write_errors as write_errors
 from torchlift._save.files import write_files as write_files
 from torchlift._save.mesh import Share as Share
 from torchlift._save.mesh import require_alike as require_alike

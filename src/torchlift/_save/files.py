@@ -8,7 +8,7 @@ import pickle
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import NamedTuple
@@ -631,18 +631,25 @@ def write_frames(descriptor: int, sections: Sequence[Section], written: Sequence
             write_at(descriptor, data, base + offset)
 
 
-def write_error(path: str, cause: OSError) -> CheckpointError:
-    """Return the error that says what became of a file that was to be written."""
-    reason, hint = "the file cannot be written", None
-    if isinstance(cause, NotDurable):
-        reason = "the new file is in place, but its folder is not durable"
-        hint = "Save again: a crash of the machine may bring the older file back."
-    if isinstance(cause, NotRemoved):
-        reason = (
-            "the new checkpoint is in place, but an older one, or a file of it, cannot be removed"
-        )
-        hint = "Remove it, or save again: a reader may take the older one."
-    found = str(cause).partition("\n")[0]
-    error = CheckpointError(reason, file=path, found=found, hint=hint)
-    error.__cause__ = cause
-    return error
+@contextmanager
+def write_errors(path: str) -> Iterator[None]:
+    """Say of an error of the system what became of the file that was to be written.
+
+    Raises:
+        CheckpointError: there was one.
+    """
+    try:
+        yield
+    except OSError as cause:
+        reason, hint = "the file cannot be written", None
+        if isinstance(cause, NotDurable):
+            reason = "the new file is in place, but its folder is not durable"
+            hint = "Save again: a crash of the machine may bring the older file back."
+        if isinstance(cause, NotRemoved):
+            reason = (
+                "the new checkpoint is in place, but an older one, or a file of it, cannot be "
+                "removed"
+            )
+            hint = "Remove it, or save again: a reader may take the older one."
+        found = str(cause).partition("\n")[0]
+        raise CheckpointError(reason, file=path, found=found, hint=hint) from cause

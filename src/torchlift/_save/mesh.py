@@ -43,7 +43,7 @@ from torchlift._save.files import (
     Sums,
     nobodys,
     place_of,
-    write_error,
+    write_errors,
     write_files,
 )
 from torchlift._save.pickling import Rebuilt
@@ -199,10 +199,8 @@ class Mesh:
         """
 
         def take() -> tuple[T, Any]:
-            try:
+            with write_errors(self.path):
                 return step()
-            except OSError as failure:
-                raise write_error(self.path, failure) from failure
 
         return self.group.run(take)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Literal
 
@@ -23,7 +24,7 @@ from torchlift._save.files import (
     safetensors_output,
     sharded_output,
     torch_output,
-    write_error,
+    write_errors,
 )
 from torchlift._save.mesh import Mesh
 from torchlift._save.pickling import AS_TENSOR
@@ -326,21 +327,19 @@ def _save_to(
         report = save(obj, whole, format=format or "torch-zip", **options)
         start, end = _extent(file)
         try:
-            if start is not None:
-                file.seek(start)
-            with open(whole, "rb") as source:
+            with write_errors(shown), open(whole, "rb") as source:
+                if start is not None:
+                    file.seek(start)
                 while data := source.read(_BLOCK):
                     left = memoryview(data)
                     while left:  # a raw file may take less at a time
                         left = left[file.write(left) or len(left) :]
-            file.flush()
-        except BaseException as error:
+                file.flush()
+        except BaseException:
             if start is not None:
                 with suppress(OSError):  # of a file that nothing can be written to
                     file.truncate(end)
                 file.seek(start)
-            if isinstance(error, OSError):
-                raise write_error(shown, error) from error
             raise
     return replace(report, path=shown, files=(shown,))
 
@@ -430,10 +429,8 @@ class Target:
                 if found == "torch-zip"
                 else f"max_shard_size={size!r}: expected a size such as '5GB'"
             )
-        try:
+        with write_errors(given):  # there may be no current folder
             given = os.path.abspath(given)
-        except OSError as error:  # there is no current folder
-            raise write_error(given, error) from error
         if found == "safetensors" and os.path.isdir(given):
             given = os.path.join(given, _IN_FOLDER)  # as save_pretrained does
         if found == "sharded" and not given.lower().endswith(INDEX_SUFFIX):
@@ -631,11 +628,7 @@ def from_files(
     # The containers and the keys of an index are two accounts of one content.
     kept = index.entries.keys() - dropped
     assert taken.tensors.keys() == kept
-
-    def dtype_as_it_is(entry: TensorEntry) -> torch.dtype:
-        return dtype_of(entry, index.path)
-
-    becomes = becomes or dtype_as_it_is
+    becomes = becomes or partial(dtype_of, path=index.path)
     values = []
     for key, entry in taken.tensors.items():
         tensor = made(key, entry)

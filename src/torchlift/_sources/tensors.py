@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
+from typing_extensions import Self
 
 from torchlift._checkpoint import MappedViews, dtype_of
 from torchlift._model import (
@@ -113,8 +114,24 @@ class MemoryTensor:
         return self.value.detach()
 
 
+class _Apart:
+    """A tensor that is in no memory of its own yet: it is filled from as what it is."""
+
+    __slots__ = ()
+    entry: ClassVar[None] = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the source."""
+        return _nbytes(self)  # type: ignore[arg-type]
+
+    def values(self) -> Self:
+        """Return what its values are copied out of."""
+        return self
+
+
 @dataclass(slots=True, eq=False)
-class JoinedTensor:
+class JoinedTensor(_Apart):
     """A tensor that is put together, where it goes, of slices of tensors in memory.
 
     Attributes:
@@ -128,12 +145,6 @@ class JoinedTensor:
     slices: tuple[tuple[torch.Tensor, tuple[Span, ...]], ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    entry: ClassVar[None] = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return _nbytes(self)
 
     def tensor(self) -> torch.Tensor:
         """Return the whole tensor, for code that looks at values."""
@@ -142,13 +153,9 @@ class JoinedTensor:
             made[tuple(slice(*span) for span in block)].copy_(values)
         return made
 
-    def values(self) -> JoinedTensor:
-        """Return what its values are copied out of."""
-        return self
-
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(_Apart):
     """A whole tensor that rank 0 holds: what the other ranks know of it before it arrives.
 
     Attributes:
@@ -162,20 +169,10 @@ class Sent:
     dtype: torch.dtype
     key: str = ""
     keys: tuple[str, ...] = ()
-    entry: ClassVar[None] = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor in the source."""
-        return _nbytes(self)
 
     def tensor(self) -> torch.Tensor:
         """Return nothing: code that looks at values is given what has arrived."""
         raise AssertionError(f"{self.key} is still with rank 0")
-
-    def values(self) -> Sent:
-        """Return what its values are copied out of."""
-        return self
 
 
 #: What memory is filled from.

@@ -12,7 +12,8 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -84,15 +85,13 @@ class Files:
         """
         stamp, at, whole = self._stamps[file], 0, bytearray(record.size)
         try:
-            stamp.check(file)
-            with Source(file) as source:
-                stamp.check(file, source.descriptor)
-                for block in inflated(source.read, record):
-                    whole[at : at + len(block)] = block
-                    at += len(block)
-        except OSError as error:
-            reason = f"cannot be read ({error.strerror})"
-            raise IntegrityError(reason, file=stamp.shown or file) from error
+            with _failing("cannot be read", file, stamp):
+                stamp.check(file)
+                with Source(file) as source:
+                    stamp.check(file, source.descriptor)
+                    for block in inflated(source.read, record):
+                        whole[at : at + len(block)] = block
+                        at += len(block)
         except FormatError as error:
             raise IntegrityError(
                 error.reason,
@@ -111,15 +110,27 @@ class Files:
             self._maps.clear()
 
     def _checked(self, file: str) -> int:
-        found = self._descriptors.get(file)
+        found, stamp = self._descriptors.get(file), self._stamps[file]
         if found is None:
-            found = self._descriptors[file] = _open(file, self._stamps[file])
-        self._stamps[file].check(file, found)
+            hint = "The checkpoint's files must stay in place until it is loaded."
+            with _failing("cannot be opened any more", file, stamp, hint):
+                stamp.check(file)
+                found = self._descriptors[file] = os.open(file, os.O_RDONLY)
+        stamp.check(file, found)
         return found
 
     def _mapped(self, file: str) -> mmap.mmap:
         was_open = file in self._descriptors
-        area = self._maps[file] = _map(self._checked(file), file, self._stamps[file])
+        descriptor, stamp = self._checked(file), self._stamps[file]
+        hint = 'Load with source="read", which needs no map.'
+        with _failing("cannot be mapped", file, stamp, hint):
+            # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM +
+            # swap, although nothing is ever written to most of it. The constant is missing before
+            # Python 3.13.
+            flags = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
+            area = self._maps[file] = mmap.mmap(
+                descriptor, stamp.size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
         if not was_open:
             # The map has a descriptor of its own. Two for each of a thousand shards would be more
             # than most systems allow.
@@ -132,37 +143,16 @@ def _close_all(descriptors: dict[str, int]) -> None:
         os.close(descriptors.popitem()[1])
 
 
-def _open(file: str, stamp: FileStamp) -> int:
+@contextmanager
+def _failing(what: str, file: str, stamp: FileStamp, hint: str | None = None) -> Iterator[None]:
+    """Say of an error of the system what could not be done with which file."""
     try:
-        stamp.check(file)
-        return os.open(file, os.O_RDONLY)
+        yield
     except OSError as error:
-        raise IntegrityError(
-            f"cannot be opened any more ({error.strerror})",
-            file=stamp.shown or file,
-            hint=_way_out(error, "The checkpoint's files must stay in place until it is loaded."),
-        ) from error
-
-
-def _map(descriptor: int, file: str, stamp: FileStamp) -> mmap.mmap:
-    try:
-        # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM + swap,
-        # although nothing is ever written to most of it. The constant is missing before Python
-        # 3.13.
-        flags = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)
-        return mmap.mmap(descriptor, stamp.size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise IntegrityError(
-            f"cannot be mapped ({error.strerror})",
-            file=stamp.shown or file,
-            hint=_way_out(error, 'Load with source="read", which needs no map.'),
-        ) from error
-
-
-def _way_out(error: OSError, otherwise: str) -> str:
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "Allow more open files (ulimit -n): every file of the checkpoint needs one."
-    return otherwise
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            hint = "Allow more open files (ulimit -n): every file of the checkpoint needs one."
+        reason = f"{what} ({error.strerror})"
+        raise IntegrityError(reason, file=stamp.shown or file, hint=hint) from error
 
 
 @lru_cache(maxsize=4096)  # asked for each tensor, of few files

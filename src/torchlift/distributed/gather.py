@@ -285,7 +285,7 @@ def _to_first(state: dict[str, Any], group: RankGroup) -> dict[str, Any]:
         tree = map_leaves(state, describe)
         found = leaves(tree)
         told = [leaf for leaf in found.values() if isinstance(leaf, TensorLayout)]
-        same = [(item.path, item.shape, item.dtype, *_layout(item)) for item in told]
+        same = [(i.path, i.shape, i.dtype, i.sizes, i.placements, i.order) for i in told]
         kinds = {local_tensor(tensor).device.type for tensor in tensors.values()} - {"cpu"}
         where = _digest(repr([item.ranks for item in told]))
         # Texts too: which parameters a group has is said by their names alone.
@@ -333,10 +333,6 @@ def _in_blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
         tensor = local = _whole(tensor)
     plain = local.layout is torch.strided and not (local.is_quantized or local.is_meta)
     return tensor, plain and not is_wrapper(local)
-
-
-def _layout(item: TensorLayout) -> tuple[str, ...]:
-    return tuple(map(str, (item.sizes, item.placements, item.order)))
 
 
 def _told_by(who: int, leaf: Any) -> Any:

@@ -11,6 +11,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from torchlift._save import (
     require_alike,
     require_plain,
     torch_output,
-    write_error,
+    write_errors,
     write_files,
 )
 from torchlift._system import uninterrupted
@@ -204,13 +205,11 @@ class CheckpointWriter(StorageWriter):
             )
         self._close()
         try:
-            with uninterrupted():
+            with uninterrupted(), write_errors(self._target.head):
                 self._target.check_folder()
                 return self._begin(plans)
-        except BaseException as error:
+        except BaseException:
             self._close()  # torch does not call the writer again
-            if isinstance(error, OSError):
-                raise write_error(self._target.head, error) from error
             raise
 
     def _begin(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -261,11 +260,10 @@ class CheckpointWriter(StorageWriter):
         """Write what is this rank's; what goes wrong is raised on all in the end."""
         told: _Written | tuple[int, Exception]
         try:
-            with uninterrupted():
+            with uninterrupted(), write_errors(self._target.head):
                 told = self._write(plan.storage_data, plan.items, planner)
         except BaseException as error:  # torch, too, would tell the others, but not the writer
-            known = write_error(self._target.head, error) if isinstance(error, OSError) else error
-            told = rank(), portable(known)
+            told = rank(), portable(error)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(""), 0, told)])
         return done
@@ -301,7 +299,8 @@ class CheckpointWriter(StorageWriter):
         assert self._begun is not None
         files, taken = self._begun
         told = [result.storage_data for each in results for result in each]
-        try:
+        with write_errors(files.output.head), ExitStack() as stack:
+            stack.callback(self._close)
             raise_first(dict(each for each in told if not isinstance(each, _Written)), None)
             if taken is None:
                 found = dict(zip(files.output.files, told, strict=True))
@@ -324,10 +323,6 @@ class CheckpointWriter(StorageWriter):
             with uninterrupted():
                 files.commit()
                 self._close()
-        except OSError as error:
-            raise write_error(files.output.head, error) from error
-        finally:
-            self._close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
