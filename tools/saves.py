@@ -271,12 +271,17 @@ def table(size: int, found: dict[str, list[Run]]) -> str:
     rounds, saves = len(found[COPY]), len(found[COPY][0].blocked)
     shard = found[COPY][0].shard / 2**20
     lines = [
+        ".. Written by tools/saves.py.",
+        "",
+        "What a save costs a step",
+        "~~~~~~~~~~~~~~~~~~~~~~~~",
+        "",
         f"A model of {LAYERS} layers under FSDP2 and its Adam, {size / 2**20:,.0f} MiB on {RANKS} "
         f"ranks of gloo ({shard:,.0f} MiB on each),",
         f"{len(os.sched_getaffinity(0))} cores of a virtual machine: {saves} saves in each of "
         f"{rounds} runs in new processes, by turns, while training goes on.",
         "Medians, with the lowest and the highest; memory is what a rank and the process that it "
-        "starts add at the peak.",
+        "starts add at the peak. torchtitan's manager had no pinned memory, which a CPU has not.",
         "",
         ".. list-table::",
         "   :header-rows: 1",

@@ -131,6 +131,10 @@ class Keeper:
       as the place in its data, for as many ranks as there were (see `resume`);
     - the random number generators: each rank's.
 
+    What is raised on one rank, in any of these calls or while one writes, is raised on all: within
+    seconds, or within `timeout` where one hangs. What was complete before stays so. A job that is
+    asked to end tells all its ranks by `should_stop`; what a save took is in `report`.
+
     Args:
         directory: where; created where it is not there.
         keep: how many of the last checkpoints to keep, without those of steps that the run has gone
@@ -315,7 +319,7 @@ class Keeper:
         ]:
             tensors, rest = self._snapshot(named)
             names = savable_names(tensors, self.directory)
-            if names != self._savable:  # once: to lay it out takes as long as to copy 200 MiB
+            if names != self._savable:  # for 800 tensors it takes 30 ms
                 require_savable(tensors, self.directory)
                 self._savable = names
             digests = {name: self._digest({name: value}) for name, value in rest.items()}
