@@ -67,11 +67,11 @@ gallery: $(VENV) docs/_build/fresh.stamp  ## the executed HTML site
 	@echo "The site is built. Open:"
 	@echo "  $(CURDIR)/docs/_build/html/index.html"
 
-test: lint types unit doctest  ## lint, types, tests on the wheel, doctests, site, notebooks
-	@# Beside each other: the site is built by one process, and the other core would have nothing to do.
-	@mkdir -p build; $(MAKE) --no-print-directory nbval WORKERS=1 > build/nbval.log 2>&1 & nbval=$$!; \
-	  $(MAKE) --no-print-directory site || { kill $$nbval; exit 1; }; \
-	  wait $$nbval || { cat build/nbval.log; exit 1; }; tail -n 3 build/nbval.log
+test: lint unit  ## lint, tests on the wheel, types, notebooks, doctests, site
+	@# Beside each other: each of these takes one core, and the other would have nothing to do.
+	@mkdir -p build; $(MAKE) --no-print-directory types nbval WORKERS=1 > build/beside.log 2>&1 & beside=$$!; \
+	  $(MAKE) --no-print-directory doctest site || { kill $$beside; exit 1; }; \
+	  wait $$beside || { cat build/beside.log; exit 1; }; tail -n 3 build/beside.log
 	@echo "make test: everything passed"
 
 lint: $(VENV)  ## ruff: rules and format; import-linter: the house; codespell: words

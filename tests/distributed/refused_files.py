@@ -109,7 +109,8 @@ def a_reader_that_one_rank_cannot_open() -> None:
     state = model.state_dict()
     with unchanged(model) as caught:
         dcp.load(state, storage_reader=ours.CheckpointReader(path))
-    assert "nowhere.pt" in str(caught.value)
+    # Before pytorch#177739 torch drops what the reader has said.
+    assert "nowhere.pt" in str(caught.value) or str(caught.value).endswith("metadata is None\n")
 
 
 @check

@@ -23,7 +23,10 @@ Factory = Callable[[], nn.Module]
 
 every_construction = pytest.mark.parametrize("name", list(FACTORIES))
 # torch deprecates the old normalisations, but models are full of them.
-old_ways = pytest.mark.filterwarnings("ignore:.*(weight_norm|spectral_norm).*:FutureWarning")
+old_ways = pytest.mark.filterwarnings(
+    "ignore:.*(weight_norm|spectral_norm).*:FutureWarning",
+    "ignore:Sparse invariant checks",  # of torch 2.11 also where they are asked for
+)
 
 
 def built(build: Callable[[Any], object]) -> Any:

@@ -204,7 +204,8 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     assert is_dtensor(here)
     try:
         return here.full_tensor()
-    except NotImplementedError as error:
+    # A ValueError: strided shards of a mesh of one dimension, which torch 2.11 does not know.
+    except (NotImplementedError, ValueError) as error:
         raise StateDictMismatch(
             "the shards of a tensor cannot be put together, which its class does not know",
             expected="shards of its first dimension, or a plain tensor",
