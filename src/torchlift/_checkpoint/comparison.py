@@ -366,12 +366,10 @@ def _near(a: Any, b: Any, rtol: float, atol: float) -> bool:
 def _plain(value: Any) -> Any:
     """Return a value in memory as a file would show it."""
     numpy: Any = sys.modules.get("numpy")
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, slice)):
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.qscheme, slice)):
         return str(value)
     if numpy is not None and isinstance(value, (numpy.number, numpy.bool_)):
         return value.item()
-    if numpy is not None and isinstance(value, numpy.dtype):
-        return f"numpy.dtype({value.str.lstrip('<>|=')})"
     return value
 
 
