@@ -52,16 +52,7 @@ except RuntimeError as error:
 
 # %%
 # A keeper's files get their names when they are complete, so that ``latest()`` never names another.
-# Beside the last ones it keeps what you name: every so many steps, and the best by a metric.
-
-with torchlift.Keeper(folder, keep=1, every=4, best="loss") as keeper:
-    for step, loss in enumerate([0.9, 0.2, 0.5, 0.4, 0.3, 0.6, 0.7], 6):
-        keeper.save(step, state, metrics={"loss": loss})
-names = Path(keeper.latest()).name, Path(keeper.best()).name
-print("kept:", keeper.steps(), "latest and best:", *names)
-assert keeper.steps() == [4, 7, 8, 12]
-
-# %%
+#
 # Go on as if nothing had happened
 # --------------------------------
 #
@@ -181,8 +172,8 @@ plt.show()
 # waits for a copy in memory only, and the steps after it share the processor with the writing.*
 #
 # The snapshot is a second copy of the state on the host, which every save uses again; from an
-# accelerator it is pinned; ``keeper.report`` says how long a save took. A scheduler that sends a
-# signal before it ends the job stops the loop ``while not keeper.should_stop()``, on all ranks.
+# accelerator it is pinned. ``keeper.report`` says how long a save blocked and how long it took. A
+# scheduler's signal ends the loop ``while not keeper.should_stop()``, on all ranks after one step.
 #
 # Remember
 # --------
@@ -197,4 +188,6 @@ plt.show()
 # - **A run may be killed and started again:** `torchlift.Keeper`; its first line is ``resume``.
 # - **You save once, at the end:** `torchlift.save`.
 # - **Others than the last few should stay:** *Keep the best checkpoints, delete the others*.
+# - **Many ranks, a scheduler, faults:** the page *On a cluster*; what is each rank's own: *Resume
+#   on another number of GPUs: where was each rank in its data?*
 # - **You only need the weights of a kept checkpoint:** `torchlift.load` with ``root="model"``.

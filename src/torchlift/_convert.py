@@ -18,7 +18,6 @@ from torchlift._checkpoint import (
     Checkpoint,
     Tree,
     arranged,
-    dtype_of,
     gathered,
     objects_as_saved,
 )
@@ -35,7 +34,7 @@ from torchlift._plan import (
     others,
     rewritten,
     same_name,
-    target_dtype,
+    stored_dtype,
 )
 from torchlift._save import (
     Becomes,
@@ -212,7 +211,7 @@ def convert(
             index = replace(index, storages=bare)
         ckpt = stack.enter_context(Checkpoint(index))
         check_rule(options.dtype, list(ckpt.entries), present=False)
-        becomes = _becomes(options.dtype, ckpt.path)
+        becomes = partial(stored_dtype, options.dtype, path=ckpt.path)
         _check_some(ckpt, target, dropped)
         if target.only_tensors:
             left = {k: why for k, why in ckpt.blocked_keys.items() if k not in ckpt.blocked_tensors}
@@ -448,13 +447,3 @@ def _untied(entries: Mapping[str, TensorEntry], taken: Iterable[str]) -> dict[st
 
 def _of(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {names[key]: value for key, value in values.items() if key in names}
-
-
-def _becomes(rule: DtypeRule, path: str) -> Becomes:
-    """Return what says which dtype a tensor gets."""
-
-    def becomes(entry: TensorEntry) -> torch.dtype:
-        stored = dtype_of(entry, path)
-        return target_dtype(rule, entry, torch.empty(0, dtype=stored, device="meta"), stored)
-
-    return becomes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_code import in_code
+from in_code import in_forked
 from safetensors.torch import load_file
 
 from torchlift import FormatError, bench
@@ -96,7 +96,7 @@ def test_the_numbers_depend_on_the_seed_and_differ_between_tensors(tmp_path) -> 
 @pytest.mark.parametrize("format", FORMATS)
 def test_generating_takes_no_memory_of_its_own(tmp_path, format) -> None:
     """256 MiB are written with less than 8 MiB of anonymous memory."""
-    child = in_code(
+    child = in_forked(
         "bench.make_checkpoint(args[0], nbytes=256 << 20, format=args[1])",
         str(tmp_path / "big"),
         format,

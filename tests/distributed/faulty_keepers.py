@@ -35,7 +35,7 @@ from torchlift.errors import CheckpointError
 
 RANKS = 2
 MACHINES = ("one", "several")
-WAYS = ("save", "resume", "close")
+WAYS = [("one", "start"), *product(MACHINES, ("save", "resume", "close"))]
 HANGS = 300  # seconds after which a rank that waits for another is ended, and says where it is
 
 
@@ -44,7 +44,7 @@ class Trial(NamedTuple):
 
     Attributes:
         machines: whether the ranks write one file, or one each.
-        way: what the keepers do.
+        way: what the keepers do; to start is to make them.
         kind: how it fails, see `Fault`.
         who: the rank.
         nth: the number of the call from 1 on; 0 for none.
@@ -111,10 +111,14 @@ def one_trial(folder: Path, way: str, fault: Fault, least: int) -> dict[str, Any
     run, outcome = run_of(number + 1), "done"
     if way == "close":
         keeper.save(number + 1, **run)
+    if way == "start":
+        keeper.close()
     started = time.monotonic()
     with suppress(KeyboardInterrupt), fault.armed():
         try:
-            if way == "save":
+            if way == "start":
+                keeper = torchlift.Keeper(folder, keep=1, timeout=2 * HANGS)
+            elif way == "save":
                 keeper.save(number + 1, **run)
                 keeper.wait()
             elif way == "resume":
@@ -211,14 +215,15 @@ def main(folder: Path, every: int) -> None:
     with torchlift.Keeper(folder / "warm") as keeper:  # imports what it needs before the forks
         keeper.save(1, model=torch.nn.Linear(2, 1))
     turn = 0
-    for machines, way in product(MACHINES, WAYS):
+    for machines, way in WAYS:
         place = folder / f"{machines}-{way}"
         ((_, wrong, told),) = all_of(place, [Trial(machines, way, "error", 0, 0)])
         print(json.dumps([machines, way, wrong, ""]), flush=True)
         trials = []
         for kind, who in product(KINDS, range(RANKS)):
             count, turn = told[who]["count"], turn + 7
-            numbers = range(1 + turn % every, count + 1, every)
+            step = min(every, count)
+            numbers = range(1 + turn % step, count + 1, step)
             trials += [Trial(machines, way, kind, who, nth) for nth in numbers]
         for trial, wrong, told_now in all_of(place, trials):
             at = told_now.get(trial.who, {}).get("at", "")

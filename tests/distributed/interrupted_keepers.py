@@ -16,7 +16,7 @@ import torchlift
 
 FILES = (
     "distributed/keeper.py", "distributed/folder.py", "distributed/state_dict.py",
-    "distributed/loading.py", "_model/ranks.py", "_model/commit.py", "_model/slots.py",
+    "_model/ranks.py", "_model/commit.py", "_model/slots.py",
     "torchlift/_system.py", "contextlib.py",
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,10 @@ Options = ours.StateDictOptions
 WHOLE = Options(full_state_dict=True)
 FROM_0 = Options(full_state_dict=True, broadcast_from_rank0=True)
 Call = Callable[..., object]
+#: Four ranks show those that neither refuse nor are rank 0: which does not depend on the wrapping.
+TWO = os.environ["WORLD_SIZE"] == "2"
+SHARDED = ("fsdp blocks", "tensor parallel") if TWO else ("fsdp blocks",)
+WRAPS = ("ddp", *SHARDED) if TWO else SHARDED
 
 CHECKS: dict[str, Callable[[], None]] = {}
 

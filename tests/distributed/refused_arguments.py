@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from refusals import (
     FROM_0,
+    SHARDED,
     WHOLE,
+    WRAPS,
     Options,
     all_differ,
     check,
@@ -29,7 +31,6 @@ from wrapped_models import built, cloned, fsdp, net, same, train
 import torchlift.distributed as ours
 
 OFFLOADED = Options(full_state_dict=True, cpu_offload=True)
-SHARDED = ("fsdp blocks", "tensor parallel")
 
 
 @check
@@ -61,7 +62,7 @@ def no_optimizers_on_one_rank() -> None:
 @check
 def no_state_dict_on_one_rank() -> None:
     """torch takes None for an empty one, and either is an error unless others send theirs."""
-    for wrap in (*SHARDED, "ddp"):
+    for wrap in WRAPS:
         model, optimizer = built(wrap)
         good = cloned(ours.get_state_dict(*built(wrap, seed=5), options=WHOLE))
         for wrong in (None, {}):

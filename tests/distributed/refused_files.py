@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from refusals import check, is_last, last, unchanged
+from refusals import SHARDED, check, is_last, last, unchanged
 from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 from wrapped_models import WRAPPERS, fsdp, net
@@ -46,7 +46,7 @@ def a_file_that_one_rank_cannot_read() -> None:
                 shards[-1].write_bytes(shards[-1].read_bytes()[:-8])
             else:
                 shards[-1].unlink()
-        for wrap in ("fsdp blocks", "tensor parallel"):
+        for wrap in SHARDED:
             for source in ("mmap", "read"):
                 model = WRAPPERS[wrap](net())
                 with unchanged(model) as caught:
@@ -67,7 +67,7 @@ def a_transform_that_raises_on_one_rank() -> None:
             raise ValueError("no")
         return tensor * 2
 
-    for wrap in ("fsdp blocks", "tensor parallel"):
+    for wrap in SHARDED:
         for mode in ("copy", "assign", "swap"):
             model = WRAPPERS[wrap](net())
             with unchanged(model) as caught:
@@ -79,7 +79,7 @@ def a_transform_that_raises_on_one_rank() -> None:
 @check
 def a_strict_load_of_a_file_that_does_not_fit() -> None:
     path = files() / "net.pt"
-    for wrap in ("fsdp blocks", "tensor parallel"):
+    for wrap in SHARDED:
         model = WRAPPERS[wrap](net())
         with unchanged(model) as caught:
             torchlift.load(

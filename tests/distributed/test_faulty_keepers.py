@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -44,8 +45,10 @@ def trials() -> list[tuple[str, str, str, str]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("way", ["save", "resume", "close"])
-@pytest.mark.parametrize("machines", ["one", "several"])
+@pytest.mark.parametrize(
+    ("machines", "way"),
+    [("one", "start"), *product(["one", "several"], ["save", "resume", "close"])],
+)
 def test_a_fault_of_one_rank_ends_a_keeper_on_all(machines: str, way: str) -> None:
     """None waits for it; the older checkpoint resumes, and the next save leaves itself alone."""
     found = [trial for trial in trials() if trial[:2] == (machines, way)]

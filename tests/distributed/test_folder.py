@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import PIPE, Forked, run
 
 import torchlift
 from torchlift.distributed import (
@@ -25,6 +26,7 @@ from torchlift.distributed import (
     RunFolder,
 )
 from torchlift.distributed import folder as folder_module
+from torchlift.distributed import keeper as keeper_module
 from torchlift.errors import CheckpointError
 
 STATE = {"w": torch.ones(2)}
@@ -186,8 +188,7 @@ torchlift.Keeper(sys.argv[1], keep=1, background=False).save(2, w=torch.ones(2))
 def test_what_a_kill_leaves_of_a_removal_the_next_keeper_removes(tmp_path: Path) -> None:
     """Until then nobody takes it for a checkpoint."""
     as_folder(tmp_path, 1)
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert run(_KILLED, tmp_path).returncode == -signal.SIGKILL
     assert any(".removed-" in name for name in os.listdir(tmp_path))
     with torchlift.Keeper(tmp_path, keep=1) as keeper:
         assert keeper.steps() == [2]
@@ -224,6 +225,48 @@ def test_ten_thousand_steps_in_a_folder(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 11
 
 
+def fail_at_markers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a disk fail each time that somebody looks for a marker that is there."""
+    look = os.lstat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        found = look(path, **options)
+        if str(path).endswith(".metadata"):
+            raise OSError(errno.EIO, "no luck", path)
+        return found
+
+    monkeypatch.setattr(os, "lstat", failing)
+
+
+def test_a_disk_that_fails_for_a_moment_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody can tell to be complete is not taken for what a kill has left."""
+    kept = [as_folder(tmp_path, step) for step in (1, 2)]
+    with torchlift.Keeper(tmp_path, keep=5) as keeper:
+        keeper.save(3, STATE)
+        keeper.wait()
+        with monkeypatch.context() as patch:
+            fail_at_markers(patch)
+            with pytest.raises(CheckpointError, match=r"cannot be used.*no luck.*metadata"):
+                keeper.save(4, STATE)
+            with pytest.raises(CheckpointError, match="cannot be used"):
+                keeper.steps()
+        keeper.save(4, STATE)
+    assert keeper.steps() == [1, 2, 3, 4]
+    assert all(torchlift.open(path)["w"].tolist() == [1.0] * 4 for path in kept)
+
+
+def test_a_disk_that_fails_after_a_commit_leaves_what_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of files keeps them where nobody can tell which of them are needed."""
+    with monkeypatch.context() as patch:
+        fail_at_markers(patch)
+        path = as_folder(tmp_path, 1)
+    assert torchlift.open(path)["w"].tolist() == [1.0] * 4
+
+
 # ---- two jobs in one folder
 
 
@@ -247,10 +290,7 @@ def test_two_jobs_in_one_folder_are_told_and_lose_nothing(tmp_path: Path, resume
     model, first = torch.nn.Linear(1, 1), 11 if resumes else 1
     with torchlift.Keeper(tmp_path, keep=2, background=False) as keeper:
         keeper.save(10, model=model, job="this")
-        with subprocess.Popen(
-            [sys.executable, "-c", _JOB, str(tmp_path), str(first), str(resumes)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        ) as job:  # fmt: skip
+        with Forked(_JOB, tmp_path, first, resumes, stdin=PIPE, stdout=PIPE, stderr=PIPE) as job:
             assert job.stdin is not None
             assert job.stdout is not None
             assert job.stderr is not None
@@ -269,6 +309,30 @@ def test_two_jobs_in_one_folder_are_told_and_lose_nothing(tmp_path: Path, resume
             kept.add((ckpt.objects["job"], ckpt.objects["step"]))
     others = {("other", first + 1), ("other", first + 2)}
     assert kept == {("this", 12), ("this", 13), *others}
+
+
+def test_two_jobs_that_save_one_step_at_one_time_both_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one has told is saved, the other does not replace, nor mix with its own."""
+    begun, save = threading.Barrier(2), keeper_module.save
+
+    def at_one_time(*args: Any, **options: Any) -> Any:
+        begun.wait(60)
+        return save(*args, **options)
+
+    monkeypatch.setattr(keeper_module, "save", at_one_time)
+    with warnings.catch_warnings():  # one of them is told of the other's
+        warnings.simplefilter("ignore")
+        with torchlift.Keeper(tmp_path) as this, torchlift.Keeper(tmp_path) as other:
+            for step in (1, 2):
+                this.save(step, job="this")
+                other.save(step, job="other")
+    kept = {}
+    for path in tmp_path.iterdir():
+        with torchlift.open(path) as ckpt:
+            kept[ckpt.objects["job"], ckpt.objects["step"]] = path.name
+    assert sorted(kept) == [(job, step) for job in ("other", "this") for step in (1, 2)]
 
 
 # ---- what another process sees
@@ -298,11 +362,7 @@ print(run.steps(), os.path.basename(run.best()), os.path.basename(run.latest()))
 
 def test_an_evaluation_sees_each_checkpoint_and_changes_nothing(tmp_path: Path) -> None:
     """It starts before the folder is there, and needs no process group."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _EVALUATION, str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as job:
+    with Forked(_EVALUATION, tmp_path / "run", stdout=PIPE) as job:
         assert job.stdout is not None
         with torchlift.Keeper(tmp_path / "run", keep=2, background=False) as keeper:
             for step, loss in ((3, 1.0), (7, 2.0), (5, 3.0)):  # the run goes back
@@ -317,7 +377,7 @@ def test_a_wait_ends_and_says_what_there_is(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     with pytest.raises(TimeoutError, match="run: has no new checkpoint after 0 s"):
         run.wait_for_new(timeout=0)
-    with pytest.raises(CheckpointError, match="run: the folder of the checkpoints cannot be read"):
+    with pytest.raises(CheckpointError, match="run: the folder of the checkpoints cannot be used"):
         run.steps()
     fill(tmp_path / "run", [1.0])
     path = run.wait_for_new(timeout=0)

@@ -288,6 +288,34 @@ def test_what_cannot_be_resumed_is_not_saved(tmp_path: Path) -> None:
         assert keeper.steps() == []
 
 
+class Noted(nn.Linear):
+    """A layer with extra state."""
+
+    note: object = 1
+
+    def get_extra_state(self) -> object:
+        return {"note": self.note, "all": [self.note]}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("note", [object(), {"a.b": 1, "a": {"b": 2}}])
+def test_a_later_state_of_a_model_that_cannot_be_resumed_is_not_saved(
+    tmp_path: Path, note: object
+) -> None:
+    """Its tensors and their names are those that were saved before, and what is beside is not."""
+    model = Noted(2, 1)
+    with torchlift.Keeper(tmp_path) as keeper:
+        for step in (1, 2):
+            keeper.save(step, model=model)
+        model.note = note
+        with pytest.raises(PlacementError, match=r"_extra_state"):
+            keeper.save(3, model=model)
+        keeper.wait()
+        assert keeper.steps() == [1, 2]
+
+
 def test_a_checkpoint_whose_metric_cannot_be_read_stays(tmp_path: Path) -> None:
     """It may be the best: a sweep must not remove it."""
     run = run_of()

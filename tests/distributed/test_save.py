@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from forked import Forked
 from ranks import on_ranks, saved_then_loaded
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -211,37 +210,6 @@ def test_saving_a_torch_file_over_the_one_the_model_is_mapped_from(tmp_path: Pat
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
-_SAVER = """
-import sys, torch
-from torchlift.distributed import save_consolidated
-for _ in range(60):
-    save_consolidated({"w": torch.full((50_000,), float(sys.argv[2]))}, sys.argv[1])
-"""
-
-
-def test_of_two_saves_at_once_one_wins_whole(tmp_path: Path) -> None:
-    """At every moment the file is complete and all of it is one writer's."""
-    path = tmp_path / "x.pt"
-    save_consolidated({"w": torch.full((50_000,), 1.0)}, path)
-    command = [sys.executable, "-c", _SAVER, str(path)]
-    savers = [subprocess.Popen([*command, number]) for number in "12"]
-    looks = 0
-    try:
-        while any(saver.poll() is None for saver in savers):
-            with open(path, "rb") as file:  # once: the name may be another file's a moment later
-                assert ZipFile(file).testzip() is None
-                file.seek(0)
-                values = torch.load(file, weights_only=True)["w"].unique().tolist()
-            assert values in ([1.0], [2.0])
-            looks += 1
-    finally:
-        for saver in savers:
-            saver.wait(timeout=60)
-    assert [saver.returncode for saver in savers] == [0, 0]
-    assert looks > 1
-    assert os.listdir(tmp_path) == ["x.pt"]
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")  # it is not, for dcp.save
 def test_more_shards_than_a_process_may_open_are_written(tmp_path: Path) -> None:
     """Each is open for as long as it is written; after an error none is left, nor open."""
@@ -402,13 +370,7 @@ def test_kill_9_in_the_middle_of_a_save(
     format = "dcp" if name == "dcp" else None
     torchlift.save({"w": torch.ones(2)}, path, format=format)
     before = files_in(folder)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(KILLED), str(tmp_path), str(rank), "2", victims, where, name],
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in range(2)
-    ]
+    ranks = [Forked(KILLED, tmp_path, rank, 2, victims, where, name) for rank in range(2)]
     ends = [rank.wait(timeout=120) for rank in ranks]
     assert ends == [-signal.SIGKILL if str(rank) in victims else 0 for rank in range(2)]
     for rank in range(2):
@@ -433,14 +395,7 @@ def test_kill_9_in_the_middle_of_a_save(
 def test_kill_9_of_a_rank_ends_the_background_save_of_a_keeper(tmp_path: Path, victim: int) -> None:
     """The survivor gets an error of ours, soon; what was complete is, and is resumed."""
     (tmp_path / "saved").mkdir()
-    arguments = [str(victim), "write", "keeper"]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(KILLED), str(tmp_path), str(rank), "2", *arguments],
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in range(2)
-    ]
+    ranks = [Forked(KILLED, tmp_path, rank, 2, victim, "write", "keeper") for rank in range(2)]
     ends = [rank.wait(timeout=120) for rank in ranks]
     assert ends == [-signal.SIGKILL if rank == victim else 0 for rank in range(2)]
     survivor = (tmp_path / f"{1 - victim}.json").read_text(encoding="utf-8")

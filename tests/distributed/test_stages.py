@@ -18,7 +18,7 @@ ON_FOUR = [
     "a_full_state_dict_has_every_stage",
     "stages_that_do_not_fit_are_one_error_on_every_rank",
     "a_tensor_on_a_mesh_without_rank_0_is_whole_on_rank_0",
-    "few_messages_over_one_communicator",
+    "messages_over_one_communicator",
     "the_ranks_of_a_process_group_load_and_read_together",
 ]
 ON_TWO = [

@@ -91,7 +91,8 @@ class Communicating(torch.optim.Optimizer):
 
 
 def _muon(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.1)
+    matrices = [param for param in params if param.dim() == 2]
+    return torch.optim.Muon(matrices, lr=0.1, ns_steps=1)
 
 
 def _low_bit(params: Any) -> torch.optim.Optimizer:
@@ -132,6 +133,8 @@ if WORLD < 4:
     if WORLD == 2:
         KINDS["stages"] = partial(_stage, sharded=False)
 else:  # what has two dimensions, neither of them of one rank
+    for name in ("sgd", "momentum", "muon"):  # two ranks show what is theirs
+        del OPTIMIZERS[name]
     KINDS = {
         "hybrid fsdp": MESHES["hybrid fsdp"],
         "fsdp over tensor parallel": MESHES["fsdp over tensor parallel"],

@@ -14,14 +14,23 @@ import torch
 import torch.distributed as dist
 from hooked_models import TROUBLES, layers, refuses, state_for
 from ranks import main
-from refusals import CHECKS, FROM_0, WHOLE, check, everybody_raises, is_last, last, unchanged
+from refusals import (
+    CHECKS,
+    FROM_0,
+    SHARDED,
+    WHOLE,
+    WRAPS,
+    check,
+    everybody_raises,
+    is_last,
+    last,
+    unchanged,
+)  # fmt: skip
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from wrapped_models import WRAPPERS, built, cloned, containers, fsdp, net, same, train
 
 import torchlift.distributed as ours
-
-SHARDED = ("ddp", "fsdp blocks", "tensor parallel")
 
 
 def load(model: nn.Module, optimizer: Any, states: Any, options: Any) -> None:
@@ -56,7 +65,7 @@ def a_module_that_refuses_on_one_rank() -> None:
 
 @check
 def a_post_hook_that_refuses_on_one_rank_of_a_mesh() -> None:
-    for wrap in SHARDED:
+    for wrap in WRAPS:
         for options in (WHOLE, FROM_0, ours.StateDictOptions()):
             model, optimizer = built(wrap)
             source = built(wrap, seed=5)
@@ -86,7 +95,7 @@ def an_optimizer_that_refuses_on_one_rank() -> None:
     def refuse(optimizer: Any) -> None:
         raise ValueError("no")
 
-    for wrap in SHARDED:
+    for wrap in WRAPS:
         model, optimizer = built(wrap)
         given = cloned(ours.get_state_dict(*built(wrap, seed=5)))
         if is_last():
@@ -99,7 +108,7 @@ def an_optimizer_that_refuses_on_one_rank() -> None:
 def one_bad_value_on_one_rank() -> None:
     """In the model, whose other values fit, or in the optimizer."""
     name = "blocks.1.up.weight"
-    for wrap in SHARDED:
+    for wrap in WRAPS:
         states = cloned(ours.get_state_dict(*built(wrap, seed=5), options=WHOLE))
         for kind in BAD:
             for part in ("model", "optimizer"):
@@ -152,7 +161,7 @@ def values_of_another_layout_behind_a_hook() -> None:
 @check
 def a_strict_rank_among_others() -> None:
     """It counts for all, whoever has the state dict."""
-    for wrap in SHARDED:
+    for wrap in WRAPS:
         for options in (WHOLE, FROM_0):
             for odd in (True, False):
                 model, optimizer = built(wrap)
@@ -169,7 +178,7 @@ def a_strict_rank_among_others() -> None:
 
 @check
 def other_keys_on_one_rank() -> None:
-    for wrap in SHARDED:
+    for wrap in WRAPS:
         model, optimizer = built(wrap)
         given = ours.get_state_dict(*built(wrap, seed=5), options=WHOLE)
         if is_last():
@@ -186,7 +195,7 @@ def arguments_that_make_no_sense_on_one_rank() -> None:
     def fails() -> None:
         raise LookupError("no names")
 
-    for wrap in SHARDED:
+    for wrap in WRAPS:
         model, optimizer = built(wrap)
         state = cloned(ours.get_state_dict(model, optimizer, options=WHOLE))
         for options in (WHOLE, FROM_0):
@@ -215,7 +224,7 @@ def arguments_that_make_no_sense_on_one_rank() -> None:
 
 @check
 def a_state_that_one_rank_asks_for_wrongly() -> None:
-    for wrap in ("fsdp blocks", "tensor parallel"):
+    for wrap in SHARDED:
         model, optimizer = built(wrap)
         mine = [] if is_last() else optimizer
         call = partial(ours.get_optimizer_state_dict, model, mine, options=WHOLE)
@@ -224,7 +233,7 @@ def a_state_that_one_rank_asks_for_wrongly() -> None:
 
 @check
 def a_broadcast_that_one_rank_knows_nothing_of() -> None:
-    for wrap in SHARDED:
+    for wrap in WRAPS:
         model, optimizer = built(wrap)
         state = cloned(ours.get_state_dict(model, optimizer, options=WHOLE))
         for mine in ((WHOLE, FROM_0), (FROM_0, WHOLE)):
@@ -310,7 +319,7 @@ def a_state_that_one_rank_cannot_give() -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("no")
 
-    for wrap in ("fsdp blocks", "tensor parallel"):
+    for wrap in SHARDED:
         for offload in (False, True):
             options = ours.StateDictOptions(full_state_dict=True, cpu_offload=offload)
             model, optimizer = built(wrap)

@@ -269,6 +269,9 @@ def test_timeout_of_a_group_is_what_the_job_was_told(given: int, expected: int |
     try:
         found = private.timeout_of(dist.group.WORLD)
         assert found == (expected and timedelta(seconds=expected))
+        for limit in (timedelta(seconds=7), None):
+            private.set_timeout(dist.group.WORLD, limit)
+            assert private.timeout_of(dist.group.WORLD) == limit
     finally:
         dist.destroy_process_group()
 

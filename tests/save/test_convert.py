@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_code import in_code
+from forked import run
+from in_code import in_forked
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from save_states import same_bits
@@ -489,7 +489,7 @@ def test_a_conversion_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
         ("x.pth", "y", {"format": "dcp"}),
     ]:
         arguments = str(tmp_path / src), str(tmp_path / dst), options
-        child = in_code(_CONVERT, *arguments, setup=_SETUP)
+        child = in_forked(_CONVERT, *arguments, setup=_SETUP)
         assert child.memory.added_anonymous < 64 << 20, (src, dst, options)
 
 
@@ -595,8 +595,7 @@ torchlift.convert(sys.argv[1], sys.argv[2], max_shard_size=4000)
 
 def kill_after(shards: int, src: Path, dst: Path) -> set[str]:
     """Kill a conversion when so many of its shards are there; return the names of these."""
-    command = [sys.executable, "-c", _KILLED, str(src), str(dst), str(shards)]
-    assert subprocess.run(command, check=False).returncode == -9
+    assert run(_KILLED, src, dst, shards).returncode == -9
     return {name for name in os.listdir(dst.parent) if not name.startswith(".")}
 
 

@@ -9,9 +9,8 @@ import resource
 import signal
 import stat
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from failing_reads import failing
+from forked import PIPE, Forked
 
 import torchlift
 from torchlift.errors import CheckpointError, IntegrityError
@@ -267,12 +267,10 @@ def test_saving_onto_what_is_mapped_is_right(tmp_path: Path, way: str) -> None:
 
 
 _WRITER = """
-import sys, torch, torchlift
-path, options = sys.argv[1], eval(sys.argv[2])
-source = sys.argv[3]
-print("ready", flush=True)
-for number in map(int, sys.argv[4:]):
-    state = {f"t{at}": torch.full((%d,), float(number)) for at in range(%d)}
+import json, sys, torch, torchlift
+path, options, source = json.loads(sys.argv[1])
+for number in map(float, sys.argv[2:]):
+    state = {f"t{at}": torch.full((%d,), number) for at in range(%d)}
     if source:
         torchlift.convert(source, path, overwrite=True, **options)
     else:
@@ -280,11 +278,16 @@ for number in map(int, sys.argv[4:]):
 """ % (SIZE, COUNT)  # noqa: UP031 - braces
 
 
-def writer(path: Path, way: str, numbers: str, source: str = "") -> subprocess.Popen[bytes]:
+def writer(path: Path, way: str, numbers: Iterable[int], source: str = "") -> Forked:
     """A process that writes one state after the other."""
-    options = repr(WAYS[way][1])
-    command = [sys.executable, "-c", _WRITER, str(path), options, source, *numbers.split()]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return Forked(_WRITER, json.dumps([str(path), WAYS[way][1], source]), *numbers, stderr=PIPE)
+
+
+def ended(saver: Forked) -> str:
+    """What it complained of."""
+    with saver:
+        assert saver.stderr is not None
+        return saver.stderr.read()
 
 
 @each_way
@@ -294,7 +297,7 @@ def test_of_two_savers_at_once_one_wins_whole(tmp_path: Path, way: str) -> None:
     torchlift.save(state_of(1), path, **WAYS[way][1])
     files = len(contents(tmp_path))
     looks = 0
-    savers = [writer(path, way, " ".join([number] * 8)) for number in "12"]
+    savers = [writer(path, way, [number] * 8) for number in (1, 2)]
     try:
         while any(saver.poll() is None for saver in savers):
             # What is replaced while it is read is an error, and never a mixture.
@@ -302,32 +305,11 @@ def test_of_two_savers_at_once_one_wins_whole(tmp_path: Path, way: str) -> None:
                 assert number_of(path) in (1, 2)
                 looks += 1
     finally:
-        errors = [saver.communicate(timeout=60)[1] for saver in savers]
-    assert errors == [b"", b""]
+        errors = [ended(saver) for saver in savers]
+    assert errors == ["", ""]
     assert looks
     assert number_of(path) in (1, 2)
     assert len(contents(tmp_path)) == files
-
-
-_FORKER = """
-import json, os, sys, torch, torchlift
-torchlift.save, torchlift.convert
-for line in sys.stdin:
-    path, options, source = json.loads(line)
-    child = os.fork()
-    if child:
-        print(child, flush=True)
-        os.waitpid(child, 0)
-        print("ended", flush=True)
-        continue
-    for number in range(1000):
-        state = {f"t{at}": torch.full((%d,), 1.0 + number %% 2) for at in range(%d)}
-        if source:
-            torchlift.convert(source, path, overwrite=True, **options)
-        else:
-            torchlift.save(state, path, **options)
-    os._exit(0)
-""" % (SIZE, COUNT)  # noqa: UP031 - braces
 
 
 def test_kill_9_at_random_moments_loses_nothing(tmp_path: Path) -> None:
@@ -336,41 +318,27 @@ def test_kill_9_at_random_moments_loses_nothing(tmp_path: Path) -> None:
     source = tmp_path / "source.safetensors"
     torchlift.save(state_of(2), source)
     partial = 0
-    # Torch is imported once: a process that is forked for each kill starts at once.
-    forker = subprocess.Popen(
-        [sys.executable, "-c", _FORKER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert forker.stdin is not None
-    assert forker.stdout is not None
-    with forker:
-        for number in range(KILLS):
-            way = list(WAYS)[number % len(WAYS)]
-            name, options = WAYS[way]
-            path = tmp_path / "to" / way / name
-            if not path.parent.exists():
-                path.parent.mkdir(parents=True)
-                torchlift.save(state_of(1), path, **options)
-            files = len(contents(path.parent))
-            asked = [str(path), options, str(source) if number // 4 % 2 else ""]
-            print(json.dumps(asked), file=forker.stdin, flush=True)
-            child = int(forker.stdout.readline())
-            moment = chance.uniform(0.001, 0.2)
-            time.sleep(moment)
-            os.kill(child, signal.SIGKILL)
-            assert forker.stdout.readline() == "ended\n"
-            assert number_of(path) in (1, 2), (way, moment)
-            partial += len(contents(path.parent)) != files
-            if asked[2]:  # which goes on with the shards that were finished
-                torchlift.convert(source, path, overwrite=True, **options)
-                assert number_of(path) == 2
-                assert len(contents(path.parent)) == files, (way, os.listdir(path.parent))
+    for number in range(KILLS):
+        way = list(WAYS)[number % len(WAYS)]
+        name, options = WAYS[way]
+        path = tmp_path / "to" / way / name
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True)
             torchlift.save(state_of(1), path, **options)
-            assert number_of(path) == 1
+        files = len(contents(path.parent))
+        converts = number // 4 % 2
+        moment = chance.uniform(0.001, 0.2)
+        with writer(path, way, [1, 2] * 500, str(source) if converts else "") as child:
+            time.sleep(moment)
+            child.kill()
+        assert number_of(path) in (1, 2), (way, moment)
+        partial += len(contents(path.parent)) != files
+        if converts:  # which goes on with the shards that were finished
+            torchlift.convert(source, path, overwrite=True, **options)
+            assert number_of(path) == 2
             assert len(contents(path.parent)) == files, (way, os.listdir(path.parent))
-        forker.stdin.close()
+        torchlift.save(state_of(1), path, **options)
+        assert number_of(path) == 1
+        assert len(contents(path.parent)) == files, (way, os.listdir(path.parent))
     print(f"{KILLS} killed, {partial} of them with files of theirs in the folder; 0 lost")
     assert partial

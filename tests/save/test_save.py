@@ -583,17 +583,12 @@ def test_mappings_and_named_tuples_are_saved_as_what_they_hold(tmp_path: Path, f
 
 
 def test_lists_that_share_lists_take_the_time_of_what_they_are(tmp_path: Path) -> None:
-    """No reader takes what they unfold to; with a tensor in them, the names have no end."""
+    """No reader takes what they unfold to."""
     shared: list[Any] = [1]
     for _ in range(40):
         shared = [shared, shared]
     with pytest.raises(PlacementError, match=r"'x': .* unfolds to far more than it stores"):
         torchlift.save({"x": shared}, tmp_path / "x.pt")
-    shared = [torch.ones(1)]
-    for _ in range(40):
-        shared = [shared, shared]
-    with pytest.raises(PlacementError, match="a container is in others too often"):
-        torchlift.save({"x": shared}, tmp_path / "y.pt")
 
 
 def test_a_view_that_no_reader_would_take_is_refused(tmp_path: Path) -> None:

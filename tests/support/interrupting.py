@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +14,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from forked import run
 
 import torchlift
 
@@ -31,13 +31,9 @@ def interrupted(script: Path, runs: tuple[Words, ...]) -> dict[Words, str]:
     Returns:
         Words -> what went wrong, or an empty text.
     """
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     with TemporaryDirectory() as out:
-        subprocess.run(
-            [sys.executable, str(script), json.dumps(runs), out],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            check=True,
-        )
+        done = run(script, json.dumps(runs), out)
+        assert done.returncode == 0, done.stderr
         texts = [Path(out, f"{number}.txt").read_text("utf-8") for number in range(len(runs))]
     return dict(zip(runs, texts, strict=True))
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,8 +17,8 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-import torch._dynamo  # now: else each rank would import it for its first optimizer
 import torch.distributed as dist
+from forked import run
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Checks = dict[str, Callable[[], None]]
@@ -34,31 +33,17 @@ def run_workers(module: Path, ranks: int, out: Path) -> dict[str, str]:
     Returns:
         Check -> what went wrong on which rank, or an empty text.
     """
-    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "WORLD_SIZE": str(ranks)}
-    quiet["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    with subprocess.Popen(
-        [sys.executable, str(module), str(out)],
-        env={**os.environ, **quiet},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            printed, errors = process.communicate()
-        except BaseException:  # the time of the test is up
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+    done = run(module, out, env=quiet)
     found: dict[str, str] = {}
     for rank in range(ranks):
         path = out / f"{rank}.json"
         running = path.with_suffix(".running")
         at = running.read_text(encoding="utf-8") if running.exists() else "the start"
-        assert path.exists(), f"rank {rank} died in {at!r}:\n{printed}\n{errors}"
+        assert path.exists(), f"rank {rank} died in {at!r}:\n{done.stdout}\n{done.stderr}"
         for check, text in json.loads(path.read_text(encoding="utf-8")).items():
             found[check] = found.get(check, "") + (f"[rank {rank}] {text}" if text else "")
-    assert process.returncode == 0, errors
+    assert done.returncode == 0, done.stderr
     return found
 
 
@@ -121,11 +106,7 @@ def main_saves_then_loads(*, saves: Checks, loads: Checks) -> None:
 
 
 def main(checks: Checks) -> None:
-    """The body of a worker module: it becomes one process for each rank.
-
-    They are forked from the one that has imported torch and what the checks use, which takes a
-    process longer than most checks do.
-    """
+    """The body of a worker module: it forks one process for each rank."""
     torch.set_num_threads(1)
     listener = socket.create_server(("localhost", 0))
     port = listener.getsockname()[1]

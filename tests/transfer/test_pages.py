@@ -6,13 +6,12 @@ import ctypes
 import errno
 import mmap
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+from forked import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,10 +45,7 @@ def test_a_large_tensor_takes_one_small_page_before_it_is_filled(spare):
         "for _ in range(64)]\n"
         "print((resident() - before) // 64)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", child, str(spare)], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < 32 << 10
+    assert int(run(child, spare).stdout) < 32 << 10
 
 
 def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):
@@ -66,7 +62,7 @@ def test_huge_pages_are_an_improvement_not_a_requirement(monkeypatch):
 def test_slow_huge_pages_are_followed_by_small_ones(monkeypatch):
     """One slow page in 33, then in 65: where huge pages are dear, few are asked for."""
     taken: list[int] = []
-    monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page) or 0)
+    monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page.value) or 0)
     monkeypatch.setattr(pages, "_SLOW", -1.0)
     made = allocate(256 << 20, torch.uint8, torch.device("cpu"))
     HugePages().back(made.data_ptr(), made.nbytes)
@@ -76,7 +72,7 @@ def test_slow_huge_pages_are_followed_by_small_ones(monkeypatch):
 def test_huge_pages_stay_inside_the_range(monkeypatch):
     """A page that reaches beyond the bytes that will be written would be memory for nothing."""
     taken: list[int] = []
-    monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page) or 0)
+    monkeypatch.setattr(pages, "_MADVISE", lambda page, size, advice: taken.append(page.value) or 0)
     monkeypatch.setattr(pages, "_SLOW", 1e9)
     made = allocate(8 << 20, torch.uint8, torch.device("cpu"))
     HugePages().back(made.data_ptr() + 1, made.nbytes - 2)

@@ -185,18 +185,6 @@ def test_thousands_of_small_ranges_stay_below_the_kernels_limit(files):
     assert max(calls) <= 1024
 
 
-def test_without_positional_reads_the_bytes_are_the_same(files, monkeypatch):
-    """Where the system has no preadv, a lock and a seek do the same."""
-    monkeypatch.setattr(transfer, "BLOCK", 128)
-    monkeypatch.setattr(transfer, "_WHOLE", 1)
-    monkeypatch.delattr(os, "preadv")
-    name = next(iter(files._stamps))
-    requests = [request(name, offset, 700) for offset in (0, 3, 1400, 2300)]
-    read(requests, files)
-    for made in requests:
-        assert made.destination.tolist() == plain(name, made.offset, 700)
-
-
 def test_nothing_to_read_is_fine(files):
     """No request, and a request for nothing, are answered with nothing."""
     assert read([], files) == 0

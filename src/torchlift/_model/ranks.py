@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -22,7 +23,7 @@ from torch import nn
 
 from torchlift._model.dtensor import is_dtensor
 from torchlift._model.names import is_fsdp1, wrapped_by
-from torchlift._model.torch_private import timeout_of
+from torchlift._model.torch_private import set_timeout, timeout_of
 from torchlift._system import uninterrupted
 from torchlift.errors import CheckpointError
 
@@ -31,6 +32,9 @@ T = TypeVar("T")
 #: Of a thread: what the last exchange raised, and its process groups, by their identity; and an
 #: interrupt that came while something was sent.
 _LAST = threading.local()
+
+#: Seconds in which processes that come at one time make a group; of thousands, 0.1 more for each.
+_MEETING = 15
 
 #: Called with whether this process is to be asked again; says whether any is.
 Agree = Callable[[bool], bool]
@@ -309,14 +313,33 @@ def _on_cpu(group: Any) -> Any:
     if has_cpu or dist.get_world_size(group) < dist.get_world_size():
         return group
     if group not in _COMPANIONS:
-        _COMPANIONS[group] = new_gloo_group()
+        limit = timeout_of(dist.group.WORLD)
+        _COMPANIONS[group] = dist.new_group(backend="gloo", timeout=limit)
     return _COMPANIONS[group]
 
 
-def new_gloo_group() -> Any:
-    """Make a gloo group of all processes, which wait in it as long as the job was told to."""
+def new_gloo_group(limit: timedelta | None = None) -> Any:
+    """Make a gloo group of all processes, which come here at one time, as after an exchange.
+
+    Args:
+        limit: how long they wait for each other in it; None: as long as the job was told to.
+
+    Raises:
+        CheckpointError: one does not come.
+    """
     dist = torch.distributed
-    return dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
+    limit = limit or timeout_of(dist.group.WORLD)
+    # Who has met an error does not come, and cannot tell those that wait.
+    soon = timedelta(seconds=_MEETING + dist.get_world_size() / 10)
+    try:
+        group = dist.new_group(backend="gloo", timeout=min(soon, limit or soon))
+    except RuntimeError as error:
+        raise CheckpointError(
+            "the ranks cannot make a process group: one has failed, died, or does not answer",
+            found=str(error).partition("\n")[0],
+        ) from error
+    set_timeout(group, limit)
+    return group
 
 
 def _groups(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> list[Any]:

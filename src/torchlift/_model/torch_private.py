@@ -165,6 +165,13 @@ def timeout_of(group: Any) -> timedelta | None:
     return next((each for each in found if each not in defaults), None)
 
 
+def set_timeout(group: Any, limit: timedelta | None) -> None:
+    """Let processes of a group wait as long for each other; None: as torch does by default."""
+    from torch.distributed import constants, distributed_c10d
+
+    distributed_c10d._set_pg_timeout(limit or constants.default_pg_timeout, group)
+
+
 def require_fsdp1_state(model: Any, optimizers: Any, state: Any, options: Any) -> None:
     """Let torch look for what optimizers of a ``FullyShardedDataParallel`` need; nobody waits.
 

@@ -33,6 +33,7 @@ from torchlift._plan.rules import full_name as full_name
 from torchlift._plan.rules import is_deferred as is_deferred
 from torchlift._plan.rules import renamed as renamed
 from torchlift._plan.rules import same_name as same_name
+from torchlift._plan.rules import stored_dtype as stored_dtype
 from torchlift._plan.rules import target_dtype as target_dtype
 from torchlift._plan.steps import Advance as Advance
 from torchlift._plan.steps import Making as Making

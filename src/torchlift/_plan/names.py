@@ -17,7 +17,7 @@ from torchlift._plan.steps import Rename
 from torchlift._sources import Origin, SourceTensor, described, extra_state, tensor_of
 from torchlift._system import clipped_list
 from torchlift.errors import MismatchError
-from torchlift.formats import TensorEntry
+from torchlift.formats import TensorEntry, errors_name
 
 
 class Made(NamedTuple):
@@ -63,7 +63,8 @@ def rewritten(
     """
     items = {key: Made(entry, (key,)) for key, entry in entries.items()}
     if isinstance(rename, Rewriting):
-        return rename.rewrite(items, path)
+        with errors_name(path):
+            return rename.rewrite(items, path)
     return {name: items[key] for key, name in renamed(entries, rename, path).items()}
 
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from torchlift._checkpoint import dtype_of
 from torchlift._model import Group, default_device, is_dtensor, usable_device
 from torchlift._plan.steps import Rename, Transform
 from torchlift.errors import MismatchError, PlacementError, did_you_mean, note
@@ -119,6 +120,12 @@ def target_dtype(
             found=f"{asked!r}{full_name(asked)}",
         )
     return made
+
+
+def stored_dtype(rule: DtypeRule, entry: TensorEntry, path: str) -> torch.dtype:
+    """Return the dtype that `rule` gives a tensor of the file at `path`, for no model."""
+    stored = dtype_of(entry, path)
+    return target_dtype(rule, entry, torch.empty(0, dtype=stored, device="meta"), stored)
 
 
 def dtype_named(name: str) -> torch.dtype | None:

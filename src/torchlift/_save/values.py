@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchlift._checkpoint import MappedViews, dtype_of, not_dense
 from torchlift._model import (
@@ -48,7 +47,6 @@ from torchlift.formats import (
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
 _PAIR = (dict, OrderedDict, Counter)
-_MAX_COPIES = 100_000  # of one container
 
 
 class Loss(Enum):
@@ -278,7 +276,6 @@ class _Walk:
         # By identity, each with what has it: while that lives, nothing else has it.
         self._states: dict[int, tuple[object, Any]] = {}  # what was looked into -> what is saved
         self._classes: dict[int, tuple[object, str]] = {}  # container -> what no file tells of it
-        self._copies: Counter[int] = Counter()  # how often a container was met again
 
     def run(self, saved: object) -> Taken:
         self.taken.template = self._copied(self._stated(saved, "", 0), "", ())
@@ -294,7 +291,6 @@ class _Walk:
         if isinstance(value, dict) and (items is not None or not path):
             if any(type(name) is not str for name in value):
                 taken.containers[key] = Loss.TEXT
-            self._count(value, key)
             made: Any = type(value)()
             for name, item in items or ():
                 made[name] = self._copied(
@@ -305,7 +301,6 @@ class _Walk:
                 made._metadata = notes
             return made
         if items is not None and type(value) in (list, tuple):
-            self._count(value, key)
             taken.containers[key] = Loss.TUPLE if type(value) is tuple else Loss.LIST
             return type(value)(
                 self._copied(item, _joined(key, str(at), path), (*path, at)) for at, item in items
@@ -395,16 +390,6 @@ class _Walk:
         self._states[id(array)] = array, found
         return found
 
-    def _count(self, value: object, key: str) -> None:
-        """Refuse containers that are in each other so often that their names have no end."""
-        self._copies[id(value)] += 1
-        if self._copies[id(value)] > _MAX_COPIES:
-            raise PlacementError(
-                "a container is in others too often: each of its places gets names of its own",
-                entry=key,
-                expected=f"at most {_MAX_COPIES:,} places",
-            )
-
 
 def _check_depth(depth: int, key: str) -> None:
     if depth > MAX_DEPTH:
@@ -431,7 +416,7 @@ def _is_wrapper(value: object) -> bool:
     """Return whether it is a tensor that is made of others, such as those of torchao."""
     is_strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
     is_ours = is_strided and not value.is_nested and not is_dtensor(value)  # type: ignore[attr-defined]
-    return is_ours and is_traceable_wrapper_subclass(value)
+    return is_ours and hasattr(value, "__tensor_flatten__")
 
 
 def _beside(value: Any) -> str:

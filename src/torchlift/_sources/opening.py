@@ -24,7 +24,6 @@ from torchlift._sources.tensors import (
     copy_values,
     described,
 )
-from torchlift._system import leaves
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import (
     MISSING,
@@ -57,7 +56,11 @@ def sources(
 ) -> Iterator[Origin]:
     """Open what a caller passed as the one source of a load; for the arguments, see `opened`."""
     with opened(given, root, allow_classes) as layers, ExitStack() as stack:
-        origin = _layered(layers)
+        origin: Origin
+        if len(layers) > 1:
+            origin = _Layers(layers)
+        else:
+            origin = layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
         origin.root = root
         stack.callback(origin.close)
         yield origin
@@ -158,13 +161,6 @@ def flat_state(state: Mapping[str, Any], root: str | None) -> Flat[Any]:
     with errors_name(IN_MEMORY):
         flat = flatten_state(state, Containers((torch.Tensor, Sent), Mapping))
     return flat if root is None else flat_under(flat, root, IN_MEMORY)
-
-
-def _layered(layers: Sequence[Layer]) -> Origin:
-    """Return one source of several; where two have one key, the later one counts."""
-    if len(layers) > 1:
-        return _Layers(layers, _owners(layers))
-    return layers[0] if isinstance(layers[0], StateSource) else FileSource(layers[0])
 
 
 def index_of(layers: Sequence[Layer]) -> Index:
@@ -329,58 +325,22 @@ class FileSource(Origin):
 
 def _objects_of(ckpt: Checkpoint) -> Mapping[str, object]:
     """Return the leaves of a checkpoint, as they were saved where a module's code may take them."""
-    saved = _saved_objects(ckpt)
+    # Of an index, only an extra state and the names of dtypes are not what was saved.
+    keys = [k for k, v in ckpt.objects.items() if type(v) is str or _EXTRA_STATE in k]
+    saved = objects_as_saved(ckpt._index) if keys else {}
+    saved = {key: saved[key] for key in keys if key in saved}
     return ChainMap(saved, ckpt.objects) if saved else ckpt.objects  # type: ignore[arg-type]
 
 
-def _saved_objects(ckpt: Checkpoint) -> dict[str, object]:
-    """Return key -> leaf of an extra state, or one that the index has as a text, as a dtype."""
-    index = ckpt._index
-    keys = [k for k, v in index.objects.items() if type(v) is str or _EXTRA_STATE in k]
-    saved = objects_as_saved(index) if keys else {}
-    return {key: saved[key] for key in keys if key in saved}
-
-
 class _Layers(FileSource):
-    """Several sources, of which a later one wins.
+    """Several sources, of which a later one wins."""
 
-    Args:
-        layers: all of them.
-        owner: key -> the number of the one that counts.
-    """
-
-    def __init__(self, layers: Sequence[Layer], owner: Mapping[str, str]) -> None:
-        files = {str(n): one._index for n, one in enumerate(layers) if isinstance(one, Checkpoint)}
-        path = ", ".join(dict.fromkeys(layer.path for layer in layers))
+    def __init__(self, layers: Sequence[Layer]) -> None:
         # Each entry has the classes that were allowed for its own checkpoint.
-        super().__init__(Checkpoint(put_together(path, files, owner, {})))
-        self.paths = {key: layers[int(name)].path for key, name in owner.items()}
+        super().__init__(Checkpoint(index_of(layers)))
+        self.candidates = {**self.candidates, **tensors_in(layers)}
+        self.paths = {key: layers[int(name)].path for key, name in _owners(layers).items()}
         self.checkpoints = [layer for layer in layers if isinstance(layer, Checkpoint)]
-        candidates, objects = dict(self.candidates), dict[str, object]()
-        self.blocked, self.templates = dict(self.blocked), dict(self.templates)
-        for number, layer in enumerate(layers):
-            me = str(number)
-            if isinstance(layer, Checkpoint):
-                found = _saved_objects(layer)
-                objects |= {k: v for k, v in found.items() if owner[k] == me}
-            if isinstance(layer, StateSource):
-                candidates |= {k: v for k, v in layer.candidates.items() if owner[k] == me}
-                objects |= {k: v for k, v in layer.objects.items() if owner[k] == me}
-                self.blocked |= {k: v for k, v in layer.blocked.items() if owner[k] == me}
-                self.templates |= {
-                    key: tree
-                    for key, tree in layer.templates.items()
-                    if all(owner[leaf.key] == me for leaf in leaves(tree).values())
-                }
-        self.versions = {
-            name: version
-            for layer in layers
-            for name, version in (
-                layer.versions if isinstance(layer, StateSource) else layer._index.module_versions
-            ).items()
-        }
-        self.candidates = {key: candidates[key] for key in owner if key in candidates}
-        self.objects = ChainMap(objects, self.objects)  # type: ignore[arg-type]
 
 
 class StateSource(Origin):

@@ -135,7 +135,7 @@ def _close_all(descriptors: dict[str, int]) -> None:
 def _open(file: str, stamp: FileStamp) -> int:
     try:
         stamp.check(file)
-        return os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        return os.open(file, os.O_RDONLY)
     except OSError as error:
         raise IntegrityError(
             f"cannot be opened any more ({error.strerror})",
@@ -146,8 +146,6 @@ def _open(file: str, stamp: FileStamp) -> int:
 
 def _map(descriptor: int, file: str, stamp: FileStamp) -> mmap.mmap:
     try:
-        if os.name != "posix":
-            return mmap.mmap(descriptor, stamp.size, access=mmap.ACCESS_COPY)
         # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM + swap,
         # although nothing is ever written to most of it. The constant is missing before Python
         # 3.13.
@@ -187,7 +185,7 @@ def file_system(path: str | os.PathLike[str]) -> str:
     try:
         device = os.stat(path).st_dev
         return _kinds().get((os.major(device), os.minor(device)), "")
-    except (OSError, AttributeError):  # Windows has neither device numbers nor ``/proc``
+    except OSError:
         return ""
 
 

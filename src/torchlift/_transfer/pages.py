@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 
+from torchlift._system import c_function
 from torchlift._transfer.userfault import Filler, open_filler, whole_pages
 
 _HUGE_PAGE = 2 << 20
 _SLOW = 0.001  # seconds for one huge page; ten times what zeroing it takes
-_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
+_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
+_MADVISE = c_function("madvise")
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # huge pages' worth of small pages after a slow one
 _BOUNCE = 1 << 20  # bytes on their way into small pages: they should stay in a core's own cache
 _WORTH_FILLING = 256 << 10  # less is written in place, at the price of its page faults
@@ -184,7 +185,8 @@ class HugePages:
             return True
 
     def _take(self, page: int) -> bool:
-        if _MADVISE is None or _MADVISE(page, _HUGE_PAGE, _MADV_HUGEPAGE) != 0:
+        area = ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE)
+        if _MADV_HUGEPAGE is None or _MADVISE(*area, _MADV_HUGEPAGE) != 0:
             return False  # a system, or a kernel, without huge pages
         start = time.perf_counter()
         ctypes.memset(page, 0, 1)
@@ -196,17 +198,3 @@ class HugePages:
             else:
                 self._next_pause = _FIRST_PAUSE
         return True
-
-
-def _find_madvise() -> ctypes._NamedFuncPointer | None:
-    if sys.platform != "linux" or _MADV_HUGEPAGE is None:
-        return None
-    try:
-        function = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
-
-
-_MADVISE = _find_madvise()

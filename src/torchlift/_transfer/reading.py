@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -219,7 +218,7 @@ def _read_run(job: Job, descriptor: int, buffers: list[memoryview], start: int, 
 def _read_some(job: Job, descriptor: int, buffers: list[memoryview], start: int) -> int:
     """Read what one call reads, at least a byte; returns how many."""
     try:
-        got = _preadv(descriptor, buffers, start)
+        got = os.preadv(descriptor, buffers, start)
     except OSError as error:
         raise _failed(job, f"reading failed ({error.strerror})") from error
     if got == 0:
@@ -284,17 +283,6 @@ def _buffer(tensor: torch.Tensor, start: int, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr() + start)).cast("B")
 
 
-def _preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, buffers, offset)
-    with _SEEK_LOCK:  # plain fallback where positional reads do not exist
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        data = os.read(descriptor, len(buffers[0]))
-        buffers[0][: len(data)] = data
-        return len(data)
-
-
-_SEEK_LOCK = threading.Lock()
 #: Called with a file, an offset in it, and the bytes that lie there.
 Seen = Callable[[str, int, memoryview], object]
 _MAX_BUFFERS = 512  # below the kernel's limit of 1024 buffers in one preadv

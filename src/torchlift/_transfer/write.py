@@ -236,8 +236,8 @@ class AtomicSet:
             taken = self._recover()
             self.names = list(names)
             # Beside an older head, too: who has read that one must not find other values there.
-            there = any(name in taken or os.path.lexists(self._path(name)) for name in names)
-            if there or os.path.lexists(self._head):
+            there = any(name in taken or is_there(self._path(name)) for name in names)
+            if there or is_there(self._head):
                 token = secrets.token_hex(4)
                 self.names = [_with_token(name, token) for name in names]
             self._journal = AtomicFile(self._journals, alone=False)
@@ -322,10 +322,8 @@ class AtomicSet:
 
     def _old(self, head: str) -> set[str] | None:
         """Return what a head names; None where nobody can tell."""
-        if not os.path.lexists(head):
-            return set()
         try:
-            return self._kind.named(head)
+            return self._kind.named(head) if is_there(head) else set()
         except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
             return None
 
@@ -427,6 +425,22 @@ def remove_debris(
                 live(found)
             elif dead(found):
                 os.unlink(found)
+
+
+def is_there(path: str) -> bool:
+    """Say whether something has that name.
+
+    Not `os.path.lexists`, for which a disk that fails for a moment has no file at all: what such a
+    head names would be removed.
+
+    Raises:
+        OSError: nobody can tell.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def make_durable(folder: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +26,6 @@ T = TypeVar("T")
 
 #: Bytes in flight at once, in two buffers of half the size: one is filled while the other travels.
 BUDGET = 64 * 2**20
-ALIGNMENT = 16
 
 
 class BroadcastSource(StateSource):
@@ -61,16 +59,13 @@ class BroadcastSource(StateSource):
         self._arriving: dict[int, torch.Tensor] = {}
 
     def reserve(self) -> None:
-        """Take the two buffers of all buckets, before the ranks agree to go on."""
+        """Take the two buffers of all blocks, before the ranks agree to go on."""
         if self._stages:
             return
         limit = BUDGET // 2
-        sizes = [each.dtype.itemsize * math.prod(each.shape) + ALIGNMENT for each in self._tensors]
-        size = max(min(sum(sizes), limit), *(each.dtype.itemsize for each in self._tensors), 0, 0)
-        count = 2 if sum(sizes) > limit else 1
-        self._stages = [
-            torch.empty(size, dtype=torch.uint8, device=self._wire) for _ in range(count)
-        ]
+        sizes = [each.dtype.itemsize * math.prod(each.shape) for each in self._tensors]
+        size = min(max(sizes, default=0), limit)
+        self._stages = [torch.empty(size, dtype=torch.uint8, device=self._wire) for _ in range(2)]
 
     def receive(self, keys: Sequence[str]) -> None:
         """Receive whole tensors; all ranks take part, also those that need none."""
@@ -96,31 +91,30 @@ class BroadcastSource(StateSource):
     def fill(self, copies: Sequence[Copy]) -> None:
         """Execute the copies; all ranks take part, and each may take something else.
 
-        Small tensors share a bucket and large ones are sent in blocks, so that a rank never holds
-        more than `BUDGET` bytes beside its own slices, and the number of messages depends on the
-        bytes only. torch sends tensors one by one and each one whole (pytorch/pytorch#149640).
+        Large tensors are sent in blocks, so that a rank never holds more than `BUDGET` bytes beside
+        its own slices: torch sends each one whole (pytorch/pytorch#149640).
         """
         copy_values(apart([item for item in copies if isinstance(item.source, torch.Tensor)]))
         taken: dict[int, list[Copy]] = {}
         for item in copies:
             if isinstance(item.source, Sent):
                 taken.setdefault(item.source.index, []).append(item)
-        for bucket, stage in self._travel(self._choose(taken)):
-            for block in bucket:
-                for item in taken.get(block.index, ()):
-                    self._place(block, stage, item)
+        for index, block, values in self._travel(self._choose(taken)):
+            for item in taken.get(index, ()):
+                self._place(values, block, self._tensors[index].shape, item)
 
-    def _place(self, block: _Block, stage: torch.Tensor, item: Copy) -> None:
+    def _place(
+        self, values: torch.Tensor, block: Sequence[Span], shape: Sequence[int], item: Copy
+    ) -> None:
         if not is_wrapper(item.target):
-            place(block.view(stage), block.spans, item)
+            place(values, block, item)
             return
         # Which slices its class takes only it knows: it gets all of this rank's values at once.
         device, plain = item.target.device, self._arriving.pop(id(item), None)
         if plain is None:
-            plain = torch.empty(local_shape(item.spans), dtype=block.dtype, device=device)
-        place(block.view(stage), block.spans, item._replace(target=plain))
-        shape = self._tensors[block.index].shape
-        if all(stop == size for (_, stop), size in zip(block.spans, shape, strict=True)):
+            plain = torch.empty(local_shape(item.spans), dtype=values.dtype, device=device)
+        place(values, block, item._replace(target=plain))
+        if all(stop == size for (_, stop), size in zip(block, shape, strict=True)):
             item.target.copy_(plain)
         else:
             self._arriving[id(item)] = plain
@@ -140,80 +134,39 @@ class BroadcastSource(StateSource):
             raise PlacementError("a rank has not enough memory for what rank 0 sends")
         return [index for index, flag in enumerate(chosen) if flag]
 
-    def _travel(self, chosen: Sequence[int]) -> Iterator[tuple[list[_Block], torch.Tensor]]:
-        """Yield each bucket when it has arrived, with the next one on its way."""
-        buckets = list(_buckets(chosen, self._tensors, BUDGET // 2))
+    def _travel(
+        self, chosen: Sequence[int]
+    ) -> Iterator[tuple[int, tuple[Span, ...], torch.Tensor]]:
+        """Yield each block of a tensor when it has arrived, with the next one on its way."""
         self.reserve()
-        before: tuple[Any, list[_Block], torch.Tensor] | None = None
+        all_blocks = (
+            (index, block)
+            for index in chosen
+            for each in [self._tensors[index]]
+            for block in blocks(each.shape, BUDGET // 2 // each.dtype.itemsize)
+        )
+        before: tuple[Any, tuple[int, tuple[Span, ...], torch.Tensor]] | None = None
         with Sender(self._stages if rank() == 0 else ()) as sender:
-            for turn, bucket in enumerate([*buckets, None]):
-                now = None
-                if bucket is not None:
-                    stage = self._stages[turn % len(self._stages)]
-                    for block in bucket if rank() == 0 else ():
-                        source = self._tensors[block.index]
-                        assert isinstance(source, torch.Tensor)
-                        index = tuple(slice(*span) for span in block.spans)
-                        sender.copy(source[index], block.view(stage))
+            for turn, (index, block) in enumerate(all_blocks):
+                tensor, shape = self._tensors[index], [stop - start for start, stop in block]
+                sent = self._stages[turn % 2][: tensor.dtype.itemsize * math.prod(shape)]
+                view = sent.view(tensor.dtype).view(shape)
+                if rank() == 0:
+                    assert isinstance(tensor, torch.Tensor)
+                    sender.copy(tensor[tuple(slice(*span) for span in block)], view)
                     sender.flush()
-                    used = stage[: bucket[-1].stop]
-                    now = torch.distributed.broadcast(used, 0, self._group, True), bucket, stage
+                work = torch.distributed.broadcast(sent, 0, self._group, True)
                 if before is not None:
-                    work, arrived, stage = before
-                    if work is not None:
-                        work.wait()
-                    yield arrived, stage
-                before = now
+                    yield self._arrived(*before)
+                before = work, (index, block, view)
+            if before is not None:
+                yield self._arrived(*before)
 
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One block of a tensor in a bucket, whose bytes are from `start` to `stop`."""
-
-    index: int
-    spans: tuple[Span, ...]
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-    def view(self, stage: torch.Tensor) -> torch.Tensor:
-        """Return the block as a view of the memory of its bucket."""
-        flat = stage[self.start : self.stop].view(self.dtype)
-        return flat.view([stop - start for start, stop in self.spans])
-
-
-def _buckets(
-    chosen: Sequence[int], tensors: Sequence[torch.Tensor | Sent], limit: int
-) -> Iterator[list[_Block]]:
-    """Yield what travels together: the same on every rank, as shapes and dtypes are."""
-    items = (
-        ((index, spans, dtype), dtype.itemsize * math.prod(stop - start for start, stop in spans))
-        for index in chosen
-        for dtype in [tensors[index].dtype]
-        for spans in blocks(tensors[index].shape, limit // dtype.itemsize)
-    )
-    for message in packed(items, limit):
-        yield [_Block(*block, start, stop) for block, start, stop in message]
-
-
-def packed(items: Iterable[tuple[T, int]], limit: int) -> Iterator[list[tuple[T, int, int]]]:
-    """Yield messages of at most `limit` bytes: items, each with where its bytes start and stop.
-
-    Example:
-        >>> list(packed([("a", 4), ("b", 4), ("c", 20)], 32))
-        [[('a', 0, 4), ('b', 16, 20)], [('c', 0, 20)]]
-    """
-    message: list[tuple[T, int, int]] = []
-    used = 0
-    for item, nbytes in items:
-        used += -used % ALIGNMENT
-        if message and used + nbytes > limit:
-            yield message
-            message, used = [], 0
-        message.append((item, used, used + nbytes))
-        used += nbytes
-    if message:
-        yield message
+    @staticmethod
+    def _arrived(work: Any, block: T) -> T:
+        if work is not None:
+            work.wait()
+        return block
 
 
 def carrier(process_group: Any) -> Any:

@@ -16,13 +16,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic, sleep
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._system import clipped_list
-from torchlift._transfer import make_durable, remove_debris
+from torchlift._transfer import AtomicFile, is_there, make_durable, remove_debris
 from torchlift.errors import CheckpointError
 from torchlift.formats import DCP_METADATA
+
+T = TypeVar("T")
 
 #: What a checkpoint is called: its step, and its generation from the second one on.
 _NAME = re.compile(r"step-([0-9]{9,})(?:-([0-9]+))?(\.pt)?")
@@ -336,14 +338,23 @@ class RunFolder:
 
     def _is_complete(self, match: re.Match[str]) -> bool:
         """Tell whether one of that name is: of a folder the marker is written last."""
-        return bool(match[3]) or os.path.exists(self._path(os.path.join(match[0], DCP_METADATA)))
+        marker = self._path(os.path.join(match[0], DCP_METADATA))
+        return bool(match[3]) or self._use(is_there, marker)
 
     def _names(self) -> list[str]:
+        return self._use(os.listdir, self.directory)
+
+    def _use(self, look: Callable[[str], T], path: str) -> T:
+        """Return what is found there.
+
+        Raises:
+            CheckpointError: somebody has removed it, or its file system is not there.
+        """
         try:
-            return os.listdir(self.directory)
-        except OSError as error:  # somebody has removed it, or its file system is not there
+            return look(path)
+        except OSError as error:
             raise CheckpointError(
-                "the folder of the checkpoints cannot be read",
+                "the folder of the checkpoints cannot be used",
                 file=self.directory,
                 found=str(error),
             ) from error
@@ -386,6 +397,7 @@ class KeptFolder(RunFolder):
         self._begun: set[str] = set()
         self._others: set[str] = set()
         self._abandoned: set[str] = set()
+        self._claim: AtomicFile | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-remover")
         self._removing: list[Future[list[str]]] = []
 
@@ -402,6 +414,8 @@ class KeptFolder(RunFolder):
 
     def new_path(self, step: int, base: int | None, is_file: bool) -> tuple[str, int]:
         """Return what to call a step's checkpoint, and the last step that may have led to it.
+
+        No other job gets that name until `release`.
 
         Args:
             step: its own.
@@ -422,10 +436,16 @@ class KeptFolder(RunFolder):
         while True:
             path = self._path(f"step-{step:09d}" + (f"-{generation}" if generation else ""))
             markers = {path: os.path.join(path, DCP_METADATA), path + ".pt": path + ".pt"}
-            if {each for each in markers if os.path.lexists(markers[each])} <= self._own:
+            self.release()
+            others = list[str]()
+            # Before the look: of two jobs that look and then write, neither would see the other.
+            self._claim = self._use(AtomicFile, path + ".pt")
+            remove_debris(os.path.realpath(path + ".pt"), live=others.append)
+            there = {each for each in markers if self._use(is_there, markers[each])}
+            if {*others} <= {self._claim.temporary} and there <= self._own:
                 break
             generation += 1  # it is another job's
-        if os.path.lexists(path) and path not in [one.path for one in kept]:
+        if self._use(is_there, path) and path not in [one.path for one in kept]:
             _retire(path)  # what a save that was killed left must not become a part of this one
         path += ".pt" if is_file else ""
         self._own.add(path)
@@ -480,12 +500,18 @@ class KeptFolder(RunFolder):
             self._removing.append(self._thread.submit(_remove_all, self.directory, retired))
         return told + self._failures(failed, [each for each in self._removing if each.done()])
 
+    def release(self) -> None:
+        """Let other jobs have the name of the save that is done, or has failed."""
+        if self._claim is not None:
+            self._claim.close()
+
     def removed(self) -> list[str]:
         """Wait until all is removed that is to be; return, in a sentence, what cannot be."""
         return self._failures([], list(self._removing))
 
     def close(self) -> None:
         """End the thread that removes."""
+        self.release()
         self._thread.shutdown()
 
     def _failures(self, failed: list[str], done: list[Future[list[str]]]) -> list[str]:

@@ -12,7 +12,7 @@ import itertools
 import math
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -40,7 +40,7 @@ from torchlift._model import (
     wrap,
 )
 from torchlift._system import leaves, map_leaves
-from torchlift.distributed.broadcast import ALIGNMENT, BUDGET, carrier, packed, wire
+from torchlift.distributed.broadcast import BUDGET, carrier, wire
 from torchlift.distributed.options import StateDictMismatch, StateDictOptions
 
 if TYPE_CHECKING:
@@ -305,13 +305,23 @@ def _to_first(state: dict[str, Any], group: RankGroup) -> dict[str, Any]:
         tree = map_leaves(tree, lambda leaf, _: _told_by(first, leaf))
     chosen = [leaf for leaf in leaves(tree).values() if isinstance(leaf, TensorLayout)]
     device = wire(max(kind for *_, kind in known.values()), carrier(process_group))
+    local = [
+        local_tensor(tensors[item.path]).detach() if item.path in tensors else None
+        for item in chosen
+    ]
+
+    def reserve() -> tuple[tuple[list[torch.Tensor], torch.Tensor], None]:
+        receives = chosen if rank() == first else ()
+        most = max((item.dtype.itemsize * math.prod(item.shape) for item in chosen), default=0)
+        stage = torch.empty(min(most, BUDGET), dtype=torch.uint8, device=device)
+        return ([torch.empty(item.shape, dtype=item.dtype) for item in receives], stage), None
+
     # All memory is there before the ranks go on: one that has none would leave others waiting.
-    gathering, _ = group.run(lambda: (_Gathering(chosen, tensors, first, device), None))
-    if len(known) > 1:
-        gathering.run(carrier(process_group))
+    (filled, stage), _ = group.run(reserve)
+    _fill(filled, chosen, local, stage, first, carrier(process_group))
     if rank() != first:
         return {}
-    whole = {id(item): tensor for item, tensor in zip(chosen, gathering.whole, strict=True)}
+    whole = {id(item): tensor for item, tensor in zip(chosen, filled, strict=True)}
     found: dict[str, Any] = map_leaves(tree, lambda leaf, _: whole.get(id(leaf), leaf))
     return found
 
@@ -360,120 +370,64 @@ def _text(item: TensorLayout) -> str:
     return f"{item.dtype} {list(item.shape)}{where}"
 
 
-#: A block on its way: number of the tensor, index in the local and in the whole tensor.
-_Block = tuple[int, Slices, Slices]
-_IN_FLIGHT = 8  # messages that the first rank receives at once, each from another rank
+#: Messages of one rank at once that need no memory beside the tensors: small ones wait for none.
+_IN_FLIGHT = 64
 
 
-class _Gathering:
-    """Tensors on their way to the first rank, in messages of many blocks.
+def _fill(
+    whole: Many[torch.Tensor],
+    chosen: Many[TensorLayout],
+    local: Many[torch.Tensor | None],
+    stage: torch.Tensor,
+    first: int,
+    process_group: Any,
+) -> None:
+    """Fill the whole tensors of the first rank, a block at a time; all ranks take part.
 
-    Messages are received over one communicator of all ranks: under NCCL a send alone makes one for
-    its two ranks.
-
-    Attributes:
-        whole: on the first rank, the tensors.
-        messages: rank -> what it sends, in order; on other ranks than the first only its own.
+    Args:
+        whole: the tensors, on the first rank.
+        chosen: what they are.
+        local: what this rank has of them.
+        stage: memory for one block, where the process group takes it.
+        first: number of the first rank.
+        process_group: the ranks.
     """
-
-    def __init__(
-        self,
-        chosen: Many[TensorLayout],
-        tensors: Mapping[tuple[Any, ...], torch.Tensor],
-        first: int,
-        device: torch.device,
-    ) -> None:
-        """Plan what is sent, and take all memory that it needs."""
-        self.local = [
-            local_tensor(tensors[c.path]).detach() if c.path in tensors else None for c in chosen
-        ]
-        self.first, self.messages = first, _messages_to(first, chosen)
-        self.dtypes = [item.dtype for item in chosen]
-        self.whole: list[torch.Tensor] = []
-        longest = max((m[-1][2] for sent in self.messages.values() for m in sent), default=0)
-        self.slot = longest + -longest % ALIGNMENT
-        receives = rank() == first
-        self.stage = torch.empty(
-            self.slot * (min(len(self.messages), _IN_FLIGHT) if receives else 1),
-            dtype=torch.uint8,
-            device=device,
-        )
-        for number, item in enumerate(chosen if receives else ()):
-            local = self.local[number]
-            if not item.ranks and item.who == first:
-                assert local is not None
-                self.whole.append(local.to("cpu"))
-                continue
-            whole = torch.empty(item.shape, dtype=item.dtype)
-            self.whole.append(whole)
-            for owner, spans in item.owners(first):
-                for there, here in (
-                    _local_blocks(spans, math.prod(item.shape)) if owner == first else ()
-                ):
-                    assert local is not None
-                    whole[here].copy_(local[there])
-
-    def run(self, process_group: Any) -> None:
-        """Send, or receive."""
-        dist = torch.distributed
-        # All ranks make the communicator, also those that send nothing.
-        dist.all_reduce(torch.zeros(1, device=self.stage.device), group=process_group)
-        if rank() != self.first:
-            for message in self.messages.get(rank(), ()):
-                for block, view in self._views(message, 0):
-                    local = self.local[block[0]]
-                    assert local is not None
-                    view.copy_(local[block[1]])
-                sent = self.stage[: message[-1][2]]
-                _wait([dist.P2POp(dist.isend, sent, self.first, process_group)])
-            return
-        queue = deque((owner, deque(messages)) for owner, messages in self.messages.items())
-        while queue:
-            batch = [queue.popleft() for _ in range(min(len(queue), _IN_FLIGHT))]
-            arriving = [(owner, messages.popleft()) for owner, messages in batch]
-            _wait(
-                [
-                    dist.P2POp(dist.irecv, self._room(n, message[-1][2]), owner, process_group)
-                    for n, (owner, message) in enumerate(arriving)
-                ]
-            )
-            for n, (_, message) in enumerate(arriving):
-                for block, view in self._views(message, n):
-                    self.whole[block[0]][block[2]].copy_(view)
-            queue.extend(item for item in batch if item[1])
-
-    def _room(self, n: int, nbytes: int) -> torch.Tensor:
-        return self.stage[n * self.slot : n * self.slot + nbytes]
-
-    def _views(
-        self, message: Many[tuple[_Block, int, int]], n: int
-    ) -> Iterator[tuple[_Block, torch.Tensor]]:
-        for block, start, stop in message:
-            shape = [s.stop - s.start for s in block[2]]
-            dtype = self.dtypes[block[0]]
-            yield block, self._room(n, self.slot)[start:stop].view(dtype).view(shape)
-
-
-def _messages_to(
-    first: int, chosen: Many[TensorLayout]
-) -> dict[int, list[list[tuple[_Block, int, int]]]]:
-    """Return rank -> the messages that it sends to the first one; on others only its own."""
-    longest = max(1, BUDGET // _IN_FLIGHT)  # bytes of a message
-    sent: dict[int, list[tuple[_Block, int]]] = {}
+    dist = torch.distributed
+    # All make the communicator, also who sends nothing: under NCCL a send makes one for two ranks.
+    dist.all_reduce(torch.zeros(1, device=stage.device), group=process_group)
+    on_their_way: deque[Any] = deque()
     for number, item in enumerate(chosen):
-        size = item.dtype.itemsize
+        here = local[number]
         for owner, spans in item.owners(first):
-            if owner == first or rank() not in (first, owner):
+            if rank() not in (first, owner):
                 continue
-            for there, here in _local_blocks(spans, max(1, longest // size)):
-                nbytes = size * math.prod(s.stop - s.start for s in here)
-                sent.setdefault(owner, []).append(((number, there, here), nbytes))
-    return {owner: list(packed(blocks, longest)) for owner, blocks in sent.items()}
+            for part, block in _local_blocks(spans, max(1, stage.numel() // item.dtype.itemsize)):
+                if rank() == owner:
+                    assert here is not None
+                    values = here[part]
+                if owner == first:
+                    whole[number][block].copy_(values)
+                    continue
+                if rank() == first:
+                    values = whole[number][block]
+                way, peer = (dist.irecv, owner) if rank() == first else (dist.isend, first)
+                sent, is_staged = values, values.device != stage.device or not _is_dense(values)
+                if is_staged:
+                    sent = stage[: values.nbytes].view(item.dtype).view(values.shape)
+                if is_staged and rank() == owner:
+                    sent.copy_(values)
+                operation = dist.P2POp(way, sent.view(-1).view(torch.uint8), peer, process_group)
+                on_their_way += dist.batch_isend_irecv([operation])
+                while len(on_their_way) > (0 if is_staged else _IN_FLIGHT):
+                    on_their_way.popleft().wait()
+                if is_staged and rank() == first:
+                    values.copy_(sent)
+    while on_their_way:
+        on_their_way.popleft().wait()
 
 
-def _wait(operations: list[Any]) -> None:
-    for work in torch.distributed.batch_isend_irecv(operations):
-        work.wait()
+def _is_dense(values: torch.Tensor) -> bool:
+    return values.is_contiguous() and not (values.is_conj() or values.is_neg())
 
 
 def _local_blocks(spans: Spans, limit: int) -> Iterator[tuple[Slices, Slices]]:

@@ -40,14 +40,22 @@ from torchlift._model import (
     has_group,
     is_closed,
     is_dtensor,
+    new_gloo_group,
     ranks_of,
-    timeout_of,
     uses_fsdp1,
     versioned,
     world_of,
 )
 from torchlift._plan import Options, Patterns, Rename, Rewriting, allowed
-from torchlift._save import SaveReport, is_array, make_folders, memory_of, require_savable, save
+from torchlift._save import (
+    SaveReport,
+    is_array,
+    make_folders,
+    memory_of,
+    require_savable,
+    savable_names,
+    save,
+)
 from torchlift._sources import FileTensor
 from torchlift._system import Interruptible, clipped_list, leaves, map_leaves, uninterrupted
 from torchlift._transfer import file_system
@@ -123,6 +131,10 @@ class Keeper:
       as the place in its data, for as many ranks as there were (see `resume`);
     - the random number generators: each rank's.
 
+    What is raised on one rank, in any of these calls or while one writes, is raised on all: within
+    seconds, or within `timeout` where one hangs. What was complete before stays so. A job that is
+    asked to end tells all its ranks by `should_stop`; what a save took is in `report`.
+
     Args:
         directory: where; created where it is not there.
         keep: how many of the last checkpoints to keep, without those of steps that the run has gone
@@ -177,16 +189,7 @@ class Keeper:
         is_policy = callable(keep) or (isinstance(keep, (list, tuple)) and all(map(callable, keep)))
         numbers: dict[str, Any] = {"keep": None if is_policy else keep, "every": every}
         words = {"best_is": (best_is, "lowest", "highest"), "busy": (busy, "wait", "skip")}
-        # Before the groups are made, in which the others would wait for a rank that has left.
         alike = background, busy, best, timeout
-        _, told = RankGroup.of_all().run(partial(_checked_arguments, numbers, words, alike))
-        if len(set(told.values())) > 1:
-            names = "background=, busy=, best= and timeout="
-            raise ValueError(f"the ranks do not pass the same {names}: {told}")
-        self._folder = KeptFolder(self.directory, policies_of(keep, every, best, best_is))
-        # Two of its own: what a save in the background agrees on must not meet what the calls of
-        # this class do, nor what training does.
-        self._ranks, self._writers = [RankGroup(_new_groups(timeout)) for _ in "ab"]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
         self._in_flight: list[Future[tuple[SaveReport, list[str]]] | None] = [None]
         weakref.finalize(self, _lost, self._in_flight)
@@ -195,8 +198,25 @@ class Keeper:
         self._report: SaveReport | None = None
         self._blocked = 0.0
         self._stager: DefaultStager | None = None
+        self._savable: object = None  # the names in states of which it is known
         self._base: int | None = None  # the step that was last resumed or saved
-        _, places = self._ranks.run(self._make_folder)
+        # Two of its own: what a save in the background agrees on must not meet what the calls of
+        # this class do, nor what training does.
+        self._ranks = self._writers = RankGroup([])
+        everyone = RankGroup.of_all()
+        try:
+            with _together(everyone):
+                _, told = everyone.run(partial(_checked_arguments, numbers, words, alike))
+                if len(set(told.values())) > 1:
+                    names = "background=, busy=, best= and timeout="
+                    raise ValueError(f"the ranks do not pass the same {names}: {told}")
+                self._folder = KeptFolder(self.directory, policies_of(keep, every, best, best_is))
+                self._ranks = RankGroup(_new_groups(timeout))
+                self._writers = RankGroup(_new_groups(timeout))
+                _, places = everyone.run(self._make_folder)
+        except BaseException:
+            self._leave()
+            raise
         machines, kinds = zip(*places.values(), strict=True)
         #: Whether all write one file.
         self._is_one = len({*machines}) == 1 or {*kinds} <= _COHERENT
@@ -212,14 +232,6 @@ class Keeper:
         # Now: what starts none later would leave the others to wait for what it is to write.
         self._thread.submit(int).result()
         return None, (_machine(), file_system(self.directory))
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Let all ranks end the block, or none: of what is raised on one all others are told."""
-        with uninterrupted() as deliver, self._ranks.together() as agree:
-            yield
-            deliver()  # an interrupt: here the others are told of it
-            agree(False)
 
     # ---- save
 
@@ -255,7 +267,7 @@ class Keeper:
         """
         began = perf_counter()
         with uninterrupted():
-            with self._together():
+            with _together(self._ranks):
                 write = self._begun(step, {**(state or {}), **objects}, metrics)
             if write is None:
                 return False
@@ -306,7 +318,10 @@ class Keeper:
             tuple[tuple[str, int] | None, dict[str, bytes], bytes],
         ]:
             tensors, rest = self._snapshot(named)
-            require_savable(tensors, self.directory)
+            names = savable_names(tensors, self.directory)
+            if names != self._savable:  # for 800 tensors it takes 30 ms
+                require_savable(tensors, self.directory)
+                self._savable = names
             digests = {name: self._digest({name: value}) for name, value in rest.items()}
             place = (
                 self._folder.new_path(step, self._base, self._is_one) if self._rank == 0 else None
@@ -431,15 +446,20 @@ class Keeper:
         try:
             self._thread.shutdown()
         finally:
-            groups = [*self._ranks.groups, *self._writers.groups]
-            self._ranks = self._writers = RankGroup([])
             with ExitStack() as stack:
                 stack.callback(self._folder.close)
-                while groups:  # else their threads and sockets stay, and who waits here waits on
-                    stack.callback(torch.distributed.destroy_process_group, groups.pop())
+                stack.callback(self._leave)
                 if self._stager is not None:
                     stack.callback(self._stager.close)
                     self._stager = None
+
+    def _leave(self) -> None:
+        """End the groups: else their threads and sockets stay, and who waits here waits on."""
+        groups = [*self._ranks.groups, *self._writers.groups]
+        self._ranks = self._writers = RankGroup([])
+        with ExitStack() as stack:
+            for group in groups:
+                stack.callback(torch.distributed.destroy_process_group, group)
 
     def __enter__(self) -> Keeper:
         return self
@@ -508,15 +528,17 @@ class Keeper:
         """
         path, rank = os.path.join(self.directory, name), str(self._rank)
         group = self._writers.groups[0] if self._writers.groups else None
-        with self._writers.together() as agree:  # what is not `save`'s stops the others, too
-            if self._is_one:
-                state = {**state, **equal, "ranks": {rank: own}, **tensors}
-                report = save(state, path, replicated="rank0", process_group=group)
-            else:
-                packed, _ = self._writers.run(partial(self._packed, equal, own))
-                state = {**state, **packed, **tensors}
-                report = save(state, path, format="dcp", replicated="rank0", process_group=group)
-            agree(False)
+        try:
+            with self._writers.together() as agree:  # what is not `save`'s stops the others, too
+                if self._is_one:
+                    state, format = {**state, **equal, "ranks": {rank: own}, **tensors}, None
+                else:
+                    packed, _ = self._writers.run(partial(self._packed, equal, own))
+                    state, format = {**state, **packed, **tensors}, "dcp"
+                report = save(state, path, format=format, replicated="rank0", process_group=group)
+                agree(False)
+        finally:
+            self._folder.release()
         return report, self._folder.sweep(path, before) if rank == "0" else []
 
     def _digest(self, state: Mapping[str, Any]) -> bytes:
@@ -628,7 +650,7 @@ class Keeper:
             "allow_unexpected": allow_unexpected,
             "rename": rename,
         }
-        with self._together():
+        with _together(self._ranks):
             self._finish()
             return self._resume(
                 {**(state or {}), **objects}, step, on_other_ranks or {}, rules, verify=verify
@@ -868,6 +890,15 @@ def _shared(
     return versioned(own, getattr(saved, "_metadata", None))
 
 
+@contextmanager
+def _together(ranks: RankGroup) -> Iterator[None]:
+    """Let all ranks end the block, or none: of what is raised on one all others are told."""
+    with uninterrupted() as deliver, ranks.together() as agree:
+        yield
+        deliver()  # an interrupt: here the others are told of it
+        agree(False)
+
+
 def _checked_arguments(
     numbers: Mapping[str, int | None],
     words: Mapping[str, tuple[str, str, str]],
@@ -897,11 +928,8 @@ def _checked_arguments(
 
 def _new_groups(timeout: float | None) -> list[Any]:
     """Return a process group of all ranks, if there are any, that waits as long as the job does."""
-    if not has_group():
-        return []
-    world = torch.distributed.group.WORLD
-    limit = timeout_of(world) if timeout is None else timedelta(seconds=timeout)
-    return [torch.distributed.new_group(backend="gloo", timeout=limit)]
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    return [new_gloo_group(limit)] if has_group() else []
 
 
 def _named(objects: Mapping[Any, object]) -> dict[str, object]:

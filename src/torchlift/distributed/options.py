@@ -36,7 +36,7 @@ class StateDictOptions:
         keep_submodule_prefixes: with ``submodules=``, keep the full name of every key.
         strict: a load raises when the state dict lacks a key or, for the model, has one too many.
         broadcast_from_rank0: only rank 0 has the state dict to load; the others receive it in
-            bounded buckets and keep their slices. Needs `full_state_dict`.
+            bounded blocks and keep their slices. Needs `full_state_dict`.
         flatten_optimizer_state_dict: one flat dict with keys such as
             ``state.layer.weight.exp_avg`` and ``param_groups.layer.weight.lr``.
         dsd_fqn_modifiers: name of the method in which a module lists the attributes that its

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint, dtype_of
+from torchlift._checkpoint import Checkpoint
 from torchlift._model import (
     Group,
     ModuleTree,
@@ -47,6 +47,7 @@ from torchlift._plan import (
     entry_like,
     plan_only,
     rewritten,
+    stored_dtype,
     summarise,
     target_dtype,
 )
@@ -311,9 +312,7 @@ def _of_checkpoint(ckpt: Checkpoint, rename: Rename | None, dtype: DtypeRule) ->
         if place in seen and entry.chunks:
             continue
         seen.add(place)
-        stored = dtype_of(entry, ckpt.path)
-        blank = torch.empty(0, dtype=stored, device="meta")
-        becomes = target_dtype(dtype, replace(entry, key=name), blank, stored)
+        becomes = stored_dtype(dtype, replace(entry, key=name), ckpt.path)
         yield _Tensor((name,), becomes.itemsize, entry)
 
 
@@ -414,13 +413,7 @@ def _fake_mesh(sizes: Mapping[str, int], rank: int) -> Iterator[DeviceMesh]:
         raise ValueError(
             "parallelize= is for a process without a process group: pass the distributed model here"
         )
-    try:
-        # Private, as of torch 2.13; importing it registers the backend.
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-    except ImportError as error:
-        raise RuntimeError(f"torch {torch.__version__} has no fake process group") from error
-    world = math.prod(sizes.values())
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    dist.init_process_group("fake", rank=rank, world_size=math.prod(sizes.values()))
     try:
         yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     finally:

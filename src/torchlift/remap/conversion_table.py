@@ -101,11 +101,31 @@ class _Table(Rewriting, Renaming):
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         """Return name in the model -> tensor; see `Rewriting`."""
-        try:
-            return self._rewritten(items, path)
-        except CheckpointError as error:
-            error.file = error.file or path
-            raise
+        from transformers.core_model_loading import apply_renamings, dot_natural_key
+
+        renamings, converters = self._rules()
+        owner = {source: rule for rule in converters for source in rule.source_patterns}
+        found: dict[str, _Group | Made] = {}
+        # In this order the table counts the members of a list, and decides groups of names.
+        for key in sorted(items, key=lambda key: dot_natural_key(_LONG.sub("9" * 9, key))):
+            name, pattern = self._name(key, renamings, converters)
+            if pattern is None:
+                add(found, name, items[key], path)
+                continue
+            group = found.setdefault(name, _Group(owner[pattern], name, {}))
+            if not isinstance(group, _Group):
+                add(found, name, items[key], path)
+            else:
+                group.tensors.setdefault(pattern, []).append(items[key])
+        made: dict[str, Made] = {}
+        for name, item in found.items():
+            if not isinstance(item, _Group):
+                add(made, name, item, path)
+                continue
+            for target, tensor in self._converted(item).items():
+                target = apply_renamings(target, renamings) if self.saves else target
+                add(made, target, tensor, path)
+        return made
 
     def get_parameter(self, name: str) -> torch.Tensor:
         """Return one of the model's, without values: operations ask for its shape."""
@@ -140,33 +160,6 @@ class _Table(Rewriting, Renaming):
             return rename_source_key(key, [], [], self.prefix, self.shapes)
         # What the model lacks is not converted: it is unexpected under the name that it has.
         return (key, None) if pattern is not None and name not in self.shapes else (name, pattern)
-
-    def _rewritten(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
-        from transformers.core_model_loading import apply_renamings, dot_natural_key
-
-        renamings, converters = self._rules()
-        owner = {source: rule for rule in converters for source in rule.source_patterns}
-        found: dict[str, _Group | Made] = {}
-        # In this order the table counts the members of a list, and decides groups of names.
-        for key in sorted(items, key=lambda key: dot_natural_key(_LONG.sub("9" * 9, key))):
-            name, pattern = self._name(key, renamings, converters)
-            if pattern is None:
-                add(found, name, items[key], path)
-                continue
-            group = found.setdefault(name, _Group(owner[pattern], name, {}))
-            if not isinstance(group, _Group):
-                add(found, name, items[key], path)
-            else:
-                group.tensors.setdefault(pattern, []).append(items[key])
-        made: dict[str, Made] = {}
-        for name, item in found.items():
-            if not isinstance(item, _Group):
-                add(made, name, item, path)
-                continue
-            for target, tensor in self._converted(item).items():
-                target = apply_renamings(target, renamings) if self.saves else target
-                add(made, target, tensor, path)
-        return made
 
     def _converted(self, group: _Group) -> dict[str, Made]:
         """Return name -> tensor of what a converter makes of a group."""

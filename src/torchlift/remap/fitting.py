@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Checkpoint, dtype_of
+from torchlift._checkpoint import Checkpoint
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model import (
     Device,
@@ -28,7 +28,7 @@ from torchlift._model import (
     storage_key,
     walk,
 )
-from torchlift._plan import DtypeRule, Rename, entry_like, rewritten, target_dtype
+from torchlift._plan import DtypeRule, Rename, entry_like, rewritten, stored_dtype, target_dtype
 from torchlift._system import Facts, Summary, count_of, human, parse_size
 from torchlift.errors import Argument, Hint, PlacementError, did_you_mean
 from torchlift.formats import of_model
@@ -378,10 +378,8 @@ def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) ->
     items = []
     for names in same.values():
         entry = made[names[0]].entry
-        saved = dtype_of(entry, ckpt.path)
-        blank = torch.empty(0, dtype=saved, device="meta")
-        becomes = target_dtype(dtype, replace(entry, key=names[0]), blank, saved)
-        nbytes = entry.nbytes * becomes.itemsize // saved.itemsize
+        becomes = stored_dtype(dtype, replace(entry, key=names[0]), ckpt.path)
+        nbytes = entry.nbytes * becomes.itemsize // entry.itemsize
         start = entry.chunks[0].offset if entry.chunks else 0
         stop = start + sum(chunk.nbytes for chunk in entry.chunks)
         # A tensor that must be put together shares memory with no other.

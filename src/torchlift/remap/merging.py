@@ -20,7 +20,7 @@ from typing import Any
 
 from torchlift._plan import Made, Rewriting, same_name
 from torchlift._system import clipped_list
-from torchlift.errors import CheckpointError, MismatchError, PlacementError
+from torchlift.errors import MismatchError, PlacementError
 from torchlift.formats import at_indices, joined, permuted, squeezed, unsqueezed
 from torchlift.remap.names import Renaming
 
@@ -252,11 +252,7 @@ class _Division(Rewriting, Renaming):
         return self.members[0].numbers > 0
 
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
-        try:
-            return self._merged(items, path) if self.merges else self._divided(items, path)
-        except CheckpointError as error:
-            error.file = error.file or path
-            raise
+        return self._merged(items, path) if self.merges else self._divided(items, path)
 
     def _place(self, key: str) -> tuple[tuple[str, ...], tuple[int, int]] | None:
         """Return the texts of a member's name, and which one it is: its pattern, its number."""
