@@ -165,6 +165,7 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
         FormatError, UnsafeError: one of the files is no checkpoint.
         PlacementError: a state dict in memory has DTensors.
         IntegrityError: a file cannot be read, or changes meanwhile.
+        ValueError: a tolerance that is none.
 
     Example:
         >>> import torch, torchlift
@@ -178,6 +179,9 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
         added (1)
           b
     """
+    for name, given in (("rtol", rtol), ("atol", atol)):
+        if not 0 <= given < math.inf:
+            raise ValueError(f"{name}={given!r}: expected a number that is finite, and 0 or more")
     with ExitStack() as stack:
         one, two = (_Side.of(side, stack) for side in (a, b))
         one, two = one.unfolded(two), two.unfolded(one)
