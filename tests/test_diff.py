@@ -136,6 +136,14 @@ def test_tolerances_are_those_of_isclose(tmp_path):
     assert both(tmp_path, {"w": torch.tensor([1.0])}, {"w": torch.tensor([1.1])}, atol=0.2).equal
 
 
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["rtol", "atol"])
+def test_a_tolerance_that_is_none_is_refused(name: str, tolerance: float) -> None:
+    """Also where everything is equal, and where nothing is a tensor."""
+    with pytest.raises(ValueError, match=f"{name}={tolerance!r}: expected"):
+        torchlift.diff({"n": 1}, {"n": 1}, **{name: tolerance})
+
+
 def test_a_nan_is_equal_to_a_nan_and_to_nothing_else(tmp_path):
     """Infinities too, with their signs."""
     odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0])

@@ -3,8 +3,10 @@
 import copy
 import re
 from collections import Counter, OrderedDict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchlift
+from torchlift.errors import UnsafeError
 
 KEYS = st.one_of(st.text("ab1_", max_size=3), st.integers(0, 5), st.booleans())
 LEAVES = st.one_of(
@@ -259,3 +262,17 @@ def test_the_length_of_a_long_integer_is_what_the_file_says(tmp_path, bits) -> N
         return
     with pytest.raises(torchlift.FormatError, match=f"found {bits // 8 + 1} bytes"):
         torchlift.open(tmp_path / "a.pt")
+
+
+def test_a_name_that_is_no_value_of_torchs_stays_none(tmp_path: Path) -> None:
+    """Classes and numpy's dtypes, which would become texts; `torch.load` refuses them, too."""
+    values = {"n": np.dtype("f4"), "s": np.dtype([("a", "i4")]), "l": [1, np.dtype("i8")]}
+    torch.save({**values, "w": torch.ones(1), "q": torch.per_tensor_affine}, tmp_path / "x.pt")
+    with torchlift.open(tmp_path / "x.pt") as ckpt:
+        assert ckpt.blocked_keys == dict.fromkeys("nsl", "numpy.dtype")
+        assert ckpt.tree("q") is torch.per_tensor_affine
+        for key in "nsl":
+            with pytest.raises(UnsafeError, match=r"numpy\.dtype"):
+                ckpt.tree(key)
+    with pytest.raises(UnsafeError, match=r"numpy\.dtype"):
+        torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt")

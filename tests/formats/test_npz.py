@@ -46,6 +46,14 @@ def test_every_dtype_shape_and_order_is_numpy_s(tmp_path, order):
     assert len(report.checked) >= (42 if order == "<" else 6)
 
 
+def test_names_that_differ_in_capitals_are_two_arrays(tmp_path):
+    """Numpy tells them apart, unlike the reader of torch's archives."""
+    np.savez(tmp_path / "x.npz", w=np.zeros(2), W=np.ones(2))
+    with torchlift.open(tmp_path / "x.npz") as ckpt:
+        assert [(key, tensor.sum().item()) for key, tensor in ckpt.items()] == [("w", 0), ("W", 2)]
+    assert torchlift.verify(tmp_path / "x.npz").ok
+
+
 def test_one_array_has_the_key_tensor(tmp_path):
     """As a torch file with one tensor has."""
     array = np.arange(12, dtype=np.float32).reshape(3, 4).T

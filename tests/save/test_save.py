@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_model
 from save_states import TYPES, expected_state, same_bits
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchlift
 from torchlift.errors import FormatError, IntegrityError, PlacementError
@@ -788,3 +789,17 @@ def test_a_checkpoint_is_saved_onto_itself(tmp_path: Path, format: str) -> None:
     assert torchlift.diff({key: value + 1 for key, value in state.items()}, path).equal
     assert torchlift.verify(path).ok
     assert len(list(folder.rglob("*"))) == count
+
+
+def test_what_a_tensor_is_beside_its_values_is_reported(tmp_path: Path) -> None:
+    """A class of its own, and attributes; those of parameters are marks of a training."""
+    noted, wrapped, parameter = torch.ones(1), TwoTensor(ONE, ONE), nn.Parameter(ONE)
+    for tensor in (noted, wrapped, parameter):
+        tensor.note = "x"  # type: ignore[attr-defined]
+    other = torch.ones(1).as_subclass(type("Plain", (torch.Tensor,), {}))
+    state = {"a": noted, "b": wrapped, "c": parameter, "d": other, "e": nn.Buffer(ONE)}
+    assert torchlift.save(state, tmp_path / "x.pt").lost == {
+        "a": "attributes, which are left out: note",
+        "b": "attributes, which are left out: note",
+        "d": "a Plain, which becomes a Tensor",
+    }

@@ -165,6 +165,7 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
         FormatError, UnsafeError: one of the files is no checkpoint.
         PlacementError: a state dict in memory has DTensors.
         IntegrityError: a file cannot be read, or changes meanwhile.
+        ValueError: a tolerance that is none.
 
     Example:
         >>> import torch, torchlift
@@ -178,6 +179,9 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
         added (1)
           b
     """
+    for name, given in (("rtol", rtol), ("atol", atol)):
+        if not 0 <= given < math.inf:
+            raise ValueError(f"{name}={given!r}: expected a number that is finite, and 0 or more")
     with ExitStack() as stack:
         one, two = (_Side.of(side, stack) for side in (a, b))
         one, two = one.unfolded(two), two.unfolded(one)
@@ -366,12 +370,10 @@ def _near(a: Any, b: Any, rtol: float, atol: float) -> bool:
 def _plain(value: Any) -> Any:
     """Return a value in memory as a file would show it."""
     numpy: Any = sys.modules.get("numpy")
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, slice)):
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.qscheme, slice)):
         return str(value)
     if numpy is not None and isinstance(value, (numpy.number, numpy.bool_)):
         return value.item()
-    if numpy is not None and isinstance(value, numpy.dtype):
-        return f"numpy.dtype({value.str.lstrip('<>|=')})"
     return value
 
 

@@ -14,6 +14,7 @@ from torchlift._model import make_wrapper, without_subclasses
 from torchlift._system import clipped_list
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
 from torchlift.formats import (
+    CONSTANTS,
     GGUF_BLOCKS,
     SUBCLASS,
     Array,
@@ -327,12 +328,14 @@ class Values:
                     found=str(value),
                     hint="What else there is comes without it, from ckpt.state_dict().",
                 ) from error
-        if isinstance(value, (Global, LayoutName)):
-            name = value.name if isinstance(value, Global) else str(value)
+        if isinstance(value, (Global, NumpyDtype, LayoutName)):
+            name = str(value) if isinstance(value, LayoutName) else value.name
             found = getattr(torch, name.removeprefix("torch."), None)
-            return found if isinstance(found, (torch.dtype, torch.layout)) else name
-        if isinstance(value, NumpyDtype):
-            return f"numpy.dtype({value.code})"
+            if isinstance(found, (torch.dtype, torch.layout, torch.qscheme)):
+                return found
+            if isinstance(value, LayoutName) or name in CONSTANTS:  # of another torch
+                return name
+            return self.blocked(Blocked(name), key)
         if isinstance(value, ArrayRef) and value.array is not None:
             return with_arrays(value.array, self._arrays)
         is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))

@@ -25,7 +25,7 @@ from torchlift._model import (
 )
 from torchlift._save.blocks import Workspace, entry_blocks, tensor_blocks
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
-from torchlift._system import printable
+from torchlift._system import clipped_list, printable
 from torchlift.errors import PlacementError
 from torchlift.formats import (
     ITEMSIZE,
@@ -306,6 +306,8 @@ class _Walk:
                 self._copied(item, _joined(key, str(at), path), (*path, at)) for at, item in items
             )
         is_tensor = isinstance(value, (torch.Tensor, TensorEntry))
+        if isinstance(value, torch.Tensor) and (told := _beside(value)):
+            taken.kinds[key or "(all)"] = told
         call: tuple[Any, ...] = (
             value.detach().__reduce_ex__(2) if taken.plain and _is_wrapper(value) else ()
         )
@@ -415,6 +417,19 @@ def _is_wrapper(value: object) -> bool:
     is_strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
     is_ours = is_strided and not value.is_nested and not is_dtensor(value)  # type: ignore[attr-defined]
     return is_ours and hasattr(value, "__tensor_flatten__")
+
+
+def _beside(value: Any) -> str:
+    """Return what a tensor is beside its values that no file tells of; parameters have marks."""
+    if type(value) in (torch.Tensor, nn.Parameter) and not vars(value):
+        return ""  # most, at a tenth of the cost
+    if is_dtensor(value) or isinstance(value, nn.Parameter) or hasattr(value, "_is_buffer"):
+        return ""
+    kind = type(value)
+    if kind is not torch.Tensor and not hasattr(kind, "__tensor_flatten__"):
+        return f"a {kind.__name__}, which becomes a Tensor"
+    names = sorted(vars(value).keys() - vars(value.detach()).keys())
+    return f"attributes, which are left out: {clipped_list(names)}" if names else ""
 
 
 def _is_kind(value: object) -> bool:

@@ -77,6 +77,7 @@ from torchlift.formats.sharded import put_together as put_together
 from torchlift.formats.sharded import shards_of as shards_of
 from torchlift.formats.source import Source as Source
 from torchlift.formats.source import errors_name as errors_name
+from torchlift.formats.torch_pickle import CONSTANTS as CONSTANTS
 from torchlift.formats.torch_pickle import STORAGE_DTYPES as STORAGE_DTYPES
 from torchlift.formats.torch_pickle import ArrayRef as ArrayRef
 from torchlift.formats.torch_pickle import Blocked as Blocked

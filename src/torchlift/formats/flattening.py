@@ -31,6 +31,7 @@ from torchlift.formats.index import (
     used_by,
 )
 from torchlift.formats.torch_pickle import (
+    CONSTANTS,
     ArrayRef,
     Blocked,
     Global,
@@ -317,15 +318,13 @@ class _RecordFlattener(_Flattener):
             return value
         if isinstance(value, str):  # of a device or a slice
             return str(value)
-        if isinstance(value, Global):
+        if isinstance(value, Global) and value.name in CONSTANTS:
             return value.name
-        if isinstance(value, NumpyDtype):
-            return f"numpy.dtype({value.code})"
         if isinstance(value, ArrayRef) and value.array is not None:
             return value.array
         if isinstance(value, ArrayRef):
             raise _NotPlain("numpy.ndarray")
-        if isinstance(value, Blocked):
+        if isinstance(value, (Global, NumpyDtype, Blocked)):
             raise _NotPlain(value.name)
         if not isinstance(value, _CONTAINERS):
             what = "torch.Tensor" if isinstance(value, TensorRef) else "torch.UntypedStorage"

@@ -228,6 +228,7 @@ class NumpyDtype:
     code: str
     order: str = "<"
     is_used: bool = False
+    name = "numpy.dtype"
 
 
 @dataclass(slots=True, eq=False)
@@ -832,12 +833,8 @@ _TENSOR_CALLS = (
     _parameter, _wrapper,
 )  # fmt: skip
 
-#: Names that are values, not functions: kept as text where a file stores the name itself.
-_VALUES = {
-    *STORAGES,
-    *_PLAIN_TYPES,
-    _JAGGED,
-    "numpy.ndarray",
+#: Names that are values of torch's: kept as text where a file stores the name itself.
+CONSTANTS = {
     *(f"torch.{dtype}" for dtype in STORED_SIZE if dtype),
     *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *(
@@ -850,6 +847,14 @@ _VALUES = {
             "channel_affine_float_qparams",
         )
     ),
+}
+#: Those, and names of classes, which calls take; as a value, one is what `torch.load` refuses, too.
+_VALUES = {
+    *CONSTANTS,
+    *STORAGES,
+    *_PLAIN_TYPES,
+    _JAGGED,
+    "numpy.ndarray",
     *(f"builtins.{name}" for name in ("int", "float", "list", "dict", "str", "bool", "tuple")),
 }
 

@@ -52,6 +52,7 @@ from torchlift.formats.zip_archive import (
     end_records,
     read_directory,
     read_record,
+    require_caseless,
 )
 
 #: Most bytes of a pickle, and of a text record.
@@ -201,6 +202,7 @@ def look_up(records: dict[str, Record], name: str) -> Record | None:
 
 def read_notes(source: Source, records: dict[str, Record], top: str) -> dict[str, str]:
     """Read the small text records beside the pickle; they must be such that torch takes them."""
+    require_caseless(records)
     notes = {}
     for name in (".format_version", ".storage_alignment", "byteorder", "version", ".data/version"):
         record = look_up(records, top + name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -124,9 +124,18 @@ def _located(
         name = next(name for name in records if "\0" in name)
         what = "a record's name has a zero byte, at which many programs end it"
         raise FormatError(what, entry=name)
-    if text != text.lower() and len(small := Counter(map(str.lower, records))) < count:
-        raise _twice(next(name for name in records if small[name.lower()] > 1))
     return records
+
+
+def require_caseless(records: Mapping[str, Record]) -> None:
+    """Refuse records whose names differ only in case, of which torch takes the first for both.
+
+    Raises:
+        FormatError: there are such records.
+    """
+    text = "".join(records)
+    if text != text.lower() and len(small := Counter(map(str.lower, records))) < len(records):
+        raise _twice(next(name for name in records if small[name.lower()] > 1))
 
 
 def _twice(name: str) -> FormatError:
