@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import random
@@ -486,8 +487,8 @@ def test_a_stager_that_is_closed_after_each_use_is_made_anew(tmp_path: Path) -> 
         for step in (1, 2):
             train(run, 1)
             keeper.save(step, run)
-            assert keeper._stager is not None
-            keeper._stager.close()
+            assert keeper._staging._stager is not None
+            keeper._staging._stager.close()
     with torchlift.open(tmp_path / "step-000000002.pt") as ckpt:
         assert torchlift.diff(ckpt.tree("model"), run["model"].state_dict()).equal
 
@@ -567,6 +568,87 @@ def test_a_save_may_be_skipped_while_another_is_on_its_way(
         keeper.wait()
         assert keeper.save(3, run)
     assert keeper.steps() == [1, 3]
+
+
+def held_up(keeper: torchlift.Keeper) -> threading.Event:
+    """Keep what copies and writes from beginning until the event is set."""
+    begin = threading.Event()
+    keeper._thread.submit(begin.wait, 60)
+    return begin
+
+
+def test_a_step_waits_for_the_copy_that_is_made_beside_training(tmp_path: Path) -> None:
+    """Statistics, and what no optimizer has, are copied before `save` returns."""
+    run = run_of()
+    run["model"][0].requires_grad_(False)
+    run["optimizer"] = torch.optim.AdamW(run["model"][3].parameters())
+    run["scheduler"] = torch.optim.lr_scheduler.StepLR(run["optimizer"], 1)
+    with torchlift.Keeper(tmp_path, overlap=True) as keeper:
+        for step in (1, 2):  # into the memory of the first copy
+            train(run, 2)
+            expected = copy.deepcopy(run["model"].state_dict())
+            moments = copy.deepcopy(run["optimizer"].state_dict())
+            begin = held_up(keeper)
+            keeper.save(step, run)
+            with torch.no_grad():
+                run["model"][0].weight.zero_()  # of no optimizer: nobody waits
+            other = threading.Thread(target=train, args=(run, 1))
+            other.start()
+            other.join(0.5)
+            assert other.is_alive()
+            assert not torch.equal(run["model"][2].running_mean, expected["2.running_mean"])
+            begin.set()
+            other.join()
+            keeper.wait()
+            assert not torch.equal(run["model"][3].weight, expected["3.weight"])
+            assert keeper.report is not None
+            assert keeper.report.blocked > keeper._blocked  # the step waited, too
+            with torchlift.open(tmp_path / f"step-00000000{step}.pt") as ckpt:
+                assert torchlift.diff(ckpt.tree("model"), expected).equal
+            assert keeper.resume(run) == step
+            assert torchlift.diff(run["optimizer"].state_dict(), moments).equal
+    assert not run["optimizer"]._optimizer_step_pre_hooks
+
+
+def test_another_write_beside_the_copy_is_an_error_of_the_save(tmp_path: Path) -> None:
+    """Half of the tensor would be of one step and half of another."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path, overlap=True) as keeper:
+        train(run, 1)
+        begin = held_up(keeper)
+        keeper.save(1, run)
+        with torch.no_grad():
+            run["model"][0].weight.zero_()
+        begin.set()
+        with pytest.raises(
+            CheckpointError, match=r"written to .* beside training; .* 1 of 24 tensors"
+        ):
+            keeper.wait()
+        train(run, 1)
+        keeper.save(2, run)
+    assert keeper.steps() == [2]
+
+
+def test_a_step_does_not_wait_for_a_copy_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ever; what failed is raised by the next call."""
+    run = run_of()
+    with torchlift.Keeper(tmp_path, overlap=True) as keeper:
+        train(run, 1)
+
+        def failing(*_: Any) -> Any:
+            raise MemoryError("no memory")
+
+        begin = held_up(keeper)
+        keeper.save(1, run)
+        monkeypatch.setattr(keeper._staging, "_stage", failing)
+        begin.set()
+        train(run, 1)
+        with pytest.raises(MemoryError, match="no memory"):
+            keeper.wait()
+        monkeypatch.undo()
+        keeper.save(2, run)
 
 
 @pytest.mark.parametrize(

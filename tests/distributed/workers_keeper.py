@@ -108,7 +108,7 @@ def training_goes_on_bit_by_bit() -> None:
 def _goes_on(wrapping: str, folder: Path, suffix: str) -> None:
     run = run_of(wrapping)
     torch.manual_seed(dist.get_rank())
-    with torchlift.Keeper(folder) as keeper:
+    with torchlift.Keeper(folder, overlap=wrapping == "fsdp2") as keeper:
         assert keeper.resume(run) is None
         train(run)
         assert keeper.save(STEPS, run)

@@ -105,6 +105,7 @@ from torchlift._model.torch_private import function_modes as function_modes
 from torchlift._model.torch_private import is_closed as is_closed
 from torchlift._model.torch_private import key_of as key_of
 from torchlift._model.torch_private import make_wrapper as make_wrapper
+from torchlift._model.torch_private import memory_of as memory_of
 from torchlift._model.torch_private import require_fsdp1_state as require_fsdp1_state
 from torchlift._model.torch_private import shard_order as shard_order
 from torchlift._model.torch_private import storage_key as storage_key

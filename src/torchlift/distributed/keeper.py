@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchlift._checkpoint import Checkpoint, array_of, diff
 from torchlift._checkpoint import open as open_checkpoint
@@ -38,15 +37,12 @@ from torchlift._load import require_intact
 from torchlift._model import (
     RankGroup,
     has_group,
-    is_closed,
     is_dtensor,
-    local_tensor,
     new_gloo_group,
     ranks_of,
     uses_fsdp1,
     versioned,
     world_of,
-    wrap,
 )
 from torchlift._plan import Options, Patterns, Rename, Rewriting, allowed
 from torchlift._save import (
@@ -72,6 +68,7 @@ from torchlift.distributed.options import (
     model_misfit,
 )
 from torchlift.distributed.signals import STOPS, StopSignals
+from torchlift.distributed.staging import Staging
 from torchlift.distributed.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -188,14 +185,16 @@ class Keeper:
         background: bool = True,
         busy: Literal["wait", "skip"] = "wait",
         timeout: float | None = None,
+        overlap: bool = False,
     ) -> None:
         self.directory = os.path.abspath(os.fspath(directory))
         self._background, self._skips = background, busy == "skip"
+        self._staging = Staging(overlap)
         self._rank = world_of()[0]
         is_policy = callable(keep) or (isinstance(keep, (list, tuple)) and all(map(callable, keep)))
         numbers: dict[str, Any] = {"keep": None if is_policy else keep, "every": every}
         words = {"best_is": (best_is, "lowest", "highest"), "busy": (busy, "wait", "skip")}
-        alike = background, busy, best, timeout
+        alike = background, busy, best, overlap, timeout
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-keeper")
         self._in_flight: list[Future[tuple[SaveReport, list[str]]] | None] = [None]
         weakref.finalize(self, _lost, self._in_flight)
@@ -203,7 +202,6 @@ class Keeper:
         self._signals: StopSignals | None = None
         self._report: SaveReport | None = None
         self._blocked = 0.0
-        self._stager: DefaultStager | None = None
         self._savable: object = None  # the names in states of which it is known
         self._base: int | None = None  # the step that was last resumed or saved
         # Two of its own: what a save in the background agrees on must not meet what the calls of
@@ -277,6 +275,7 @@ class Keeper:
             if write is None:
                 return False
             # When all go on, and before an interrupt: what one writes waits for the others.
+            self._staging.begin()
             self._in_flight[0] = self._thread.submit(write)
             self._base, self._blocked = _step(step), perf_counter() - began
         if not self._background:
@@ -361,7 +360,7 @@ class Keeper:
         (saving,) = self._in_flight
         if saving is None or not saving.done() or saving.exception() is not None:
             return self._report
-        return replace(saving.result()[0], blocked=self._blocked)
+        return replace(saving.result()[0], blocked=self._blocked + self._staging.gate.waited)
 
     def should_stop(self, *, on: Iterable[int] = STOPS) -> bool:
         """Tell whether a signal has asked any rank to stop; on a mesh all ranks call it.
@@ -453,9 +452,7 @@ class Keeper:
             with ExitStack() as stack:
                 stack.callback(self._folder.close)
                 stack.callback(self._leave)
-                if self._stager is not None:
-                    stack.callback(self._stager.close)
-                    self._stager = None
+                stack.callback(self._staging.close)
 
     def _leave(self) -> None:
         """End the groups: else their threads and sockets stay, and who waits here waits on."""
@@ -494,27 +491,7 @@ class Keeper:
                 raise TypeError(
                     f"{name}: what is no module and no optimizer is a rank's, and it has DTensors"
                 )
-        is_new = self._stager is None or is_closed(self._stager)
-        if self._stager is None or is_new:
-            pinned = torch.cuda.is_available()
-            self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        tensors, rest = _resolved(tensors), _resolved(rest)
-        found = [leaf for leaf in leaves(tensors).values() if isinstance(leaf, torch.Tensor)]
-        try:
-            # Of DTensors what they hold: with their layouts torch's stager takes ten times as long,
-            # which for 200 of them is the time that 500 MiB take.
-            state: Any = [[local_tensor(leaf) for leaf in found], rest]
-            state = self._stager.stage(state)
-        except AssertionError:  # a storage has another size than at the last save
-            if is_new:  # or an object of the caller raises it when it is copied
-                raise
-            self._stager.close()
-            return self._snapshot(objects)
-        made = {
-            id(leaf): wrap(leaf, copied) if is_dtensor(leaf) else copied
-            for leaf, copied in zip(found, state[0], strict=True)
-        }
-        return copy.deepcopy(tensors, made), state[1]
+        return self._staging.take(tensors, rest, objects)
 
     def _write(
         self,
@@ -542,6 +519,7 @@ class Keeper:
         group = self._writers.groups[0] if self._writers.groups else None
         try:
             with self._writers.together() as agree:  # what is not `save`'s stops the others, too
+                tensors = self._staging.finish(tensors)
                 if self._is_one:
                     state, format = {**state, **equal, "ranks": {rank: own}, **tensors}, None
                 else:
@@ -550,6 +528,7 @@ class Keeper:
                 report = save(state, path, format=format, replicated="rank0", process_group=group)
                 agree(False)
         finally:
+            self._staging.end()
             self._folder.release()
         try:
             return report, self._folder.sweep(path, before) if rank == "0" else []
@@ -921,7 +900,7 @@ def _together(ranks: RankGroup) -> Iterator[None]:
 def _checked_arguments(
     numbers: Mapping[str, int | None],
     words: Mapping[str, tuple[str, str, str]],
-    alike: tuple[bool, str, str | None, float | None],
+    alike: tuple[bool, str, str | None, bool, float | None],
 ) -> tuple[None, object]:
     """Refuse arguments that make no sense.
 
@@ -1157,25 +1136,6 @@ def _require(saved: Mapping[str, object], names: Iterable[str], path: str) -> No
                 entry=name,
                 expected=f"one of {', '.join(map(repr, saved))}",
             )
-
-
-def _resolved(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states without conjugate and negative views.
-
-    torch's stager copies the memory below them and forgets that it has to be negated.
-    """
-
-    def dense(leaf: Any, _: object) -> Any:
-        return leaf.resolve_conj().resolve_neg() if isinstance(leaf, torch.Tensor) else leaf
-
-    def is_view(leaf: object) -> bool:
-        return isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg())
-
-    # Only these: containers of other classes would become plain ones.
-    return {
-        name: map_leaves(state, dense) if any(map(is_view, leaves(state).values())) else state
-        for name, state in states.items()
-    }
 
 
 def _with_tensors(state: Any) -> Any:
