@@ -367,7 +367,7 @@ def test_one_array_is_made_once_and_only_when_it_is_asked_for(path: Any) -> None
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert without < 4 * array.nbytes
+    assert without < 5 * array.nbytes  # opening takes three of them for a while
     assert peak < 8 * array.nbytes
     assert len({id(value) for value in objects["refs"]} | {id(objects["more.7"])}) == 1
     assert len({id(x) for x in (*tree["refs"], *tree["more"].values())}) == 1

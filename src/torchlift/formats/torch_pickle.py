@@ -24,7 +24,6 @@ from torchlift.formats.unpickle import (
     STEP,
     Budget,
     Machine,
-    decoded,
     read_pickle,
 )
 
@@ -992,10 +991,9 @@ class _TensorStep:
                 break
             first, pos, after = first + puts, pos + length, then
             name = key.decode()
-            if name in storages:
+            storage = StorageRef(dtype, name, location, numel)
+            if storages.setdefault(name, storage) is not storage:
                 storage = self._stored(dtype, name, location, numel)
-            else:
-                storage = storages[name] = StorageRef(dtype, name, location, numel)
             stack[-1] = memo[first - 1] = TensorRef(storage, *rest)
             # The next name, its PUT and the GET of the rebuilder: 0.06 s more for 100,000 of them,
             # opcode by opcode.
@@ -1004,7 +1002,10 @@ class _TensorStep:
             put_and_get = number(data[end : end + 7], "little")
             if put_and_get != between + (first << 8) or data[pos] != _NAME:
                 break
-            memo[first] = name = decoded(data[name_at:end])
+            try:
+                memo[first] = name = data[name_at:end].decode()
+            except UnicodeDecodeError:  # which its own opcode refuses
+                break
             stack += (name, function)
             first, pos = first + 1, end + 7
         if pos > start:
