@@ -276,3 +276,26 @@ def test_a_name_that_is_no_value_of_torchs_stays_none(tmp_path: Path) -> None:
                 ckpt.tree(key)
     with pytest.raises(UnsafeError, match=r"numpy\.dtype"):
         torchlift.convert(tmp_path / "x.pt", tmp_path / "y.pt")
+
+
+def test_a_file_that_is_blocked_whole_is_refused_by_the_name_of_what_blocks_it(
+    tmp_path: Path,
+) -> None:
+    """Its parts are in the containers, and have no reason of their own."""
+
+    class Marked:
+        def __reduce__(self) -> Any:
+            storage = torch.ones(2).untyped_storage()
+            typed = torch.storage.TypedStorage(
+                wrap_storage=storage, dtype=torch.float32, _internal=True
+            )
+            arguments = (typed, 0, (2,), (1,), False, OrderedDict(), {"odd": 1})
+            return torch._utils._rebuild_tensor_v2, arguments
+
+    torch.save([Marked()], tmp_path / "x.pt")
+    with torchlift.open(tmp_path / "x.pt") as ckpt:
+        for root in (None, "0"):
+            with pytest.raises(
+                UnsafeError, match=r"through torch\._utils\._rebuild_tensor_v2 with"
+            ):
+                ckpt.tree(root)

@@ -310,6 +310,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             return ambiguity(self.path, key)
         while key not in self._index.blocked_keys and "." in key:  # inside of a value
             key = key.rpartition(".")[0]
+        if key not in self._index.blocked_keys:  # of a file that is blocked whole
+            key = ROOT_OBJECT
         name, count = self._index.blocked_keys.get(key, ""), self.blocked_tensors.get(key)
         module, _, kind = name.rpartition(".")
         if key in self._index.every:
