@@ -42,6 +42,7 @@ from torchlift._system import (
     Facts,
     Summary,
     clipped_list,
+    collection_paused,
     count_of,
     deliver_interrupt,
     human,
@@ -248,6 +249,7 @@ def save(
     texts: Mapping[str, str] = metadata if metadata is not None else {}
     mesh = Mesh(process_group, alone=is_alone)
 
+    @collection_paused()
     def prepare() -> tuple[tuple[Target, Taken, Sequence[Value]], None]:
         if hasattr(path, "write"):
             raise TypeError("ranks save together to a path: a file object is one process's own")
@@ -289,7 +291,8 @@ def save(
             }  # fmt: skip
             taken, values, texts, lost = mesh.merged(taken, texts, asked)
         elif not isinstance(obj, Checkpoint):
-            values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
+            with collection_paused():
+                values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
         return finish(
             target, taken, values, metadata=texts, checksum=checksum, lost=lost, progress=progress,
             mesh=mesh,
@@ -671,6 +674,7 @@ def finish(
     mesh = mesh or Mesh(alone=True)
     mesh.path = target.head
 
+    @collection_paused()
     def lay_out() -> Output:
         target.check_folder()
         return target.lay_out(taken, values, metadata or {}, checksum)
@@ -683,10 +687,12 @@ def finish(
             gone.setdefault(key or "(all)", what.value)
         elif format == "dcp" and what is Loss.TUPLE:
             gone[key or "(all)"] = f"{gone.get(key or '(all)', 'a tuple')}, which becomes a list"
-    if format != "torch-zip":
-        gone |= _versions_in(taken)
-    gone |= untied({**apart(values, output.shared), **output.untied})
-    keys, left_out = compacted(values)
+    with collection_paused():
+        if format != "torch-zip":
+            gone |= _versions_in(taken)
+        gone |= untied({**apart(values, output.shared), **output.untied})
+        keys, left_out = compacted(values)
+        cast = {v.key: (v.source_dtype, v.stored.dtype) for v in values if v.is_cast}
     folder = os.path.dirname(output.head)
     files = [os.path.join(folder, name) for name in output.files]
     files += [output.head] if output.content is not None else []
@@ -695,7 +701,6 @@ def finish(
         # An interrupt comes between two blocks, and never to what makes files or removes them.
         with uninterrupted(), progress_bar(progress and mesh.leads, total, "save") as advance:
             files = mesh.write(output, advance, check)
-    cast = {v.key: (v.source_dtype, v.stored.dtype) for v in values}
     return SaveReport(
         path=output.head if format != "dcp" else folder,
         format=format,
@@ -706,7 +711,7 @@ def finish(
         lost=gone,
         compacted=tuple(keys),
         left_out=left_out,
-        cast={key: (old, new) for key, (old, new) in cast.items() if old != new},
+        cast=cast,
         seconds=time.perf_counter() - start,
         written=mesh.written,
     )

@@ -169,6 +169,11 @@ class Value:
         return _name(self.source.dtype)
 
     @property
+    def is_cast(self) -> bool:
+        """Return whether its values get another dtype."""
+        return self.source_dtype != self.stored.dtype
+
+    @property
     def here(self) -> int:
         """Return how many of its bytes, as they are saved, this process has."""
         return self.stored.nbytes
@@ -312,19 +317,20 @@ class _Walk:
 
     def _copied(self, value: Any, key: str, path: tuple[str | int, ...]) -> Any:
         taken = self.taken
+        _check_depth(len(path), key)
+        if path and _is_bare(value):  # most, at a third of the cost
+            return self._filed(value, key, path, taken.tensors)
         notes = getattr(value, "_metadata", None)
         if id(value) in self._classes:
             taken.kinds[key or "(all)"] = self._classes[id(value)][1]
-        _check_depth(len(path), key)
         items = self._rule.items(value)
         if isinstance(value, dict) and (items is not None or not path):
             if any(type(name) is not str for name in value):
                 taken.containers[key] = Loss.TEXT
             made: Any = type(value)()
             for name, item in items or ():
-                made[name] = self._copied(
-                    item, _joined(key, _text(name), path), (*path, _text(name))
-                )
+                text = _text(name)
+                made[name] = self._copied(item, _joined(key, text, path), (*path, text))
             if notes is not None:
                 require_plain(_joined(key, "_metadata", path), notes)
                 made._metadata = notes
@@ -349,19 +355,28 @@ class _Walk:
             )
         if not path:
             key = ROOT_TENSOR if is_tensor else ROOT_OBJECT
-        if key in taken.paths:
+        if taken.plain and not is_tensor:
+            require_plain(key, value)
+        return self._filed(
+            value, key, path or (key,), taken.tensors if is_tensor else taken.objects
+        )
+
+    def _filed(
+        self, value: object, key: str, path: tuple[str | int, ...], to: dict[str, Any]
+    ) -> Leaf:
+        """Keep what is one value under its key.
+
+        Raises:
+            PlacementError: another one has it.
+        """
+        if key in self.taken.paths:
             raise PlacementError(
                 "two tensors or objects have this key once containers are joined by dots",
                 entry=key,
                 hint="Rename one of them.",
             )
-        taken.paths[key] = path or (key,)
-        if is_tensor:
-            taken.tensors[key] = value
-        else:
-            if taken.plain:
-                require_plain(key, value)
-            taken.objects[key] = value
+        self.taken.paths[key] = path
+        to[key] = value
         return Leaf(key)
 
     def _inside(self, value: Any, key: str, path: tuple[str | int, ...]) -> Any:
@@ -394,7 +409,10 @@ class _Walk:
             found = (dict if isinstance(value, Mapping) else tuple)(value)
         if type(found) in (*_PAIR, list, tuple):
             old = list(items_of(found))
-            new = [self._stated(i, _joined(key, name_text(n), depth), depth + 1) for n, i in old]
+            new = [
+                i if _is_bare(i) else self._stated(i, _joined(key, name_text(n), depth), depth + 1)
+                for n, i in old
+            ]
             if any(made is not item for made, (_, item) in zip(new, old, strict=True)):
                 notes = getattr(found, "_metadata", None)
                 is_dict = isinstance(found, dict)
@@ -448,10 +466,14 @@ def _is_wrapper(value: object) -> bool:
     return is_ours and hasattr(value, "__tensor_flatten__")
 
 
+def _is_bare(value: object) -> bool:
+    """Return whether it is a tensor, and nothing beside its values."""
+    kind = type(value)
+    return kind is TensorEntry or (kind in (torch.Tensor, nn.Parameter) and not value.__dict__)
+
+
 def _beside(value: Any) -> str:
     """Return what a tensor is beside its values that no file tells of; parameters have marks."""
-    if type(value) in (torch.Tensor, nn.Parameter) and not vars(value):
-        return ""  # most, at a tenth of the cost
     if is_dtensor(value) or isinstance(value, nn.Parameter) or hasattr(value, "_is_buffer"):
         return ""
     kind = type(value)
