@@ -594,7 +594,7 @@ def from_files(
     target: Target,
     becomes: Becomes | None = None,
     dropped: Collection[str] = (),
-    made: Callable[[str, TensorEntry], torch.Tensor | None] = lambda key, entry: None,
+    made: Callable[[str, TensorEntry], torch.Tensor | None] | None = None,
     containers: Any = None,
 ) -> tuple[Taken, list[Value]]:
     """Take apart what a checkpoint's files hold; nothing of a tensor is read.
@@ -618,23 +618,25 @@ def from_files(
         error.hint = Hint("Leave it out: ", this, ".")
         raise error
     index, views = ckpt._index, ckpt._mapped()
-    leaves = {**index.entries, **index.objects}
-    kept_leaves = {key: value for key, value in leaves.items() if key not in dropped}
-    kept_leaves = gathered(kept_leaves, index.templates if index.tree is None else {})
-    tree: Any = versioned(kept_leaves, index.module_versions or None)
+    entries = dict(index.entries.items())
+    leaves = {**entries, **index.objects}
     if index.tree is not None:
-        tree = Tree(index, lambda entry: entry, ckpt._refusal, dropped).rebuild(None)
+        tree: Any = Tree(index, lambda entry: entry, ckpt._refusal, dropped).rebuild(None)
+    else:
+        kept_leaves = {key: value for key, value in leaves.items() if key not in dropped}
+        kept_leaves = gathered(kept_leaves, index.templates)
+        tree = versioned(kept_leaves, index.module_versions or None)
     plain = not target.only_tensors
     taken = take_apart(tree if containers is None else containers, plain=plain)
     if {*taken.tensors, *taken.objects} != leaves.keys() - set(dropped) and containers is not None:
         taken = take_apart(tree, plain=plain)
     # The containers and the keys of an index are two accounts of one content.
-    kept = index.entries.keys() - dropped
+    kept = entries.keys() - dropped
     assert taken.tensors.keys() == kept
     becomes = becomes or partial(dtype_of, path=index.path)
     values = []
     for key, entry in taken.tensors.items():
-        tensor = made(key, entry)
+        tensor = None if made is None else made(key, entry)
         if tensor is None:
             values.append(Value.of_entry(key, entry, views, becomes))
             continue
@@ -719,6 +721,8 @@ def finish(
 
 def _versions_in(taken: Taken) -> dict[str, str]:
     """Return, under one key, which modules would take values without a version for old."""
+    if not _is_noted(taken.template):
+        return {}
     noted = flatten_state(taken.template, Containers((Leaf,))).versions
     versions = {path: version for path, told in noted.items() if (version := told.get("version"))}
     # Version 2 of BatchNorm says that there is this tensor, which its name says as well.
@@ -730,3 +734,11 @@ def _versions_in(taken: Taken) -> dict[str, str]:
     ]
     what = f"versions of modules, by which they know older values: {clipped_list(telling)}"
     return {"(versions)": what} if telling else {}
+
+
+def _is_noted(template: Any) -> bool:
+    """Return whether a container in a template has metadata of modules."""
+    if type(template) is Leaf or not isinstance(template, (dict, list, tuple)):
+        return False
+    inside = template.values() if isinstance(template, dict) else template
+    return hasattr(template, "_metadata") or any(map(_is_noted, inside))
