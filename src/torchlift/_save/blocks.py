@@ -13,8 +13,6 @@ from torchlift._model import Span, blocks
 from torchlift._transfer import allocate, is_readable, read, requests_for
 from torchlift.formats import TensorEntry, narrowed
 
-#: Bytes of a tensor that is read, and written with its neighbours, as a whole.
-FEW = 64 << 10
 #: Bytes that are copied from an accelerator, cast, read or made dense at a time.
 BLOCK = 16 << 20
 
@@ -63,24 +61,6 @@ def few_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:
     if not is_plain or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().to("cpu", dtype).contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-
-
-def few_of_file(
-    entry: TensorEntry, dtype: torch.dtype, views: MappedViews
-) -> bytes | bytearray | None:
-    """Return the bytes of a small tensor of a file in row-major order; None: they lie otherwise.
-
-    Raises:
-        IntegrityError: the file cannot be read, or has changed.
-    """
-    if entry.needs_assembly or not entry.is_contiguous:
-        return None
-    if not entry.chunks:
-        return b""
-    (chunk,) = entry.chunks
-    data = views.files.read(chunk.file, chunk.offset, chunk.nbytes)
-    stored = dtype_of(entry, views.index.path)
-    return data if dtype == stored else few_bytes(torch.frombuffer(data, dtype=stored), dtype)
 
 
 def tensor_blocks(

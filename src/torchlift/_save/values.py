@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchlift._checkpoint import MappedViews, dtype_of, not_dense
+from torchlift._checkpoint import FEW, MappedViews, dtype_of, not_dense
 from torchlift._model import (
     ModuleTree,
     Names,
@@ -26,11 +26,9 @@ from torchlift._model import (
     reshard,
 )
 from torchlift._save.blocks import (
-    FEW,
     Workspace,
     entry_blocks,
     few_bytes,
-    few_of_file,
     tensor_blocks,
 )
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
@@ -239,7 +237,11 @@ class Value:
         if isinstance(self.source, torch.Tensor):
             return few_bytes(self.source, self.dtype)
         assert self.views is not None
-        return few_of_file(self.source, self.dtype, self.views)
+        data = self.views.few(self.source)
+        if not data or not self.is_cast:
+            return data
+        stored = dtype_of(self.source, self.views.index.path)
+        return few_bytes(torch.frombuffer(data, dtype=stored), self.dtype)
 
     def runs(self, work: Workspace) -> Iterator[tuple[memoryview, list[tuple[int, memoryview]]]]:
         """Yield what this process has of its bytes, and which of that it writes where."""
