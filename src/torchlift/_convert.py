@@ -44,6 +44,7 @@ from torchlift._save import (
     from_files,
     memory_of,
     stored_as,
+    unchanged,
     untied,
 )
 from torchlift._sources import (
@@ -246,8 +247,7 @@ def convert(
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(metadata))}"
 
         def check() -> None:
-            for file, stamp in ckpt._index.files.items():
-                stamp.check(file)
+            unchanged(ckpt)
             # Somebody may have made it in the meantime.
             _check_apart(whole, target, overwrite)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import chain
 from typing import NamedTuple
 from zlib import crc32
 
@@ -585,14 +586,16 @@ def write_sections(
         IntegrityError: what a file holds is not what it records the checksum of.
         OSError: it cannot be written.
     """
-    to, crcs, shares, framed = Runs(descriptor), array("I"), array("Q"), 0
+    to, crcs, shares, framed, end = Runs(descriptor), array("I"), array("Q"), 0, 0
     for section in sections:
         base, layout, _ = section
         found = _written(to, section, advance, crcs, shares)
         if alone:
-            for offset, data in layout.frame(found if layout.checked else (0 for _ in found)):
-                to.add(base + offset, data)
+            frame = layout.frame(found if layout.checked else (0 for _ in found))
+            for at, data in chain([(end - base, bytes(base - end))], frame):
+                to.add(base + at, data)
                 framed += len(data)
+            end = base + layout.nbytes
         for _ in found:  # all, or those for whose sum nobody asked
             pass
     to.flush()

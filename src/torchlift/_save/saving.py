@@ -293,9 +293,10 @@ def save(
         elif not isinstance(obj, Checkpoint):
             with collection_paused():
                 values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
+        check = partial(unchanged, obj) if isinstance(obj, Checkpoint) else lambda: None
         return finish(
-            target, taken, values, metadata=texts, checksum=checksum, lost=lost, progress=progress,
-            mesh=mesh,
+            target, taken, values, metadata=texts, checksum=checksum, lost=lost, check=check,
+            progress=progress, mesh=mesh,
         )  # fmt: skip
 
 
@@ -587,6 +588,16 @@ def _savable(obj: object, path: str) -> tuple[Target, Taken, list[Value]]:
     taken = take_apart(obj)
     tensors = {key: local_tensor(tensor) for key, tensor in taken.tensors.items()}
     return target, taken, [target.value_of(key, tensor) for key, tensor in tensors.items()]
+
+
+def unchanged(ckpt: Checkpoint) -> None:
+    """Refuse files of a checkpoint that are not those that were opened any more.
+
+    Raises:
+        IntegrityError: there is such a file.
+    """
+    for file, stamp in ckpt._index.files.items():
+        stamp.check(file)
 
 
 def from_files(

@@ -491,7 +491,7 @@ class Runs:
         Raises:
             OSError: they cannot be written.
         """
-        if offset != self._end or self._end - self._start >= _BLOCK:
+        if offset != self._end or offset + len(data) - self._start > _BLOCK:
             self.flush()
             self._start = offset
         self._data.append(data)
