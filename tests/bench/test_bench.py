@@ -21,7 +21,6 @@ import torchlift
 from torchlift import FormatError, bench
 from torchlift._system import parse_size
 from torchlift.bench import WAYS, Comparison, Result, Way, loading, machine
-from torchlift.bench.drawing import figure_of
 from torchlift.bench.growth import GROWTHS, grow
 from torchlift.bench.ways import Task
 from torchlift.cli import main
@@ -534,7 +533,7 @@ def test_the_chart_has_a_bar_for_each_way_and_a_line_for_each_limit(tmp_path) ->
         for place, name in enumerate(names)
     }
     data = Comparison("x.pt", "torch-zip", 1, 1, False, "torch-load", results).to_dict()
-    axes = figure_of(data).axes[0]
+    axes = bench.figure_of(data).axes[0]
     assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0, 3.0]
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["torch-load", "torchlift-read", "torchlift-mmap (mapped)"]
@@ -549,7 +548,7 @@ def test_the_chart_of_a_growth_has_a_line_for_each_way(tmp_path) -> None:
     """Both axes are logarithmic: what is linear has one slope, whatever it costs."""
     seconds = {"torch": [[1.0], [100.0]], "torchlift": [[1.0], [10.0]], "none": []}
     growth = bench.Growth("shards", (1, 10), seconds, {}, {})
-    axes = figure_of(growth.to_dict()).axes[0]
+    axes = bench.figure_of(growth.to_dict()).axes[0]
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 100.0], [1.0, 10.0]]
 

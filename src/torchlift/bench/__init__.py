@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from torchlift.bench.comparison import Comparison, Result, compare
-from torchlift.bench.drawing import draw
+from torchlift.bench.drawing import figure_of
 from torchlift.bench.ways import WAYS, Way
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchlift.bench.growth import Growth, grow
 
 __all__ = [
-    "WAYS", "Comparison", "Growth", "Result", "Stack", "Way", "compare", "draw", "grow",
+    "WAYS", "Comparison", "Growth", "Result", "Stack", "Way", "compare", "figure_of", "grow",
     "make_checkpoint",
 ]  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,22 @@ _LINES = {"limit-plain": ("best plain reader", "--"), "limit-copy": ("memcpy", "
 
 
 def figure_of(data: Mapping[str, Any]) -> Figure:
-    """Return the chart of a comparison or of a growth, from what its ``to_dict`` gives.
+    """Return the chart of a comparison or of a growth, whose ``savefig`` writes it.
 
     Colours mean what they do in ``torchlift.measure.figures``: torchlift mapped orange, torchlift
     read teal, the fastest of the others navy, the rest gray.
 
+    Args:
+        data: what ``to_dict`` of a `Comparison` or a `Growth` gives, or the JSON of the command.
+
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
+
+    Example:
+        >>> from torchlift import bench
+        >>> growth = bench.Growth("modules", (10, 100), {"torchlift": [[0.1], [1.0]]}, {}, {})
+        >>> bench.figure_of(growth.to_dict()).axes[0].get_xlabel()
+        'number of modules'
     """
     from matplotlib import style
     from matplotlib.figure import Figure
@@ -31,20 +39,6 @@ def figure_of(data: Mapping[str, Any]) -> Figure:
         draw_it = _draw_growth if "sizes" in data else _draw_ways
         draw_it(figure, data)
     return figure
-
-
-def draw(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the chart of a comparison or of a growth, in the format of the file's suffix.
-
-    Args:
-        data: what ``to_dict`` of a `Comparison` or a `Growth` gives, or the JSON of the command.
-        path: the picture, such as ``bench.png`` or ``bench.svg``.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        ValueError: matplotlib has no such format.
-    """
-    figure_of(data).savefig(path, dpi=200)
 
 
 def _draw_ways(figure: Figure, data: Mapping[str, Any]) -> None:

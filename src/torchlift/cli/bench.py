@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from torchlift._system import parse_size, printable
-from torchlift.bench import WAYS, Comparison, Result, compare, draw
+from torchlift.bench import WAYS, Comparison, Result, compare, figure_of
 from torchlift.cli import UsageError
 from torchlift.cli.output import report
 from torchlift.measure import ChildError, in_child
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     report(args, str(found), found.to_dict())
     if args.plot:
-        draw(found.to_dict(), args.plot)
+        figure_of(found.to_dict()).savefig(args.plot, dpi=200)
     if isinstance(found, Comparison):
         failed = any(result.error for result in found.results.values()) or bool(found.different)
     return 1 if failed else 0
