@@ -30,6 +30,8 @@ from torchlift.formats.index import (
     Records,
     Storage,
     TensorEntry,
+    make_chunk,
+    make_entry,
     row_major,
 )
 from torchlift.formats.layout import Layout, Payload, Stored
@@ -367,13 +369,14 @@ def _entry_of(
     chunks: tuple[Chunk, ...] = ()
     encoding: tuple[str, ...] = ()
     if numel:
-        (offset,) = whole_numbers((ref.offset,), key, "storage offset")
-        at, packed = start + offset * itemsize, storage.packed
-        chunks = (Chunk(path, at, span * itemsize, origin, shape, packed=packed),)
+        offset, packed = ref.offset, storage.packed
+        assert isinstance(offset, int)  # as it was checked
+        at = start + offset * itemsize
+        chunks = (make_chunk(path, at, span * itemsize, origin, shape, None, packed),)
         encoding = (order if itemsize > 1 else ()) + ref.lazy
         if packed is not None:
             encoding = ("deflated", *encoding)
-    return TensorEntry(
+    return make_entry(
         key, ref.dtype, shape, stride, numel * itemsize, location, name, chunks,
         ref.requires_grad is True, ref.is_parameter, encoding,
     )  # fmt: skip
