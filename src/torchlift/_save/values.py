@@ -70,7 +70,7 @@ def _name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(slots=True, eq=False)  # frozen, each would take 3 us more to make
+@dataclass(slots=True, eq=False)  # frozen, one takes 1.8 us to make, not 0.24
 class Value:
     """A tensor that is to be saved; nothing of it changes.
 
@@ -230,7 +230,7 @@ class Value:
     def few(self) -> bytes | bytearray | None:
         """Return all of its bytes as they are saved, where they are few; None: they come in blocks.
 
-        Blocks of 100,000 tensors of 1 KB took 2.1 s of the 8.3 that it took to save them.
+        100,000 tensors of 1 KB, saved as a torch file: 11.8 s -> 5.0, with `Runs`.
         """
         if self.stored.nbytes > FEW:
             return None
@@ -320,7 +320,7 @@ class _Walk:
     def _copied(self, value: Any, key: str, path: tuple[str | int, ...]) -> Any:
         taken = self.taken
         _check_depth(len(path), key)
-        if path and _is_bare(value):  # most, at a third of the cost
+        if path and _is_bare(value):  # most are
             return self._filed(value, key, path, taken.tensors)
         notes = getattr(value, "_metadata", None)
         if id(value) in self._classes:

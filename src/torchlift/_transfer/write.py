@@ -472,8 +472,8 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 class Runs:
     """What a process writes of a file: small neighbours together, and large runs as they come.
 
-    100,000 tensors of 1 KB, and what is between them, took 200,000 calls of the system, and 0.9 s
-    more than 1,000 of 128 KiB.
+    20,000 tensors of 1 KB, and what a torch file has between them, took 40,000 calls of the system,
+    and take 204.
 
     Attributes:
         nbytes: how many bytes came.
