@@ -437,14 +437,13 @@ class MappedViews:
         if not entry.chunks:
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
         if len(entry.chunks) > 1 or not entry.is_plain:
-            made = torch.empty(entry.shape, dtype=dtype, device="cpu")
-            return self.fill(made, entry)
+            return self.fill(torch.empty(entry.shape, dtype=dtype, device="cpu"), entry)
         (chunk,) = entry.chunks
         storage = self.index.storage_of(entry)
         if storage is None:
             return self._box(entry, chunk, dtype)
-        if not entry.encoding and (first := self._first(entry, storage, dtype)) is not None:
-            return first
+        if not entry.encoding and (made := self._first(entry, storage, dtype)) is not None:
+            return made
         base = self._base(entry, storage, dtype)
         first = (chunk.offset - storage.offset) // dtype.itemsize
         # set_ on a new tensor instead of view().as_strided(): storage sizes need not be a
@@ -453,9 +452,7 @@ class MappedViews:
         empty = torch.empty(0, dtype=dtype, device="cpu")
         return _shown(entry, empty.set_(base, first, entry.shape, entry.stride))
 
-    def _first(
-        self, entry: TensorEntry, where: Storage, dtype: torch.dtype
-    ) -> torch.Tensor | None:
+    def _first(self, entry: TensorEntry, where: Storage, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the first tensor over a storage, in half as many calls as a later one takes.
 
         Those are two thirds of what 100,000 mapped tensors cost (0.29 s of torch's part, and 0.13

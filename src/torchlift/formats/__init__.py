@@ -49,6 +49,7 @@ from torchlift.formats.index import Index as Index
 from torchlift.formats.index import Kind as Kind
 from torchlift.formats.index import Leaf as Leaf
 from torchlift.formats.index import Record as Record
+from torchlift.formats.index import Records as Records
 from torchlift.formats.index import Storage as Storage
 from torchlift.formats.index import TensorEntry as TensorEntry
 from torchlift.formats.index import allowed as allowed
