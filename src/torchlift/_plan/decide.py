@@ -154,7 +154,7 @@ def _kind_of(group: Group, one: SourceTensor, options: rules.Options) -> object 
         return None
     if chunks[0].stride is not None or entry.stride != row_major(shape):
         return None
-    aligned = chunks[0].offset % ITEMSIZE[entry.dtype] == 0
+    aligned = chunks[0].offset % ITEMSIZE.get(entry.dtype, 1) == 0
     kinds = type(tensor), tensor.dtype, entry.dtype
     return changed_on_meta(group), *kinds, aligned, chunks[0].file
 
@@ -398,7 +398,9 @@ def _share(steps: Sequence[Step]) -> None:
     device or dtype than the first are copies; a note says so.
     """
     sharing: dict[object, list[Step]] = defaultdict(list)
-    of_files = [(step.entry.storage, step) for step in steps if step.entry]
+    of_files = [
+        (one.entry.storage, step) for step in steps if isinstance(one := step.candidate, FileTensor)
+    ]
     stored = Counter([storage for storage, _ in of_files])
     for step in [step for storage, step in of_files if stored[storage] > 1]:
         sharing[_memory(step) or step.key].append(step)
