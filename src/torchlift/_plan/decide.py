@@ -461,7 +461,8 @@ def _unshare(steps: Sequence[Step]) -> None:
     mapped = []
     for step in steps:
         entry = step.base.entry if step.base else step.candidate.entry
-        if entry and entry.chunks and step.route == "view" and (step.raw or not step.in_place):
+        viewed = step.plain or (step.route == "view" and (step.raw or not step.in_place))
+        if viewed and entry and entry.chunks:
             mapped.append((entry.chunks[0], step))
     for first, second in _overlapping(mapped):
         apart = [step for step in (first, second) if step.raw]

@@ -425,8 +425,9 @@ _Row = tuple[
 
 
 def _row(step: Step, path: str, canonical: Callable[[str], str]) -> _Row:
-    one, entry = step.candidate, step.entry
-    nbytes, dtype = (one.nbytes, one.dtype) if entry is None else (entry.nbytes, entry.dtype)
+    one = step.candidate
+    seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
+    nbytes, dtype = seen.nbytes, seen.dtype
     route: Route = "compute" if step.handled and step.route == "view" else step.route
     return (
         canonical(step.key), one.key, path, nbytes, step.mode, step.source, route, step.device,
