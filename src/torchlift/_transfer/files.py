@@ -79,6 +79,26 @@ class Files:
                 area = self._maps.get(file) or self._mapped(file)
         return torch.frombuffer(area, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
+    def read(self, file: str, offset: int, nbytes: int) -> bytearray:
+        """Return a few bytes of `file`, by one call of the system where it is open.
+
+        Unlike `descriptor`, it looks at the stamp when it opens the file, and not at each call.
+
+        Raises:
+            IntegrityError: they cannot be read, or the file is not the one that was indexed.
+        """
+        descriptor = self._descriptors.get(file)
+        if descriptor is None:
+            descriptor = self.descriptor(file)
+        data, at = bytearray(nbytes), 0
+        while at < nbytes:
+            with _failing("cannot be read", file, self._stamps[file]):
+                got = os.preadv(descriptor, [memoryview(data)[at:] if at else data], offset + at)
+            if not got:
+                raise IntegrityError("the file ends early", file=self._stamps[file].shown or file)
+            at += got
+        return data
+
     def inflated(self, file: str, record: Record) -> bytearray:
         """Return what a deflated record of `file` holds, in memory.
 

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from operator import itemgetter
 from reprlib import repr as short_repr
@@ -309,9 +309,10 @@ def safetensors_layout(
     head = _head(described, metadata, last=checked)
     length = len(head)
 
-    def frame(sums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    def frame(sums: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         if checked:
-            every = zlib.crc32(head), *(sums[number] for number in filled)
+            known = list(sums)
+            every = zlib.crc32(head), *(known[number] for number in filled)
             yield 0, _noted(head, blank, "".join(f"{each:08x}" for each in every))
         else:
             yield 0, head
