@@ -33,6 +33,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "sphinxcontrib.programoutput",
     "landing",
+    "measured_runs",
     "public_names",
     "recipe_cards",
     "recipe_pages",

@@ -10,7 +10,7 @@ import pytest
 
 from torchlift._transfer import Folder
 from torchlift._transfer import crc as crc_module
-from torchlift.formats import summed, whole_crc
+from torchlift.formats import register_of, whole_crc
 
 _RING = 8 * 91_639
 CONTENT = random.Random(0).randbytes(4 * _RING + 13)
@@ -41,7 +41,7 @@ def test_threads_share_one_object() -> None:
     ranges = [whole[n : n + 3 * _RING] for n in range(0, 16 * 999, 999)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda each: folder([each]), ranges))
-    assert found == [summed([each]) for each in ranges]
+    assert found == [register_of([each]) for each in ranges]
 
 
 def test_without_numpy_zlib_sums_up(monkeypatch) -> None:
@@ -60,4 +60,4 @@ def test_what_is_left_by_an_error_counts_for_nothing_that_follows() -> None:
 
     with pytest.raises(OSError, match="ends early"):
         folder(ending())
-    assert folder([whole]) == summed([whole])
+    assert folder([whole]) == register_of([whole])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torchlift.formats import summed
+from torchlift.formats import register_of
 
 try:
     import numpy as np
@@ -27,7 +27,7 @@ _WORDS, _MIDDLE = 91_639, 41_678
 
 
 class Folder:
-    """Sums up blocks of bytes, as `summed` does; safe to use from several threads."""
+    """Sums up blocks of bytes, as `register_of` does; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._free: list[_Ring] = []  # a new one costs the page faults of 0.7 MB
@@ -40,7 +40,7 @@ class Folder:
                 ring = self._free.pop() if self._free else _Ring()
             rest = block if ring is None else ring.add(block)
             if len(rest):
-                register, ring = summed([rest], self._finish(ring, register)), None
+                register, ring = register_of([rest], self._finish(ring, register)), None
         return self._finish(ring, register)
 
     def _finish(self, ring: _Ring | None, register: int) -> int:
@@ -84,7 +84,7 @@ class _Ring:
     def finish(self) -> int:
         """Return the register after all the words, and forget them."""
         whole, at = memoryview(self._memory), 8 * (self._run * _MIDDLE + self._at)
-        register = summed([whole[at:], whole[:at]])
+        register = register_of([whole[at:], whole[:at]])
         self._words[:] = 0
         self._run = self._at = 0
         return register

@@ -1,71 +1,27 @@
-"""The ways to load, and the parent's side of comparing them: rounds of processes, one table.
+"""The parent's side of comparing ways to load: rounds of processes, one table.
 
-This does not import torch: what each way does is in ``loading``, which the child processes import.
+This does not import torch: the child processes do.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
+from torchlift.bench import machine
+from torchlift.bench.ways import WAYS, Task, Way
 from torchlift.formats import Index, read_index
 from torchlift.measure import ChildError, in_child, memory
 
-
-@dataclass(frozen=True)
-class Way:
-    """One way to get a checkpoint's tensors into memory.
-
-    Attributes:
-        name: what ``--only`` selects.
-        summary: what it does, for a reader.
-        function: its name in ``torchlift.bench.loading``; called with a ``Job``, it returns the
-            loaded module or state dict, or None where there is nothing to compare.
-        formats: values of ``Index.format`` that it reads; empty for all.
-        package: a package that it needs and torchlift does not.
-        reads: whether every byte is in memory afterwards. A mapped checkpoint is read as it is
-            used, so its megabytes per second would mean nothing.
-        cast: ``"bfloat16"`` where floating-point numbers are cast to it.
-    """
-
-    name: str
-    summary: str
-    function: str
-    formats: tuple[str, ...] = ()
-    package: str = ""
-    reads: bool = True
-    cast: Literal["", "bfloat16"] = ""
-
-    def supports(self, format: str) -> bool:
-        """Return whether it reads this format and what it needs is installed."""
-        installed = not self.package or find_spec(self.package) is not None
-        return installed and (not self.formats or format in self.formats)
-
-
-_TORCH = ("torch-zip", "torch-legacy")
-_SAFE, _PACKAGE = ("safetensors",), "safetensors"
-
-#: In the order of the report; the first one that reads the file is the baseline.
-WAYS: tuple[Way, ...] = (
-    Way("torch-load", "torch.load", "torch_load", _TORCH),
-    Way("safetensors-clone", "load_file + clone", "safetensors_clone", _SAFE, _PACKAGE),
-    Way("safetensors-file", "load_file", "safetensors_file", _SAFE, _PACKAGE, reads=False),
-    Way("torch-build", "build + torch.load + load_state_dict", "torch_build", _TORCH),
-    Way("torch-assign", "torch.load + meta + assign", "torch_assign", _TORCH),
-    Way("torch-mmap", "torch.load(mmap=True) + meta + assign", "torch_mmap", _TORCH, reads=False),
-    Way("safetensors-model", "build + load_model", "safetensors_model", _SAFE, _PACKAGE),
-    Way("torchlift-mmap", 'torchlift.load(source="mmap")', "torchlift_mmap", reads=False),
-    Way("torchlift-read", 'torchlift.load(source="read")', "torchlift_read"),
-    Way("torchlift-bf16", "torchlift.load(dtype=bfloat16)", "torchlift_bf16", cast="bfloat16"),
-    Way("limit-read", "raw read into warm buffers", "limit_read"),
-    Way("limit-copy", "raw copy between warm buffers", "limit_copy"),
-)
+_WITHOUT_TORCH = ("limit-read", "limit-plain", "limit-copy")
+_FINALISTS = 4  # plain readers that go on after the first round, in which all of them take part
 
 
 @dataclass
@@ -79,6 +35,9 @@ class Result:
         added_file_backed: the same for page cache mapped, in bytes.
         digest: a checksum of what was loaded, see ``torchlift.bench.loading.digest``.
         error: why it failed, or "".
+        cached: bytes of the files that were in the page cache as each round began; nan where that
+            cannot be counted.
+        readers: the runs of each plain reader, by its name; what is above is the best one's.
     """
 
     way: Way
@@ -87,11 +46,19 @@ class Result:
     added_file_backed: list[float] = field(default_factory=list)
     digest: dict[str, str] = field(default_factory=dict)
     error: str = ""
+    cached: list[float] = field(default_factory=list)
+    readers: dict[str, Result] = field(default_factory=dict)
 
     @property
     def median(self) -> float:
         """Seconds of the middle round; nan when it failed."""
         return median(self.seconds) if self.seconds and not self.error else float("nan")
+
+    @property
+    def best_reader(self) -> str:
+        """Name of the plain reader with the lowest median of those that ran most often, or ""."""
+        runs = {name: run for name, run in self.readers.items() if not run.error}
+        return min(runs, key=lambda name: (-len(runs[name].seconds), runs[name].median), default="")
 
     def has_values_of(self, other: Result) -> bool:
         """Return whether both loaded the same values, cast if one of them casts."""
@@ -111,6 +78,10 @@ class Comparison:
         cold: whether the file's pages were dropped from the page cache before each run.
         baseline: name of the way that the others are compared with.
         results: name -> result, in the order of `torchlift.bench.WAYS`.
+        device: where the tensors were loaded to.
+        cast: dtype that all ways cast floating-point numbers to, or "".
+        machine: cores, memory in bytes, system, and versions of what was compared.
+        left_out: name -> why a way that was asked for took no part.
     """
 
     path: str
@@ -120,6 +91,10 @@ class Comparison:
     cold: bool
     baseline: str
     results: dict[str, Result]
+    device: str = "cpu"
+    cast: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def different(self) -> list[str]:
@@ -127,6 +102,11 @@ class Comparison:
         loaded = {n: r for n, r in self.results.items() if r.digest and not r.error}
         reference = loaded.get(self.baseline) or next(iter(loaded.values()), None)
         return [n for n, r in loaded.items() if reference and not r.has_values_of(reference)]
+
+    @property
+    def limit(self) -> float:
+        """Seconds of the best plain reader; nan where none was run."""
+        return self.results["limit-plain"].median if "limit-plain" in self.results else float("nan")
 
     def speedup(self, name: str) -> float:
         """Return how many times faster than the baseline it is; nan when one of the two failed."""
@@ -139,26 +119,45 @@ class Comparison:
 
     def _row(self, name: str) -> dict[str, Any]:
         result = self.results[name]
-        return {
+        row = {
             "summary": result.way.summary,
             "median_seconds": result.median,
             "seconds": result.seconds,
             "speedup": self.speedup(name),
-            "bytes_per_second": self.nbytes / result.median if result.way.reads else None,
+            "bytes_per_second": self._rate(result),
             "added_anonymous": result.added_anonymous,
             "added_file_backed": result.added_file_backed,
+            "cached": [None if n != n else n for n in result.cached],
             "error": result.error,
         }
+        readers = {reader: run.seconds for reader, run in result.readers.items()}
+        return row | ({"best_reader": result.best_reader, "readers": readers} if readers else {})
+
+    def _rate(self, result: Result) -> float | None:
+        """Return bytes per second, None of what is only mapped; casting or sending reads."""
+        reads = result.way.reads or self.cast or self.device != "cpu"
+        return self.nbytes / result.median if reads else None
 
     def __str__(self) -> str:
         rounds = max((len(result.seconds) for result in self.results.values()), default=0)
+        to = "" if self.device == "cpu" else f", to {self.device}"
+        to += f", cast to {self.cast}" if self.cast else ""
         lines = [
-            f"{self.path}: {self.format}, {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB; "
+            f"{self.path}: {self.format}, {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB{to}; "
             f"{'cold' if self.cold else 'warm'} page cache, {rounds} rounds",
-            f"{'way':<39}{'median s':>10}{'best s':>9}{'speed':>8}{'MB/s':>8}  peak anonymous",
+            f"{'way':<39}{'median s':>10}{'lowest - highest':>18}{'speed':>8}{'MB/s':>8}"
+            "  peak anonymous",
         ]
         lines += [self._line(name) for name in self.results]
         lines.append(f"speed: medians compared with {self.results[self.baseline].way.summary}")
+        if "limit-plain" in self.results:
+            lines.append(f"plain reader: the best was {self.results['limit-plain'].best_reader}")
+        lines.append(self._cache_line())
+        if self.left_out:
+            reasons = dict.fromkeys(self.left_out.values(), "")
+            for name, why in self.left_out.items():
+                reasons[why] += f", {name}" if reasons[why] else name
+            lines += [f"left out, since {why}: {names}" for why, names in reasons.items()]
         if self.different:
             lines.append(f"different values loaded by: {', '.join(self.different)}")
         else:
@@ -169,12 +168,23 @@ class Comparison:
         result = self.results[name]
         if result.error:
             return f"{result.way.summary:<40}  failed: {result.error}"
-        rate = f"{self.nbytes / 1e6 / result.median:.0f}" if result.way.reads else "mapped"
+        found = self._rate(result)
+        rate = f"{found / 1e6:.0f}" if found else "mapped"
+        spread = f"{min(result.seconds):.4f} - {max(result.seconds):.4f}"
         return (
-            f"{result.way.summary:<39}{result.median:>10.4f}{min(result.seconds):>9.4f}"
+            f"{result.way.summary:<39}{result.median:>10.4f}{spread:>18}"
             f"{_times(self.speedup(name)):>8}{rate:>8}"
             f"{max(result.added_anonymous) / 2**20:>12.1f} MiB"
         )
+
+    def _cache_line(self) -> str:
+        """Say what was in the page cache as the runs began, and how that was brought about."""
+        how = "fsync and posix_fadvise(DONTNEED)" if self.cold else "a read of all files"
+        counted = [n for result in self.results.values() for n in result.cached if n == n]
+        if not counted:
+            return f"page cache: after {how}; what was in it then could not be counted"
+        least, most = min(counted) / 1e6, max(counted) / 1e6
+        return f"page cache: after {how}, {least:.1f} to {most:.1f} MB of the files were in it"
 
 
 def _times(speed: float) -> str:
@@ -189,6 +199,9 @@ def compare(
     baseline: str | None = None,
     repeat: int = 5,
     cold: bool = False,
+    cast: str = "",
+    device: str = "cpu",
+    peers: bool = False,
     timeout: float = 600.0,
     on_run: Callable[[Result, int], object] | None = None,
 ) -> Comparison:
@@ -206,6 +219,9 @@ def compare(
         repeat: number of rounds.
         cold: drop the file from the page cache before each run (Linux); otherwise it is read once
             beforehand, so that every run finds it there.
+        cast: dtype that every way casts floating-point numbers to, such as ``"bfloat16"``.
+        device: where every way loads to, such as ``"cuda"``.
+        peers: take other libraries' ways too, those that are installed.
         timeout: seconds per run.
         on_run: called with the result so far and the round after every run.
 
@@ -228,66 +244,134 @@ def compare(
     if repeat < 1:
         raise ValueError(f"repeat must be at least 1, not {repeat}")
     index = read_index(path)
-    ways = _select(index.format, only, baseline)
+    kind = _kind(index)
+    ways = _select(kind, only, baseline, peers, device, cast)
+    names = {way.name for way in ways}
+    left_out = {
+        way.name: way.obstacle(kind, device, cast)
+        for way in WAYS
+        if peers and only is None and way.peer and way.name not in names
+    }
     if not cold:
         _warm(index)
     results = {way.name: Result(way) for way in ways}
-    for turn in range(repeat):
-        for result in results.values():
-            if not result.error:
-                _run(result, os.fspath(path), root, cold, timeout)
-                if on_run is not None:
-                    on_run(result, turn)
-    reference = baseline or ways[0].name
-    tensors, nbytes = len(index.entries), index.nbytes
-    return Comparison(index.path, index.format, tensors, nbytes, cold, reference, results)
+    files = tuple(index.files)
+    with tempfile.TemporaryDirectory(prefix="torchlift-bench-", dir=_near(index.path)) as scratch:
+        task = Task(os.fspath(path), root, files, index.nbytes, scratch, cold, device, cast)
+        for turn in range(repeat):
+            for result in results.values():
+                if not result.error:
+                    _run(result, task, timeout)
+                    if on_run is not None:
+                        on_run(result, turn)
+    return Comparison(
+        index.path,
+        index.format,
+        len(index.entries),
+        index.nbytes,
+        cold,
+        baseline or ways[0].name,
+        results,
+        device,
+        cast,
+        machine.describe(["torch", *sorted({way.package for way in ways} - {""})]),
+        left_out,
+    )
 
 
-def _select(format: str, only: Iterable[str] | None, baseline: str | None) -> list[Way]:
+def _kind(index: Index) -> str:
+    """Return the format, of shards that are torch files ``"sharded-torch"``."""
+    safe = all(name.endswith(".safetensors") for name in index.files)
+    return index.format if index.format != "sharded" or safe else "sharded-torch"
+
+
+def _near(path: str) -> str | None:
+    """Return the folder beside a checkpoint where one may write there: it is on the same disk."""
+    folder = os.path.dirname(os.path.abspath(path))
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _select(
+    format: str,
+    only: Iterable[str] | None,
+    baseline: str | None,
+    peers: bool,
+    device: str,
+    cast: str,
+) -> list[Way]:
     """Return the ways that are named, or all that can read the format."""
     known = {way.name: way for way in WAYS}
     if only is None:
-        only = [way.name for way in WAYS if way.supports(format)]
+        fits = [way for way in WAYS if not way.obstacle(format, device, cast)]
+        only = [way.name for way in fits if peers or not way.peer]
     names = [*only, *([baseline] if baseline else [])]
     for name in names:
         if name not in known:
             raise ValueError(f"there is no way called {name!r}; there are {', '.join(known)}")
-        if not known[name].supports(format):
-            reads, package = " or ".join(known[name].formats), known[name].package
-            needs = f" with the package {package} installed" if package else ""
-            raise ValueError(f"{name} cannot read a {format} checkpoint: it reads {reads}{needs}")
+        why = known[name].obstacle(format, device, cast)
+        if why:
+            raise ValueError(f"{name} cannot read a {format} checkpoint here: {why}")
     if not names:
         raise ValueError("there is nothing to compare: no way was asked for")
     return [way for way in WAYS if way.name in names]
 
 
-def _run(result: Result, path: str, root: str | None, cold: bool, timeout: float) -> None:
-    way = result.way
-    args = (path, root, way.function, way.package, cold)
+def _run(result: Result, task: Task, timeout: float) -> None:
+    """Run a way once; of the plain readers all in the first round, then those that were fastest."""
+    if result.way.function != "limit_plain":
+        _run_once(result, task, timeout)
+        return
+    runs = result.readers
+    names = {machine.name_of(reader): reader for reader in machine.PLAIN_READERS}
+    fastest = sorted(runs, key=lambda name: (-len(runs[name].seconds), runs[name].median))
+    for name in fastest[:_FINALISTS] or names:
+        run = runs.setdefault(name, Result(result.way))
+        _run_once(run, task, timeout, names[name])
+    best = runs.get(result.best_reader)
+    if best is None:
+        result.error = next(run.error for run in runs.values())
+        return
+    result.seconds, result.cached = best.seconds, best.cached
+    result.added_anonymous, result.added_file_backed = best.added_anonymous, best.added_file_backed
+
+
+def _run_once(result: Result, task: Task, timeout: float, *how: object) -> None:
+    """Run a way in a child and take down what it took, or why it failed."""
     try:
-        seconds, anonymous, mapped, digest = in_child(_load, *args, timeout=timeout).value
+        measured = in_child(_measure, result.way, task, *how, timeout=timeout).value
     except ChildError as error:
         result.error = _reason(str(error))
         return
-    result.seconds.append(seconds)
-    result.added_anonymous.append(anonymous)
-    result.added_file_backed.append(mapped)
-    result.digest = digest
+    result.digest = measured.pop("digest")
+    for name, number in measured.items():
+        getattr(result, name).append(number)
 
 
-def _load(
-    path: str, root: str | None, function: str, package: str, cold: bool
-) -> tuple[float, float, float, dict[str, str]]:
-    """Load in one way, in the child; return seconds, anonymous and mapped bytes, the digest."""
-    from torchlift.bench import loading
+def _measure(way: Way, task: Task, *how: object) -> dict[str, Any]:
+    """Load in one way, in the child; return what a `Result` keeps of a round."""
+    files: Sequence[str] = task.files
+    digest: Callable[[Any], dict[str, str]] | None = None
+    if way.name in _WITHOUT_TORCH:
+        run = machine.prepare(way.function, files, task.nbytes)
+    else:
+        from torchlift.bench import loading
 
-    job = loading.prepare(path, root, function, package, cold)
-    way = getattr(loading, function)
+        job = loading.prepare(way, task)
+        run, files, digest = partial(loading.run, way, job), job.files, loading.digest
+    if task.cold:
+        machine.drop_pages(files)
+    cached = machine.cached_bytes(files)
     with memory(sampler="process") as use:
         start = time.perf_counter()
-        state = way(job)
+        state = run(*how)
         seconds = time.perf_counter() - start
-    return seconds, use.added_anonymous, use.added_file_backed, loading.digest(state)
+    return {
+        "seconds": seconds,
+        "added_anonymous": use.added_anonymous,
+        "added_file_backed": use.added_file_backed,
+        "cached": cached,
+        "digest": digest(state) if digest else {},
+    }
 
 
 def _reason(text: str) -> str:

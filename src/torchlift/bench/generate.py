@@ -15,7 +15,7 @@ from torch import nn
 from torchlift.formats import Stored, safetensors_layout
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")  # what `Tensor.normal_` fills
-_SHIFT = 4096  # bytes from one tensor's random numbers to the next one's
+_SHIFT = 4096  # bytes at most from one tensor's random numbers to the next one's
 
 
 class Stack(nn.Module):
@@ -95,15 +95,16 @@ def make_checkpoint(
     width = 1 << (math.isqrt(numel).bit_length() - 1)
     rows = numel // width
     size = rows * width * kind.itemsize
+    shift = min(_SHIFT, size)  # of small tensors no more is made than they have
     with tempfile.TemporaryFile() as file:
-        file.truncate(size + tensors * _SHIFT)
+        file.truncate(size + tensors * shift)
         block = memoryview(mmap.mmap(file.fileno(), 0))
         torch.frombuffer(block, dtype=kind).normal_(
             std=0.02, generator=torch.Generator().manual_seed(seed)
         )
         keys = [f"layers.{i}.weight" for i in range(tensors)]
         shapes = {key: (width, rows) if i % 2 else (rows, width) for i, key in enumerate(keys)}
-        areas = {key: block[i * _SHIFT :][:size] for i, key in enumerate(keys)}
+        areas = {key: block[i * shift :][:size] for i, key in enumerate(keys)}
         try:
             if format == "safetensors":
                 stored = [Stored(key, dtype, shape) for key, shape in shapes.items()]

@@ -6,11 +6,9 @@ import gc
 import hashlib
 import importlib
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,11 +19,13 @@ from torchlift._skeleton import skeleton
 from torchlift._system import leaves
 from torchlift.formats import TensorEntry
 
+if TYPE_CHECKING:
+    from torchlift.bench.ways import Task, Way
+
 State = nn.Module | Mapping[str, torch.Tensor]
 
 _SAMPLES = 8  # elements per tensor that a checksum looks at: one page each of a mapped tensor
-_READ = 8 << 20  # bytes per read of the reading limit
-_AREA = 256 << 20  # bytes per buffer of the copying limit: far above any cache
+_AREA = 256 << 20  # bytes of pinned memory that is copied from
 
 
 class Tree(nn.Module):
@@ -65,22 +65,34 @@ class Job:
         has_objects: whether there are leaves that are not tensors.
         files: the files that hold the tensors.
         nbytes: bytes of unique storage.
-        buffers: memory for the limits, filled in by `prepare`.
+        device: where the tensors are loaded to.
+        dtype: what floating-point numbers are cast to, or None.
+        scratch: a folder for what a library wants beside the file.
+        buffers: pinned memory and the device's own, where a limit copies between them.
     """
 
-    def __init__(self, path: str, root: str | None) -> None:
-        self.path = path
-        self.root = root
-        with open_checkpoint(path, root=root) as ckpt:
+    def __init__(self, task: Task) -> None:
+        self.path, self.root, self.nbytes = task.path, task.root, task.nbytes
+        self.device, self.scratch = torch.device(task.device), task.scratch
+        self.dtype: torch.dtype | None = getattr(torch, task.cast) if task.cast else None
+        with open_checkpoint(task.path, root=task.root) as ckpt:
             self.entries = list(ckpt.entries.values())
             self.has_objects = bool(ckpt.objects)
-            self.nbytes = ckpt.nbytes
         self.files = sorted({chunk.file for entry in self.entries for chunk in entry.chunks})
-        self.buffers: list[bytearray] = []
+        self.buffers: list[torch.Tensor] = []
 
     def build(self) -> Tree:
-        """Build the model; on meta inside ``with torch.device("meta")``."""
-        return Tree(self.entries)
+        """Build the model as it will be; on meta inside ``with torch.device("meta")``."""
+        return Tree(self.entries).to(self.dtype)
+
+    def build_on_meta(self) -> Tree:
+        """Build the model without memory."""
+        with torch.device("meta"):
+            return self.build()
+
+    def place(self, tensor: torch.Tensor, copy: bool = False) -> torch.Tensor:
+        """Return the tensor in the dtype and on the device that were asked for."""
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None, copy=copy)
 
     def select(self, loaded: Any) -> dict[str, torch.Tensor]:
         """Return the tensors under the root of what `torch.load` returned, containers flattened."""
@@ -93,104 +105,130 @@ class Job:
         }
 
 
-def prepare(path: str, root: str | None, function: str, package: str, cold: bool) -> Job:
-    """Do everything that is not part of loading: imports, the model's shapes, a cold cache.
-
-    Args:
-        path: the checkpoint.
-        root: container to load from, or None.
-        function: name of the way's function in this module.
-        package: the package that it needs, or "".
-        cold: drop the files' pages from the page cache.
-
-    Returns:
-        the job for the way's function.
-    """
-    if package:
-        importlib.import_module(f"{package}.torch")
-    job = Job(path, root)
-    # The limits use memory whose pages exist already.
-    if function == "limit_copy":
-        size = min(_AREA, max(job.nbytes, 1))
-        job.buffers = [bytearray(b"\1") * size for _ in range(2)]
-    elif function == "limit_read":
-        job.buffers = [bytearray(b"\1") * _READ for _ in range(os.cpu_count() or 1)]
+def prepare(way: Way, task: Task) -> Job:
+    """Do everything that is not part of loading: imports, the model's shapes, the device."""
+    job = Job(task)
+    if way.package:
+        importlib.import_module(_IMPORTS.get(way.package, way.package))
+    if way.name == "tensorizer":
+        _write_tensorizer(job)
+    if way.name == "limit-pinned":
+        job.buffers = [torch.ones(_AREA, dtype=torch.uint8, pin_memory=True)]
+        job.buffers.append(job.buffers[0].to(job.device))
+    if job.device.type != "cpu":
+        torch.ones(1, device=job.device).add_(1)  # starting a device takes a second
+        torch.accelerator.synchronize()
     # Importing torch leaves a full garbage collection due: 50 ms that would fall on whichever way
     # allocates the next few hundred objects, which is several times what mapping a file takes.
     gc.collect()
-    if cold:
-        drop_pages(job.files)
     return job
 
 
-def drop_pages(files: Sequence[str]) -> None:
-    """Ask the kernel to forget the files' cached pages.
-
-    Raises:
-        OSError: the operating system has no way to do it.
-    """
-    if not hasattr(os, "posix_fadvise"):
-        raise OSError("this operating system cannot drop a file's pages; leave out --cold")
-    for file in files:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # pages not yet written cannot be dropped
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+#: What is imported of a package before the clock starts, if not its top.
+_IMPORTS = {"safetensors": "safetensors.torch", "transformers": "transformers.modeling_utils"}
 
 
-def torch_load(job: Job, mmap: bool = False) -> dict[str, torch.Tensor]:
+def run(way: Way, job: Job) -> State | None:
+    """Load, and wait for the device."""
+    function: Callable[[Job], State | None] = globals()[way.function]
+    state = function(job)
+    if job.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return state
+
+
+def _torch_files(job: Job, mmap: bool = False) -> dict[str, torch.Tensor]:
+    """Load all tensors of all files, as they are there."""
+    found: dict[str, torch.Tensor] = {}
+    for path in job.files:
+        device = "cpu" if mmap else job.device
+        found |= job.select(torch.load(path, map_location=device, weights_only=True, mmap=mmap))
+    return found
+
+
+def torch_load(job: Job) -> dict[str, torch.Tensor]:
     """Load all tensors, nothing else."""
-    return job.select(torch.load(job.path, map_location="cpu", weights_only=True, mmap=mmap))
+    return {key: job.place(tensor) for key, tensor in _torch_files(job).items()}
+
+
+def torch_mmap_clone(job: Job) -> dict[str, torch.Tensor]:
+    """Map the file, and copy every tensor out of it."""
+    return {key: job.place(tensor, copy=True) for key, tensor in _torch_files(job, True).items()}
 
 
 def torch_build(job: Job) -> State:
     """Load as most code does: a model with random weights, a dict, a copy between the two."""
-    model = job.build()
-    model.load_state_dict(torch_load(job))
-    return model
-
-
-def torch_assign(job: Job, mmap: bool = False) -> State:
-    """Make the dict's tensors those of the model: no random weights and no copy."""
-    with torch.device("meta"):
+    with job.device:
         model = job.build()
-    model.load_state_dict(torch_load(job, mmap), assign=True)
+    model.load_state_dict(_torch_files(job))
     return model
 
 
-#: Makes views of the mapped file the tensors of the model: nothing is read or copied.
-torch_mmap = partial(torch_assign, mmap=True)
+def torch_assign(job: Job) -> State:
+    """Make the dict's tensors those of the model: no random weights and no copy."""
+    model = job.build_on_meta()
+    model.load_state_dict(torch_load(job), assign=True)
+    return model
+
+
+def torch_mmap(job: Job) -> State:
+    """Make views of the mapped file the tensors of the model: nothing is read or copied."""
+    model = job.build_on_meta()
+    model.load_state_dict(_torch_files(job, mmap=True), assign=True)
+    return model
+
+
+def torch_dcp(job: Job) -> State:
+    """Read a folder of torch's distributed checkpoints into tensors that are made for it."""
+    import torch.distributed.checkpoint as dcp
+
+    state = {
+        entry.key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=job.device)
+        for entry in job.entries
+    }
+    dcp.load(state, checkpoint_id=job.path, no_dist=True)  # type: ignore[attr-defined]
+    return {key: job.place(tensor) for key, tensor in state.items()}
+
+
+def _safetensors_files(job: Job, backend: str = "mmap") -> dict[str, torch.Tensor]:
+    """Load all tensors of all files."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for path in job.files:
+        found |= load_file(path, device=str(job.device), backend=backend)
+    return found
+
+
+#: Maps all tensors: they are views of the file (safetensors 0.8 on Linux).
+safetensors_file = _safetensors_files
 
 
 def safetensors_clone(job: Job) -> State:
     """Load all tensors into memory that the process owns, as `torch.load` does."""
-    return {key: tensor.clone() for key, tensor in safetensors_file(job).items()}
+    mapped = job.device.type == "cpu"
+    return {key: job.place(tensor, mapped) for key, tensor in _safetensors_files(job).items()}
 
 
-def safetensors_file(job: Job) -> dict[str, torch.Tensor]:
-    """Map all tensors: they are views of the file (safetensors 0.8 on Linux)."""
-    from safetensors.torch import load_file
-
-    return load_file(job.path)
+def safetensors_pread(job: Job) -> State:
+    """Read every tensor by a call of its own."""
+    return {key: job.place(tensor) for key, tensor in _safetensors_files(job, "pread").items()}
 
 
 def safetensors_model(job: Job) -> State:
     """Build a model with random weights, and copy into it."""
-    from safetensors.torch import load_model
-
-    model = job.build()
-    load_model(model, job.path)
+    with job.device:
+        model = job.build()
+    model.load_state_dict(_safetensors_files(job))  # what load_model does, of all files
     return model
 
 
 def _torchlift(job: Job, **options: Any) -> State:
     """Load a skeleton."""
-    model = skeleton(job.build)
+    model = skeleton(Tree, job.entries)
     # What is no tensor (a step, a learning rate) has no place in the model made up from the file.
-    strict = not job.has_objects
-    load(model, job.path, root=job.root, strict=strict, **options)
+    options = {"dtype": job.dtype, "device": job.device, **options}
+    load(model, job.path, root=job.root, strict=not job.has_objects, **options)
     return model
 
 
@@ -202,23 +240,98 @@ torchlift_read = partial(_torchlift, source="read")
 torchlift_bf16 = partial(_torchlift, dtype=torch.bfloat16)
 
 
-def limit_read(job: Job) -> None:
-    """Read the files with one thread per CPU into small buffers whose pages exist already."""
-    for name in job.files:
-        with open(name, "rb", buffering=0) as file, ThreadPoolExecutor(len(job.buffers)) as pool:
-            read = partial(os.preadv, file.fileno())
-            buffers = ([buffer] for buffer in cycle(job.buffers))
-            list(pool.map(read, buffers, range(0, os.path.getsize(name), _READ)))
+# ---- other libraries, as their own pages say to call them
 
 
-def limit_copy(job: Job) -> None:
-    """Copy as many bytes between two buffers that no cache holds, with torch's threads."""
-    source, destination = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in job.buffers)
-    left = job.nbytes
-    while left > 0:
-        size = min(left, source.numel())
-        destination[:size].copy_(source[:size])
-        left -= size
+def accelerate_model(job: Job) -> State:
+    """Load into a model on meta; accelerate maps what stays on the CPU as it is."""
+    from accelerate import load_checkpoint_in_model
+
+    model = job.build_on_meta()
+    load_checkpoint_in_model(model, job.path, {"": str(job.device)}, dtype=job.dtype)
+    return model
+
+
+def transformers_model(job: Job) -> State:
+    """Load a model of transformers whose modules are those of the file."""
+    transformers: Any = importlib.import_module("transformers")
+
+    class Model(transformers.PreTrainedModel):  # type: ignore[misc]
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self._modules.update(job.build()._modules)
+            self.post_init()
+
+        def _init_weights(self, module: nn.Module) -> None:
+            """Leave what is loaded as it is."""
+
+    folder, link = job.path, os.path.join(job.scratch, "model.safetensors")
+    if not os.path.isdir(folder):
+        folder = job.scratch
+        if not os.path.exists(link):
+            os.symlink(os.path.abspath(job.path), link)
+    config, place = transformers.PretrainedConfig(), {"": str(job.device)}
+    dtype = job.dtype or "auto"
+    model: nn.Module = Model.from_pretrained(folder, config=config, device_map=place, dtype=dtype)
+    return model
+
+
+def runai(job: Job) -> State:
+    """Stream all files; each tensor is a part of a buffer that is used again."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(job.files)
+        return {key: job.place(tensor, copy=True) for key, tensor in streamer.get_tensors()}
+
+
+def fastsafetensors(job: Job) -> State:
+    """Read all files to the device; the tensors are parts of one buffer, which they keep."""
+    from fastsafetensors import fastsafe_open
+
+    options = {"device": str(job.device), "nogds": job.device.type != "cuda"}
+    with fastsafe_open(job.files, **options) as opened:
+        names: list[str] = opened.keys()  # it cannot be iterated over itself
+        return {key: job.place(opened.get_tensor(key)) for key in names}
+
+
+def instanttensor(job: Job) -> State:
+    """Read all files to a GPU."""
+    from instanttensor import safe_open
+
+    with safe_open(job.files, framework="pt", device=job.device) as opened:
+        return {key: job.place(tensor) for key, tensor in opened.tensors()}
+
+
+def _write_tensorizer(job: Job) -> None:
+    """Write the tensors in its own format, once, and have that be what is read."""
+    from tensorizer import TensorSerializer
+
+    path = os.path.join(job.scratch, "model.tensors")
+    if not os.path.exists(path):
+        with open_checkpoint(job.path, root=job.root) as ckpt:
+            serializer = TensorSerializer(path)
+            serializer.write_state_dict(ckpt.state_dict())
+            serializer.close()
+    job.files = [path]
+
+
+def tensorizer(job: Job) -> State:
+    """Read a file of tensorizer's own."""
+    from tensorizer import TensorDeserializer
+
+    with TensorDeserializer(job.files[0], device=job.device, dtype=job.dtype) as tensors:
+        return dict(tensors)
+
+
+def limit_pinned(job: Job) -> None:
+    """Copy as many bytes from pinned memory to the device as the tensors have."""
+    source, destination = job.buffers
+    for start in range(0, job.nbytes, _AREA):
+        size = min(_AREA, job.nbytes - start)
+        destination[:size].copy_(source[:size], non_blocking=True)
 
 
 def digest(state: State | None) -> dict[str, str]:

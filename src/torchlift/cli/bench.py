@@ -6,13 +6,17 @@ import argparse
 import os
 import sys
 import tempfile
-from typing import Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
 
 from torchlift._system import parse_size, printable
-from torchlift.bench import WAYS, Comparison, Result, compare
+from torchlift.bench import WAYS, Comparison, Result, compare, figure_of
 from torchlift.cli import UsageError
 from torchlift.cli.output import report
 from torchlift.measure import ChildError, in_child
+
+if TYPE_CHECKING:
+    from torchlift.bench import Growth
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("path", metavar="FILE", nargs="?", help="a checkpoint file or directory")
     what.add_argument("--generate", metavar="SIZE", help="make a temporary one, such as 2GiB")
+    what.add_argument(
+        "--grow",
+        metavar="WHAT[=N,N]",
+        help="how the cost grows with the number of tensors, modules or shards",
+    )
     parser.add_argument(
         "--format", choices=["torch-zip", "safetensors"], help="of the generated one"
     )
@@ -34,25 +43,72 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cold", action="store_true", help="drop the file from the page cache before each run"
     )
+    parser.add_argument(
+        "--cast",
+        choices=["bfloat16", "float16", "float32"],
+        nargs="?",
+        const="bfloat16",
+        default="",
+        help="every way casts floating-point numbers to it (default: bfloat16)",
+    )
+    parser.add_argument("--device", metavar="DEV", default="cpu", help="where to, such as cuda")
+    parser.add_argument(
+        "--peers", action="store_true", help="other libraries too, those that are installed"
+    )
+    parser.add_argument("--plot", metavar="OUT", help="draw a chart: a file .png, .svg or .pdf")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; 1 when a way failed or loaded other values."""
     if args.format and args.generate is None:
         raise UsageError("--format needs --generate: a file has the format it has")
+    _check_plot(args.plot)
+    failed = False
     try:
-        if args.generate is None:
-            comparison = _compare(args, args.path)
+        if args.grow is not None:
+            found: Comparison | Growth = _grow(args)
+        elif args.generate is None:
+            found = _compare(args, args.path)
         else:
             with tempfile.TemporaryDirectory(prefix="torchlift-bench-") as folder:
-                path = os.path.join(folder, "generated.ckpt")
+                suffix = ".safetensors" if args.format == "safetensors" else ".pt"
+                path = os.path.join(folder, f"generated{suffix}")
                 _generate(path, parse_size(args.generate), args.format or "torch-zip")
-                comparison = _compare(args, path)
+                found = _compare(args, path)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    report(args, str(comparison), comparison.to_dict())
-    failed = any(result.error for result in comparison.results.values())
-    return 1 if failed or comparison.different else 0
+    report(args, str(found), found.to_dict())
+    if args.plot:
+        figure_of(found.to_dict()).savefig(args.plot, dpi=200)
+    if isinstance(found, Comparison):
+        failed = any(result.error for result in found.results.values()) or bool(found.different)
+    return 1 if failed else 0
+
+
+def _check_plot(path: str | None) -> None:
+    """Refuse a picture that could not be written, before anything is measured."""
+    if path is None:
+        return
+    if not path.endswith((".png", ".svg", ".pdf")):
+        raise UsageError(f"--plot {path!r}: expected a file .png, .svg or .pdf")
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed")
+
+
+def _grow(args: argparse.Namespace) -> Growth:
+    from torchlift.bench import grow
+
+    what, _, sizes = args.grow.partition("=")
+    try:
+        numbers = [int(size) for size in sizes.split(",")] if sizes else None
+    except ValueError:
+        raise UsageError(f"--grow {args.grow!r}: expected numbers, as in {what}=100,1000") from None
+    return grow(what, sizes=numbers, repeat=args.repeat, on_run=_say)
+
+
+def _say(line: str) -> None:
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)
 
 
 def _generate(path: str, nbytes: int, format: Literal["torch-zip", "safetensors"]) -> None:
@@ -77,10 +133,13 @@ def _compare(args: argparse.Namespace, path: str) -> Comparison:
         baseline=args.baseline,
         repeat=args.repeat,
         cold=args.cold,
-        on_run=_progress if sys.stderr.isatty() else None,
+        cast=args.cast,
+        device=args.device,
+        peers=args.peers,
+        on_run=_progress,
     )
 
 
 def _progress(result: Result, turn: int) -> None:
     outcome = result.error or f"{result.seconds[-1]:.4f} s"
-    print(f"round {turn + 1}: {result.way.summary}: {printable(outcome)}", file=sys.stderr)
+    _say(f"round {turn + 1}: {result.way.summary}: {printable(outcome)}")

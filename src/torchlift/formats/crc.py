@@ -44,7 +44,7 @@ class PartialCrc:
             self._register, self._at = 0, offset
         gap = offset - self._at
         register = _past_zeros(self._register, gap) if self._register else 0
-        self._register = summed([data], register)
+        self._register = register_of([data], register)
         self._at = offset + len(data)
 
     def add_sum(self, stop: int, value: int) -> None:
@@ -56,7 +56,7 @@ class PartialCrc:
         return self._total ^ _past_zeros(self._register, self._nbytes - self._at)
 
 
-def summed(blocks: Iterable[bytes | memoryview], register: int = 0) -> int:
+def register_of(blocks: Iterable[bytes | memoryview], register: int = 0) -> int:
     """Return the register after blocks that lie one behind the other, from what it was before."""
     for block in blocks:
         # zlib inverts the register before and after; zeros in front of a message would count then.

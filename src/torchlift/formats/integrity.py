@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.errors import FormatError, IntegrityError
-from torchlift.formats.crc import PartialCrc, summed, whole_crc
+from torchlift.formats.crc import PartialCrc, register_of, whole_crc
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import Index, Record, Storage
 from torchlift.formats.source import Source, errors_name
@@ -26,7 +26,7 @@ _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cach
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
 
 
-#: Returns the register of a CRC-32 after blocks of bytes, as `torchlift.formats.summed` does.
+#: Returns the register of a CRC-32 after blocks of bytes, as `torchlift.formats.register_of` does.
 Sum = Callable[[Iterable[memoryview]], int]
 #: What has a checksum, by name: storages, and other records of archives.
 Checksums = tuple[Mapping[str, Storage], Mapping[str, Storage]]
@@ -258,7 +258,7 @@ class RangeSums:
         sum: how blocks are summed up.
     """
 
-    def __init__(self, sum: Sum = summed) -> None:
+    def __init__(self, sum: Sum = register_of) -> None:
         self.sum = sum
         self._known: list[tuple[str, int, int, int]] = []
 

@@ -1,0 +1,159 @@
+"""
+How fast can a checkpoint load? Loaders against the limits of the machine
+=========================================================================
+
+torch.load takes seconds, and you cannot tell whether that is slow. What could your machine do at
+best, which way of loading comes near to it, and where does the rest go?
+
+At best it is one copy of the bytes, and you can measure that: `torchlift.bench.compare` holds every
+way to load a file against the limits of the machine that it runs on.
+"""
+
+# %%
+# In short
+# --------
+
+import tempfile
+
+from torchlift.bench import compare, make_checkpoint
+
+path = tempfile.mkdtemp() + "/model.pt"
+make_checkpoint(path, nbytes=64 << 20)
+ways = ["torch-load", "torchlift-read", "limit-copy"]
+comparison = compare(path, only=ways, repeat=1)
+for result in comparison.results.values():
+    print(f"{result.way.summary:<30} {result.median:.4f} s")
+
+# %%
+# Each line is a run in a process of its own, imports not included. On the command line it is
+# ``torchlift bench model.pt``, on a file of yours; with ``--peers`` all loaders that you have
+# installed take part.
+#
+# What no loader can avoid
+# ------------------------
+#
+# Whoever brings weights into memory pays for four things. Each has a speed that you can measure
+# without any loader.
+#
+# **The copy.** The bytes of a file that was read lately are in the page cache, which is memory. To
+# own them you copy them. No reading is faster than copying from memory to memory: this is the last
+# line above.
+#
+# **New memory.** Memory that you ask for is not there until you touch it. At the first touch of
+# each page of 4 KiB the processor stops, the kernel finds a page and fills it with zeros. That is a
+# page fault, and one for each page is often more work than the copy itself.
+
+import mmap
+import resource
+import time
+
+MIB = 2**20
+SIZE = 64 * MIB
+
+
+def count_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def touch_each_page(area):
+    start, before = time.perf_counter(), count_faults()
+    for at in range(0, SIZE, mmap.PAGESIZE):
+        area[at] = 1
+    return count_faults() - before, time.perf_counter() - start
+
+
+area = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE)
+if hasattr(mmap, "MADV_NOHUGEPAGE"):
+    area.madvise(mmap.MADV_NOHUGEPAGE)
+for turn in "first", "second":
+    faults, seconds = touch_each_page(area)
+    print(f"{turn} touch of 64 MiB: ~{faults:,} page faults in {seconds:.4f} s")
+    if turn == "first":
+        assert faults >= SIZE / mmap.PAGESIZE
+assert faults < 100, "the second touch finds all pages"
+
+# %%
+# Huge pages of 2 MiB make 32 faults of 16,384. torchlift asks for them, times each, and leaves them
+# alone where the machine is slow to give any.
+#
+# **The disk.** Bytes that are not in the page cache come from the disk, which answers many requests
+# at once faster than one after the other. Drop the file from the cache, and read it:
+
+cold = compare(path, only=["limit-read"], repeat=1, cold=True)
+(read,) = cold.results.values()
+print(f"read from the disk, into memory that is there: {read.median:.4f} s")
+print(f"in the page cache as the clock began: ~{read.cached[0] / MIB:.0f} MiB")
+
+# %%
+# **The bus.** To a GPU the bytes go over a bus, fastest from *pinned* memory, which the kernel may
+# not move. ``torchlift bench FILE --device cuda`` measures it; there is none where this page was
+# made.
+#
+# Proof: each way against the limits
+# ----------------------------------
+#
+# Now the loaders, in turns, beside the best reader that does nothing but read: 4 to 32 threads,
+# through the page cache or past it, into huge pages or small ones, sixteen in all. The best of them
+# is what a loop in C would reach on this machine today.
+
+ways = ["torch-build", "torch-load", "torch-mmap-clone", "torchlift-read"]
+comparison = compare(path, only=[*ways, "limit-plain", "limit-copy"], repeat=2)
+for result in comparison.results.values():
+    lowest, highest = min(result.seconds), max(result.seconds)
+    times = f"{result.median:.4f} s ({lowest:.4f} s to {highest:.4f} s)"
+    print(f"{result.way.summary:<38} {times}")
+
+copies = {
+    name: max(comparison.results[name].added_anonymous) / SIZE for name in ways
+}
+assert comparison.different == [], "every way has loaded the same values"
+assert 1.9 < copies["torch-build"] < 2.2
+assert all(0.9 < copies[name] < 1.4 for name in ways[1:])
+
+# %%
+
+import matplotlib.pyplot as plt
+
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots()
+for name, color in zip(ways, ("C0", "C0", "C3", "C2"), strict=True):
+    result = comparison.results[name]
+    low, high = min(result.seconds), max(result.seconds)
+    spread = [[result.median - low], [high - result.median]]
+    label = result.way.summary.replace(" + ", " +\n", 1)
+    axes.barh(label, result.median, xerr=spread, color=color, capsize=3)
+for name, look in ("limit-plain", "--"), ("limit-copy", ":"):
+    result = comparison.results[name]
+    label = {"limit-plain": "best plain reader", "limit-copy": "memcpy"}[name]
+    axes.axvline(result.median, color="black", linestyle=look, label=label)
+axes.invert_yaxis()
+axes.tick_params(axis="y", labelsize=10, length=0)
+axes.set(xlim=(0, None), xlabel="time to load 64 MiB (s)")
+figure.legend(loc="outside upper right", ncols=2)
+plt.show()
+
+# %%
+# *Seconds to load a file of 64 MiB that is in the page cache, the median of each way with its
+# lowest and highest run. The dotted line is a copy of as many bytes in memory, the dashed one the
+# best reader that does nothing else. A model that is built first, and overwritten, costs several
+# times what the others do; these are within a few times of the plain reader.*
+#
+# Of a file this small, much of each bar is not its bytes. The guide has the same chart of two
+# gigabytes, warm and cold, beside other libraries: *Performance*.
+#
+# Remember
+# --------
+#
+# - The floor is a copy, the page faults of new memory, and on a cold file the disk.
+# - Building a model and copying over it costs more than all reading. It is the first thing to drop.
+# - Compare medians of fresh processes, in one state of the page cache, and beside a limit: a number
+#   alone says nothing.
+#
+# Use this when
+# -------------
+#
+# - **You wonder whether loading could be faster:** `torchlift.bench.compare` on your file, or
+#   ``torchlift bench``.
+# - **You do not need the bytes at once:** *Mapped or read? What mmap=True puts off, and what it
+#   saves*.
+# - **The time goes into building:** `torchlift.skeleton`.
