@@ -445,8 +445,8 @@ class MappedViews:
         storage = self.index.storage_of(entry)
         if storage is None:
             return self._box(entry, chunk, dtype)
-        if not entry.encoding and (first := self._first(entry, storage, dtype)) is not None:
-            return first
+        if not entry.encoding and (alone := self._first(entry, storage, dtype)) is not None:
+            return alone
         base = self._base(entry, storage, dtype)
         first = (chunk.offset - storage.offset) // dtype.itemsize
         # set_ on a new tensor instead of view().as_strided(): storage sizes need not be a

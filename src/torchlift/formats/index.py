@@ -306,9 +306,11 @@ class Records(Mapping[str, _Record], Generic[_Row, _Record]):
         return self._made
 
     def items(self) -> ItemsView[str, _Record]:
+        """Return all of it, as of a dict."""
         return self._all().items()
 
     def values(self) -> ValuesView[_Record]:
+        """Return all records."""
         return self._all().values()
 
     def __contains__(self, key: object) -> bool:
