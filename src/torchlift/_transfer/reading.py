@@ -64,8 +64,8 @@ def read(
         advance: called with a number of bytes as they arrive, from the calling thread.
         stages: memory of an earlier call to stage in, to which this one adds what it needs more;
             None: all of it is given back at the end.
-        seen: called by the threads that read with a file, the first byte and bytes that lie there;
-            not with all of them.
+        seen: called by the threads that read with a file, the first and the end of some bytes of
+            it, and what yields them as they arrive; not for all of them.
 
     Raises:
         IntegrityError: a read failed, came back short, or the file has changed. Destinations then
@@ -183,15 +183,34 @@ def _fetch(
     """Fill the stage, or the destinations of the job's requests, from the file, and show it."""
     if job.cold:
         _fetch_cold(job, file, stage, pages, seen)
-        return
-    _fill(job, file.descriptor, stage, pages)
-    for start, end, request in job.slices:
-        if seen is None or request.rows > 1:  # what lies between rows was not read
-            continue
-        filled, first = request.destination, request.offset
-        if stage is not None:
-            filled, first = stage, job.offset
-        seen(job.file, start, _buffer(filled, start - first, end - start))
+    elif seen is None or job.slices[0][2].rows > 1:  # what lies between rows is not read
+        _fill(job, file.descriptor, stage, pages)
+    elif len(job.slices) == 1:
+        seen(job.file, job.offset, job.end, _in_blocks(job, file.descriptor, stage, pages))
+    else:
+        _fill(job, file.descriptor, stage, pages)
+        for start, end, request in job.slices:
+            seen(job.file, start, end, [_shown(job, stage, request, start, end)])
+
+
+def _in_blocks(
+    job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages
+) -> Iterator[memoryview]:
+    """Fill what a job of one slice is for; yield it in blocks that are still in the cache."""
+    request = job.slices[0][2]
+    for start in range(job.offset, job.end, _SHOWN):
+        end = min(start + _SHOWN, job.end)
+        block = replace(job, offset=start, end=end, slices=[(start, end, request)])
+        into = None if stage is None else stage[start - job.offset :]
+        _fill(block, descriptor, into, pages)
+        yield _shown(block, into, request, start, end)
+
+
+def _shown(
+    job: Job, stage: torch.Tensor | None, request: Request, start: int, end: int
+) -> memoryview:
+    filled, first = (request.destination, request.offset) if stage is None else (stage, job.offset)
+    return _buffer(filled, start - first, end - start)
 
 
 def _fetch_cold(
@@ -229,7 +248,7 @@ def _arrived(job: Job, file: OpenFile, start: int, end: int, seen: Seen | None) 
     if seen is not None:
         for first, last, _ in job.slices:
             first, last = max(first, start), min(last, end)
-            seen(job.file, first, _buffer(arrived, first - start, last - first))
+            seen(job.file, first, last, [_buffer(arrived, first - start, last - first)])
     return arrived
 
 
@@ -401,8 +420,11 @@ def _buffer(tensor: torch.Tensor, start: int, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr() + start)).cast("B")
 
 
-#: Called with a file, an offset in it, and the bytes that lie there.
-Seen = Callable[[str, int, memoryview], object]
+#: Called with a file, the first and the end of some bytes of it, and what yields them.
+Seen = Callable[[str, int, int, Iterable[memoryview]], object]
+#: Bytes of a block that is shown at a time, huge pages of which are not divided. Of 2.1 GB with
+#: their checksums: 0.46 s with 1, 2 and 4 MiB, 0.49 with all of a job.
+_SHOWN = 2 << 20
 _MAX_BUFFERS = 512  # below the kernel's limit of 1024 buffers in one preadv
 _WORTH_A_REQUEST = 4096  # bytes
 _MAX_GAP = 4096  # padding between two small tensors that is cheaper to read than to skip
