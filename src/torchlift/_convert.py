@@ -44,6 +44,7 @@ from torchlift._save import (
     from_files,
     memory_of,
     stored_as,
+    unchanged,
     untied,
 )
 from torchlift._sources import (
@@ -56,7 +57,7 @@ from torchlift._sources import (
     tensor_of,
     tensors_in,
 )
-from torchlift._system import map_leaves, printable
+from torchlift._system import collection_paused, map_leaves, printable
 from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
 from torchlift.formats import (
     Index,
@@ -170,6 +171,9 @@ def convert(
         raise ValueError("dtype='model': a conversion has no model; expected the name of a dtype")
     target = Target.of(dst, format, max_shard_size)
     with ExitStack() as stack:
+        planning = stack.enter_context(ExitStack())
+        if transform is None:  # which may make cycles of large tensors
+            planning.enter_context(collection_paused())
         # Of one checkpoint all is opened, so that what the root leaves out is seen.
         given: Sequence[Any] = src if isinstance(src, (list, tuple)) else [src]
         alone = len(given) == 1 and not is_state(given[0])
@@ -221,10 +225,12 @@ def convert(
                 if key not in dropped
             }
             dropped |= left.keys()
-        results = _Results(ckpt, tensors_in(layers), transform, becomes, target, stack)
+        memory = tensors_in(layers)
+        results = _Results(ckpt, memory, transform, becomes, target, stack)
+        replaces = results.of if transform is not None or memory else None
         if verify and not dry_run and transform is not None:
             require_intact(checkpoints)  # before their values are somebody's
-        taken, values = from_files(ckpt, target, becomes, dropped, results.of, containers)
+        taken, values = from_files(ckpt, target, becomes, dropped, replaces, containers)
         lost |= {} if transform is None else _untied(ckpt.entries, taken.tensors)
         if verify and not dry_run and transform is None:
             # What is written as it is gets compared on the way: it is not read twice.
@@ -241,11 +247,11 @@ def convert(
             lost["(metadata)"] = f"the format has no place for {', '.join(sorted(metadata))}"
 
         def check() -> None:
-            for file, stamp in ckpt._index.files.items():
-                stamp.check(file)
+            unchanged(ckpt)
             # Somebody may have made it in the meantime.
             _check_apart(whole, target, overwrite)
 
+        planning.close()
         return finish(
             target,
             taken,

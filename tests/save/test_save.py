@@ -7,6 +7,7 @@ import os
 import random
 import warnings
 from collections import OrderedDict, defaultdict
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchlift
+from torchlift._checkpoint import checkpoint
+from torchlift._save import values
+from torchlift._transfer import Files
 from torchlift.errors import FormatError, IntegrityError, PlacementError
 
 #: format -> the name to save under.
@@ -65,6 +69,83 @@ def theirs(path: Path, format: str, like: dict[str, torch.Tensor]) -> dict[str, 
         warnings.simplefilter("ignore")  # that there is no process group
         dcp.load(found, checkpoint_id=path)
     return found
+
+
+class Calls:
+    """How often functions of the system were called, and with how many bytes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *names: str) -> None:
+        self.sizes: dict[str, list[int]] = {name: [] for name in names}
+        for name in names:
+            patch.setattr(os, name, partial(self._noted, name, getattr(os, name)))
+
+    def _noted(self, name: str, call: Any, descriptor: int, data: Any, *rest: Any) -> Any:
+        self.sizes[name].append(sum(map(len, data)) if name == "preadv" else len(data))
+        return call(descriptor, data, *rest)
+
+
+@each_format
+@pytest.mark.parametrize("checksum", [True, False])
+def test_small_tensors_are_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, checksum: bool
+) -> None:
+    """A call of the system for 128 KiB of them, with what the format has in between."""
+    state = {f"layer.{at}.weight": torch.full((256,), float(at)) for at in range(1000)}
+    state["large"] = torch.arange(100_000)
+    path = tmp_path / NAMES[format]
+    with monkeypatch.context() as patch:
+        calls = Calls(patch, "pwrite")
+        report = torchlift.save(state, path, format=format, checksum=checksum)
+    nbytes = sum(os.path.getsize(file) for file in report.files)
+    assert sum(calls.sizes["pwrite"]) <= nbytes + 500  # and a journal; nothing is written twice
+    assert len(calls.sizes["pwrite"]) < nbytes / (128 << 10) + 12
+    found = theirs(path, format, state)
+    assert all(same_bits(found[key], value) for key, value in state.items())
+    assert torchlift.verify(path).ok
+
+
+@pytest.mark.parametrize("names", [("x.pt", "y.safetensors"), ("x.safetensors", "y.pt")])
+def test_of_small_tensors_each_is_read_by_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
+) -> None:
+    """To convert them and to compare them, without a map: what is cut off meanwhile is an error."""
+    src, dst = (tmp_path / name for name in names)
+    state = {f"layer.{at}.weight": torch.full((256,), float(at)) for at in range(500)}
+    torchlift.save(state, src)
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "mapped", None)
+        calls = Calls(patch, "preadv", "pwrite")
+        torchlift.convert(src, dst, dtype="bfloat16")
+        assert calls.sizes["preadv"].count(1024) == 500
+        assert len(calls.sizes["pwrite"]) < 12
+        torchlift.convert(src, dst, overwrite=True)
+        calls.sizes["preadv"].clear()
+        assert torchlift.diff(src, dst).equal
+        assert calls.sizes["preadv"] == [1024] * 1000
+    before = dst.read_bytes()
+    with torchlift.open(src) as ckpt:
+        os.truncate(src, os.path.getsize(src) - 2000)
+        with pytest.raises(IntegrityError, match="the file changed after it was opened"):
+            torchlift.save(ckpt, dst)
+    assert dst.read_bytes() == before
+
+
+def test_a_checkpoint_that_changes_while_it_is_saved_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its tensors are small, and each is read by one call."""
+    torchlift.save({str(at): torch.ones(8) for at in range(9)}, tmp_path / "x.pt")
+    with torchlift.open(tmp_path / "x.pt") as ckpt, monkeypatch.context() as patch:
+        pwrite = os.pwrite
+
+        def disturbed(*arguments: Any) -> int:
+            os.utime(tmp_path / "x.pt", (1, 1))
+            return pwrite(*arguments)
+
+        patch.setattr(os, "pwrite", disturbed)
+        with pytest.raises(IntegrityError, match="the file changed after it was opened"):
+            torchlift.save(ckpt, tmp_path / "y.safetensors")
+    assert os.listdir(tmp_path) == ["x.pt"]
 
 
 @each_format
@@ -169,12 +250,26 @@ def alike(a: Any, b: Any) -> bool:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @settings(max_examples=60, deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@pytest.mark.parametrize("few", [-1, 64 << 10], ids=["in blocks", "at once"])
 @given(way=ways())
 def test_a_state_comes_through_any_two_formats(
-    tmp_path_factory: pytest.TempPathFactory, way: tuple[dict[str, Any], bool, tuple[str, str]]
+    tmp_path_factory: pytest.TempPathFactory,
+    few: int,
+    way: tuple[dict[str, Any], bool, tuple[str, str]],
 ) -> None:
     """Whatever its dtypes, shapes, layouts, ties and containers; what is lost is in the report."""
-    state, is_old, formats = way
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values, "FEW", few)
+        patch.setattr(checkpoint, "FEW", few)
+        _comes_through(tmp_path_factory, *way)
+
+
+def _comes_through(
+    tmp_path_factory: pytest.TempPathFactory,
+    state: dict[str, Any],
+    is_old: bool,
+    formats: tuple[str, str],
+) -> None:
     path = tmp_path_factory.mktemp("x") / "first.pt"
     if is_old:
         torch.save(state, path, _use_new_zipfile_serialization=False)

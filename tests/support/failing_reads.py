@@ -1,9 +1,18 @@
-"""Reads that fail, for tests of what a load leaves behind then."""
+"""Files opened as a checkpoint's are, and reads of them that fail, for tests of the transfer."""
 
 from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
+
+from torchlift._transfer import Files
+from torchlift.formats import FileStamp
+
+
+def opened(*paths: Path) -> Files:
+    """Files with the stamps that they have now."""
+    return Files({str(path): FileStamp.of(str(path)) for path in paths})
 
 
 def failing(error: BaseException, nth: int):

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from failing_reads import failing, readers
+from failing_reads import failing, opened, readers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchlift._transfer import Files, Request, read
 from torchlift._transfer import reading as transfer
 from torchlift.errors import IntegrityError
-from torchlift.formats import FileStamp
 
 CONTENT = bytes(random.Random(0).randbytes(3000))
 
@@ -29,17 +28,6 @@ def files(tmp_path_factory) -> Files:
     (folder / "a").write_bytes(CONTENT)
     (folder / "b").write_bytes(CONTENT[::-1])
     return opened(folder / "a", folder / "b")
-
-
-def opened(*paths: Path) -> Files:
-    """Files with the stamps that they have now."""
-    stamps = {}
-    for path in paths:
-        now = path.stat()
-        stamps[str(path)] = FileStamp(
-            now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino, now.st_ctime_ns
-        )
-    return Files(stamps)
 
 
 def request(file: str, offset: int, nbytes: int) -> Request:

@@ -6,11 +6,13 @@ import os
 import stat
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from zlib import crc32
 
 import pytest
 
 from torchlift._transfer import write
-from torchlift._transfer.write import AtomicFile, NotDurable, remove_debris, write_at
+from torchlift._transfer.write import AtomicFile, NotDurable, Runs, remove_debris, write_at
+from torchlift.formats import PartialCrc, whole_crc
 
 
 def test_it_appears_under_its_name_when_it_is_committed(tmp_path: Path) -> None:
@@ -228,3 +230,32 @@ def test_a_folder_one_may_not_write_to_and_a_folder_in_the_way_are_errors() -> N
         finally:
             os.seteuid(user)
         assert os.listdir(folder) == []
+
+
+def test_neighbours_are_written_by_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of at most 128 KiB, or until one is not next to the others; what is large goes alone."""
+    calls: list[tuple[int, int]] = []
+    pwrite = os.pwrite
+
+    def noting(descriptor: int, data: bytes, offset: int) -> int:
+        calls.append((offset, len(data)))
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", noting)
+    with open(tmp_path / "x", "w+b") as file:
+        to, crc = Runs(file.fileno()), PartialCrc(4)
+        to.add(0, b"ab")
+        to.add(2, bytearray(b"c"))
+        to.add(10, b"d")
+        to.write(4, [(1, memoryview(b"fgh")), (0, memoryview(b"e"))], crc)
+        to.add(11, b"z" * (128 << 10))
+        to.add(11 + (128 << 10), b"y")
+        assert calls == [(0, 3), (5, 3), (4, 1), (10, 1), (11, 128 << 10)]
+        to.flush()
+        to.flush()
+        assert calls[5:] == [(11 + (128 << 10), 1)]
+        assert to.nbytes == (128 << 10) + 9
+    assert (tmp_path / "x").read_bytes()[:12] == b"abc\0efgh\0\0dz"
+    assert whole_crc(4, [crc.value()]) == crc32(b"efgh")

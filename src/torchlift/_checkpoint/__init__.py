@@ -1,5 +1,6 @@
 """`open`, `Checkpoint` and `diff`: an index as a lazy mapping of tensors; knows no models."""
 
+from torchlift._checkpoint.checkpoint import FEW as FEW
 from torchlift._checkpoint.checkpoint import Checkpoint as Checkpoint
 from torchlift._checkpoint.checkpoint import MappedViews as MappedViews
 from torchlift._checkpoint.checkpoint import dtype_of as dtype_of

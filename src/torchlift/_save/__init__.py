@@ -24,6 +24,7 @@ from torchlift._save.saving import from_files as from_files
 from torchlift._save.saving import require_savable as require_savable
 from torchlift._save.saving import savable_names as savable_names
 from torchlift._save.saving import save as save
+from torchlift._save.saving import unchanged as unchanged
 from torchlift._save.values import Becomes as Becomes
 from torchlift._save.values import Taken as Taken
 from torchlift._save.values import Value as Value

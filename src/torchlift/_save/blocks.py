@@ -55,6 +55,14 @@ def memory_of(values: torch.Tensor) -> memoryview:
     return memoryview(data).cast("B")
 
 
+def few_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:
+    """Return the bytes of a small tensor in row-major order, wherever it is and however it lies."""
+    is_plain = tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == dtype
+    if not is_plain or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg().to("cpu", dtype).contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
 def tensor_blocks(
     tensor: torch.Tensor, dtype: torch.dtype, work: Workspace
 ) -> Iterator[tuple[tuple[Span, ...], memoryview]]:

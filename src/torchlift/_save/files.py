@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import chain
 from typing import NamedTuple
 from zlib import crc32
 
@@ -27,11 +28,10 @@ from torchlift._transfer import (
     LockedFile,
     NotDurable,
     NotRemoved,
+    Runs,
     SetKind,
     make_durable,
-    start_writeback,
     write_at,
-    write_runs,
 )
 from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError, PlacementError
 from torchlift.formats import (
@@ -47,6 +47,7 @@ from torchlift.formats import (
     is_index,
     safetensors_layout,
     shards_of,
+    sum_of,
     torch_zip_layout,
     whole_crc,
 )
@@ -72,8 +73,8 @@ class Output:
         files: name -> its sections; of one file its own name.
         content: names that the files have got -> what the head says; None: there is no such head.
         kind: of the head, where there is one.
-        owners: name -> the number of the rank that alone writes the file; empty where all write all
-            of them.
+        owners: name -> the number of the process that alone writes the file, among those that save;
+            empty where all write all of them.
         replaces: paths of older heads that are superseded: readers would go on to take them.
         tied: key -> the key that holds its values.
         untied: key -> the key that is the same tensor, and in the files has values of its own.
@@ -555,10 +556,11 @@ def write_files(output: Output, begun: Begun, number: int, advance: Advance) -> 
             is_here = output.owners.get(name, number) == number
             if is_here:
                 file.open(path, os.O_WRONLY)
-            sums = write_sections(file.descriptor, sections, go_on)  # of others' it compares all
-            if is_here and output.owners:
+            alone = is_here and bool(output.owners)
+            # Of others' it compares all.
+            sums = write_sections(file.descriptor, sections, go_on, alone=alone)
+            if alone:
                 os.truncate(file.descriptor, end_of(sections))
-                write_frames(file.descriptor, sections, [sums])
             if is_here:
                 os.fsync(file.descriptor)
         total.crcs.extend(sums.crcs)
@@ -568,51 +570,82 @@ def write_files(output: Output, begun: Begun, number: int, advance: Advance) -> 
     return total
 
 
-def write_sections(descriptor: int, sections: Sequence[Section], advance: Advance) -> Sums:
+def write_sections(
+    descriptor: int, sections: Sequence[Section], advance: Advance, *, alone: bool
+) -> Sums:
     """Write what this process has of the tensors of a file, and sum it up where sums are needed.
+
+    Args:
+        descriptor: of the file.
+        sections: of it.
+        advance: called with a number of bytes as they are read.
+        alone: whether no other process writes to the file. Then what is not weights is written,
+            too, in one pass from the first byte to the last.
 
     Raises:
         IntegrityError: what a file holds is not what it records the checksum of.
         OSError: it cannot be written.
     """
-    nbytes, begun, crcs, shares = 0, 0, array("I"), array("Q")
+    to, crcs, shares, framed, end = Runs(descriptor), array("I"), array("Q"), 0, 0
+    for section in sections:
+        base, layout, _ = section
+        found = _written(to, section, advance, crcs, shares)
+        if alone:
+            frame = layout.frame(found if layout.checked else (0 for _ in found))
+            for at, data in chain([(end - base, bytes(base - end))], frame):
+                to.add(base + at, data)
+                framed += len(data)
+            end = base + layout.nbytes
+        for _ in found:  # all, or those for whose sum nobody asked
+            pass
+    to.flush()
+    return Sums(to.nbytes - framed, crcs, shares)
+
+
+def _written(
+    to: Runs, section: Section, advance: Advance, crcs: array[int], shares: array[int]
+) -> Iterator[int]:
+    """Write one tensor after the other, note its sums, and yield the CRC-32 of what there is."""
     work = Workspace(_BLOCK)
-    for base, layout, values in sections:
-        for (stored, start), value in zip(layout.payloads, values, strict=True):
-            total, whole = PartialCrc(stored.nbytes), 0
-            summed = total if layout.checked or value.crc32 is not None else None
+    base, layout, values = section
+    for (stored, start), value in zip(layout.payloads, values, strict=True):
+        summed, whole, few = layout.checked or value.crc32 is not None, 0, value.few()
+        if few is not None:
+            to.add(base + start, few)
+            total = sum_of(few) if summed else 0
+            advance(len(few))
+        else:
+            crc = PartialCrc(stored.nbytes)
             for data, runs in value.runs(work):
                 if value.share:
                     whole = crc32(data, whole)
-                nbytes += write_runs(descriptor, base + start, runs, summed)
-                if nbytes - begun >= _BLOCK:
-                    start_writeback(descriptor)
-                    begun = nbytes
+                to.write(base + start, runs, crc if summed else None)
                 advance(len(data))
-            if value.crc32 is not None:
-                _compare(value, whole_crc(stored.nbytes, [total.value()]))
-            crcs.append(total.value())
-            shares.append((value.share << 32) + whole if value.share else 0)
-    return Sums(nbytes, crcs, shares)
+            total = crc.value()
+        found = whole_crc(stored.nbytes, (total,))
+        if value.crc32 is not None and value.crc32 != found:
+            raise _damaged(value, found)
+        crcs.append(total)
+        shares.append((value.share << 32) + whole if value.share else 0)
+        yield found
 
 
-def _compare(value: Value, found: int) -> None:
-    """Refuse bytes of a file that are not those of which it records the checksum."""
-    if value.crc32 != found:
-        assert value.views is not None
-        assert value.crc32 is not None
-        raise IntegrityError(
-            "the checksum of its bytes is wrong",
-            file=value.views.index.path,
-            entry=value.key,
-            expected=f"crc32 {value.crc32:08x}",
-            found=f"crc32 {found:08x}",
-            hint=Hint(
-                "The file is damaged: fetch it again, or restore it from a copy; ",
-                Argument("verify", "False"),
-                " takes what is in it.",
-            ),
-        )
+def _damaged(value: Value, found: int) -> IntegrityError:
+    """Return the error of bytes of a file that are not those of which it records the checksum."""
+    assert value.views is not None
+    assert value.crc32 is not None
+    return IntegrityError(
+        "the checksum of its bytes is wrong",
+        file=value.views.index.path,
+        entry=value.key,
+        expected=f"crc32 {value.crc32:08x}",
+        found=f"crc32 {found:08x}",
+        hint=Hint(
+            "The file is damaged: fetch it again, or restore it from a copy; ",
+            Argument("verify", "False"),
+            " takes what is in it.",
+        ),
+    )
 
 
 def write_frames(descriptor: int, sections: Sequence[Section], written: Sequence[Sums]) -> None:

@@ -55,7 +55,7 @@ from torchlift.formats import Chunk, Leaf, Stored, TensorEntry, narrowed, row_ma
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Share(Value):
     """A tensor that several processes save, and what this one has of it.
 
@@ -134,6 +134,9 @@ class Share(Value):
                 found = runs(narrowed(part, [[span] for span in block]))
                 places = [(r.offset, view[r.at * size : (r.at + r.numel) * size]) for r in found]
             yield view, places
+
+    def few(self) -> None:
+        """Return nothing: what this process has of it comes in blocks."""
 
     @property
     def begins(self) -> bool:
@@ -371,6 +374,8 @@ class Mesh:
                 that the new ones are in place.
         """
         begun: Begun | None = None
+        if len(self.ranks) == 1:
+            output = replace(output, owners=dict.fromkeys(output.files, 0))
         with ExitStack() as stack:
 
             def begin() -> tuple[Files | None, Begun | None]:

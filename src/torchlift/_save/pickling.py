@@ -117,12 +117,19 @@ def is_array(value: Any) -> bool:
     return type(value) in kinds and value.dtype.kind in "biufcSU"
 
 
+def _text(value: str) -> str:
+    """Return the one object that all equal strings become."""
+    # Of one character, C code takes those that `chr` gives, whatever is interned.
+    return chr(ord(value)) if len(value) == 1 else sys.intern(value)
+
+
 def _canonical(value: Any, made: dict[int, Any]) -> Any:
     """Return plain data of which equal strings are one object, and no containers more than were."""
     kind = type(value)
+    if kind is Shared:
+        return value
     if kind is str:
-        # Of one character, C code takes those that `chr` gives, whatever is interned.
-        return chr(ord(value)) if len(value) == 1 else sys.intern(value)
+        return _text(value)
     if kind not in _CONTAINERS or kind is torch.Size:
         return _number(value)
     if id(value) in made:
@@ -154,7 +161,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, tensors: Sequence[Stored]) -> None:
         super().__init__(file, protocol=2)
         # One key object per storage: the pickle then writes it once.
-        keys = (_canonical(str(at), {}) for at in range(len(tensors)))
+        keys = map(_text, map(str, range(len(tensors))))
         self._storages = list(map(_Storage, keys, tensors))
 
     def persistent_id(self, obj: object) -> object:
@@ -167,12 +174,10 @@ class _Pickler(pickle.Pickler):
         return "storage", kind, obj.key, "cpu", numel
 
     def reducer_override(self, obj: object) -> Any:
-        if type(obj) is _Items:
-            return set, (obj.items,)
-        if type(obj) is Rebuilt:
-            return obj.function, obj.arguments
         if type(obj) is not Shared:
-            return NotImplemented
+            if type(obj) is _Items:
+                return set, (obj.items,)
+            return (obj.function, obj.arguments) if type(obj) is Rebuilt else NotImplemented
         storage = self._storages[obj.number]
         _, dtype, shape = storage.tensor
         stride = row_major(shape) if obj.shape is None else obj.stride

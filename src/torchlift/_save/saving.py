@@ -42,6 +42,7 @@ from torchlift._system import (
     Facts,
     Summary,
     clipped_list,
+    collection_paused,
     count_of,
     deliver_interrupt,
     human,
@@ -248,6 +249,7 @@ def save(
     texts: Mapping[str, str] = metadata if metadata is not None else {}
     mesh = Mesh(process_group, alone=is_alone)
 
+    @collection_paused()
     def prepare() -> tuple[tuple[Target, Taken, Sequence[Value]], None]:
         if hasattr(path, "write"):
             raise TypeError("ranks save together to a path: a file object is one process's own")
@@ -289,10 +291,12 @@ def save(
             }  # fmt: skip
             taken, values, texts, lost = mesh.merged(taken, texts, asked)
         elif not isinstance(obj, Checkpoint):
-            values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
+            with collection_paused():
+                values = [target.value_of(key, tensor) for key, tensor in taken.tensors.items()]
+        check = partial(unchanged, obj) if isinstance(obj, Checkpoint) else lambda: None
         return finish(
-            target, taken, values, metadata=texts, checksum=checksum, lost=lost, progress=progress,
-            mesh=mesh,
+            target, taken, values, metadata=texts, checksum=checksum, lost=lost, check=check,
+            progress=progress, mesh=mesh,
         )  # fmt: skip
 
 
@@ -586,12 +590,22 @@ def _savable(obj: object, path: str) -> tuple[Target, Taken, list[Value]]:
     return target, taken, [target.value_of(key, tensor) for key, tensor in tensors.items()]
 
 
+def unchanged(ckpt: Checkpoint) -> None:
+    """Refuse files of a checkpoint that are not those that were opened any more.
+
+    Raises:
+        IntegrityError: there is such a file.
+    """
+    for file, stamp in ckpt._index.files.items():
+        stamp.check(file)
+
+
 def from_files(
     ckpt: Checkpoint,
     target: Target,
     becomes: Becomes | None = None,
     dropped: Collection[str] = (),
-    made: Callable[[str, TensorEntry], torch.Tensor | None] = lambda key, entry: None,
+    made: Callable[[str, TensorEntry], torch.Tensor | None] | None = None,
     containers: Any = None,
 ) -> tuple[Taken, list[Value]]:
     """Take apart what a checkpoint's files hold; nothing of a tensor is read.
@@ -615,23 +629,25 @@ def from_files(
         error.hint = Hint("Leave it out: ", this, ".")
         raise error
     index, views = ckpt._index, ckpt._mapped()
-    leaves = {**index.entries, **index.objects}
-    kept_leaves = {key: value for key, value in leaves.items() if key not in dropped}
-    kept_leaves = gathered(kept_leaves, index.templates if index.tree is None else {})
-    tree: Any = versioned(kept_leaves, index.module_versions or None)
+    entries = dict(index.entries.items())
+    leaves = {**entries, **index.objects}
     if index.tree is not None:
-        tree = Tree(index, lambda entry: entry, ckpt._refusal, dropped).rebuild(None)
+        tree: Any = Tree(index, lambda entry: entry, ckpt._refusal, dropped).rebuild(None)
+    else:
+        kept_leaves = {key: value for key, value in leaves.items() if key not in dropped}
+        kept_leaves = gathered(kept_leaves, index.templates)
+        tree = versioned(kept_leaves, index.module_versions or None)
     plain = not target.only_tensors
     taken = take_apart(tree if containers is None else containers, plain=plain)
     if {*taken.tensors, *taken.objects} != leaves.keys() - set(dropped) and containers is not None:
         taken = take_apart(tree, plain=plain)
     # The containers and the keys of an index are two accounts of one content.
-    kept = index.entries.keys() - dropped
+    kept = entries.keys() - dropped
     assert taken.tensors.keys() == kept
     becomes = becomes or partial(dtype_of, path=index.path)
     values = []
     for key, entry in taken.tensors.items():
-        tensor = made(key, entry)
+        tensor = None if made is None else made(key, entry)
         if tensor is None:
             values.append(Value.of_entry(key, entry, views, becomes))
             continue
@@ -671,6 +687,7 @@ def finish(
     mesh = mesh or Mesh(alone=True)
     mesh.path = target.head
 
+    @collection_paused()
     def lay_out() -> Output:
         target.check_folder()
         return target.lay_out(taken, values, metadata or {}, checksum)
@@ -683,10 +700,12 @@ def finish(
             gone.setdefault(key or "(all)", what.value)
         elif format == "dcp" and what is Loss.TUPLE:
             gone[key or "(all)"] = f"{gone.get(key or '(all)', 'a tuple')}, which becomes a list"
-    if format != "torch-zip":
-        gone |= _versions_in(taken)
-    gone |= untied({**apart(values, output.shared), **output.untied})
-    keys, left_out = compacted(values)
+    with collection_paused():
+        if format != "torch-zip":
+            gone |= _versions_in(taken)
+        gone |= untied({**apart(values, output.shared), **output.untied})
+        keys, left_out = compacted(values)
+        cast = {v.key: (v.source_dtype, v.stored.dtype) for v in values if v.is_cast}
     folder = os.path.dirname(output.head)
     files = [os.path.join(folder, name) for name in output.files]
     files += [output.head] if output.content is not None else []
@@ -695,7 +714,6 @@ def finish(
         # An interrupt comes between two blocks, and never to what makes files or removes them.
         with uninterrupted(), progress_bar(progress and mesh.leads, total, "save") as advance:
             files = mesh.write(output, advance, check)
-    cast = {v.key: (v.source_dtype, v.stored.dtype) for v in values}
     return SaveReport(
         path=output.head if format != "dcp" else folder,
         format=format,
@@ -706,7 +724,7 @@ def finish(
         lost=gone,
         compacted=tuple(keys),
         left_out=left_out,
-        cast={key: (old, new) for key, (old, new) in cast.items() if old != new},
+        cast=cast,
         seconds=time.perf_counter() - start,
         written=mesh.written,
     )
@@ -714,6 +732,8 @@ def finish(
 
 def _versions_in(taken: Taken) -> dict[str, str]:
     """Return, under one key, which modules would take values without a version for old."""
+    if not _is_noted(taken.template):
+        return {}
     noted = flatten_state(taken.template, Containers((Leaf,))).versions
     versions = {path: version for path, told in noted.items() if (version := told.get("version"))}
     # Version 2 of BatchNorm says that there is this tensor, which its name says as well.
@@ -725,3 +745,11 @@ def _versions_in(taken: Taken) -> dict[str, str]:
     ]
     what = f"versions of modules, by which they know older values: {clipped_list(telling)}"
     return {"(versions)": what} if telling else {}
+
+
+def _is_noted(template: Any) -> bool:
+    """Return whether a container in a template has metadata of modules."""
+    if type(template) is Leaf or not isinstance(template, (dict, list, tuple)):
+        return False
+    inside = template.values() if isinstance(template, dict) else template
+    return hasattr(template, "_metadata") or any(map(_is_noted, inside))

@@ -17,10 +17,9 @@ from torchlift._transfer.write import AtomicSet as AtomicSet
 from torchlift._transfer.write import LockedFile as LockedFile
 from torchlift._transfer.write import NotDurable as NotDurable
 from torchlift._transfer.write import NotRemoved as NotRemoved
+from torchlift._transfer.write import Runs as Runs
 from torchlift._transfer.write import SetKind as SetKind
 from torchlift._transfer.write import is_there as is_there
 from torchlift._transfer.write import make_durable as make_durable
 from torchlift._transfer.write import remove_debris as remove_debris
-from torchlift._transfer.write import start_writeback as start_writeback
 from torchlift._transfer.write import write_at as write_at
-from torchlift._transfer.write import write_runs as write_runs

@@ -61,8 +61,10 @@ class Files:
         with self._lock:
             return self._checked(file)
 
-    def mapped(self, file: str, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes of `file` as a uint8 tensor over a private, writable, lazily read map.
+    def mapped(
+        self, file: str, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8
+    ) -> torch.Tensor:
+        """Bytes of `file` as a flat tensor over a private, writable, lazily read map.
 
         The tensor has a storage of its own, so that saving it does not save the whole file.
         Writing to it changes the process's memory, one page at a time, and never the file. The
@@ -75,7 +77,27 @@ class Files:
         if area is None:
             with self._lock:
                 area = self._maps.get(file) or self._mapped(file)
-        return torch.frombuffer(area, dtype=torch.uint8, count=nbytes, offset=offset)
+        return torch.frombuffer(area, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytearray:
+        """Return a few bytes of `file`, by one call of the system where it is open.
+
+        Unlike `descriptor`, it looks at the stamp when it opens the file, and not at each call.
+
+        Raises:
+            IntegrityError: they cannot be read, or the file is not the one that was indexed.
+        """
+        descriptor = self._descriptors.get(file)
+        if descriptor is None:
+            descriptor = self.descriptor(file)
+        data, at = bytearray(nbytes), 0
+        while at < nbytes:
+            with _failing("cannot be read", file, self._stamps[file]):
+                got = os.preadv(descriptor, [memoryview(data)[at:] if at else data], offset + at)
+            if not got:
+                raise IntegrityError("the file ends early", file=self._stamps[file].shown or file)
+            at += got
+        return data
 
     def inflated(self, file: str, record: Record) -> bytearray:
         """Return what a deflated record of `file` holds, in memory.

@@ -33,8 +33,9 @@ _BOUNCE = 1 << 20  # bytes on their way into small pages: they should stay in a 
 _WORTH_FILLING = 256 << 10  # less is written in place, at the price of its page faults
 
 #: Called with (start, length, buffer) to write bytes ``start`` to ``start + length`` of a range:
-#: into the buffer if there is one, else where they belong.
-Produce = Callable[[int, int, "torch.Tensor | None"], None]
+#: into the buffer if there is one, else where they belong. Where they lie in memory already, it
+#: returns their address instead.
+Produce = Callable[[int, int, "torch.Tensor | None"], "int | None"]
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -86,7 +87,9 @@ class Pages:
         if self._filler is not None:
             self._filler.close()
 
-    def write(self, address: int, nbytes: int, produce: Produce, exclusive: bool) -> None:
+    def write(
+        self, address: int, nbytes: int, produce: Produce, exclusive: bool, most: int = 0
+    ) -> None:
         """Have a range of the process's memory overwritten in the cheapest way.
 
         Another thread that looks at a page of fresh memory meanwhile waits until it is filled. Were
@@ -98,17 +101,16 @@ class Pages:
             produce: writes one part of it; called for one part after the other. Parts end at pages.
             exclusive: whether it is memory of `allocate` that nobody else knows of. Parts of it may
                 have been written to before. Any other memory is written in one part.
+            most: bytes of one part where `produce` returns addresses, at most.
         """
         if not exclusive:
             self._huge.back(address, nbytes)
-            produce(0, nbytes, None)
+            _put(address, 0, nbytes, produce, most)
             return
         for start, end, huge in self._runs(address, nbytes):
-            first, last = (start, start) if huge else self._fill(address, start, end, produce)
-            if first > start:
-                produce(start - address, first - start, None)
-            if end > last:
-                produce(last - address, end - last, None)
+            first, last = (start, start) if huge else self._fill(address, start, end, produce, most)
+            _put(address, start - address, first - start, produce, most)
+            _put(address, last - address, end - last, produce, most)
 
     def _runs(self, address: int, nbytes: int) -> Iterator[tuple[int, int, bool]]:
         """Divide a range into (start, end, whether huge pages are there)."""
@@ -121,21 +123,26 @@ class Pages:
         if stop > at:
             yield at, stop, False
 
-    def _fill(self, address: int, start: int, end: int, produce: Produce) -> tuple[int, int]:
+    def _fill(
+        self, address: int, start: int, end: int, produce: Produce, most: int
+    ) -> tuple[int, int]:
         """Write what is possible without faults; return where that starts and ends."""
         first, last = whole_pages(start, end - start)
         if self._filler is None or last - first < _WORTH_FILLING:
             return start, start
         try:
-            bounce = self._bounce()
+            bounce = None if most else self._bounce()
         except RuntimeError:  # no memory for it: what is filled in place needs none
             return start, start
         with self._filler.watching(first, last - first) as watched:
             at = first
             while watched and at < last:
-                length = min(_BOUNCE, last - at)
-                produce(at - address, length, bounce)
-                if not self._filler.copy(at, bounce.data_ptr(), length):
+                length = min(most // mmap.PAGESIZE * mmap.PAGESIZE or _BOUNCE, last - at)
+                source = produce(at - address, length, bounce)
+                if bounce is not None:
+                    source = bounce.data_ptr()
+                assert source is not None
+                if not self._filler.copy(at, source, length):
                     break
                 at += length
         return first, at
@@ -146,6 +153,14 @@ class Pages:
             self._own.bounce = torch.empty(_BOUNCE, dtype=torch.uint8, device="cpu")
         found: torch.Tensor = self._own.bounce
         return found
+
+
+def _put(address: int, first: int, nbytes: int, produce: Produce, most: int) -> None:
+    for start in range(first, first + nbytes, most or max(nbytes, 1)):
+        length = min(most or nbytes, first + nbytes - start)
+        source = produce(start, length, None)
+        if source is not None:
+            ctypes.memmove(address + start, source, length)
 
 
 class HugePages:

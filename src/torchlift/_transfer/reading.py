@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from torchlift._transfer.direct import DEPTH, MOST, OpenFile, OwnStage
 from torchlift._transfer.files import Files
 from torchlift._transfer.pages import Pages, allocate
 from torchlift._transfer.pinned import COUNT, STAGE, THREADS, Stages, pinned
@@ -33,6 +36,7 @@ BUDGET = 64 << 20
 BLOCK = 8 << 20
 # Times that of a large tensor at once: setting up fresh memory costs the same for any size.
 _WHOLE = 4
+_COLD = 16 << 20  # the same, where a disk is what takes long: all threads should end together
 _STAGES = 4  # staging buffers of BLOCK bytes each: half the budget, the rest is slack
 # Below torch's grain of 32,768 elements a copy is not split over torch's own threads. Every reader
 # would start a team of them, and on a busy machine these wait for each other: 2.1 GB cast to
@@ -77,49 +81,76 @@ def read(
         for direct in (True, False)
         for job in _jobs_of([request for request in todo if request.direct is direct], block)
     ]
-    descriptors = {file: files.descriptor(file) for file in {request.file for request in todo}}
-    report = advance or (lambda _: None)
+    asked: Counter[str] = Counter()
+    for request in todo:
+        asked[request.file] += request.nbytes
+    report, own = advance or (lambda _: None), OwnStage()
     free = [] if stages is None else stages
-    # One read alone is not worth setting up memory that CUDA can fetch from by itself.
-    fetched = len(jobs) > 1 and "cuda" in kinds
-    while len(free) < min(sum(job.staged for job in jobs), most):
-        # Not from the C library, which holds on to some of what is given back.
-        host = torch.device("cpu")
-        free.append(pinned(block) if fetched else allocate(block, torch.uint8, host))
-    with Pages(any(request.exclusive for request in todo)) as pages:
-        if len(jobs) == 1:  # on this thread: starting others takes longer than reading a little
-            (job,) = jobs
-            stage = free[0] if job.staged else None
-            _fetch(job, descriptors[job.file], stage, pages, seen)
-            _deliver(job, stage, pages)
-            report(job.asked)
-        elif jobs:
-            _read_parallel(jobs, descriptors, pages, report, Stages(free), seen)
-    return sum(request.nbytes for request in todo)
+    with ExitStack() as stack:
+        opened = {
+            file: stack.enter_context(OpenFile(file, files.descriptor(file), nbytes, own))
+            for file, nbytes in asked.items()
+        }
+        warm, cold = _by_place(jobs, opened)
+        # One read alone is not worth setting up memory that CUDA can fetch from by itself.
+        fetched = len(warm) + len(cold) > 1 and "cuda" in kinds
+        while len(free) < min(sum(job.staged for job in (*warm, *cold)), most):
+            # Not from the C library, which holds on to some of what is given back.
+            host = torch.device("cpu")
+            free.append(pinned(block) if fetched else allocate(block, torch.uint8, host))
+        pages = stack.enter_context(Pages(any(request.exclusive for request in todo)))
+        depth = (
+            DEPTH if kinds == {"cpu"} else DEPTH // 2
+        )  # beside the memory that devices fetch from
+        for some, threads in (cold, depth), (warm, THREADS):
+            if len(some) == 1:  # on this thread: starting others takes longer than reading a little
+                (job,) = some
+                stage = free[0] if job.staged else None
+                _fetch(job, opened[job.file], stage, pages, seen)
+                _deliver(job, stage, pages)
+                report(job.asked)
+            elif some:
+                _read_parallel(some, opened, pages, report, Stages(free), seen, threads)
+    return sum(asked.values())
+
+
+def _by_place(jobs: Iterable[Job], opened: Mapping[str, OpenFile]) -> tuple[list[Job], list[Job]]:
+    """Divide jobs into those of the page cache and those that the disk is asked for."""
+    warm: list[Job] = []
+    cold: list[Job] = []
+    for job in jobs:
+        # Of what lies between rows nothing is needed, and another rank may need it.
+        apart = job.slices[0][2].rows > 1
+        is_cold = not apart and opened[job.file].is_cold(job.offset, job.end - job.offset)
+        (cold if is_cold else warm).append(job)
+    share = sum(job.asked for job in cold) // DEPTH // MOST * MOST
+    most = min(max(share, MOST), _COLD)
+    return warm, [stage for job in cold for stage in _in_stages(job, most)]
 
 
 def _read_parallel(
     jobs: Sequence[Job],
-    descriptors: Mapping[str, int],
+    opened: Mapping[str, OpenFile],
     pages: Pages,
     report: Callable[[int], object],
     stages: Stages,
     seen: Seen | None,
+    threads: int,
 ) -> None:
     running: dict[Future[None], tuple[Job, torch.Tensor | None]] = {}
     waiting = iter(jobs)
     following: Job | None = next(waiting, None)
-    with ThreadPoolExecutor(min(THREADS, len(jobs)), "torchlift-read") as pool:
+    with ThreadPoolExecutor(min(threads, len(jobs)), "torchlift-read") as pool:
         try:
             while following is not None or running:
                 # Readers cast what stays on the host; what goes to a device is sent from here, so
                 # that it uses the caller's stream.
-                while following is not None and len(running) < 4 * THREADS:
+                while following is not None and len(running) < 4 * threads:
                     job, stage = following, stages.take() if following.staged else None
                     if job.staged and stage is None:
                         break
-                    descriptor = descriptors[job.file]
-                    future = pool.submit(_read_one, job, descriptor, stage, pages, seen)
+                    file = opened[job.file]
+                    future = pool.submit(_read_one, job, file, stage, pages, seen)
                     running[future] = (job, stage)
                     following = next(waiting, None)
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -138,19 +169,22 @@ def _read_parallel(
 
 
 def _read_one(
-    job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
+    job: Job, file: OpenFile, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
 ) -> None:
     """One job on a reader thread."""
-    _fetch(job, descriptor, stage, pages, seen)
+    _fetch(job, file, stage, pages, seen)
     if job.on_host:
         _deliver(job, stage, pages)
 
 
 def _fetch(
-    job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
+    job: Job, file: OpenFile, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
 ) -> None:
     """Fill the stage, or the destinations of the job's requests, from the file, and show it."""
-    _fill(job, descriptor, stage, pages)
+    if job.cold:
+        _fetch_cold(job, file, stage, pages, seen)
+        return
+    _fill(job, file.descriptor, stage, pages)
     for start, end, request in job.slices:
         if seen is None or request.rows > 1:  # what lies between rows was not read
             continue
@@ -158,6 +192,45 @@ def _fetch(
         if stage is not None:
             filled, first = stage, job.offset
         seen(job.file, start, _buffer(filled, start - first, end - start))
+
+
+def _fetch_cold(
+    job: Job, file: OpenFile, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
+) -> None:
+    """Read a job's range into this thread's own memory, and copy it from there."""
+    if len(job.slices) == 1 and job.slices[0][2].direct:
+        ((start, end, request),) = job.slices
+
+        def produce(first: int, length: int, _: torch.Tensor | None) -> int:
+            return _arrived(job, file, start + first, start + first + length, seen).data_ptr()
+
+        address = request.destination.data_ptr() + start - request.offset
+        pages.write(address, end - start, produce, request.exclusive, MOST)
+        return
+    arrived = _arrived(job, file, job.offset, job.end, seen)
+    if stage is None:
+        _deliver(job, arrived, pages)
+    else:
+        ctypes.memmove(stage.data_ptr(), arrived.data_ptr(), arrived.nbytes)
+
+
+def _arrived(job: Job, file: OpenFile, start: int, end: int, seen: Seen | None) -> torch.Tensor:
+    """Return bytes of a job's range, read into this thread's own memory, and show them."""
+    nbytes = end - start
+    try:
+        lead = file.read_direct(start, nbytes)
+    except OSError as error:
+        raise _failed(job, f"reading failed ({error.strerror})") from error
+    if lead is None:
+        lead = 0
+        _read_run(job, file.descriptor, [_buffer(file.own.memory, 0, nbytes)], start, end)
+        file.forget(start, nbytes)
+    arrived = file.own.memory[lead : lead + nbytes]
+    if seen is not None:
+        for first, last, _ in job.slices:
+            first, last = max(first, start), min(last, end)
+            seen(job.file, first, _buffer(arrived, first - start, last - first))
+    return arrived
 
 
 def _fill(job: Job, descriptor: int, stage: torch.Tensor | None, pages: Pages) -> None:
@@ -231,9 +304,15 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
     if stage is None:
         return
     for start, end, request in job.slices:
-        source = stage[start - job.offset : end - job.offset].view(request.dtype)
+        source = stage[start - job.offset : end - job.offset]
         first = (start - request.offset) // request.dtype.itemsize
-        target = request.destination[first : first + source.numel()]
+        target = request.destination[first:][: source.nbytes // request.dtype.itemsize]
+        if request.direct:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+            continue
+        if source.storage_offset() % request.dtype.itemsize:
+            source = source.clone()
+        source = source.view(request.dtype)
         if target.device.type == "cuda" and source.is_pinned():
             if source.dtype != target.dtype:
                 # torch would cast on the host, on this thread, into memory that is not pinned.
@@ -332,6 +411,8 @@ class Job:
     end: int
     #: (start in the file, end in the file, request); the end as if its rows followed each other
     slices: list[tuple[int, int, Request]] = field(default_factory=list)
+    #: whether a thread reads it into memory of its own
+    cold: bool = False
 
     @property
     def asked(self) -> int:
@@ -390,6 +471,27 @@ def _jobs_of_rows(request: Request, block: int) -> Iterator[Job]:
         else:
             end = start + (rows - 1) * request.step + row
             yield Job(request.file, start, not request.direct, end, [(start, start + nbytes, some)])
+
+
+def _in_stages(job: Job, most: int) -> Iterator[Job]:
+    """Make jobs of what the disk is asked for, each of which a thread's own memory holds.
+
+    What goes to one place as it is, a thread reads in parts: `most` bytes of it.
+    """
+    one: Job | None = None
+    if len(job.slices) > 1 or job.staged:
+        most = MOST
+    for first, stop, request in job.slices:
+        for start in range(first, stop, most):
+            end = min(start + most, stop)
+            if one is None or end - one.offset > most or _is_far(start - one.end, end - start):
+                if one is not None:
+                    yield one
+                one = Job(job.file, start, not job.on_host, end, cold=True)
+            one.slices.append((start, end, request))
+            one.end = end
+    if one is not None:
+        yield one
 
 
 def _joins(job: Job, request: Request, block: int) -> bool:

@@ -33,6 +33,7 @@ _CLIPPED = 180  # of a longer one, of which a hash follows
 #: of a virtual machine has to find first: 2 GiB with fsync took 1.5 s by 128 KiB, 6.3 s by 16 MiB.
 _BLOCK = 128 << 10
 _POLL = 0.01  # seconds
+_WRITEBACK = 16 << 20  # bytes
 _SYNC_FILE_RANGE_WRITE = 2  # start, and wait for nothing
 #: Bytes that take longer to sum up (0.6 ms) than a thread takes to start (0.1 ms).
 _WORTH_A_THREAD = 2 << 20
@@ -468,53 +469,87 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[done:], offset + done
 
 
-def start_writeback(descriptor: int) -> None:
-    """Let the disk begin with what was written to a file, so that an fsync has less to wait for.
+class Runs:
+    """What a process writes of a file: small neighbours together, and large runs as they come.
 
-    Called every 16 MiB: 2 GiB with fsync took 0.94 s instead of 1.43. Linux has a call for that.
+    100,000 tensors of 1 KB, and what is between them, took 200,000 calls of the system, and 0.9 s
+    more than 1,000 of 128 KiB.
+
+    Attributes:
+        nbytes: how many bytes came.
     """
-    everything = ctypes.c_int64(0)  # from the first byte, to the end
-    c_function("sync_file_range")(descriptor, everything, everything, _SYNC_FILE_RANGE_WRITE)
 
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.nbytes = self._begun = 0
+        self._start = self._end = 0  # of `_data` in the file
+        self._data: list[bytes | bytearray] = []
 
-def write_runs(
-    descriptor: int, start: int, runs: Iterable[tuple[int, memoryview]], crc: PartialCrc | None
-) -> int:
-    """Write runs of a payload's bytes, and sum them up.
+    def add(self, offset: int, data: bytes | bytearray) -> None:
+        """Take a few bytes, which nobody changes any more, to write them with their neighbours.
 
-    Args:
-        descriptor: of the file.
-        start: where the payload begins in it.
-        runs: (offset in the payload, bytes).
-        crc: the sum of the payload, where there is to be one.
+        Raises:
+            OSError: they cannot be written.
+        """
+        if offset != self._end or offset + len(data) - self._start > _BLOCK:
+            self.flush()
+            self._start = offset
+        self._data.append(data)
+        self._end = offset + len(data)
+        self._count(len(data))
 
-    Returns:
-        How many bytes they are.
+    def flush(self) -> None:
+        """Write what was taken.
 
-    Raises:
-        OSError: they cannot be written.
-    """
-    nbytes = 0
-    for offset, run in runs:
-        thread = None if crc is None else _started(crc, offset, run)
-        try:
-            write_at(descriptor, run, start + offset)
-        finally:
-            if thread is not None:
-                thread.join()
-        nbytes += len(run)
-    return nbytes
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._data:
+            data, self._data = b"".join(self._data), []
+            write_at(self._descriptor, data, self._start)
+
+    def write(
+        self, start: int, runs: Iterable[tuple[int, memoryview]], crc: PartialCrc | None
+    ) -> None:
+        """Write runs of a payload's bytes, and sum them up.
+
+        Args:
+            start: where the payload begins in the file.
+            runs: (offset in the payload, bytes).
+            crc: the sum of the payload, where there is to be one.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        for offset, run in runs:
+            thread = None if crc is None else _started(crc, offset, run)
+            try:
+                write_at(self._descriptor, run, start + offset)
+            finally:
+                if thread is not None:
+                    thread.join()
+            self._count(len(run))
+
+    def _count(self, nbytes: int) -> None:
+        """Let the disk begin with what was written, so that an fsync has less to wait for.
+
+        Every 16 MiB: 2 GiB with fsync took 0.94 s instead of 1.43. Linux has a call for that.
+        """
+        self.nbytes += nbytes
+        if self.nbytes - self._begun >= _WRITEBACK:
+            everything = ctypes.c_int64(0)  # from the first byte, to the end
+            call = c_function("sync_file_range")
+            call(self._descriptor, everything, everything, _SYNC_FILE_RANGE_WRITE)
+            self._begun = self.nbytes
 
 
 def _started(crc: PartialCrc, offset: int, run: memoryview) -> Thread | None:
     """Sum a run up, on another thread where that is worth it; return the thread."""
-    thread = Thread(target=crc.add, args=(offset, run), daemon=True)
-    try:
-        if len(run) >= _WORTH_A_THREAD:
+    if len(run) >= _WORTH_A_THREAD:
+        thread = Thread(target=crc.add, args=(offset, run), daemon=True)
+        with suppress(RuntimeError):  # no thread is to be had, as while Python shuts down
             thread.start()
             return thread
-    except RuntimeError:  # no thread is to be had, as while Python shuts down
-        pass
     crc.add(offset, run)
     return None
 

@@ -88,7 +88,7 @@ class _Written(NamedTuple):
     items: Mapping[MetadataIndex, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Planned(Share):
     """A tensor of which this rank has as many boxes as its plan says."""
 

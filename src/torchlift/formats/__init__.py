@@ -54,6 +54,7 @@ from torchlift.formats.index import TensorEntry as TensorEntry
 from torchlift.formats.index import allowed as allowed
 from torchlift.formats.index import allowing as allowing
 from torchlift.formats.index import ambiguity as ambiguity
+from torchlift.formats.index import is_row_major as is_row_major
 from torchlift.formats.index import left_out as left_out
 from torchlift.formats.index import matching as matching
 from torchlift.formats.index import of_model as of_model
@@ -101,6 +102,7 @@ from torchlift.formats.zip_archive import inflated as inflated
 
 if TYPE_CHECKING:
     from torchlift.formats.crc import PartialCrc as PartialCrc
+    from torchlift.formats.crc import sum_of as sum_of
     from torchlift.formats.crc import whole_crc as whole_crc
     from torchlift.formats.integrity import Checksums as Checksums
     from torchlift.formats.integrity import RangeSums as RangeSums
@@ -122,7 +124,7 @@ else:
     __getattr__ = lazy(
         __name__,
         {
-            "crc": "PartialCrc whole_crc",
+            "crc": "PartialCrc sum_of whole_crc",
             "integrity": "Checksums RangeSums VerifyReport checksums compared sums_of verify "
             "verify_index",
             "summary": "SORTS counted sorted_by to_html to_json to_table to_text",

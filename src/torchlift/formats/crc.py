@@ -57,6 +57,11 @@ class PartialCrc:
         return self._total ^ _past_zeros(self._register, self._nbytes - self._at)
 
 
+def sum_of(data: bytes | bytearray | memoryview) -> int:
+    """Return the sum of a whole payload, as `PartialCrc` has it."""
+    return zlib.crc32(data) ^ _ONES ^ _empty(len(data))
+
+
 def whole_crc(nbytes: int, sums: Iterable[int]) -> int:
     """Return the CRC-32 of a payload from the sums of all its writers."""
     register = _empty(nbytes)

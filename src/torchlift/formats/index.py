@@ -11,11 +11,20 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from torchlift._system import clipped_list, printable
 from torchlift.errors import (
@@ -70,8 +79,9 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether elements with these strides lie in row-major order without gaps."""
     dense = row_major(shape)
-    steps = zip(shape, stride, dense, strict=True)
-    return stride == dense or 0 in shape or all(size == 1 or a == b for size, a, b in steps)
+    if stride == dense or 0 in shape:  # most: to look at each step takes ten times as long
+        return True
+    return all(size == 1 or a == b for size, a, b in zip(shape, stride, dense, strict=True))
 
 
 class Record(NamedTuple):
@@ -213,6 +223,31 @@ class TensorEntry:
         return is_row_major(self.shape, self.stride)
 
 
+_Fields = ParamSpec("_Fields")
+_Made = TypeVar("_Made")
+
+
+def quickly(kind: Callable[_Fields, _Made]) -> Callable[_Fields, _Made]:
+    """Return what makes records of a frozen class, in a quarter of the time.
+
+    Frozen ones are filled by a call for each field: 1.0 us for an entry, and 0.26 like this. These
+    are filled while they are of a class of the same fields that is not frozen.
+    """
+    assert isinstance(kind, type)
+    named = [(each.name, Any, field(default=each.default)) for each in fields(kind)]
+    thawed = make_dataclass(kind.__name__, named, slots=True, eq=False)
+
+    def make(*arguments: Any, **keywords: Any) -> Any:
+        made = thawed(*arguments, **keywords)
+        made.__class__ = kind
+        return made
+
+    return make
+
+
+make_chunk, make_entry = quickly(Chunk), quickly(TensorEntry)
+
+
 class Storage(NamedTuple):
     """A run of bytes that one or more entries look into.
 
@@ -248,18 +283,33 @@ class Records(Mapping[str, _Record], Generic[_Row, _Record]):
         make: (key, row) -> the record; each is made once.
     """
 
-    __slots__ = ("_made", "_make", "_rows")
+    __slots__ = ("_in_order", "_made", "_make", "_rows")
 
     def __init__(self, rows: Mapping[str, _Row], make: Callable[[str, _Row], _Record]) -> None:
         self._rows = rows
         self._make = make
         self._made: dict[str, _Record] = {}
+        self._in_order = False
 
     def __getitem__(self, key: str) -> _Record:
         made = self._made.get(key)
         return (
             self._made.setdefault(key, self._make(key, self._rows[key])) if made is None else made
         )
+
+    def _all(self) -> dict[str, _Record]:
+        """Return all of them, in a dict, whose views take no call for each."""
+        if not self._in_order:
+            known, make, rows = self._made, self._make, self._rows.items()
+            self._made = {key: known[key] if key in known else make(key, row) for key, row in rows}
+            self._in_order = True
+        return self._made
+
+    def items(self) -> ItemsView[str, _Record]:
+        return self._all().items()
+
+    def values(self) -> ValuesView[_Record]:
+        return self._all().values()
 
     def __contains__(self, key: object) -> bool:
         return key in self._rows

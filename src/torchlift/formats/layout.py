@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,13 +61,14 @@ class Layout:
         payloads: the weights, by ascending offset.
         checked: whether `frame` needs the CRC-32 of every payload; else it takes an empty list.
         frame: CRC-32s, in the order of the payloads -> (offset, bytes) of all that is not weights.
-            Bytes of the file that are in neither stay zero.
+            Bytes of the file that are in neither stay zero. It takes a sum when it has given what
+            stands before that payload, where the format lets it, so that one pass can write all.
     """
 
     nbytes: int
     payloads: tuple[Payload, ...]
     checked: bool
-    frame: Callable[[Sequence[int]], Iterator[tuple[int, bytes]]]
+    frame: Callable[[Iterable[int]], Iterator[tuple[int, bytes]]]
 
 
 def format_for(path: str, given: str | None, known: Sequence[str] = FORMATS) -> str:

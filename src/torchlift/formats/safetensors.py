@@ -11,14 +11,23 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from operator import itemgetter
 from reprlib import repr as short_repr
 from typing import Any
 
 from torchlift.errors import FormatError, PlacementError
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Records, Storage, TensorEntry, row_major
+from torchlift.formats.index import (
+    ITEMSIZE,
+    Index,
+    Records,
+    Storage,
+    TensorEntry,
+    make_chunk,
+    make_entry,
+    row_major,
+)
 from torchlift.formats.layout import Layout, Payload, Stored, is_unicode
 from torchlift.formats.source import Source, dense_shape, parse_json, unique, whole_numbers
 
@@ -77,9 +86,9 @@ def read_safetensors(source: Source) -> Index:
 
     def entry(key: str, row: _Row) -> TensorEntry:
         begin, nbytes, dtype, shape = row
-        chunk = Chunk(source.path, start + begin, nbytes, (0,) * len(shape), shape)
+        chunk = make_chunk(source.path, start + begin, nbytes, (0,) * len(shape), shape)
         chunks, name = (chunk,) if nbytes else (), ties.get(key, key)
-        return TensorEntry(key, dtype, shape, _strides(shape), nbytes, "cpu", name, chunks)
+        return make_entry(key, dtype, shape, _strides(shape), nbytes, "cpu", name, chunks)
 
     sums = _sums(source, start, metadata, list(stored)) if is_last else {}
 
@@ -299,9 +308,10 @@ def safetensors_layout(
     head = _head(described, metadata, last=checked)
     length = len(head)
 
-    def frame(sums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    def frame(sums: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         if checked:
-            every = zlib.crc32(head), *(sums[number] for number in filled)
+            known = list(sums)
+            every = zlib.crc32(head), *(known[number] for number in filled)
             yield 0, _noted(head, blank, "".join(f"{each:08x}" for each in every))
         else:
             yield 0, head

@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torchlift._system import printable
@@ -31,6 +30,8 @@ from torchlift.formats.index import (
     Records,
     Storage,
     TensorEntry,
+    make_chunk,
+    make_entry,
     row_major,
 )
 from torchlift.formats.layout import Layout, Payload, Stored
@@ -368,13 +369,14 @@ def _entry_of(
     chunks: tuple[Chunk, ...] = ()
     encoding: tuple[str, ...] = ()
     if numel:
-        (offset,) = whole_numbers((ref.offset,), key, "storage offset")
-        at, packed = start + offset * itemsize, storage.packed
-        chunks = (Chunk(path, at, span * itemsize, origin, shape, packed=packed),)
+        offset, packed = ref.offset, storage.packed
+        assert isinstance(offset, int)  # as it was checked
+        at = start + offset * itemsize
+        chunks = (make_chunk(path, at, span * itemsize, origin, shape, None, packed),)
         encoding = (order if itemsize > 1 else ()) + ref.lazy
         if packed is not None:
             encoding = ("deflated", *encoding)
-    return TensorEntry(
+    return make_entry(
         key, ref.dtype, shape, stride, numel * itemsize, location, name, chunks,
         ref.requires_grad is True, ref.is_parameter, encoding,
     )  # fmt: skip
@@ -493,40 +495,40 @@ def torch_zip_layout(
     after = [*described, *after] if pickle_last else after
     records, at = [], 0
     for name, nbytes, data in (*before, *stored, *after):
-        records.append(NewRecord((_TOP + name).encode(), at, nbytes, data))
+        records.append(NewRecord.of((_TOP + name).encode(), at, nbytes, data))
         at = records[-1].stop
     first, last = len(before), len(before) + len(stored)
     payloads = map(Payload, tensors, (record.start for record in records[first:last]))
     directory = sum(len(record.central_header(0)) for record in records)
     end = at + directory + len(end_records(len(records), at, directory))
-    return Layout(end, tuple(payloads), checked, partial(_frame, records, len(stored)))
+    return Layout(end, tuple(payloads), checked, partial(_frame, records))
 
 
-def _frame(
-    records: list[NewRecord], count: int, sums: Sequence[int]
-) -> Iterator[tuple[int, bytes]]:
+def _frame(records: list[NewRecord], sums: Iterable[int]) -> Iterator[tuple[int, bytes]]:
     """Return all that is between the payloads, and the directory, given the payloads' CRC-32s."""
-    sums = sums or [0] * count  # as torch records what it does not compute
-    # Two files with equal bytes get equal names, and nothing random is in a file.
-    import hashlib  # 3 ms, which reading does without
-
-    identity = hashlib.sha256(struct.pack(f"<{count}I", *sums))
-    for record in records:
-        identity.update(record.name + (record.data or b""))
-    digits = str(int.from_bytes(identity.digest(), "little") % 10**_ID_DIGITS).zfill(_ID_DIGITS)
-    named = replace(records[-1], data=digits.encode())
-    directory, pending, at, unused = bytearray(), bytearray(), 0, iter(sums)
-    for record in (*records[:-1], named):
+    directory, pending, at, unused, known = bytearray(), bytearray(), 0, iter(sums), list[int]()
+    for record in records[:-1]:
         pending += record.local_header()
         if record.data is None:
-            crc = next(unused)
             yield at, bytes(pending)
             pending.clear()
+            crc = next(unused, 0)  # as torch records what it does not compute
+            known.append(crc)
             at = record.start + record.nbytes
         else:
             crc = zlib.crc32(record.data)
             pending += record.data
         pending += record.descriptor(crc)
         directory += record.central_header(crc)
-    end = end_records(len(records), named.stop, len(directory))
+    # Two files with equal bytes get equal names, and nothing random is in a file.
+    import hashlib  # 3 ms, which reading does without
+
+    identity = hashlib.sha256(struct.pack(f"<{len(known)}I", *known))
+    identity.update(b"".join(record.name + (record.data or b"") for record in records))
+    digits = str(int.from_bytes(identity.digest(), "little") % 10**_ID_DIGITS).zfill(_ID_DIGITS)
+    last = records[-1]._replace(data=digits.encode())
+    crc = zlib.crc32(digits.encode())
+    pending += last.local_header() + digits.encode() + last.descriptor(crc)
+    directory += last.central_header(crc)
+    end = end_records(len(records), last.stop, len(directory))
     yield at, bytes(pending + directory + end)

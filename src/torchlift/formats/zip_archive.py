@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchlift.errors import FormatError
 from torchlift.formats.index import Record
@@ -29,6 +29,8 @@ LOCAL = struct.Struct("<4s2xHH4x12xHH")  # magic, flags, method, lengths of name
 #: Magic, flags, method, CRC, size packed, size, lengths of name, extra field, comment, attributes,
 #: position.
 CENTRAL = struct.Struct("<4s4xHH4xIIIHHH4xII")
+_DESCRIPTOR, _WIDE_DESCRIPTOR = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
+_PADDING = struct.Struct("<2sH")  # torch's mark, length
 END = struct.Struct("<4sHHHHIIH")
 LOCATOR64 = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQHHIIQQQQ")
@@ -355,34 +357,35 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "replace")
 
 
-@dataclass(frozen=True, slots=True)
-class NewRecord:
-    """A file inside the archive to be written."""
+class NewRecord(NamedTuple):
+    """A file inside the archive to be written.
+
+    Attributes:
+        name: its name, top directory included.
+        header: first byte of what stands before it.
+        nbytes: of the payload.
+        data: the payload; None: others write it.
+        wide: the zip64 field: those of (size, size, offset) that do not fit in 32 bits; or nothing.
+        start: the first byte of the payload.
+    """
 
     name: bytes
     header: int
     nbytes: int
-    data: bytes | None  # None: a payload, which others write
+    data: bytes | None
+    wide: bytes
+    start: int
 
-    @property
-    def wide(self) -> bytes:
-        """The zip64 field: those of (size, size, offset) that do not fit in 32 bits; or nothing."""
-        numbers = [self.nbytes, self.nbytes] if self.nbytes >= FULL32 else []
-        numbers += [self.header] if self.header >= FULL32 else []
-        return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
-
-    @property
-    def extra(self) -> bytes:
-        """The extra field: numbers that did not fit, then as much padding as aligns the payload."""
-        wide = self.wide
-        start = self.header + LOCAL.size + len(self.name) + len(wide) + 4
-        padding = -start % ALIGNMENT
-        return wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-
-    @property
-    def start(self) -> int:
-        """The first byte of the payload."""
-        return self.header + LOCAL.size + len(self.name) + len(self.extra)
+    @classmethod
+    def of(cls, name: bytes, header: int, nbytes: int, data: bytes | None) -> NewRecord:
+        """Return a record whose payload is aligned."""
+        wide = b""
+        if nbytes >= FULL32 or header >= FULL32:
+            numbers = [nbytes, nbytes] if nbytes >= FULL32 else []
+            numbers += [header] if header >= FULL32 else []
+            wide = struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
+        start = header + LOCAL.size + len(name) + len(wide) + 4
+        return cls(name, header, nbytes, data, wide, start + -start % ALIGNMENT)
 
     @property
     def stop(self) -> int:
@@ -395,16 +398,18 @@ class NewRecord:
         return _UTF8 | (_HAS_DESCRIPTOR if self.nbytes else 0)
 
     def local_header(self) -> bytes:
-        """Return what stands before the payload."""
-        lengths = len(self.name), len(self.extra)
-        return LOCAL.pack(LOCAL_MAGIC, self.flags, 0, *lengths) + self.name + self.extra
+        """Return what stands before the payload: the numbers that did not fit, and padding, too."""
+        extra = self.start - self.header - LOCAL.size - len(self.name)
+        head = LOCAL.pack(LOCAL_MAGIC, self.flags, 0, len(self.name), extra)
+        padding = extra - len(self.wide) - 4
+        return head + self.name + self.wide + _PADDING.pack(b"FB", padding) + b"Z" * padding
 
     def descriptor(self, crc: int) -> bytes:
         """Return what stands behind the payload."""
         if not self.nbytes:
             return b""
-        form = "<4sIQQ" if self.wide else "<4sIII"
-        return struct.pack(form, DESCRIPTOR_MAGIC, crc, self.nbytes, self.nbytes)
+        form = _WIDE_DESCRIPTOR if self.wide else _DESCRIPTOR
+        return form.pack(DESCRIPTOR_MAGIC, crc, self.nbytes, self.nbytes)
 
     def central_header(self, crc: int) -> bytes:
         """Return what the directory says."""
