@@ -202,7 +202,7 @@ def test_what_was_read_is_added_up_with_the_rest(tmp_path: Path) -> None:
         seen = RangeSums()
         for start, count in ranges:
             at = first + start
-            seen.add(file, at, memoryview(content)[at : at + count])
+            seen.add(file, at, at + count, [memoryview(content)[at : at + count]])
         assert compared(index, known, [sums_of(index, known, seen=seen)]).ok, ranges
-    seen.add(file, first, memoryview(b"another 8 bytes"))
+    seen.add(file, first, first + 15, [memoryview(b"another 8 bytes")])
     assert not compared(index, known, [sums_of(index, known, seen=seen)]).ok

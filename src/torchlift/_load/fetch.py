@@ -186,7 +186,7 @@ def _read(
     if owner not in vectors:
         flat = vectors[owner] = _new(step, run)
         if run.needs_assembly:
-            requests += requests_for(run, flat, one.dtype, exclusive=True)
+            requests += requests_for(run, flat.view(run.shape), one.dtype, exclusive=True)
         else:
             (chunk,) = run.chunks
             place = chunk.file, chunk.offset, chunk.nbytes

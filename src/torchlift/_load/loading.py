@@ -62,6 +62,7 @@ from torchlift._system import (
     progress_bar,
     uninterrupted,
 )
+from torchlift._transfer import Folder
 from torchlift.errors import IntegrityError, MismatchError, answers_keywords
 from torchlift.formats import Checksums, RangeSums, VerifyReport, checksums, compared, sums_of
 
@@ -213,7 +214,7 @@ def _load(
             # verify; else it is done on the way, and nothing is read twice.
             first = transform is not None or bool(ranks.groups)
             verified = origin.checkpoints if verify else ()
-            seen = RangeSums() if verify and not first else None
+            seen = RangeSums(Folder()) if verify and not first else None
             unchecked = require_intact(verified, ranks) if first else 0
             # What the model's own code changes is taken back whole, and so is what is placed.
             with uninterrupted() as deliver, Commit() as commit:
@@ -429,7 +430,7 @@ def require_intact(
     Raises:
         IntegrityError: one of them is wrong.
     """
-    ranks = group or RankGroup([])
+    ranks, known_sums = group or RankGroup([]), seen or RangeSums(Folder())
 
     def list_all() -> tuple[list[Checksums], str]:
         found = [checksums(ckpt._index) for ckpt in ckpts]
@@ -445,7 +446,9 @@ def require_intact(
 
     def add_up() -> tuple[None, list[list[int | None]]]:
         pairs = zip(ckpts, known, strict=True)
-        return None, [sums_of(ckpt._index, each, part=part, seen=seen) for ckpt, each in pairs]
+        return None, [
+            sums_of(ckpt._index, each, part=part, seen=known_sums) for ckpt, each in pairs
+        ]
 
     sums, unchecked = ranks.run(add_up)[1], 0
     for number, (ckpt, each) in enumerate(zip(ckpts, known, strict=True)):

@@ -45,9 +45,9 @@ from torchlift.formats import (
     dcp_items,
     index_content,
     is_index,
+    register_of,
     safetensors_layout,
     shards_of,
-    sum_of,
     torch_zip_layout,
     whole_crc,
 )
@@ -612,7 +612,7 @@ def _written(
         summed, whole, few = layout.checked or value.crc32 is not None, 0, value.few()
         if few is not None:
             to.add(base + start, few)
-            total = sum_of(few) if summed else 0
+            total = register_of([few]) if summed else 0
             advance(len(few))
         else:
             crc = PartialCrc(stored.nbytes)

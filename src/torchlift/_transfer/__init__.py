@@ -1,5 +1,6 @@
 """Byte ranges of files and tensors: map, read, write."""
 
+from torchlift._transfer.crc import Folder as Folder
 from torchlift._transfer.files import Files as Files
 from torchlift._transfer.files import file_system as file_system
 from torchlift._transfer.files import is_network as is_network

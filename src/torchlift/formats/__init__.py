@@ -10,6 +10,7 @@ from torchlift.formats.boxes import overlaps as overlaps
 from torchlift.formats.boxes import permuted as permuted
 from torchlift.formats.boxes import row_major as row_major
 from torchlift.formats.boxes import rows as rows
+from torchlift.formats.boxes import rows_count as rows_count
 from torchlift.formats.boxes import run_count as run_count
 from torchlift.formats.boxes import runs as runs
 from torchlift.formats.boxes import shortest_run as shortest_run
@@ -103,7 +104,7 @@ from torchlift.formats.zip_archive import inflated as inflated
 
 if TYPE_CHECKING:
     from torchlift.formats.crc import PartialCrc as PartialCrc
-    from torchlift.formats.crc import sum_of as sum_of
+    from torchlift.formats.crc import register_of as register_of
     from torchlift.formats.crc import whole_crc as whole_crc
     from torchlift.formats.integrity import Checksums as Checksums
     from torchlift.formats.integrity import RangeSums as RangeSums
@@ -125,7 +126,7 @@ else:
     __getattr__ = lazy(
         __name__,
         {
-            "crc": "PartialCrc sum_of whole_crc",
+            "crc": "PartialCrc register_of whole_crc",
             "integrity": "Checksums RangeSums VerifyReport checksums compared sums_of verify "
             "verify_index",
             "summary": "SORTS counted sorted_by to_html to_json to_table to_text",

@@ -44,8 +44,7 @@ class PartialCrc:
             self._register, self._at = 0, offset
         gap = offset - self._at
         register = _past_zeros(self._register, gap) if self._register else 0
-        # zlib inverts the register before and after; zeros in front of a message would count then.
-        self._register = zlib.crc32(data, register ^ _ONES) ^ _ONES
+        self._register = register_of([data], register)
         self._at = offset + len(data)
 
     def add_sum(self, stop: int, value: int) -> None:
@@ -57,9 +56,12 @@ class PartialCrc:
         return self._total ^ _past_zeros(self._register, self._nbytes - self._at)
 
 
-def sum_of(data: bytes | bytearray | memoryview) -> int:
-    """Return the sum of a whole payload, as `PartialCrc` has it."""
-    return zlib.crc32(data) ^ _ONES ^ _empty(len(data))
+def register_of(blocks: Iterable[bytes | bytearray | memoryview], register: int = 0) -> int:
+    """Return the register after blocks that lie one behind the other, from what it was before."""
+    for block in blocks:
+        # zlib inverts the register before and after; zeros in front of a message would count then.
+        register = zlib.crc32(block, register ^ _ONES) ^ _ONES
+    return register
 
 
 def whole_crc(nbytes: int, sums: Iterable[int]) -> int:

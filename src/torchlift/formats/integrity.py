@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.errors import FormatError, IntegrityError
-from torchlift.formats.crc import PartialCrc, whole_crc
+from torchlift.formats.crc import PartialCrc, register_of, whole_crc
 from torchlift.formats.detect import read_index
 from torchlift.formats.index import Index, Record, Storage
 from torchlift.formats.source import Source, errors_name
@@ -26,6 +26,8 @@ _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cach
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
 
 
+#: Returns the register of a CRC-32 after blocks of bytes, as `torchlift.formats.register_of` does.
+Sum = Callable[[Iterable[memoryview]], int]
 #: What has a checksum, by name: storages, and other records of archives.
 Checksums = tuple[Mapping[str, Storage], Mapping[str, Storage]]
 
@@ -207,10 +209,11 @@ def sums_of(
         seen: what is known, and not read again.
     """
     with_sum = [storage for some in known for storage in some.values()]
-    ranges, sums = (seen or RangeSums()).left(with_sum)
+    seen = seen or RangeSums()
+    ranges, sums = seen.left(with_sum)
     batches = itertools.islice(_batches(ranges), part[0], None, part[1])
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for done in pool.map(partial(_crc32, index), batches):
+        for done in pool.map(partial(_crc32, index, seen.sum), batches):
             for number, _, value in done:
                 sums[number] = _both(sums[number], value)
             if advance is not None:
@@ -249,16 +252,19 @@ def _both(one: int | None, two: int | None) -> int | None:
 
 
 class RangeSums:
-    """Sums of ranges of files that somebody reads anyway; of several threads."""
+    """Sums of ranges of files that somebody reads anyway; of several threads.
 
-    def __init__(self) -> None:
+    Attributes:
+        sum: how blocks are summed up.
+    """
+
+    def __init__(self, sum: Sum = register_of) -> None:
+        self.sum = sum
         self._known: list[tuple[str, int, int, int]] = []
 
-    def add(self, file: str, start: int, data: memoryview) -> None:
-        """Sum up the bytes of a file from a start on."""
-        crc = PartialCrc(len(data))
-        crc.add(0, data)
-        self._known.append((file, start, start + len(data), crc.value()))
+    def add(self, file: str, start: int, stop: int, blocks: Iterable[memoryview]) -> None:
+        """Sum up a range of a file, which the blocks are together: each as soon as it is there."""
+        self._known.append((file, start, stop, self.sum(blocks)))
 
     def left(self, storages: Sequence[Storage]) -> tuple[list[_Range], list[int | None]]:
         """Return what nobody has read of storages, and the sums of the rest."""
@@ -301,26 +307,31 @@ def _batches(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
         yield batch
 
 
-def _crc32(index: Index, batch: Sequence[_Range]) -> list[tuple[int, int, int | None]]:
+def _crc32(index: Index, sum: Sum, batch: Sequence[_Range]) -> list[tuple[int, int, int | None]]:
     """Return the number, the bytes and the sum of each range; see `PartialCrc`."""
     found: list[tuple[int, int, int | None]] = []
     buffer = memoryview(bytearray(_BLOCK))
     for path, ranges in groupby(batch, key=lambda item: item.storage.file):
         with _opened(index, path) as file:
             for number, storage, start, stop in ranges:
-                crc, at = PartialCrc(storage.nbytes), start
                 if storage.packed is not None:
                     found.append((number, stop, _inflated_crc(file, storage.packed)))
                     continue
-                file.seek(storage.offset + at)
-                while at < stop:
-                    got = file.readinto(buffer[: stop - at])
-                    if not got:
-                        raise IntegrityError("the file ends early", file=path)
-                    crc.add(at, buffer[:got])
-                    at += got
+                file.seek(storage.offset + start)
+                crc = PartialCrc(storage.nbytes)
+                crc.add_sum(stop, sum(_blocks(file, stop - start, buffer)))
                 found.append((number, stop - start, crc.value()))
     return found
+
+
+def _blocks(file: io.FileIO, nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
+    """Yield the next bytes of a file, in the buffer."""
+    while nbytes:
+        got = file.readinto(buffer[:nbytes])
+        if not got:
+            raise IntegrityError("the file ends early", file=str(file.name))
+        yield buffer[:got]
+        nbytes -= got
 
 
 @contextmanager
