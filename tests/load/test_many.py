@@ -212,3 +212,14 @@ def test_a_dtype_that_torch_does_not_have_is_named(tmp_path: Path) -> None:
     model.register_parameter("0", nn.Parameter(torch.empty(2, 4, device="meta")))
     with pytest.raises(torchlift.FormatError, match="its dtype is unknown"):
         torchlift.load(model, path)
+
+
+def test_a_state_dict_leaves_no_record_of_a_tensor_behind(tmp_path: Path) -> None:
+    """What a mapping of entries keeps is made for who asks for entries."""
+    name = "only.in.this.test"
+    torch.save({f"{name}.{number}": torch.ones(2) for number in range(20)}, tmp_path / "x.pt")
+    ckpt = torchlift.open(tmp_path / "x.pt")
+    state = ckpt.state_dict()
+    kept = [each for each in gc.get_objects() if type(each) is torchlift.TensorEntry]
+    assert not any(entry.key.startswith(name) for entry in kept)
+    assert list(state) == list(ckpt.entries)

@@ -50,6 +50,7 @@ from torchlift.formats import (
     FileStamp,
     Index,
     Record,
+    Records,
     Storage,
     TensorEntry,
     allowing,
@@ -261,8 +262,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """
         view, found = self._mapped().view, dict[str, torch.Tensor]()
         made: dict[object, torch.Tensor] = {}
+        entries = self._index.entries
+        items = entries.passing() if isinstance(entries, Records) else entries.items()
         with collection_paused():
-            for key, entry in self.entries.items():
+            for key, entry in items:
                 if len(entry.chunks) > 1:  # in memory: once for all of its names
                     spot = entry.storage, entry.chunks
                     made[spot] = made[spot] if spot in made else view(entry)

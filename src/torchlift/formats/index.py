@@ -297,6 +297,15 @@ class Records(Mapping[str, _Record], Generic[_Row, _Record]):
             self._made.setdefault(key, self._make(key, self._rows[key])) if made is None else made
         )
 
+    def passing(self) -> Iterator[tuple[str, _Record]]:
+        """Yield all keys with their records, and keep none that is not kept yet.
+
+        The collector need not look at what is gone: a tenth of a state dict of 100,000 tensors.
+        """
+        known, make = self._made, self._make
+        for key, row in self._rows.items():
+            yield key, known[key] if key in known else make(key, row)
+
     def _all(self) -> dict[str, _Record]:
         """Return all of them, in a dict, whose views take no call for each."""
         if not self._in_order:
