@@ -45,8 +45,7 @@ class Stages:
 
     def put_back(self, stage: torch.Tensor, devices: Iterable[torch.device]) -> None:
         """Take one from which these devices fetch, each on the current stream."""
-        streams = map(torch.accelerator.current_stream, devices)
-        if events := [stream.record_event() for stream in streams]:
+        if events := [stream_of(device).record_event() for device in devices]:
             self._used.append((stage, events))
         else:
             self._free.append(stage)
@@ -64,8 +63,16 @@ class Stages:
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """Return memory that CUDA can fetch from by itself."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    """Return memory that a device can fetch from by itself; other memory where none can be had."""
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:  # a limit of locked memory, say: the driver copies it then
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def stream_of(device: torch.device) -> torch.Stream:
+    """Return the stream in whose order a device fetches: the caller's."""
+    return torch.accelerator.current_stream(device)
 
 
 class _Copy(NamedTuple):

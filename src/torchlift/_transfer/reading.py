@@ -17,7 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -165,6 +165,7 @@ def _read_parallel(
             stages.wait()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
+            stages.wait()  # the caller frees what devices fetch from, and what they write to
             raise
 
 
@@ -334,8 +335,11 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
         source = source.view(request.dtype)
         if target.device.type == "cuda" and source.is_pinned():
             if source.dtype != target.dtype:
-                # torch would cast on the host, on this thread, into memory that is not pinned.
-                source = source.to(target.device, non_blocking=True)
+                # torch would cast on the host, on this thread, into memory that is not pinned: as
+                # it does where the device has no room left, in the middle of a live model, too.
+                with suppress(torch.OutOfMemoryError):
+                    landing = torch.empty_like(target, dtype=source.dtype)
+                    source = landing.copy_(source, non_blocking=True)
             target.copy_(source, non_blocking=True)
         elif target.device.type != "cpu":
             target.copy_(source)

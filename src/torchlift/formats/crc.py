@@ -56,7 +56,7 @@ class PartialCrc:
         return self._total ^ _past_zeros(self._register, self._nbytes - self._at)
 
 
-def register_of(blocks: Iterable[bytes | memoryview], register: int = 0) -> int:
+def register_of(blocks: Iterable[bytes | bytearray | memoryview], register: int = 0) -> int:
     """Return the register after blocks that lie one behind the other, from what it was before."""
     for block in blocks:
         # zlib inverts the register before and after; zeros in front of a message would count then.
