@@ -53,6 +53,8 @@ nitpick_ignore_regex = [
     ("py:class", r"collections\.abc\.Mapping\[str"),
     # What torch's own functions return has no page there either.
     ("py:class", r"torch\.nn\.modules\.module\._IncompatibleKeys"),
+    # matplotlib is installed where a chart is asked for.
+    ("py:class", r"Figure"),
     # The types of arguments that are passed on.
     ("py:class", r"typing_extensions\.Unpack|Ts|P(\.args|\.kwargs)?"),
 ]

@@ -112,8 +112,9 @@ def darken(figure: Figure) -> None:
     """Give every artist of a figure its colour on the dark page."""
     for artist in artists_of(figure):
         if isinstance(artist, Line2D):
-            for name in "color", "markerfacecolor", "markeredgecolor":
-                artist.set(**{name: dark_colour(getattr(artist, f"get_{name}")())})
+            names = "color", "markerfacecolor", "markeredgecolor"
+            # All of them first: a marker without a colour of its own has that of the line.
+            artist.set(**{name: dark_colour(getattr(artist, f"get_{name}")()) for name in names})
         elif isinstance(artist, Patch):
             face, edge = artist.get_facecolor(), artist.get_edgecolor()
             artist.set(facecolor=dark_colour(face), edgecolor=dark_colour(edge))

@@ -31,7 +31,9 @@ class MeasuredRun(SphinxDirective):
 
     required_arguments = 1
     has_content = True
-    option_spec: ClassVar = dict.fromkeys(("chart", "table", "machine"), directives.flag)
+    option_spec: ClassVar = dict.fromkeys(
+        ("chart", "table", "conditions", "machine"), directives.flag
+    )
 
     def run(self) -> list[nodes.Node]:
         path = RUNS / f"{self.arguments[0]}.json"
@@ -42,8 +44,9 @@ class MeasuredRun(SphinxDirective):
             lines += self._chart(data).splitlines()
         if "table" in self.options:
             lines += growth_table(data) if "sizes" in data else ways_table(data)
-        if "machine" in self.options:
-            lines += ["", machine(data)]
+        said = {"conditions": conditions, "machine": machine}
+        found = [tell(data) for option, tell in said.items() if option in self.options]
+        lines += ["", " ".join(found)]
         box = nodes.container()
         self.state.nested_parse(StringList(lines, source=str(path)), self.content_offset, box)
         if "chart" not in self.options:
@@ -83,15 +86,14 @@ def ways_table(data: dict[str, Any]) -> list[str]:
     lines = table_head(52, 24, 12, 12)
     lines += row("Way", "Seconds", "Of the limit", "Memory, GB")
     order = sorted(results.items(), key=lambda item: median(item[1]["seconds"] or [math.inf]))
-    for _, found in order:
+    for name, found in order:
         if found["error"]:
             continue
         middle = median(found["seconds"])
         mapped = "" if found["bytes_per_second"] else ", mapped"
+        summary = f"``{found['summary']}``" if "(" in found["summary"] else found["summary"]
         lines += row(
-            f"``{found['summary']}``{mapped}"
-            if "(" in found["summary"]
-            else found["summary"] + mapped,
+            f"*{summary}*" if name.startswith("limit") else summary + mapped,
             f"{short(middle)} ({short(min(found['seconds']))} to {short(max(found['seconds']))})",
             f"{middle / limit:.2f}",
             f"{max(found['added_anonymous']) / 1e9:.1f}",
@@ -113,34 +115,37 @@ def growth_table(data: dict[str, Any]) -> list[str]:
     return lines
 
 
+def conditions(data: dict[str, Any]) -> str:
+    """Return how it was measured: rounds, what the page cache held, what the limit is."""
+    if "sizes" in data:
+        rounds = max(len(rounds) for sizes in data["seconds"].values() for rounds in sizes)
+        return f"Medians of {rounds} rounds, each run in a process of its own."
+    rounds = max(len(result["seconds"]) for result in data["results"].values())
+    cached = [n for row in data["results"].values() for n in row["cached"] if n is not None]
+    cache = (
+        "Before each run the file was dropped from the page cache (fsync, then posix_fadvise); at "
+        f"most {max(cached) / 1e6:.0f} MB of it were there as the clock began."
+        if data["cold"]
+        else "The file was in the page cache."
+    )
+    return (
+        f"{data['nbytes'] / 1e9:.1f} GB in {data['tensors']} tensors, {data['format']}; {rounds} "
+        "rounds in which all take turns, each run in a process of its own: the median, with the "
+        f"lowest and the highest. {cache} The limit is the best of sixteen plain readers into new "
+        f"memory, here {data['results']['limit-plain']['best_reader']}."
+    )
+
+
 def machine(data: dict[str, Any]) -> str:
-    """Return a sentence: rounds, what was measured, on what, and what the page cache held."""
+    """Return what it was measured on."""
     found = data["machine"]
     versions = ", ".join(
         f"{NAMES.get(name, name)} {version.partition('+')[0]}"
         for name, version in found["versions"].items()
     )
-    where = (
-        f"a virtual machine with {found['cores']} cores and {found['memory'] / 1e9:.0f} GB, "
-        f"{found['system']}; {versions}"
-    )
-    if "sizes" in data:
-        rounds = max(len(rounds) for sizes in data["seconds"].values() for rounds in sizes)
-        return f"Medians of {rounds} rounds, each run in a process of its own, on {where}."
-    rounds = max(len(result["seconds"]) for result in data["results"].values())
-    cached = [n for row in data["results"].values() for n in row["cached"] if n is not None]
-    cache = (
-        f"Before each run the file was dropped from the page cache (fsync, then posix_fadvise); "
-        f"at most {max(cached) / 1e6:.0f} MB of it were there as the clock began."
-        if data["cold"]
-        else "The file was in the page cache."
-    )
-    reader = data["results"]["limit-plain"]["best_reader"]
     return (
-        f"{data['nbytes'] / 1e9:.1f} GB in {data['tensors']} tensors, {data['format']}; {rounds} "
-        "rounds in which all take turns, each run in a process of its own: the median, with the "
-        f"lowest and the highest. {cache} The limit is the best of sixteen plain readers into new "
-        f"memory, here {reader}. Measured on {where}."
+        f"Measured on a virtual machine with {found['cores']} cores and "
+        f"{found['memory'] / 1e9:.0f} GB, {found['system']}: {versions}."
     )
 
 

@@ -65,7 +65,14 @@ def test_all_ranks_load_or_none_does(
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize("check", ["loads_what_any_number_of_ranks_saved", "the_reader_serves_dcp"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "loads_what_any_number_of_ranks_saved",
+        "the_reader_serves_dcp",
+        "every_kind_of_shard_comes_through_dcp_and_convert",
+    ],
+)
 def test_checkpoints_of_any_mesh_load_onto_any_other(
     results: dict[int, dict[str, str]], ranks: int, check: str
 ) -> None:

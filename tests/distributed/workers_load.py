@@ -644,6 +644,36 @@ def the_reader_serves_dcp() -> None:
 
 
 @check
+def every_kind_of_shard_comes_through_dcp_and_convert() -> None:
+    """Rows, columns, experts, replicated and strided ones: saved, put together, loaded as others.
+
+    Into memory of its own, and into a view with gaps between its rows.
+    """
+    whole = torch.randn((4, 16, 2048), generator=torch.Generator().manual_seed(1))
+    kinds = [(mesh, found) for mesh, layouts in meshes() for found in layouts]
+    for number, (mesh, placements) in enumerate(kinds):
+        path = SHARED / f"kind-{number}-of-{dist.get_world_size()}"
+        file = path.with_suffix(".safetensors")
+        dcp.save({"w": distribute_tensor(whole, mesh, placements)}, checkpoint_id=path)
+        if dist.get_rank() == 0:
+            torchlift.convert(path, file)
+            with torchlift.open(file) as ckpt:
+                assert torch.equal(ckpt["w"], whole), placements
+        dist.barrier()
+        for gap, (target, onto) in enumerate((kinds[number - 1], kinds[(number + 5) % len(kinds)])):
+            expected = distribute_tensor(whole, target, onto)
+            local = expected.to_local()
+            for source in (path, file):
+                wide = torch.zeros(*local.shape[:-1], local.shape[-1] + 3 * gap)
+                made = wide[..., : local.shape[-1]]
+                layout = {"shape": whole.shape, "stride": whole.stride(), "run_check": False}
+                state = {"w": DTensor.from_local(made, target, onto, **layout)}
+                dcp.load(state, storage_reader=CheckpointReader(source))
+                assert torch.equal(made, local), (placements, onto, source)
+                assert not wide[..., local.shape[-1] :].any(), (placements, onto, source)
+
+
+@check
 def threads_of_every_rank_load_one_after_the_other() -> None:
     """In any order: each exchanges the same with the other ranks, and never two at a time."""
     path = SHARED / f"threads-{dist.get_world_size()}.pt"

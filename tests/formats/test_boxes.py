@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from torchlift.formats import Chunk, TensorEntry
-from torchlift.formats.boxes import narrowed, row_major, run_count, runs, shortest_run
+from torchlift.formats.boxes import (
+    narrowed,
+    row_major,
+    rows,
+    rows_count,
+    run_count,
+    runs,
+    shortest_run,
+)
 
 
 def entry(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> TensorEntry:
@@ -55,6 +63,41 @@ def test_a_part_is_exactly_its_elements(stride: tuple[int, ...], spans: Any) -> 
     assert gathered(part) == positions(stride, spans)
     assert run_count(part) == len(list(runs(part)))
     assert shortest_run(part) == min((run.numel for run in runs(part)), default=0)
+
+
+@pytest.mark.parametrize("stride", [(30, 5, 1), (1, 4, 24), (60, 10, 2)])
+@pytest.mark.parametrize("into", [(30, 5, 1), (70, 7, 1), (1, 4, 24), (200, 20, 3)])
+@pytest.mark.parametrize("spans", SPANS)
+def test_rows_fill_memory_of_any_strides(
+    stride: tuple[int, ...], into: tuple[int, ...], spans: Any
+) -> None:
+    """Every element of a part once, where it belongs in a view of other memory."""
+    part = narrowed(entry((4, 6, 5), stride), spans)
+    indices = itertools.product(*map(range, part.shape))
+    places = [sum(i * s for i, s in zip(index, into, strict=True)) for index in indices]
+    found: dict[int, int] = {}
+    every = list(rows(part, into))
+    for (_, offset, at, numel), many, step, apart in every:
+        for row, i in itertools.product(range(many), range(numel)):
+            assert at + row * apart + i not in found, "an element was read twice"
+            found[at + row * apart + i] = offset + row * step + i
+    assert [found[place] for place in places] == positions(stride, spans)
+    assert len(found) == len(places)
+    assert rows_count(part, into) == len(every)
+    assert shortest_run(part, into) == min((each.first.numel for each in every), default=0)
+
+
+def test_columns_of_experts_are_one_request() -> None:
+    """However many matrices there are: the distance of their rows is the same from one to the next.
+
+    So are those that lie in a file one behind the other, and apart in memory.
+    """
+    whole = entry((4, 6, 5))
+    (columns,) = rows(narrowed(whole, [[(0, 4)], [(0, 6)], [(2, 4)]]))
+    assert columns == ((("f", 2, 0, 2)), 24, 5, 2)
+    (apart,) = rows(whole, (54, 9, 1))
+    assert apart == (("f", 0, 0, 5), 24, 5, 9)
+    assert rows_count(narrowed(whole, [[(0, 4)], [(1, 6)], [(2, 4)]])) == 4
 
 
 def test_a_part_of_a_part_is_a_part() -> None:

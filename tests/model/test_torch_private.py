@@ -313,3 +313,12 @@ def test_writes_into_leaf_tells_what_autograd_refuses() -> None:
     with pytest.raises(RuntimeError) as caught:
         leaf.view(3)
     assert not private.writes_into_leaf(caught.value)
+
+
+def test_swap_content_exchanges_what_two_objects_stand_for() -> None:
+    """Each object keeps its class and its attributes."""
+    one, two = nn.Parameter(torch.zeros(2), requires_grad=False), torch.ones(3)
+    one.note = "mine"
+    private.swap_content(one, two)
+    assert type(one) is nn.Parameter
+    assert (one.tolist(), one.note, two.tolist()) == ([1.0, 1.0, 1.0], "mine", [0.0, 0.0])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -462,3 +464,64 @@ def test_a_rotary_table_is_the_one_of_the_constructor() -> None:
     assert model.original is model.inv_freq
     assert all(after < before for before, after in pairwise(model.inv_freq.tolist()))
     assert math.isfinite(model.inv_freq.sum())
+
+
+class Filled(nn.Module):
+    """Buffers of one number each, in the ways in which modules ask for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros = nn.Buffer(torch.zeros(2, 3))
+        self.ones = nn.Buffer(torch.ones((2,), dtype=torch.float64))
+        self.by_name = nn.Buffer(torch.ones(size=(2,)))
+        self.full = nn.Buffer(torch.full((2, 2), 7, dtype=torch.int32))
+        self.guessed = nn.Buffer(torch.full((2,), True))
+        self.counter = nn.Buffer(torch.tensor(0, dtype=torch.long))
+        self.number = nn.Buffer(torch.tensor(127))
+        self.scale = nn.Parameter(torch.tensor(3, dtype=torch.float32))
+        self.is_counted = bool(torch.tensor(1) == 1)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_what_is_filled_with_one_number_gets_it_when_it_is_made(default: torch.dtype) -> None:
+    """With the dtype of the constructor, whatever torch's default is by then."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        plain, model = Filled(), torchlift.skeleton(Filled)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(value.is_meta for value in model.state_dict().values())
+    torchlift.materialize(model)
+    assert model.is_counted
+    for name, value in plain.state_dict().items():
+        made = model.state_dict()[name]
+        assert (made.dtype, made.tolist()) == (value.dtype, value.tolist()), name
+
+
+def test_sizes_that_are_refused_raise_what_the_constructor_would_see() -> None:
+    """Memory that is only claimed to be filled is refused in the words of what fills it."""
+    for make in (lambda: torch.zeros(-1), lambda: torch.ones(2, memory_format=torch.strided)):
+        found = []
+        for run in (make, lambda make=make: torchlift.skeleton(make)):
+            with pytest.raises((RuntimeError, TypeError)) as caught:
+                run()
+            found.append((type(caught.value), str(caught.value)))
+        assert found[0] == found[1]
+
+
+def test_a_batch_norm_is_recorded_without_a_real_tensor_or_a_write_on_meta() -> None:
+    """Both took more than all the rest of recording it."""
+    seen: Counter[str] = Counter()
+
+    def note(_: object, event: str, function: Any) -> None:
+        if event == "c_call":
+            seen[function.__name__] += 1
+
+    sys.setprofile(note)
+    try:
+        torchlift.skeleton(nn.BatchNorm1d, 4)
+    finally:
+        sys.setprofile(None)
+    calls = {name: seen[name] for name in ("zeros", "ones", "tensor", "full", "clone")}
+    assert calls == {"zeros": 1, "ones": 1, "tensor": 1, "full": 0, "clone": 0}

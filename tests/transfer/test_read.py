@@ -108,6 +108,7 @@ def test_casts_on_the_way_are_those_of_torch(tmp_path_factory, wanted, piece):
     rows=st.integers(1, 40),
     row=st.integers(1, 8),
     gap=st.integers(-4, 9),
+    apart=st.sampled_from([0, 0, 3]),
     start=st.integers(0, 50),
     kind=st.sampled_from([torch.uint8, torch.int16, torch.float32]),
     wish=st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.float64]),
@@ -115,16 +116,17 @@ def test_casts_on_the_way_are_those_of_torch(tmp_path_factory, wanted, piece):
     seed=st.integers(0, 99),
 )
 def test_rows_of_a_matrix_arrive_as_one_range(
-    tmp_path_factory, rows, row, gap, start, kind, wish, piece, seed
+    tmp_path_factory, rows, row, gap, apart, start, kind, wish, piece, seed
 ):
-    """Rows apart, close or overlapping, with casts, small pieces and short reads."""
+    """Rows apart, close or overlapping, on both sides, with casts, small pieces and short reads."""
     values = torch.randint(0, 100, (3000,), generator=torch.Generator().manual_seed(seed))
     values = values.to(kind)
     path = tmp_path_factory.mktemp("rows") / "numbers"
     path.write_bytes(values.numpy().tobytes())
     step, size = max(row + gap, 0), kind.itemsize
     expected = torch.cat([values[start + n * step :][:row] for n in range(rows)]).to(wish)
-    made = torch.zeros(rows * row, dtype=wish)
+    wide = torch.zeros(rows, row + apart, dtype=wish)
+    made = wide[:, :row] if apart else wide.view(-1)
     other = request(str(path), 3, 70)  # a neighbour that starts before and ends behind the first
     wanted = Request(
         str(path), start * size, rows * row * size, made, kind, rows=rows, step=step * size
@@ -140,7 +142,8 @@ def test_rows_of_a_matrix_arrive_as_one_range(
         patch.setattr(os, "preadv", short)
         total = read([wanted, other], opened(path), advance=arrived.append)
     assert total == sum(arrived) == wanted.nbytes + 70
-    assert torch.equal(made, expected)
+    assert torch.equal(made.reshape(-1), expected)
+    assert not wide[:, row:].any()
     assert other.destination.tolist() == plain(str(path), 3, 70)
 
 
@@ -171,6 +174,32 @@ def test_thousands_of_small_ranges_stay_below_the_kernels_limit(files):
     assert [r.destination.item() for r in requests] == list(CONTENT[::2])
     assert len(calls) < 10
     assert max(calls) <= 1024
+
+
+@pytest.mark.parametrize(
+    ("row", "step", "calls"),
+    [(2048, 8192, 3), (4096, 8192, 3), (4096, 4096, 3), (4096, 65536, 600)],
+)
+@pytest.mark.parametrize("apart", [0, 64])
+def test_rows_close_together_are_read_in_few_calls(tmp_path, monkeypatch, row, step, calls, apart):
+    """What lies between them is read and dropped, unless it is more than a call is worth."""
+    values = torch.randint(0, 256, (600 * step,), dtype=torch.uint8)
+    path = tmp_path / "matrix"
+    path.write_bytes(values.numpy().tobytes())
+    made = torch.zeros(600, row + apart, dtype=torch.uint8)
+    made = made[:, :row] if apart else made.view(-1)
+    seen: list[int] = []
+    true = os.preadv
+
+    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        seen.append(true(descriptor, buffers, offset))
+        return seen[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
+    read([Request(str(path), 0, 600 * row, made, torch.uint8, rows=600, step=step)], opened(path))
+    assert torch.equal(made.reshape(600, row), values.view(600, step)[:, :row])
+    assert len(seen) == calls
+    assert sum(seen) == (600 * row if calls == 600 else 600 * row + (600 - calls) * (step - row))
 
 
 def test_nothing_to_read_is_fine(files):

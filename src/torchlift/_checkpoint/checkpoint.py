@@ -417,7 +417,7 @@ class MappedViews:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.files = Files(index.files)
+        self.files, self._storages = Files(index.files), index.storages
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._inflated: dict[Record, bytearray] = {}
         self._last: tuple[Record, bytearray] | None = None
@@ -438,15 +438,14 @@ class MappedViews:
             return made_of(entry, dtype, inner, self.index.path)
         if not entry.chunks:
             return torch.empty_strided(entry.shape, entry.stride, dtype=dtype, device="cpu")
-        if len(entry.chunks) > 1 or not entry.is_plain:
-            made = torch.empty(entry.shape, dtype=dtype, device="cpu")
-            return self.fill(made, entry)
+        if len(entry.chunks) > 1 or (entry.encoding and not entry.is_plain):
+            return self.fill(torch.empty(entry.shape, dtype=dtype, device="cpu"), entry)
         (chunk,) = entry.chunks
-        storage = self.index.storage_of(entry)
+        storage = self._storages.get(entry.storage) if entry.storage else None
         if storage is None:
             return self._box(entry, chunk, dtype)
-        if not entry.encoding and (alone := self._first(entry, storage, dtype)) is not None:
-            return alone
+        if not entry.encoding and (made := self._first(entry, storage, dtype)) is not None:
+            return made
         base = self._base(entry, storage, dtype)
         first = (chunk.offset - storage.offset) // dtype.itemsize
         # set_ on a new tensor instead of view().as_strided(): storage sizes need not be a
@@ -468,7 +467,7 @@ class MappedViews:
         base = made.untyped_storage()
         if self._bases.setdefault(key, base) is not base:  # another thread was faster
             return None
-        if entry.stride != (1,) or entry.shape != tuple(made.shape):
+        if entry.stride != (1,) or entry.shape != made.shape:
             first = entry.chunks[0].offset - where.offset
             made.as_strided_(entry.shape, entry.stride, first // itemsize)
         return made

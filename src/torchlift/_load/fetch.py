@@ -95,18 +95,20 @@ def fetch_all(
     """
     steps, path = plan._work.steps, origin.path
     with ordinary_tensors(), _room(path):
-        for step in steps:
+        plain = [step for step in steps if step.plain]
+        others = [step for step in steps if not step.plain]
+        for step in others:
             _check_ties(step, origin)
             if transform is None:
                 _check_cast(step, step.candidate.dtype, path)
-        ready = [step for step in steps if not step.raw]
-        found: list[Prepared] = []
+        found: list[Prepared] = [(step, step.candidate.tensor()) for step in plain]
+        ready = [step for step in others if not step.raw]
         for step, value in zip(ready, _by_route(ready, origin, advance, seen), strict=True):
             if isinstance(value, torch.Tensor):
                 value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
             check_class(step, value, path)
             found.append((step, value))
-        rest = [step for step in steps if step.raw]
+        rest = [step for step in others if step.raw]
         # All ranks fill together: how many tensors one of them has must not count.
         for batch in [rest] if origin.collective else _batches(rest):
             # Popped one by one, so that an untransformed tensor is freed as soon as it is used.
@@ -200,7 +202,7 @@ def _read(
     if owner not in vectors:
         flat = vectors[owner] = _new(step, run)
         if run.needs_assembly:
-            requests += requests_for(run, flat, one.dtype, exclusive=True)
+            requests += requests_for(run, flat.view(run.shape), one.dtype, exclusive=True)
         else:
             (chunk,) = run.chunks
             place = chunk.file, chunk.offset, chunk.nbytes

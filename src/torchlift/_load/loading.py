@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -179,7 +179,26 @@ def load(
     )  # fmt: skip
     check_order(model, ckpt)
     # A transform is the caller's code and may make garbage; without one, nothing here does.
-    pause = collection_paused() if transform is None else nullcontext()
+    with collection_paused() if transform is None else nullcontext():
+        report = _load(
+            model, ckpt, options, root, allow_classes, verify, progress, collective, process_group
+        )
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+def _load(
+    model: nn.Module,
+    ckpt: Given | Sequence[Given],
+    options: Options,
+    root: str | None,
+    allow_classes: Allow,
+    verify: bool,
+    progress: bool,
+    collective: bool | None,
+    process_group: torch.distributed.ProcessGroup | None,
+) -> LoadReport:
+    """Load, and be done with all records but the report: the collector looks at what is left."""
+    transform = options.transform
     with (
         locked(model) as tree,
         (
@@ -189,7 +208,6 @@ def load(
                 process_group=process_group,
             )
         ).together() as agree,
-        pause,
     ):
         with sources(ckpt, root, allow_classes) as origin:
             # Code of the caller's is not to see what is damaged, and ranks share what there is to
@@ -218,9 +236,8 @@ def load(
                     commit.finish()
         forget(tree)
         _warn_of_missing(tree, plan, missing, options)
-        seconds = time.perf_counter() - start
         shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
-        changed = {"missing_keys": missing, "unexpected_keys": unexpected, "seconds": seconds}
+        changed = {"missing_keys": missing, "unexpected_keys": unexpected}
         costs = {"bytes_read": plan.bytes_to_read, "unchecked_nbytes": unchecked}
         report = LoadReport(**{**shared, **changed, **costs})
         # The next thread could not swap what these still share the memory of.
@@ -273,8 +290,9 @@ def place(
     """
     work, agree = plan._work, agreed.agree
     # Before anything is placed: what is on meta is live as soon as it has its content.
-    in_place = [item for item in fetched.steps if item[0].in_place]
-    new = [item for item in fetched.steps if not item[0].in_place]
+    in_place, new = list[Prepared](), list[Prepared]()
+    for item in fetched.steps:
+        (in_place if item[0].in_place else new).append(item)
     # Code of the model's own may still refuse, on one rank of many: ask again after each.
     later = work.hooked or origin.collective or agreed.again
     # Before the ranks agree, after which this one would stop alone.
@@ -291,7 +309,10 @@ def place(
     ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
     for step, value in new:
         assert isinstance(value, torch.Tensor)
-        ways[step.mode](step.group, _shaped(step.group.tensor, value))
+        if step.plain and step.mode == "swap":
+            commit.fill(step.group, value)
+        else:
+            ways[step.mode](step.group, _shaped(step.group.tensor, value))
     # Last, because what was written over cannot be taken back without a copy: everything that can
     # refuse, here and in the checks of the plan, has had its chance, and so has an interrupt.
     if more or not has_group():
@@ -342,8 +363,9 @@ def _judge(
     plan: LoadPlan, missing: list[str], unexpected: list[str], judge: Callable[[Match], None]
 ) -> None:
     """Refuse names that the post-hooks have added, and those that they have not excused."""
-    lacking = [name for name in missing if name not in plan.missing_keys]
-    extra = [name for name in unexpected if name not in plan.unexpected_keys]
+    known = set(plan.missing_keys), set(plan.unexpected_keys)
+    lacking = [name for name in missing if name not in known[0]]
+    extra = [name for name in unexpected if name not in known[1]]
     if lacking or extra:
         raise MismatchError(
             "a hook of the model reports keys: "
@@ -380,7 +402,7 @@ def _warn_of_missing(
         warnings.warn(
             f"{count_of(len(lacking), 'parameter')} got no value from {printable(plan.path)}: "
             f"{clipped_list(lacking)}. Allow what is meant to be so by name: allow_missing=[...].",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -20,9 +20,14 @@ from torch import nn
 
 from torchlift._model.dtensor import is_dtensor, local_tensor, wrap
 from torchlift._model.handlers import clone_of, inner_tensors, is_plain, is_wrapper
-from torchlift._model.holders import flat_references
+from torchlift._model.holders import flat_references, has_holders
 from torchlift._model.slots import Group, ModuleTree, is_lazy
-from torchlift._model.torch_private import fits_data, make_subclass, set_version
+from torchlift._model.torch_private import (
+    fits_data,
+    make_subclass,
+    set_version,
+    swap_content,
+)
 from torchlift._model.watch import Watch, version_of
 from torchlift._system import clipped_list, leaves
 from torchlift.errors import PlacementError, note
@@ -62,8 +67,7 @@ def successor_of(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
     A `new` of a subclass, which only a loading handler makes, keeps its own class.
     """
-    floating = new.is_floating_point() or new.is_complex()
-    grad = old.requires_grad and floating and old.is_leaf
+    grad = old.requires_grad and old.is_leaf and (new.is_floating_point() or new.is_complex())
     parameter = isinstance(old, nn.Parameter)
     made: torch.Tensor
     if is_plain(new):
@@ -314,6 +318,26 @@ class Commit:
                 hint='Release it first, or load with mode="assign".',
             ) from error
 
+    def fill(self, group: Group, new: torch.Tensor) -> None:
+        """Give a plain tensor on meta the content of a new one of which only the caller knows.
+
+        That is a swap without all that stands in the way of others: 0.9 us, where it takes 4.
+        """
+        old: Any = group.tensor
+        hooked = old._backward_hooks or old._post_accumulate_grad_hooks
+        if has_holders(old) or hooked or not old.is_leaf or old.grad is not None:
+            self.swap(group, new)
+            return
+        if old.requires_grad and (new.is_floating_point() or new.is_complex()):
+            new.requires_grad_()
+        new.__class__ = old.__class__
+        if known := old.__dict__:
+            new.__dict__.update(known)
+            new.__dict__.pop(CONSTRUCTION, None)
+            old.__dict__, new.__dict__ = new.__dict__, known
+        swap_content(old, new)
+        self._undo.append((partial(_exchange_back, group, new), (group.slots[0].fqn,)))
+
     def _fill_lazy(self, group: Group, new: torch.Tensor) -> None:
         old: Any = group.tensor
         kind, empty, made = type(old), old.data, new.detach()
@@ -346,6 +370,12 @@ class Commit:
         before = tensor.data
         self.when_undone(partial(_set_data, tensor, before, None), name)
         _set_data(tensor, data, None)
+
+
+def _exchange_back(group: Group, other: torch.Tensor) -> None:
+    """Give a tensor on meta back what it had, which was no gradient and no hook."""
+    _equip(group.tensor, _NO_HOOKS, None)
+    _exchange_unreferenced(group, other)
 
 
 def _equip_again(tensor: torch.Tensor, requires_grad: bool, grad: torch.Tensor | None) -> None:

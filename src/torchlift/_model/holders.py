@@ -136,6 +136,11 @@ def preflight(module: nn.Module) -> list[Blocker]:
     )
 
 
+def has_holders(tensor: torch.Tensor) -> bool:
+    """Say whether anybody holds a tensor, or its content, in a way that may forbid an exchange."""
+    return weakref.getweakrefcount(tensor) > 0 or use_count(tensor) > 1
+
+
 def blocked_by(groups: Sequence[Group]) -> list[Blocker]:
     """Return the tensors among these that cannot be swapped, in their order."""
     counts = count(groups)

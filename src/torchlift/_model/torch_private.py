@@ -44,6 +44,8 @@ FULLY_SHARDED = "_fsdp_wrapped_module"
 FLATTENED = "_fsdp_flattened"
 
 
+#: Exchanges what two tensor objects stand for; see `torch.utils.swap_tensors`.
+swap_content: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
 #: What tells a storage from others. In C: a recorder asks for every call that it sees.
 key_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 

@@ -31,7 +31,16 @@ from torchlift._model import (
 )
 from torchlift._plan.decide import makings_for, owns_all, steps_for
 from torchlift._plan.names import Rewriting, assembled, names_of_left_out, others
-from torchlift._plan.report import KeyReport, LoadReport, Mismatch, listed, summarise
+from torchlift._plan.report import (
+    KeyReport,
+    LoadReport,
+    Mismatch,
+    Mode,
+    Route,
+    Source,
+    listed,
+    summarise,
+)
 from torchlift._plan.rules import (
     AnyMode,
     AnySource,
@@ -51,6 +60,7 @@ from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTe
 from torchlift._system import Facts, clipped_list, human, uninterrupted
 from torchlift._transfer import BUDGET, STAGING
 from torchlift.errors import Argument, Hint, MismatchError, PlacementError, answers_keywords
+from torchlift.formats import Records
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
 
@@ -260,7 +270,7 @@ def make_plan(
     hooked = has_post_hooks(tree)
     matched = match(tree.groups, found, check_shapes=check_shapes)
     matched.missing = [name for name in matched.missing if name not in outcome.excused]
-    matched.missing += [name for name in outcome.missing if name not in matched.missing]
+    matched.missing = list(dict.fromkeys([*matched.missing, *outcome.missing]))
     if check is None:  # otherwise for torch's own functions, to which it is unexpected
         computed = {s.fqn for group in tree.groups for s in group.slots if not s.persistent}
         matched.dropped = [name for name in matched.unexpected if name in computed]
@@ -355,14 +365,15 @@ def _assemble(
     canonical: Callable[[str], str],
 ) -> LoadPlan:
     """Put the plan together; `later` is the hint where something is left for a later load."""
-    loaded: dict[str, KeyReport] = {}
+    loaded: dict[str, _Row | KeyReport] = {}
     for step in work.steps:
         path = origin.path
         if origin.paths:
             keys = step.candidate.keys or (step.candidate.key,)
             path = ", ".join(dict.fromkeys(origin.paths.get(key, path) for key in keys))
-        described = _describe(step, path, canonical)
-        for slot in step.group.slots:
+        slots, row = step.group.slots, _row(step, path, canonical)
+        described = row if len(slots) == 1 else _described("", row)
+        for slot in slots:
             loaded[canonical(slot.fqn)] = described
     placed = {id(step.group.tensor) for step in work.steps}
     matched_ids = {id(group.tensor) for group, _, _ in matched.pairs}
@@ -378,7 +389,7 @@ def _assemble(
     ]
     return LoadPlan(
         path=origin.path,
-        loaded=loaded,
+        loaded=Records(loaded, _described),
         missing_keys=matched.missing,
         unexpected_keys=matched.unexpected,
         dropped=matched.dropped,
@@ -406,23 +417,34 @@ def _split(made: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, tuple[str, 
     return {key: tuple(names) for key, names in found.items() if len(names) > 1}
 
 
-def _describe(step: Step, path: str, canonical: Callable[[str], str]) -> KeyReport:
-    candidate = step.candidate
-    dtype, source_dtype = (str(d).removeprefix("torch.") for d in (step.dtype, candidate.dtype))
+#: What a `KeyReport` is made of: nothing that keeps the model or files.
+_Row = tuple[
+    str, str, str, int, Mode, Source, Route, torch.device, torch.dtype, torch.dtype | str,
+    str | None, tuple[str, ...],
+]  # fmt: skip
+
+
+def _row(step: Step, path: str, canonical: Callable[[str], str]) -> _Row:
+    one = step.candidate
+    seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
+    nbytes, dtype = seen.nbytes, seen.dtype
+    route: Route = "compute" if step.handled and step.route == "view" else step.route
+    return (
+        canonical(step.key), one.key, path, nbytes, step.mode, step.source, route, step.device,
+        step.dtype, dtype, step.note, one.keys,
+    )  # fmt: skip
+
+
+def _described(_: str, row: _Row | KeyReport) -> KeyReport:
+    """Return how a tensor is loaded; one record for all names of a tied one."""
+    if isinstance(row, KeyReport):
+        return row
+    key, entry, path, nbytes, mode, source, route, device, becomes, stored, note, keys = row
+    dtype, before = (str(each).removeprefix("torch.") for each in (becomes, stored))
     return KeyReport(
-        key=canonical(step.key),
-        entry=candidate.key,
-        path=path,
-        nbytes=candidate.nbytes,
-        mode=step.mode,
-        source=step.source,
-        route="compute" if step.handled and step.route == "view" else step.route,
-        device=str(step.device),
-        dtype=dtype,
-        cast_from=source_dtype if source_dtype != dtype else None,
-        note=step.note,
-        entries=candidate.keys or (candidate.key,),
-    )
+        key, entry, path, nbytes, mode, source, route, str(device), dtype,
+        None if before == dtype else before, note, keys or (entry,),
+    )  # fmt: skip
 
 
 def _peak(work: Work, origin: Origin) -> int:
@@ -445,7 +467,7 @@ def _peak(work: Work, origin: Origin) -> int:
         if step.in_place and (work.hooked or not is_plain(local_tensor(step.group.tensor)))
         if step.group.tensor.device.type == "cpu"
     )
-    new = sum(map(_new_bytes, work.steps))
+    new = sum(_new_bytes(step) for step in work.steps if step.owned)
     return new + made + kept + min(staged, STAGING) + _inflated_bytes(work, origin)
 
 
@@ -478,12 +500,10 @@ def _inflated_bytes(work: Work, origin: Origin) -> int:
 
 def _new_bytes(step: Step) -> int:
     """Return the anonymous memory, in bytes, that the new tensor of a step takes on the host."""
-    if step.memory.type != "cpu":
+    if step.memory.type != "cpu" or not step.owned:
         return 0
     if step.handled:
         return content_bytes(step.group.tensor)
-    if step.route == "view":
-        return 0
     entry = step.candidate.entry
     if entry is not None and entry.kind is not None:
         return entry.nbytes
@@ -515,13 +535,14 @@ def check_names(matched: Match, path: str, options: Options) -> None:
     # What the caller left out fits nothing either: else a load of nothing would be none's error.
     lacking = bool(missing) or not matched.left_out.isdisjoint(matched.missing)
     nothing = lacking and not (matched.fits or matched.open)
-    odd = [name for name in missing if name in matched.unexpected]
+    odd = set(matched.unexpected).intersection(missing)
     if not (wrong or nothing or odd or (options.strict and (missing or unexpected))):
         return
     lists, ways, alike = [], list[str | Argument](), None
     missing, unexpected = ([n for n in names if n not in odd] for names in (missing, unexpected))
     if odd:
-        lists.append(f"no tensor in the checkpoint ({len(odd)}): {clipped_list(odd)}")
+        names = [name for name in matched.missing if name in odd]
+        lists.append(f"no tensor in the checkpoint ({len(odd)}): {clipped_list(names)}")
         ways.append("tensors under these names (torch.from_numpy makes one of an array)")
     if missing:
         lists.append(f"missing ({len(missing)}): {clipped_list(missing)}")
@@ -583,6 +604,13 @@ def match(
     result = Match()
     known: set[str] = set()
     for group in groups:
+        if len(group.slots) == 1 and is_plain(group.tensor):  # as nearly all are
+            (slot,) = group.slots
+            one = candidates.get(slot.fqn) if slot.persistent else None
+            if type(one) is FileTensor and one.entry.shape == group.tensor.shape:
+                known.add(slot.fqn)
+                result.pairs.append((group, slot.fqn, [one]))
+                continue
         names = [slot.fqn for slot in group.slots if slot.persistent]
         known.update(names)
         found = [(name, candidates[name]) for name in names if name in candidates]

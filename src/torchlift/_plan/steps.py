@@ -96,6 +96,8 @@ class Step:
         note: why it is done this way, where that is not what was asked for.
         base: what it is a view of, together with other tensors of the model.
         stride: strides that it gets, in elements, where they are not those of the source.
+        plain: whether it is a dense tensor of a file, as it is, for a plain one on meta and of its
+            shape: what is looked for in all others is not there.
     """
 
     group: Group
@@ -114,6 +116,7 @@ class Step:
     note: str | None = None
     base: Base | None = None
     stride: tuple[int, ...] | None = None
+    plain: bool = False
 
     @property
     def entry(self) -> TensorEntry | None:

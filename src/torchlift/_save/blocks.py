@@ -113,7 +113,7 @@ def entry_blocks(
         room = work.room(part.numel, dtype, host)
         if is_readable(part):
             # Not out of the map: a file that is truncated meanwhile would be a SIGBUS.
-            read(requests_for(part, room, stored), views.files, stages=work.stages)
+            read(requests_for(part, room.view(part.shape), stored), views.files, stages=work.stages)
         else:
             # Cast afterwards: of numbers that are not aligned, fill could only cast a copy.
             same = dtype == stored

@@ -28,6 +28,7 @@ from torchlift._model import (
     is_wrapper,
     oddity,
     overlaps,
+    repeats,
     slice_of,
 )
 from torchlift._transfer import Request, Sender, is_readable, read, requests_for
@@ -305,8 +306,9 @@ def copy_values(copies: Sequence[Copy]) -> None:
 def _reads(source: FileTensor, target: torch.Tensor, spans: Spans) -> Iterator[Request]:
     """Yield the reads that fill a target; what is not worth one is copied out of the map."""
     entry = narrowed(source.entry, spans)
-    if target.is_contiguous() and is_readable(entry):
-        yield from requests_for(entry, target.view(-1), source.dtype)
+    apart = target.is_contiguous() or not repeats(target.shape, target.stride())
+    if apart and is_readable(entry, target.stride()):
+        yield from requests_for(entry, target, source.dtype)
     else:
         source.views.fill(target, entry)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ def _draw_ways(figure: Figure, data: Mapping[str, Any]) -> None:
     limits = {name: ran.pop(name) for name in list(ran) if name.startswith("limit")}
     shown = sorted(ran.items(), key=lambda item: median(item[1]["seconds"]))
     read = [name for name, row in shown if row["bytes_per_second"] and "torchlift" not in name]
-    figure.set_size_inches(5.6, 1.2 + 0.34 * len(shown))
+    figure.set_size_inches(5.6, 1.3 + 0.4 * len(shown))
     axes = figure.subplots()
     for place, (name, row) in enumerate(shown):
         middle, low, high = median(row["seconds"]), min(row["seconds"]), max(row["seconds"])
@@ -65,14 +66,15 @@ def _draw_ways(figure: Figure, data: Mapping[str, Any]) -> None:
             seconds = median(limits[name]["seconds"])
             axes.axvline(seconds, color="black", linestyle=look, linewidth=1.2, label=label)
     axes.set_yticks(range(len(shown)), [_label(row) for _, row in shown])
-    axes.tick_params(axis="y", labelsize=9, length=0)
+    axes.tick_params(axis="y", labelsize=10, length=0)
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.05 * longest), xlabel="seconds")
-    figure.legend(loc="outside upper right", ncols=2, fontsize=10)
+    figure.legend(loc="outside upper right", ncols=2, fontsize=11)
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    return str(row["summary"]) + ("" if row["bytes_per_second"] else " (mapped)")
+    text = str(row["summary"]) + ("" if row["bytes_per_second"] else " (mapped)")
+    return textwrap.fill(text, 26)  # a phone shows the figure 320 pixels wide
 
 
 def _colour(name: str, others: list[str]) -> str:
@@ -103,4 +105,4 @@ def _draw_growth(figure: Figure, data: Mapping[str, Any]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
-    figure.legend(loc="outside upper left", fontsize=10)
+    figure.legend(loc="outside upper left", fontsize=11)

@@ -10,6 +10,7 @@ from torchlift.formats.boxes import overlaps as overlaps
 from torchlift.formats.boxes import permuted as permuted
 from torchlift.formats.boxes import row_major as row_major
 from torchlift.formats.boxes import rows as rows
+from torchlift.formats.boxes import rows_count as rows_count
 from torchlift.formats.boxes import run_count as run_count
 from torchlift.formats.boxes import runs as runs
 from torchlift.formats.boxes import shortest_run as shortest_run
@@ -49,6 +50,7 @@ from torchlift.formats.index import Index as Index
 from torchlift.formats.index import Kind as Kind
 from torchlift.formats.index import Leaf as Leaf
 from torchlift.formats.index import Record as Record
+from torchlift.formats.index import Records as Records
 from torchlift.formats.index import Storage as Storage
 from torchlift.formats.index import TensorEntry as TensorEntry
 from torchlift.formats.index import allowed as allowed

@@ -41,17 +41,19 @@ class Run(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Runs of one length and one distance in a file, which follow each other in the tensor.
+    """Runs of one length, one distance in a file and one distance in a tensor.
 
     Attributes:
         first: the first of them.
         many: how many there are.
         step: bytes from the start of one to the start of the next in the file.
+        apart: elements from the start of one to the start of the next in the tensor.
     """
 
     first: Run
     many: int
     step: int
+    apart: int
 
 
 def steps_in_file(entry: TensorEntry, chunk: Chunk) -> tuple[int, ...]:
@@ -289,56 +291,75 @@ def runs(entry: TensorEntry) -> Iterator[Run]:
         >>> [(run.offset, run.at, run.numel) for run in runs(narrowed(entry, [[(0, 2)], [(1, 2)]]))]
         [(4, 0, 1), (12, 1, 1)]
     """
-    for (file, offset, at, numel), many, step in rows(entry):
+    for (file, offset, at, numel), many, step, apart in rows(entry):
         for row in range(many):
-            yield Run(file, offset + row * step, at + row * numel, numel)
+            yield Run(file, offset + row * step, at + row * apart, numel)
 
 
-def rows(entry: TensorEntry) -> Iterator[Rows]:
+def rows(entry: TensorEntry, stride: Sequence[int] | None = None) -> Iterator[Rows]:
     """Yield the same without a step for each run: a shard of a matrix's columns is one `Rows`.
+
+    Args:
+        entry: the tensor.
+        stride: of the memory that it goes to, in elements; None: row-major.
 
     Example:
         >>> whole = Chunk("f", 0, 16, (0, 0), (2, 2))
         >>> entry = TensorEntry("w", "float32", (2, 2), (2, 1), 16, "cpu", "f", (whole,))
         >>> [(found.many, found.step) for found in rows(narrowed(entry, [[(0, 2)], [(1, 2)]]))]
         [(2, 8)]
+        >>> [(found.many, found.step, found.apart) for found in rows(entry, (5, 1))]
+        [(2, 8, 5)]
     """
-    steps, size = row_major(entry.shape), entry.itemsize
+    steps = row_major(entry.shape) if stride is None else stride
     for chunk in entry.chunks:
-        in_file = steps_in_file(entry, chunk)
-        outer, inner = _inner(chunk.shape, in_file, steps)
-        many, step = 1, inner * size
-        if outer and steps[outer - 1] == inner:
-            outer -= 1
-            many, step = chunk.shape[outer], in_file[outer] * size
-        origin = sum(map(int.__mul__, chunk.start, steps))
-        places = [(chunk.offset, origin)]
-        for dim in range(outer):
-            step_in_file, step_here = in_file[dim] * size, steps[dim]
+        inner, outer = _dims_of(entry, chunk, steps)
+        many, in_file, here = outer.pop() if outer else (1, inner, inner)
+        places = [(chunk.offset, sum(map(int.__mul__, chunk.start, steps)))]
+        for size, far, apart in outer:
+            far *= entry.itemsize
             places = [
-                (offset + i * step_in_file, at + i * step_here)
-                for offset, at in places
-                for i in range(chunk.shape[dim])
+                (offset + i * far, at + i * apart) for offset, at in places for i in range(size)
             ]
         for offset, at in places:
-            yield Rows(Run(chunk.file, offset, at, inner), many, step)
+            yield Rows(Run(chunk.file, offset, at, inner), many, in_file * entry.itemsize, here)
 
 
-def shortest_run(entry: TensorEntry) -> int:
-    """Return the bytes of the shortest run of `runs`; 0 for an empty tensor."""
-    steps = row_major(entry.shape)
-    return entry.itemsize * min(
-        (_inner(c.shape, steps_in_file(entry, c), steps)[1] for c in entry.chunks), default=0
-    )
+def rows_count(entry: TensorEntry, stride: Sequence[int] | None = None) -> int:
+    """Return how many `rows` a tensor has, without listing them."""
+    steps = row_major(entry.shape) if stride is None else stride
+    dims = (_dims_of(entry, chunk, steps)[1] for chunk in entry.chunks)
+    return sum(math.prod(size for size, *_ in outer[:-1]) for outer in dims)
 
 
-def _inner(shape: Sequence[int], in_file: Sequence[int], steps: Sequence[int]) -> tuple[int, int]:
-    """Return (number of outer dimensions, elements of the inner ones, one run on both sides)."""
-    dim, inner = len(shape), 1
-    while dim and (shape[dim - 1] == 1 or in_file[dim - 1] == steps[dim - 1] == inner):
-        inner *= shape[dim - 1]
-        dim -= 1
-    return dim, inner
+def shortest_run(entry: TensorEntry, stride: Sequence[int] | None = None) -> int:
+    """Return the bytes of the shortest run of `rows`; 0 for an empty tensor."""
+    steps = row_major(entry.shape) if stride is None else stride
+    inner = (_dims_of(entry, chunk, steps)[0] for chunk in entry.chunks)
+    return entry.itemsize * min(inner, default=0)
+
+
+def _dims_of(
+    entry: TensorEntry, chunk: Chunk, steps: Sequence[int]
+) -> tuple[int, list[tuple[int, int, int]]]:
+    """Return what of a chunk is one run on both sides, and the dimensions outside of it.
+
+    Returns:
+        Elements of a run; (size, step in the file, step in the tensor) of each dimension outside,
+        where those that one step leads through on both sides are one.
+    """
+    outer: list[tuple[int, int, int]] = []
+    inner, in_file = 1, steps_in_file(entry, chunk)
+    for size, far, here in zip(chunk.shape[::-1], in_file[::-1], steps[::-1], strict=True):
+        if size == 1:
+            continue
+        if not outer and far == here == inner:
+            inner *= size
+        elif outer and (far, here) == (outer[-1][0] * outer[-1][1], outer[-1][0] * outer[-1][2]):
+            outer[-1] = (outer[-1][0] * size, *outer[-1][1:])
+        else:
+            outer.append((size, far, here))
+    return inner, outer[::-1]
 
 
 def overlaps(
@@ -374,10 +395,8 @@ def overlaps(
 def run_count(entry: TensorEntry) -> int:
     """Return how many `runs` a tensor has, without listing them."""
     steps = row_major(entry.shape)
-    return sum(
-        math.prod(c.shape[: _inner(c.shape, steps_in_file(entry, c), steps)[0]])
-        for c in entry.chunks
-    )
+    dims = (_dims_of(entry, chunk, steps)[1] for chunk in entry.chunks)
+    return sum(math.prod(size for size, *_ in outer) for outer in dims)
 
 
 def check_boxes(key: str, shape: tuple[int, ...], boxes: Sequence[Box], budget: Budget) -> None:

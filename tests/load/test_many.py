@@ -1,0 +1,214 @@
+"""Checkpoints of many small tensors: what each of them costs, counted in calls."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import same_bits
+from safetensors.torch import save_file
+from torch import nn
+
+import torchlift
+from torchlift._plan import Match, Options, check_names
+from torchlift.errors import MismatchError
+
+
+class Many(nn.Module):
+    """Parameters on meta, by number."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        for number in range(count):
+            self.register_parameter(str(number), nn.Parameter(torch.empty(2, 3, device="meta")))
+
+
+def saved(count: int, folder: Path, suffix: str = "pt") -> Path:
+    state = {str(number): torch.full((2, 3), float(number)) for number in range(count)}
+    path = folder / f"{count}.{suffix}"
+    (torch.save if suffix == "pt" else save_file)(state, path)
+    return path
+
+
+def calls_of(function: Callable[[], object]) -> Counter[str]:
+    """Count the calls of functions of Python, and those of C by name."""
+    found: Counter[str] = Counter()
+
+    def note(_: FrameType, event: str, function: Any) -> None:
+        if event in ("call", "c_call"):
+            found["python" if event == "call" else function.__name__] += 1
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def price(run: Callable[[int], Callable[[], object]]) -> dict[str, float]:
+    """Return the calls that one tensor more takes."""
+    few, many = calls_of(run(100)), calls_of(run(300))
+    return {name: (many[name] - few[name]) / 200 for name in many}
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_mapped_tensor_takes_two_calls_that_make_or_shape_one(
+    tmp_path: Path, suffix: str
+) -> None:
+    """And a few of Python: 17 before, of the 2.2 s that 100,000 took."""
+
+    def run(count: int) -> Callable[[], object]:
+        ckpt = torchlift.open(saved(count, tmp_path, suffix))
+        assert len(list(ckpt.entries.values())) == count
+        return ckpt.state_dict
+
+    found = price(run)
+    assert found["frombuffer"] == found["as_strided_"] == 1
+    assert not found.get("empty")
+    assert not found.get("set_")
+    assert found["python"] < 10
+
+
+def test_a_tensor_that_is_loaded_takes_a_third_of_the_calls_that_a_decision_on_it_would(
+    tmp_path: Path,
+) -> None:
+    """A plan decides once for all that are alike: 148 calls of Python for each before."""
+
+    def run(count: int) -> Callable[[], object]:
+        path, model = saved(count, tmp_path), Many(count)
+        return lambda: torchlift.load(model, path)
+
+    assert price(run)["python"] < 52
+
+
+@pytest.mark.parametrize("mode", ["auto", "assign", "swap"])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_many_tensors_that_are_decided_together_get_their_values(
+    tmp_path: Path, suffix: str, mode: str
+) -> None:
+    """Each has a storage of its own, and what differs from the others is decided apart."""
+    state: dict[str, torch.Tensor] = {str(n): torch.randn(2, 3) for n in range(20)}
+    state |= {"3": torch.randn(2, 3).half(), "5": torch.randn(3, 2).t(), "7": torch.tensor([2.0])}
+    state["9"] = torch.arange(6).view(2, 3)
+    model = Many(20)
+    model.register_parameter("7", nn.Parameter(torch.empty((), device="meta")))
+    model.register_parameter(
+        "9", nn.Parameter(torch.empty(2, 3, dtype=torch.int64, device="meta"), requires_grad=False)
+    )
+    before = dict(model.named_parameters())
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "pt":
+        torch.save(state, path)
+    else:
+        save_file({key: value.contiguous() for key, value in state.items()}, path)
+    report = torchlift.load(model, path, mode=mode)
+    for name, parameter in model.named_parameters():
+        assert same_bits(parameter.detach(), state[name].view(parameter.shape)), name
+        assert type(parameter) is nn.Parameter
+        assert parameter.requires_grad is (name != "9")
+        assert (parameter is before[name]) is (mode != "assign")
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert report.loaded[name].dtype == str(parameter.dtype).removeprefix("torch.")
+
+
+def test_what_hangs_on_a_tensor_on_meta_stays_with_it(tmp_path: Path) -> None:
+    """Attributes and hooks, also of one that is loaded in one step with the others."""
+    model, seen = Many(4), []
+    parameters = dict(model.named_parameters())
+    parameters["1"].note = "mine"
+    parameters["2"].register_hook(lambda grad: seen.append(grad.shape))
+    view = parameters["3"].view(-1)
+    torchlift.load(model, saved(4, tmp_path))
+    assert (model.get_parameter("1").note, parameters["1"].sum().item()) == ("mine", 6.0)
+    model.get_parameter("2").sum().backward()
+    assert seen == [(2, 3)]
+    assert view.is_meta
+    assert not model.get_parameter("3").is_meta
+
+
+def test_a_load_that_fails_late_leaves_all_of_them_on_meta(tmp_path: Path) -> None:
+    """With what hung on them, and as the same objects."""
+
+    def refuse(module: nn.Module, keys: object) -> None:
+        raise RuntimeError("late")
+
+    model = torchlift.skeleton(lambda: nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))
+    model[0].weight.note = "mine"
+    path = tmp_path / "x.pt"
+    torch.save({k: torch.ones(v.shape) for k, v in model.state_dict().items()}, path)
+    before = list(model.parameters())
+    hook = model.register_load_state_dict_post_hook(refuse)
+    with pytest.raises(RuntimeError, match="late"):
+        torchlift.load(model, path)
+    after = list(model.parameters())
+    assert all(one is two for one, two in zip(before, after, strict=True))
+    assert all(tensor.is_meta and tensor.requires_grad for tensor in after)
+    assert (type(after[0]), after[0].note) == (nn.Parameter, "mine")
+    hook.remove()
+    torchlift.load(model, path)
+    assert model[0].weight.note == "mine"
+    assert model(torch.ones(1, 2)).shape == (1, 3)
+    assert torchlift.materialize(model) == []
+
+
+def test_records_come_in_the_order_of_the_file_however_they_were_asked_for(tmp_path: Path) -> None:
+    """And each is one object."""
+    ckpt = torchlift.open(saved(20, tmp_path))
+    last = ckpt.entries["19"]
+    assert [key for key, _ in ckpt.entries.items()] == [str(number) for number in range(20)]
+    assert [entry.key for entry in ckpt.entries.values()] == list(ckpt.entries)
+    assert ckpt.entries["19"] is last is list(ckpt.entries.values())[-1]
+
+
+def test_a_report_keeps_no_model(tmp_path: Path) -> None:
+    """What is told of each tensor is made when somebody asks."""
+    model = Many(3)
+    report = torchlift.load(model, saved(3, tmp_path))
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert [item.entry for item in report.loaded.values()] == ["0", "1", "2"]
+    assert report.loaded["1"] is report.loaded["1"]
+    assert (report.nbytes, set(report.source.values())) == (72, {"mmap"})
+
+
+def test_names_that_do_not_fit_are_compared_a_bounded_number_of_times() -> None:
+    """Where none of 100,000 names fitted, the error took 98 s: each was compared with each."""
+    compared = 0
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    matched = Match(
+        missing=[Name(f"m.{number}") for number in range(1000)],
+        unexpected=[Name(f"k.{number}") for number in range(1000)],
+    )
+    with pytest.raises(MismatchError, match="missing \\(1000\\)"):
+        check_names(matched, "x.pt", Options())
+    assert compared < 20_000
+
+
+def test_a_dtype_that_torch_does_not_have_is_named(tmp_path: Path) -> None:
+    """Also where all else of a tensor is as of those that are decided together."""
+    head = b'{"0":{"dtype":"F6_E2M3","shape":[2,4],"data_offsets":[0,6]}}'
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(6))
+    model = nn.Module()
+    model.register_parameter("0", nn.Parameter(torch.empty(2, 4, device="meta")))
+    with pytest.raises(torchlift.FormatError, match="its dtype is unknown"):
+        torchlift.load(model, path)
