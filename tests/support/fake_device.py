@@ -76,6 +76,10 @@ class FakeDevice:
             super().__init__()
             self._device = device
 
+        def query(self) -> bool:
+            """Whether it has happened."""
+            return self.is_set()
+
         def synchronize(self) -> None:
             """Wait until it has happened."""
             self._device.waited += 1

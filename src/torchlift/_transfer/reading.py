@@ -146,7 +146,8 @@ def _read_parallel(
                 # Readers cast what stays on the host; what goes to a device is sent from here, so
                 # that it uses the caller's stream.
                 while following is not None and len(running) < 4 * threads:
-                    job, stage = following, stages.take() if following.staged else None
+                    job = following
+                    stage = stages.take(wait=not running) if job.staged else None
                     if job.staged and stage is None:
                         break
                     file = opened[job.file]
