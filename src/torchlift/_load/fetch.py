@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -88,12 +89,12 @@ def fetch_all(
 
     Raises:
         MismatchError: two tied names have different values, or a transform made another shape.
-        PlacementError: a value cannot be cast, or a transform or handler made one that cannot be
-            placed.
+        PlacementError: a value cannot be cast, a transform or handler made one that cannot be
+            placed, or a device runs out of memory.
         IntegrityError: a file changed or could not be read.
     """
     steps, path = plan._work.steps, origin.path
-    with ordinary_tensors():
+    with ordinary_tensors(), _room(path):
         plain = [step for step in steps if step.plain]
         others = [step for step in steps if not step.plain]
         for step in others:
@@ -119,6 +120,21 @@ def fetch_all(
                 advance(step.span if step.owned else 0)
             trim()  # what a transform or a handler took and freed
         return Fetched(found, _make(plan._work.makings))
+
+
+@contextmanager
+def _room(path: str) -> Iterator[None]:
+    """Say what to do where a device runs out of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise PlacementError(
+            "a device has not enough memory left for what goes there",
+            file=path,
+            found=str(error).partition("\n")[0],
+            hint="Free memory there, or load less of it: with a smaller dtype=, or a device= that "
+            "spreads the tensors, such as torchlift.remap.fit makes.",
+        ) from error
 
 
 def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:

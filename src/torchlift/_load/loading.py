@@ -430,7 +430,7 @@ def require_intact(
     Raises:
         IntegrityError: one of them is wrong.
     """
-    ranks, known_sums = group or RankGroup([]), seen or RangeSums(Folder())
+    ranks = group or RankGroup([])
 
     def list_all() -> tuple[list[Checksums], str]:
         found = [checksums(ckpt._index) for ckpt in ckpts]
@@ -445,10 +445,8 @@ def require_intact(
     part = peers.index(rank()), len(peers)
 
     def add_up() -> tuple[None, list[list[int | None]]]:
-        pairs = zip(ckpts, known, strict=True)
-        return None, [
-            sums_of(ckpt._index, each, part=part, seen=known_sums) for ckpt, each in pairs
-        ]
+        pairs, sums = zip(ckpts, known, strict=True), seen or RangeSums(Folder())
+        return None, [sums_of(ckpt._index, each, part=part, seen=sums) for ckpt, each in pairs]
 
     sums, unchecked = ranks.run(add_up)[1], 0
     for number, (ckpt, each) in enumerate(zip(ckpts, known, strict=True)):

@@ -283,8 +283,10 @@ def copy_values(copies: Sequence[Copy]) -> None:
         IntegrityError: a file changed or could not be read. What is filled from it then holds
             undefined values: it must be memory that nobody looks into yet.
     """
-    targets = [item.target for item in copies if item.target.is_cuda]
-    cast = (item.target for item in copies if item.source.dtype != item.target.dtype)
+    # What is read goes through memory of its own, and needs none of the sender's, nor its threads.
+    sent = [c for c in copies if c.target.is_cuda and not isinstance(c.source, FileTensor)]
+    targets = [item.target for item in sent]
+    cast = (item.target for item in sent if item.source.dtype != item.target.dtype)
     reads: dict[MappedViews, list[Request]] = {}
     with torch.no_grad(), Sender(targets, cast) if targets else nullcontext() as sender:
         for item in copies:

@@ -17,7 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -146,7 +146,8 @@ def _read_parallel(
                 # Readers cast what stays on the host; what goes to a device is sent from here, so
                 # that it uses the caller's stream.
                 while following is not None and len(running) < 4 * threads:
-                    job, stage = following, stages.take() if following.staged else None
+                    job = following
+                    stage = stages.take(wait=not running) if job.staged else None
                     if job.staged and stage is None:
                         break
                     file = opened[job.file]
@@ -165,6 +166,7 @@ def _read_parallel(
             stages.wait()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
+            stages.wait()  # the caller frees what devices fetch from, and what they write to
             raise
 
 
@@ -366,8 +368,11 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
         source = source.view(request.dtype).view(target.shape)
         if target.device.type == "cuda" and source.is_pinned():
             if source.dtype != target.dtype:
-                # torch would cast on the host, on this thread, into memory that is not pinned.
-                source = source.to(target.device, non_blocking=True)
+                # torch would cast on the host, on this thread, into memory that is not pinned: as
+                # it does where the device has no room left, in the middle of a live model, too.
+                with suppress(torch.OutOfMemoryError):
+                    landing = torch.empty_like(target, dtype=source.dtype)
+                    source = landing.copy_(source, non_blocking=True)
             target.copy_(source, non_blocking=True)
         elif target.device.type != "cpu":
             target.copy_(source)
