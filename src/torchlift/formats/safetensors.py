@@ -20,12 +20,11 @@ from typing import Any
 from torchlift.errors import FormatError, PlacementError
 from torchlift.formats.index import (
     ITEMSIZE,
+    Chunk,
     Index,
     Records,
     Storage,
     TensorEntry,
-    make_chunk,
-    make_entry,
     row_major,
 )
 from torchlift.formats.layout import Layout, Payload, Stored, is_unicode
@@ -86,9 +85,9 @@ def read_safetensors(source: Source) -> Index:
 
     def entry(key: str, row: _Row) -> TensorEntry:
         begin, nbytes, dtype, shape = row
-        chunk = make_chunk(source.path, start + begin, nbytes, (0,) * len(shape), shape)
+        chunk = Chunk(source.path, start + begin, nbytes, (0,) * len(shape), shape)
         chunks, name = (chunk,) if nbytes else (), ties.get(key, key)
-        return make_entry(key, dtype, shape, _strides(shape), nbytes, "cpu", name, chunks)
+        return TensorEntry(key, dtype, shape, _strides(shape), nbytes, "cpu", name, chunks)
 
     sums = _sums(source, start, metadata, list(stored)) if is_last else {}
 

@@ -30,8 +30,6 @@ from torchlift.formats.index import (
     Records,
     Storage,
     TensorEntry,
-    make_chunk,
-    make_entry,
     row_major,
 )
 from torchlift.formats.layout import Layout, Payload, Stored
@@ -372,11 +370,11 @@ def _entry_of(
         offset, packed = ref.offset, storage.packed
         assert isinstance(offset, int)  # as it was checked
         at = start + offset * itemsize
-        chunks = (make_chunk(path, at, span * itemsize, origin, shape, None, packed),)
+        chunks = (Chunk(path, at, span * itemsize, origin, shape, None, packed),)
         encoding = (order if itemsize > 1 else ()) + ref.lazy
         if packed is not None:
             encoding = ("deflated", *encoding)
-    return make_entry(
+    return TensorEntry(
         key, ref.dtype, shape, stride, numel * itemsize, location, name, chunks,
         ref.requires_grad is True, ref.is_parameter, encoding,
     )  # fmt: skip
