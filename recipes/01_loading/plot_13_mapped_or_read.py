@@ -109,7 +109,8 @@ print(f"read:   first use ~{first:,} page faults, second use ~{second:,}")
 # The same in new processes, of a file that is in the page cache (*warm*), and of one that was just
 # dropped from it (*cold*), as after a boot. This is the table to decide by. Add the first two
 # columns for a model of which every weight is used; look at the first alone for one of which you
-# need little; look at *anonymous* where memory is short, or several processes load one file.
+# need little; look at *anonymous* where memory is short, or several processes load one file. What
+# is read past the page cache goes through up to 48 MiB more, whatever the size of the file.
 
 table, sums = {}, set()
 for cold in False, True:
@@ -125,8 +126,8 @@ for cold in False, True:
             for what, took in zip(("load", "first", "second"), seconds, strict=True)
         )
         print(f"{name:<12}{row}  anonymous: {owned / MIB:3.0f} MiB")
-        copies = owned / size
-        assert copies < 0.2 if source == "mmap" else 0.9 < copies < 1.5
+        copy = 0 if source == "mmap" else size
+        assert 0.9 * copy < owned < copy + 64 * MIB
 assert len(sums) == 1, "all of them have loaded the same weights"
 
 # %%
