@@ -30,6 +30,7 @@ from torchlift._checkpoint.kinds import (
 from torchlift._checkpoint.stats import TensorStats, stats_of
 from torchlift._checkpoint.tree import Tree
 from torchlift._model import versioned
+from torchlift._store import Stamp, UrlStamp, place_of
 from torchlift._system import clipped_list, collection_paused, printable
 from torchlift._transfer import Files
 from torchlift.errors import (
@@ -47,7 +48,6 @@ from torchlift.formats import (
     AMBIGUOUS,
     ROOT_OBJECT,
     Chunk,
-    FileStamp,
     Index,
     Record,
     Records,
@@ -658,23 +658,27 @@ def blocks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @answers_keywords
 def open(
-    path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None, allow_classes: Allow = ()
+    path: str | os.PathLike[str] | BinaryIO,
+    *,
+    root: str | None = None,
+    allow_classes: Allow = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Read the index of a checkpoint; run no code from it and read no weights.
 
     Args:
-        path: a file, a directory, or a seekable binary file object, of which what is behind its
-            position is read (out of a temporary copy, unless it is a file of this machine that
-            stands at its start); the format is found from the content. Files of ``torch.save``:
-            zip files, the stream from before torch 1.6 and the older tar; TorchScript archives and
-            exported programs (``.pt2``), of which only the weights are read; safetensors, Hugging
-            Face's sharded ``*.index.json`` or a directory holding one; directories of
-            ``torch.distributed.checkpoint`` (DCP), Megatron's among them, and of DeepSpeed's ZeRO;
-            GGUF; numpy's npz and npy; flax's msgpack. Of a program, the state dict has its own
-            names; what the program's text refers to comes below ``CONSTANTS``, and other attributes
-            of TorchScript modules below ``ATTRIBUTES``. Of ZeRO, the full weights have the model's
-            names; the optimizer's state comes below ``optimizer`` and what else the training saved
-            below ``training``, which loads into models leave out.
+        path: a file, a directory, the URL of one, or a seekable binary file object, of which what
+            is behind its position is read (out of a temporary copy, unless it is a file of this
+            machine that stands at its start); the format is found from the content. Files of
+            ``torch.save``: zip files, the stream from before torch 1.6 and the older tar;
+            TorchScript archives and exported programs (``.pt2``), of which only the weights are
+            read; safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one;
+            directories of ``torch.distributed.checkpoint`` (DCP), Megatron's among them, and of
+            DeepSpeed's ZeRO; GGUF; numpy's npz and npy; flax's msgpack. Of a program, the state
+            dict has its own names; what the program's text refers to comes below ``CONSTANTS``, and
+            other attributes of TorchScript modules below ``ATTRIBUTES``. Of ZeRO, the full weights
+            have the model's names; the optimizer's state comes below ``optimizer`` and what else
+            the training saved below ``training``, which loads into models leave out.
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``, also where that is one name with dots in
             it. None keeps everything.
@@ -683,6 +687,10 @@ def open(
             called with what the file has for them, when a tensor is asked for, and nothing else is.
             Only members of enums that ``torch.serialization.add_safe_globals`` knows are looked up,
             too.
+        storage_options: of a URL: ``headers`` (a dict) for its host, ``tries`` without progress
+            (5), ``timeout`` in seconds without a byte (30), ``stream`` (whether a server that gives
+            no ranges may send the whole file, into a temporary one); and what fsspec takes for its
+            scheme.
 
     Returns:
         The checkpoint, a lazy mapping and a context manager.
@@ -702,8 +710,9 @@ def open(
         raise TypeError("that is the content of a file: pass its path, or io.BytesIO(content)")
     allowed = classes(allow_classes)
     if isinstance(path, (str, bytes, os.PathLike)):
-        made = Checkpoint(read_index(path), root=root, allowed=allowed)
-        made._given = os.path.abspath(os.fsdecode(path))
+        place = place_of(path, storage_options) if path else ""
+        made = Checkpoint(read_index(place), root=root, allowed=allowed)
+        made._given = place
         return made
     if not hasattr(path, "read"):
         raise TypeError(f"expected a path or a binary file object, not {type(path).__name__}")
@@ -714,7 +723,7 @@ def open(
 
 
 def _opened_again(
-    path: str, root: str | None, allowed: Mapping[str, type], files: Mapping[str, FileStamp]
+    path: str, root: str | None, allowed: Mapping[str, type], files: Mapping[str, Stamp]
 ) -> Checkpoint:
     """Open what another process had open.
 
@@ -722,6 +731,9 @@ def _opened_again(
         IntegrityError: a file is gone, or not the one that was opened there.
     """
     for file, stamp in files.items():  # before it is read: it may be no checkpoint any more
+        if isinstance(stamp, UrlStamp):
+            stamp.check(file)
+            continue
         with Files({file: stamp}) as one:
             one.descriptor(file)
     made = open(path, root=root, allow_classes=[(kind, name) for name, kind in allowed.items()])

@@ -18,8 +18,9 @@ from functools import lru_cache
 
 import torch
 
+from torchlift._store import Stamp
 from torchlift.errors import FormatError, IntegrityError
-from torchlift.formats import FileStamp, Record, Source, inflated
+from torchlift.formats import Record, Source, inflated
 
 # Mapping a file there turns every page fault into a round trip: 30-50x slower than reading
 # (huggingface/safetensors#562, sgl-project/sglang#37806).
@@ -38,7 +39,7 @@ class Files:
     because its offsets mean nothing any more, and a map past its end would be a SIGBUS.
     """
 
-    def __init__(self, stamps: Mapping[str, FileStamp]) -> None:
+    def __init__(self, stamps: Mapping[str, Stamp]) -> None:
         self._stamps = stamps
         self._descriptors: dict[str, int] = {}
         self._maps: dict[str, mmap.mmap] = {}
@@ -166,7 +167,7 @@ def _close_all(descriptors: dict[str, int]) -> None:
 
 
 @contextmanager
-def _failing(what: str, file: str, stamp: FileStamp, hint: str | None = None) -> Iterator[None]:
+def _failing(what: str, file: str, stamp: Stamp, hint: str | None = None) -> Iterator[None]:
     """Say of an error of the system what could not be done with which file."""
     try:
         yield

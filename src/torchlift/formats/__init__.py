@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 from torchlift._lazy import lazy
+from torchlift._store import FileStamp as FileStamp
+from torchlift._store import Stamp as Stamp
 from torchlift.formats.boxes import at_indices as at_indices
 from torchlift.formats.boxes import joined as joined
 from torchlift.formats.boxes import narrowed as narrowed
@@ -45,7 +47,6 @@ from torchlift.formats.index import ITEMSIZE as ITEMSIZE
 from torchlift.formats.index import SUBCLASS as SUBCLASS
 from torchlift.formats.index import Array as Array
 from torchlift.formats.index import Chunk as Chunk
-from torchlift.formats.index import FileStamp as FileStamp
 from torchlift.formats.index import Index as Index
 from torchlift.formats.index import Kind as Kind
 from torchlift.formats.index import Leaf as Leaf

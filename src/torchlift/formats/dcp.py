@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchlift._store import Stamp, exists, inside, names_in, relative
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.boxes import Box, check_boxes
 from torchlift.formats.flattening import flatten
 from torchlift.formats.index import (
     ITEMSIZE,
     Chunk,
-    FileStamp,
     Index,
     Leaf,
     Storage,
@@ -121,7 +121,7 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
             metadata says, chunks that overlap or leave gaps.
         UnsafeError: a global that is not part of such metadata, or a file outside the directory.
     """
-    metadata, guides = _Metadata(), dict[str, FileStamp]()
+    metadata, guides = _Metadata(), dict[str, Stamp]()
     if names[0] != DCP_METADATA:
         _check_ranks(path, names)
     for name in names:
@@ -139,9 +139,9 @@ def read_dcp(path: str, names: Sequence[str]) -> Index:
 
 def _has_common(path: str, metadata: _Metadata) -> bool:
     """Return whether Megatron stored what is not sharded in a file of its own, there or not."""
-    if not os.path.exists(os.path.join(path, _BACKEND)):
+    if not exists(inside(path, _BACKEND)):
         return False
-    if os.path.exists(os.path.join(path, _COMMON)):
+    if exists(inside(path, _COMMON)):
         return True
     with errors_name(file := locate(path, _BACKEND)), Source(file, metadata.budget) as source:
         noted = parse_json(source.read_all(1 << 16, "the note of the backend"), "the note")
@@ -153,7 +153,7 @@ def _has_common(path: str, metadata: _Metadata) -> bool:
 def _check_ranks(path: str, names: Sequence[str]) -> None:
     """Refuse a directory of which a rank's metadata is missing, and its keys with it."""
     ranks = {int(match[1]) for match in map(_OF_RANK.fullmatch, names) if match}
-    stored = {int(match[1]) for match in map(_DATA.fullmatch, os.listdir(path)) if match}
+    stored = {int(match[1]) for match in map(_DATA.fullmatch, names_in(path)) if match}
     count = 1 + max(ranks | stored)
     lacking = (rank for rank in range(count) if rank not in ranks)
     if some := list(itertools.islice(lacking, MOST_MISSING)):
@@ -383,7 +383,7 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
     chunks: dict[_Place, tuple[Chunk, str, str]] = {}
     objects: dict[str, Index] = {}
     storages: dict[str, Storage] = {}
-    stamps: dict[str, FileStamp] = {}
+    stamps: dict[str, Stamp] = {}
     # A model has few shapes, so most of its items have equal pickles: interpreting each only once
     # opens 3,000 of them in 0.25 s instead of 0.32.
     known: dict[bytes, object] = {}
@@ -391,7 +391,7 @@ def _read_items(path: str, metadata: _Metadata) -> Index:
         with Source(file, metadata.budget) as source:
             stamps[source.path] = source.stamp
             _check_items(file, stored)
-            name = os.path.relpath(file, path)
+            name = relative(file, path)
             for (key, start), (_, offset, nbytes) in stored:
                 prefix = f"{name}@{offset}/"
                 with errors_name(source.path, key):

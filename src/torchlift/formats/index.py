@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import fnmatch
 import math
-import os
 import re
 from collections.abc import (
     Callable,
@@ -26,12 +25,12 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from torchlift._store import Stamp
 from torchlift._system import clipped_list, printable
 from torchlift.errors import (
     Argument,
     FormatError,
     Hint,
-    IntegrityError,
     MismatchError,
     did_you_mean,
 )
@@ -314,58 +313,6 @@ class Records(Mapping[str, _Record], Generic[_Row, _Record]):
 
 
 @dataclass(frozen=True, slots=True)
-class FileStamp:
-    """What identifies a file's content when it was indexed.
-
-    Attributes:
-        size: in bytes.
-        mtime_ns: when its content changed last; anybody who may write can set it back.
-        device: the file system.
-        inode: the file on it.
-        ctime_ns: when content or attributes changed last, which only the system sets.
-        shown: what errors call it where it is a copy that nobody knows, or None.
-    """
-
-    size: int
-    mtime_ns: int
-    device: int
-    inode: int
-    ctime_ns: int
-    shown: str | None = field(default=None, compare=False, repr=False)
-
-    @classmethod
-    def of(cls, file: int | str) -> FileStamp:
-        """Return the stamp of an open file, or of the one that a path leads to."""
-        now = os.stat(file)
-        return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino, now.st_ctime_ns)
-
-    def check(self, file: str, descriptor: int | None = None) -> None:
-        """Refuse a file that is not the one that was indexed.
-
-        Args:
-            file: its path.
-            descriptor: of the file, once it is open. Asked for the path first, since opening a
-                named pipe in its place would wait for somebody to write into it.
-
-        Raises:
-            IntegrityError: it has changed, or is another one under the same name.
-        """
-        found = FileStamp.of(file if descriptor is None else descriptor)
-        if found != self:
-            raise IntegrityError(
-                "the file changed after it was opened",
-                file=self.shown or file,
-                expected=self._text(),
-                found=found._text(),
-                hint="Open the checkpoint again once nobody writes to it.",
-            )
-
-    def _text(self) -> str:
-        times = f"modified at {self.mtime_ns} ns, changed at {self.ctime_ns} ns"
-        return f"{self.size} bytes, {times}, inode {self.inode}"
-
-
-@dataclass(frozen=True, slots=True)
 class Array:
     """A numpy array among the leaves that are no tensors, for whom numpy is.
 
@@ -428,7 +375,7 @@ class Index:
     format: str
     entries: Mapping[str, TensorEntry]
     storages: Mapping[str, Storage]
-    files: Mapping[str, FileStamp]
+    files: Mapping[str, Stamp]
     objects: Mapping[str, object] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     blocked: tuple[str, ...] = ()
@@ -439,7 +386,7 @@ class Index:
     templates: Mapping[str, object] = field(default_factory=dict)
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
-    guides: Mapping[str, FileStamp] = field(default_factory=dict)
+    guides: Mapping[str, Stamp] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

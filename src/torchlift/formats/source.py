@@ -5,22 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import stat
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torchlift._store import Opened, open_place
 from torchlift.errors import CheckpointError, FormatError
-from torchlift.formats.index import FileStamp
 from torchlift.formats.unpickle import Budget
-
-_KINDS = {
-    stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket",
-    stat.S_IFCHR: "device", stat.S_IFBLK: "device",
-}  # fmt: skip
 
 #: Bytes that a `Cursor` reads ahead.
 _WINDOW = 1 << 16
@@ -29,12 +22,9 @@ _WINDOW = 1 << 16
 class Source:
     """An open file, or a window of one, with its size and stamp.
 
-    Both are taken from the descriptor that is read: a stamp of the path could be that of another
-    file, moved into place in between.
-
     Attributes:
-        path: the file, absolute.
-        descriptor: of the file.
+        path: the file, absolute, or its URL.
+        descriptor: of a file of this machine.
         start: first byte of the window in the file; reads count from here.
         size: bytes of the window.
         stamp: identity of the file.
@@ -42,17 +32,11 @@ class Source:
     """
 
     def __init__(self, path: str, budget: Budget | None = None) -> None:
-        kind = stat.S_IFMT(os.stat(path).st_mode)
-        if kind != stat.S_IFREG:
-            # Opening a named pipe would wait for somebody to write into it.
-            found = f"a {_KINDS.get(kind, 'special file')}"
-            raise FormatError("not a regular file", file=path, found=found)
+        self._opened = opened = open_place(path)
+        self._read = opened.read if opened.is_local else _Windows(opened).read
         self.budget = budget or Budget()
-        self.path = path
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close() / __exit__
-        self.descriptor = self._file.fileno()
-        self.stamp = FileStamp.of(self.descriptor)
-        self.start, self.size = 0, self.stamp.size
+        self.path, self.descriptor, self.stamp = path, opened.descriptor, opened.stamp
+        self.start, self.size = 0, opened.size
 
     def window(
         self, start: int, size: int, what: str = "an item", entry: str | None = None
@@ -86,13 +70,9 @@ class Source:
         """
         self.check(offset, nbytes, "a byte range", entry)
         self.budget.grow(nbytes)
-        self._file.seek(self.start + offset)
-        data = self._file.read(nbytes)
-        while len(data) < nbytes:  # a raw read may stop early: on signals, pipes, network mounts
-            more = self._file.read(nbytes - len(data))
-            if not more:
-                raise FormatError("the file shrank while it was read", entry=entry)
-            data += more
+        data = self._read(self.start + offset, nbytes)
+        if len(data) < nbytes:
+            raise FormatError("the file shrank while it was read", entry=entry)
         return data
 
     def read_all(self, limit: int, what: str) -> bytes:
@@ -102,14 +82,38 @@ class Source:
         return self.read(0, self.size)
 
     def close(self) -> None:
-        """Close the descriptor; the stamp and the size stay."""
-        self._file.close()
+        """Close the file; the stamp and the size stay."""
+        self._opened.close()
 
     def __enter__(self) -> Source:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class _Windows:
+    """What was read of a URL: what lies near each other costs one request, and nothing costs two.
+
+    Args:
+        opened: what is read.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._known = [(0, opened.head)]
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes at a place, and keep at least a window of them."""
+        for number, (start, data) in enumerate(self._known):
+            if start <= offset < start + len(data) or (offset == start + len(data) and data):
+                if (lacking := offset + nbytes - start - len(data)) > 0:
+                    data += self._opened.read(start + len(data), max(lacking, _WINDOW))
+                    self._known[number] = start, data
+                return data[offset - start : offset - start + nbytes]
+        data = self._opened.read(offset, max(nbytes, _WINDOW))
+        self._known.append((offset, data))
+        return data[:nbytes]
 
 
 class Cursor:
