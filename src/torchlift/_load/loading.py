@@ -217,7 +217,7 @@ def _load(
     ):
         with (
             sources(ckpt, root, allow_classes, storage_options) as origin,
-            Neighbours(ranks, origin.is_away) as near,
+            Neighbours(ranks, origin.is_away) if ranks.groups else nullcontext() as near,
         ):
             before = origin.requests
             # Code of the caller's is not to see what is damaged, and ranks share what there is to
@@ -225,17 +225,17 @@ def _load(
             first = transform is not None or bool(ranks.groups)
             verified = origin.checkpoints if verify else ()
             seen = RangeSums(Folder()) if verify and not first else None
-            unchecked, told = _intact(verified, ranks, about=near.about) if first else (0, {})
-            near.meet(told)
+            about = None if near is None else near.about
+            unchecked, told = _intact(verified, ranks, about=about) if first else (0, {})
+            if near is not None:
+                near.meet(told)
             # What the model's own code changes is taken back whole, and so is what is placed.
             with uninterrupted() as deliver, Commit() as commit:
                 plan = make_plan(tree, origin, options, commit)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
                     with Interruptible():
                         on_the_way = None if seen is None else seen.add
-                        fetched = fetch_all(
-                            plan, origin, transform, advance, on_the_way, near if told else None
-                        )
+                        fetched = fetch_all(plan, origin, transform, advance, on_the_way, near)
                         if not first:
                             unchecked = require_intact(verified, ranks, seen)
                     agreed = Agreed(agree, deliver)

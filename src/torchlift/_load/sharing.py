@@ -81,7 +81,7 @@ class Neighbours:
         self.about: About | None = None
         self._own: _Memory | None = None
         self._all: list[_Memory] = []
-        if ranks.groups and is_away and hasattr(os, "memfd_create"):
+        if is_away and hasattr(os, "memfd_create"):
             with suppress(OSError):
                 token, descriptor = secrets.token_bytes(16), os.memfd_create("torchlift")
                 self._own = _Memory(descriptor, os.getpid(), token, is_own=True)
