@@ -64,10 +64,12 @@ class Fetched(NamedTuple):
     """All that is to be placed.
 
     Attributes:
-        steps: each step of the plan with its tensor.
+        plain: each plain step of the plan with its tensor.
+        steps: each of the others.
         made: what no source has.
     """
 
+    plain: list[tuple[Step, torch.Tensor]]
     steps: list[Prepared]
     made: list[tuple[Group, torch.Tensor]]
 
@@ -98,13 +100,13 @@ def fetch_all(
     """
     steps, path = plan._work.steps, origin.path
     with ordinary_tensors(), _room(path):
-        plain = [step for step in steps if step.plain]
         others = [step for step in steps if not step.plain]
         for step in others:
             _check_ties(step, origin)
             if transform is None:
                 _check_cast(step, step.candidate.dtype, path)
-        found: list[Prepared] = [(step, step.candidate.tensor()) for step in plain]
+        plain = [(step, step.candidate.tensor()) for step in steps if step.plain]
+        found: list[Prepared] = []
         ready = [step for step in others if not step.raw]
         values = _by_route(ready, origin, advance, seen, near)
         for step, value in zip(ready, values, strict=True):
@@ -123,7 +125,7 @@ def fetch_all(
                 found.append(_made(step, transform, tensor, path))
                 advance(step.span if step.owned else 0)
             trim()  # what a transform or a handler took and freed
-        return Fetched(found, _make(plan._work.makings))
+        return Fetched(plain, found, _make(plan._work.makings))
 
 
 @contextmanager

@@ -323,12 +323,11 @@ def place(
     for group, tensor in fetched.made:
         commit.put(group, tensor)
     ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
+    commit.fill([(step.group, value) for step, value in fetched.plain if step.mode == "swap"])
+    new += [one for one in fetched.plain if one[0].mode != "swap"]
     for step, value in new:
         assert isinstance(value, torch.Tensor)
-        if step.plain and step.mode == "swap":
-            commit.fill(step.group, value)
-        else:
-            ways[step.mode](step.group, _shaped(step.group.tensor, value))
+        ways[step.mode](step.group, _shaped(step.group.tensor, value))
     # Last, because what was written over cannot be taken back without a copy: everything that can
     # refuse, here and in the checks of the plan, has had its chance, and so has an interrupt.
     if more or not has_group():
@@ -340,12 +339,11 @@ def place(
         (str, str) if work.naming is None else (work.naming.key, work.naming.canonical)
     )
     missing, unexpected = (list(map(key_of, names)) for names in lists)
-    watch = None
     if work.hooked:
         before = [(group.fqn, group.tensor) for group in tree.groups]  # others may still hold them
         tree.walk()
         watch = commit.watch(tree, before)
-    run_post_hooks(tree, missing, unexpected, work.given, watch)
+        run_post_hooks(tree, missing, unexpected, work.given, watch)
     missing, unexpected = (list(map(name_of, names)) for names in (missing, unexpected))
     if work.match.open:
         _judge(plan, missing, unexpected, judge)

@@ -274,7 +274,8 @@ def make_plan(
             raise origin.refusal(key)
     modules = hooked_modules(tree, [*names.values(), *made])
     prefixes = tuple(prefix for prefix, _ in modules)
-    origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
+    if modules:
+        origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
     found, outcome = dict(candidates), Outcome(unexpected=list(objects.values()))
     if modules:
@@ -319,7 +320,8 @@ def make_plan(
         naming=naming,
     )
     later = None if options.dtype is None else _DTYPE_LATER
-    plan = _assemble(origin, tree.groups, matched, work, candidates, excusable, later, canonical)
+    called = candidates if options.rename is not None or naming is not None else {}
+    plan = _assemble(origin, tree.groups, matched, work, called, excusable, later, canonical)
     extra = 0 if check_shapes else _transformed_bytes(work.steps)
     requests = origin.requests - before + _requests(work.steps)
     return replace(plan, peak_bytes=plan.peak_bytes + extra, requests=requests)
@@ -372,31 +374,41 @@ def _assemble(
     groups: list[Group],
     matched: Match,
     work: Work,
-    candidates: Mapping[str, SourceTensor],
+    renamed: Mapping[str, SourceTensor],
     excusable: list[str],
     later: str | None,
     canonical: Callable[[str], str],
 ) -> LoadPlan:
-    """Put the plan together; `later` is the hint where something is left for a later load."""
+    """Put the plan together; `later` is the hint where something is left for a later load.
+
+    What `renamed` has may be called otherwise in the checkpoint.
+    """
     loaded: dict[str, _Row | KeyReport] = {}
     for step in work.steps:
         path = origin.path
         if origin.paths:
             keys = step.candidate.keys or (step.candidate.key,)
             path = ", ".join(dict.fromkeys(origin.paths.get(key, path) for key in keys))
-        slots, row = step.group.slots, _row(step, path, canonical)
+        one, slots = step.candidate, step.group.slots
+        seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
+        route: Route = "compute" if step.handled and step.route == "view" else step.route
+        row = (
+            canonical(step.key), one.key, path, seen.nbytes, step.mode, step.source, route,
+            step.device, step.dtype, seen.dtype, step.note, one.keys,
+        )  # fmt: skip
         described = row if len(slots) == 1 else _described("", row)
         for slot in slots:
             loaded[canonical(slot.fqn)] = described
     placed = {id(step.group.tensor) for step in work.steps}
-    matched_ids = {id(group.tensor) for group, _, _ in matched.pairs}
     placed |= {id(item.group.tensor) for item in work.makings}
-    called = {canonical(name): one for name, one in candidates.items()}
+    left = [g for g in groups if id(g.tensor) not in placed and not is_lazy(g.tensor)]
+    matched_ids = {id(group.tensor) for group, _, _ in matched.pairs} if left else set()
+    moved = [step for step in work.steps if not step.plain]
+    called = {canonical(name): one for name, one in renamed.items()}
     made = [(name, one.keys) for name, one in called.items() if one.keys]
     deferred = [
         canonical(name)
-        for group in groups
-        if id(group.tensor) not in placed and not is_lazy(group.tensor)
+        for group in left
         if group.tensor.is_meta or id(group.tensor) in matched_ids
         for name in group.names
     ]
@@ -414,8 +426,8 @@ def _assemble(
         renamed={c.key: name for name, c in called.items() if not c.keys and c.key != name},
         merged={name: keys for name, keys in made if len(keys) > 1},
         split=_split(made),
-        peak_bytes=_peak(work, origin),
-        bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
+        peak_bytes=_peak(work, moved, origin),
+        bytes_to_read=sum(step.span for step in moved if step.owned or step.in_place),
         excusable=excusable,
         _work=work,
     )
@@ -437,17 +449,6 @@ _Row = tuple[
 ]  # fmt: skip
 
 
-def _row(step: Step, path: str, canonical: Callable[[str], str]) -> _Row:
-    one = step.candidate
-    seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
-    nbytes, dtype = seen.nbytes, seen.dtype
-    route: Route = "compute" if step.handled and step.route == "view" else step.route
-    return (
-        canonical(step.key), one.key, path, nbytes, step.mode, step.source, route, step.device,
-        step.dtype, dtype, step.note, one.keys,
-    )  # fmt: skip
-
-
 def _described(_: str, row: _Row | KeyReport) -> KeyReport:
     """Return how a tensor is loaded; one record for all names of a tied one."""
     if isinstance(row, KeyReport):
@@ -460,11 +461,17 @@ def _described(_: str, row: _Row | KeyReport) -> KeyReport:
     )  # fmt: skip
 
 
-def _peak(work: Work, origin: Origin) -> int:
-    """Estimate the anonymous memory, in bytes, that the work takes at its peak."""
+def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
+    """Estimate the anonymous memory, in bytes, that the work takes at its peak.
+
+    Args:
+        work: all of it.
+        steps: those that are not just mapped.
+        origin: where the values come from.
+    """
     staged = sum(
         step.span
-        for step in work.steps
+        for step in steps
         if step.route == "read"
         and (step.memory.type != "cpu" or step.candidate.dtype != step.dtype)
     )
@@ -476,12 +483,12 @@ def _peak(work: Work, origin: Origin) -> int:
     # What a hook may still refuse, or a subclass fail to copy, is kept until it has not.
     kept = sum(
         content_bytes(local_tensor(step.group.tensor))
-        for step in work.steps
+        for step in steps
         if step.in_place and (work.hooked or not is_plain(local_tensor(step.group.tensor)))
         if step.group.tensor.device.type == "cpu"
     )
-    new = sum(_new_bytes(step) for step in work.steps if step.owned)
-    return new + made + kept + min(staged, STAGING) + _inflated_bytes(work, origin)
+    new = sum(_new_bytes(step) for step in steps if step.owned)
+    return new + made + kept + min(staged, STAGING) + _inflated_bytes(steps, origin)
 
 
 def _requests(steps: Sequence[Step]) -> int:
@@ -514,9 +521,9 @@ def _transformed_bytes(steps: Sequence[Step]) -> int:
     )
 
 
-def _inflated_bytes(work: Work, origin: Origin) -> int:
+def _inflated_bytes(steps: Sequence[Step], origin: Origin) -> int:
     """Return the bytes of deflated records that are in memory at a time beside the new tensors."""
-    entries = (step.entry for step in work.steps if step.entry)
+    entries = (step.entry for step in steps if step.entry)
     records = {chunk.packed for entry in entries for chunk in entry.chunks if chunk.packed}
     if not records:
         return 0
