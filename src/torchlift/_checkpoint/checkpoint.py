@@ -268,7 +268,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         entries = self._index.entries
         items = entries.passing() if isinstance(entries, Records) else entries.items()
         with collection_paused():
-            self._mapped().ahead(entries.values())
+            if self._mapped().is_away:
+                self._mapped().ahead(entries.values())
             for key, entry in items:
                 if len(entry.chunks) > 1:  # in memory: once for all of its names
                     spot = entry.storage, entry.chunks
@@ -627,8 +628,6 @@ class MappedViews:
 
     def ahead(self, entries: Iterable[TensorEntry]) -> None:
         """Read what tensors of URLs need in one parallel transfer, before they are asked for."""
-        if not self.is_away:
-            return
         wanted = set[tuple[str, int, int]]()
         for entry in plain_parts(entries):
             where = self._storages.get(entry.storage) if len(entry.chunks) == 1 else None

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from operator import attrgetter
 
 import torch
 
-from torchlift._store import Opened, Url
+from torchlift._store import Opened, Store, Url
 from torchlift._transfer.direct import DEPTH, MOST, OpenFile, OwnStage
 from torchlift._transfer.files import Files
 from torchlift._transfer.pages import Pages, allocate
@@ -50,6 +51,7 @@ STAGING = min(_STAGES, THREADS) * BLOCK
 _AT_ONCE, _RANGE = 32, 8 << 20
 #: How many of them are staged at a time, of `STAGE` bytes each.
 _STAGED = 12
+_SOON = 0.02  # seconds until what is still running is ended again
 #: Bytes between two ranges of a URL that are here sooner than the answer to another request.
 _NEAR = 1 << 20
 
@@ -208,13 +210,19 @@ def _read_parallel(
                     report(job.asked)
             stages.wait()
         except BaseException:
-            for job in jobs:  # else an interrupt, or an error, waits for hosts that do not answer
-                if isinstance(job.file, Url):
-                    job.file.store.cancel()
-                    break
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            _cancel({job.file.store for job in jobs if isinstance(job.file, Url)}, running)
+            pool.shutdown(wait=True)
             stages.wait()  # the caller frees what devices fetch from, and what they write to
             raise
+
+
+def _cancel(stores: Collection[Store], running: Iterable[Future[None]]) -> None:
+    """End reads of URLs, for which an interrupt would wait as long as their host is silent."""
+    while stores and any(future.running() for future in running):
+        for store in stores:  # again and again: a thread may be about to ask
+            store.cancel()
+        time.sleep(_SOON)
 
 
 def _read_one(
