@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from torchlift.formats import Index
+
 
 @dataclass
 class Asked:
@@ -223,3 +225,12 @@ def serving(folder: Path, fault: Fault | None = None) -> Iterator[RangeServer]:
             with contextlib.suppress(OSError):
                 request.shutdown(socket.SHUT_RDWR)
         server.server_close()
+
+
+def facts(index: Index) -> object:
+    """What an index says, without the place of its files."""
+    entries = [
+        (e.key, e.dtype, e.shape, e.stride, e.nbytes, e.storage, [c.offset for c in e.chunks])
+        for e in index.entries.values()
+    ]
+    return index.format, entries, dict(index.objects), dict(index.metadata), index.blocked

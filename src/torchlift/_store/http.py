@@ -89,6 +89,18 @@ class Http:
         """Refuse an object that is not the one that was indexed."""
         self._ranged(url, stamp, [memoryview(bytearray(1))], 0)
 
+    def known(self, url: Url) -> UrlStamp | None:
+        """Return nothing: HTTP lists nothing."""
+        return None
+
+    def exists(self, url: Url) -> bool:
+        """Return whether an object is there; its head is kept for whoever opens it."""
+        try:
+            self._store.keep_head(url)
+        except NotFound:
+            return False
+        return True
+
     def is_folder(self, url: Url) -> bool:
         """Return whether a URL has a name of a folder's content below it, and no file itself."""
         if url.endswith("/"):

@@ -105,7 +105,7 @@ class UrlStamp:
     """What identifies the object that a URL led to when it was indexed.
 
     Attributes:
-        size: in bytes.
+        size: in bytes; -1: nothing is known before the first request.
         version: a strong ETag, or what else the store calls a version; empty where it has none.
         modified: when it was changed last, as the store writes it; empty where it does not say.
         host: who said so: another one that the URL leads to may call the same object otherwise.
@@ -179,6 +179,12 @@ class Transport(Protocol):
 
     def check(self, url: Url, stamp: UrlStamp) -> None:
         """Refuse an object that is not the one that was indexed."""
+
+    def known(self, url: Url) -> UrlStamp | None:
+        """Return what identifies an object, where that was listed."""
+
+    def exists(self, url: Url) -> bool:
+        """Return whether an object is there, which may be opened next."""
 
     def is_folder(self, url: Url) -> bool:
         """Return whether a URL is that of a folder; raise `NotFound` where it is nothing."""
@@ -299,7 +305,7 @@ class RemoteFile(Opened):
 
     def __init__(self, url: Url, stamp: UrlStamp | None = None) -> None:
         self.place = self._url = url
-        if stamp is None:
+        if stamp is None or stamp.size < 0:
             stamp, self.head = url.store.head(url)
         self.stamp, self.size = stamp, stamp.size
 
