@@ -57,6 +57,7 @@ from torchlift._sources import (
     tensor_of,
     tensors_in,
 )
+from torchlift._store import FileStamp
 from torchlift._system import collection_paused, map_leaves, printable
 from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
 from torchlift.formats import (
@@ -364,7 +365,8 @@ def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
     if overwrite:
         return
     source = {os.path.realpath(path) for path in (index.path, *index.files)}
-    inodes = {(stamp.device, stamp.inode) for stamp in index.files.values()}
+    stamps = [stamp for stamp in index.files.values() if isinstance(stamp, FileStamp)]
+    inodes = {(stamp.device, stamp.inode) for stamp in stamps}
     for path in target.heads:
         if os.path.lexists(path):
             is_source = os.path.realpath(path) in source

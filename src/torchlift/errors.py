@@ -9,6 +9,7 @@ without parsing text.
 from __future__ import annotations
 
 import difflib
+import errno
 import heapq
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -106,7 +107,8 @@ class CheckpointError(Exception):
         hint: str | None = None,
     ) -> None:
         self.reason = reason
-        self.file = None if file is None else os.fspath(file)
+        # Of a URL only the text: what travels with it is nobody's business who reads errors.
+        self.file = None if file is None else str(os.fspath(file))
         self.entry = entry
         self.expected = expected
         self.found = found
@@ -144,6 +146,42 @@ class FormatError(CheckpointError):
         a zip archive without its directory; The file is truncated: an interrupted save or
         download. Fetch it again.
     """
+
+
+class NotFound(FormatError, FileNotFoundError):
+    """Nothing is there, under a path or a URL.
+
+    Like the three errors below it is Python's own, too: a program that catches that keeps working
+    when a path becomes a URL.
+
+    Example:
+        >>> import torchlift
+        >>> try:
+        ...     torchlift.open("/nowhere/model.pt")
+        ... except FileNotFoundError as error:
+        ...     print(error)
+        /nowhere/model.pt: no such file or directory. The file does not exist: check the path.
+    """
+
+    errno = errno.ENOENT
+
+
+class NotAllowed(FormatError, PermissionError):
+    """The system or the server refuses access: permissions, or credentials."""
+
+    errno = errno.EACCES
+
+
+class TimedOut(CheckpointError, TimeoutError):
+    """No byte came for as long as one waits."""
+
+    errno = errno.ETIMEDOUT
+
+
+class Unreachable(CheckpointError, ConnectionError):
+    """A server cannot be reached, or cannot answer: name, network, TLS, its own state."""
+
+    errno = errno.ECONNABORTED
 
 
 class UnsafeError(CheckpointError):

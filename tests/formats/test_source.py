@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import io
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -31,14 +31,11 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def read(path: Path, monkeypatch: pytest.MonkeyPatch, answer: Read) -> Index:
     """Read an index from files that are read so."""
 
-    class File(io.FileIO):
-        def read(self, size: int | None = -1, /) -> bytes:
-            assert size is not None
-            return answer(super().read, size)
+    def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
+        return answer(lambda size: os.pread(descriptor, size, offset), nbytes)
 
     with monkeypatch.context() as patch:
-        name = "torchlift.formats.source.open"
-        patch.setattr(name, lambda path, *_, **__: File(path), raising=False)
+        patch.setattr("torchlift._store.files.pread", pread)
         return read_index(path)
 
 

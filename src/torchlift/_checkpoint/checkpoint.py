@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,8 +30,9 @@ from torchlift._checkpoint.kinds import (
 from torchlift._checkpoint.stats import TensorStats, stats_of
 from torchlift._checkpoint.tree import Tree
 from torchlift._model import versioned
+from torchlift._store import Stamp, Url, UrlStamp, place_of
 from torchlift._system import clipped_list, collection_paused, printable
-from torchlift._transfer import Files
+from torchlift._transfer import Files, read_ahead, values_at
 from torchlift.errors import (
     Argument,
     CheckpointError,
@@ -46,8 +47,8 @@ from torchlift.errors import (
 from torchlift.formats import (
     AMBIGUOUS,
     ROOT_OBJECT,
+    UNRESOLVED,
     Chunk,
-    FileStamp,
     Index,
     Record,
     Records,
@@ -56,6 +57,7 @@ from torchlift.formats import (
     allowing,
     ambiguity,
     read_index,
+    resolved,
     select,
     steps_in_file,
     to_html,
@@ -268,6 +270,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         entries = self._index.entries
         items = entries.passing() if isinstance(entries, Records) else entries.items()
         with collection_paused():
+            if self._mapped().is_away:
+                self._mapped().ahead(entries.values())
             for key, entry in items:
                 if len(entry.chunks) > 1:  # in memory: once for all of its names
                     spot = entry.storage, entry.chunks
@@ -419,13 +423,18 @@ class MappedViews:
     """Tensors over private memory maps of a checkpoint's files, one torch storage per storage.
 
     Two of these over one index share nothing: writing to a tensor of one never shows in the other.
+
+    Attributes:
+        is_away: whether some of the files are behind URLs: their tensors are in memory.
     """
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.files, self._storages = Files(index.files), index.storages
+        self.files, self._storages = Files(index.files, index.confirm), index.storages
+        self.is_away = any(isinstance(file, Url) for file in index.files)
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._inflated: dict[Record, bytearray] = {}
+        self._resolved: dict[tuple[str, tuple[Chunk, ...]], TensorEntry] = {}
         self._last: tuple[Record, bytearray] | None = None
         self._lock = threading.Lock()
 
@@ -439,6 +448,8 @@ class MappedViews:
             IntegrityError: the file is gone, or not the one that was opened.
         """
         dtype = _DTYPES.get(entry.dtype) or dtype_of(entry, self.index.path)
+        if entry.encoding and UNRESOLVED in entry.encoding:
+            (entry,) = self.resolved([entry])
         if entry.kind is not None:
             inner = [self.view(item) for item in entry.kind.tensors]
             return made_of(entry, dtype, inner, self.index.path)
@@ -469,6 +480,10 @@ class MappedViews:
         key, itemsize = (entry.storage, None), dtype.itemsize
         if key in self._bases or where.offset % itemsize or where.nbytes % itemsize:
             return None
+        if isinstance(
+            where.file, Url
+        ):  # whose bytes are kept only where others look into them, too
+            return None
         made = self.files.mapped(where.file, where.offset, where.nbytes, dtype)
         base = made.untyped_storage()
         if self._bases.setdefault(key, base) is not base:  # another thread was faster
@@ -497,7 +512,7 @@ class MappedViews:
                 # As bytes, which may lie anywhere: as numbers, they would have to be cloned first,
                 # those between the rows of a transposed matrix too.
                 size = dtype.itemsize
-                raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
+                raw = values_at(self.files, chunk.file, chunk.offset, chunk.nbytes)
                 shape, strides = (*chunk.shape, size), (*(step * size for step in steps), 1)
                 raw_box = box.view(torch.uint8)
                 spread = raw_box.view((*raw_box.shape[:-1], *shape[-2:]))
@@ -520,10 +535,14 @@ class MappedViews:
         if not entry.chunks:
             return b""
         (chunk,) = entry.chunks
+        if isinstance(chunk.file, Url):  # one request each: `ahead` joins them
+            return None
         return self.files.read(chunk.file, chunk.offset, chunk.nbytes)
 
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
         """Yield the elements of `entry`, in any order, some at a time; nothing is kept."""
+        if UNRESOLVED in entry.encoding:
+            (entry,) = self.resolved([entry])
         if entry.kind is not None:
             for part in values_of(entry, self.view(entry), self.index.path):
                 yield from blocks_of(part)
@@ -550,7 +569,7 @@ class MappedViews:
 
     def _block_values(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
         (chunk,) = entry.chunks
-        raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
+        raw = values_at(self.files, chunk.file, chunk.offset, chunk.nbytes)
         return block_values(entry, raw, self.index.path)
 
     def _box(
@@ -569,7 +588,7 @@ class MappedViews:
             base = self._bases.get(key)
             if base is None:
                 base = _usable(self._stored(where, anew=True), entry, dtype)
-                if where.packed is None or where.packed in self._shared:
+                if self._is_kept(entry, where):
                     self._bases[key] = base
             elif base.data_ptr() % dtype.itemsize:  # a smaller dtype was the first to ask
                 base = self._bases[key] = _usable(base, entry, dtype)
@@ -585,8 +604,7 @@ class MappedViews:
         """
         record = place.packed
         if record is None:
-            mapped = self.files.mapped(place.file, place.offset, place.nbytes)
-            return mapped.untyped_storage()
+            return values_at(self.files, place.file, place.offset, place.nbytes).untyped_storage()
         last = self._last
         whole = self._inflated.get(record)
         if whole is None and last is not None and last[0] == record and not anew:
@@ -601,9 +619,58 @@ class MappedViews:
         count, at = place.nbytes, place.offset
         return torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=at).untyped_storage()
 
+    def _is_kept(self, entry: TensorEntry, where: Storage) -> bool:
+        """Whether what was made for an entry is for others that look into its storage, too."""
+        if where.packed is not None:
+            return where.packed in self._shared
+        return not isinstance(where.file, Url) or self._counts[entry.storage] > 1
+
     @cached_property
     def _shared(self) -> frozenset[Record]:
         return shared_records(self.index.entries.values())
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
+        return Counter(each.storage for each in plain_parts(self.index.entries.values()))
+
+    def resolved(self, entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+        """Return entries that say where their numbers are: requests where the index does not.
+
+        Args:
+            entries: of the index, with all of their chunks or several.
+
+        Raises:
+            CheckpointError: an item cannot be read, or is not what the index says.
+        """
+        entries, known = [*entries], self._resolved
+        todo = {
+            entry.key: entry
+            for entry in entries
+            if UNRESOLVED in entry.encoding and (entry.key, entry.chunks) not in known
+        }
+        if todo:
+            found = resolved(replace(self.index, entries=todo, storages={}))
+            with self._lock:
+                self.files.stamps = {**self.files.stamps, **found.files}
+                self._storages = {**self._storages, **found.storages}
+                known.update({(e.key, e.chunks): found.entries[e.key] for e in todo.values()})
+        return [known.get((entry.key, entry.chunks), entry) for entry in entries]
+
+    def ahead(self, entries: Iterable[TensorEntry]) -> None:
+        """Read what tensors of URLs need in one parallel transfer, before they are asked for."""
+        wanted = set[tuple[str, int, int]]()
+        for entry in self.resolved(plain_parts(entries)):
+            where = self._storages.get(entry.storage) if len(entry.chunks) == 1 else None
+            places: Sequence[Chunk | Storage] = entry.chunks
+            if where is not None and (entry.is_plain or not entry.encoding):
+                # Several entries may look into it, and the first of them has it made.
+                places = [] if (entry.storage, None) in self._bases else [where]
+            wanted |= {
+                (place.file, place.offset, place.nbytes)
+                for place in places
+                if isinstance(place.file, Url) and place.packed is None and place.nbytes
+            }
+        read_ahead(self.files, wanted - self.files.ahead.keys())
 
     def close(self) -> None:
         """Close the files; tensors already made stay valid."""
@@ -611,6 +678,15 @@ class MappedViews:
         self._bases.clear()
         self._inflated.clear()
         self._last = None
+
+
+def plain_parts(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    """Yield the entries that have bytes: of one of a kind, what it is made of."""
+    for entry in entries:
+        if entry.kind is None:
+            yield entry
+        else:
+            yield from plain_parts(entry.kind.tensors)
 
 
 def shared_records(entries: Iterable[TensorEntry]) -> frozenset[Record]:
@@ -661,23 +737,27 @@ def blocks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @answers_keywords
 def open(
-    path: str | os.PathLike[str] | BinaryIO, *, root: str | None = None, allow_classes: Allow = ()
+    path: str | os.PathLike[str] | BinaryIO,
+    *,
+    root: str | None = None,
+    allow_classes: Allow = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Read the index of a checkpoint; run no code from it and read no weights.
 
     Args:
-        path: a file, a directory, or a seekable binary file object, of which what is behind its
-            position is read (out of a temporary copy, unless it is a file of this machine that
-            stands at its start); the format is found from the content. Files of ``torch.save``:
-            zip files, the stream from before torch 1.6 and the older tar; TorchScript archives and
-            exported programs (``.pt2``), of which only the weights are read; safetensors, Hugging
-            Face's sharded ``*.index.json`` or a directory holding one; directories of
-            ``torch.distributed.checkpoint`` (DCP), Megatron's among them, and of DeepSpeed's ZeRO;
-            GGUF; numpy's npz and npy; flax's msgpack. Of a program, the state dict has its own
-            names; what the program's text refers to comes below ``CONSTANTS``, and other attributes
-            of TorchScript modules below ``ATTRIBUTES``. Of ZeRO, the full weights have the model's
-            names; the optimizer's state comes below ``optimizer`` and what else the training saved
-            below ``training``, which loads into models leave out.
+        path: a file, a directory, the URL of one, or a seekable binary file object, of which what
+            is behind its position is read (out of a temporary copy, unless it is a file of this
+            machine that stands at its start); the format is found from the content. Files of
+            ``torch.save``: zip files, the stream from before torch 1.6 and the older tar;
+            TorchScript archives and exported programs (``.pt2``), of which only the weights are
+            read; safetensors, Hugging Face's sharded ``*.index.json`` or a directory holding one;
+            directories of ``torch.distributed.checkpoint`` (DCP), Megatron's among them, and of
+            DeepSpeed's ZeRO; GGUF; numpy's npz and npy; flax's msgpack. Of a program, the state
+            dict has its own names; what the program's text refers to comes below ``CONSTANTS``, and
+            other attributes of TorchScript modules below ``ATTRIBUTES``. Of ZeRO, the full weights
+            have the model's names; the optimizer's state comes below ``optimizer`` and what else
+            the training saved below ``training``, which loads into models leave out.
         root: keep only what is under this container and strip it: ``root="model"`` turns
             ``model.layer.weight`` into ``layer.weight``, also where that is one name with dots in
             it. None keeps everything.
@@ -686,6 +766,10 @@ def open(
             called with what the file has for them, when a tensor is asked for, and nothing else is.
             Only members of enums that ``torch.serialization.add_safe_globals`` knows are looked up,
             too.
+        storage_options: of a URL: ``headers`` (a dict) for its host, ``tries`` without progress
+            (5), ``timeout`` in seconds without a byte (30), ``stream`` (whether a server that gives
+            no ranges may send the whole file, into a temporary one); and what fsspec takes for its
+            scheme.
 
     Returns:
         The checkpoint, a lazy mapping and a context manager.
@@ -705,8 +789,9 @@ def open(
         raise TypeError("that is the content of a file: pass its path, or io.BytesIO(content)")
     allowed = classes(allow_classes)
     if isinstance(path, (str, bytes, os.PathLike)):
-        made = Checkpoint(read_index(path), root=root, allowed=allowed)
-        made._given = os.path.abspath(os.fsdecode(path))
+        place = place_of(path, storage_options) if path else ""
+        made = Checkpoint(read_index(place), root=root, allowed=allowed)
+        made._given = place
         return made
     if not hasattr(path, "read"):
         raise TypeError(f"expected a path or a binary file object, not {type(path).__name__}")
@@ -717,7 +802,7 @@ def open(
 
 
 def _opened_again(
-    path: str, root: str | None, allowed: Mapping[str, type], files: Mapping[str, FileStamp]
+    path: str, root: str | None, allowed: Mapping[str, type], files: Mapping[str, Stamp]
 ) -> Checkpoint:
     """Open what another process had open.
 
@@ -725,6 +810,9 @@ def _opened_again(
         IntegrityError: a file is gone, or not the one that was opened there.
     """
     for file, stamp in files.items():  # before it is read: it may be no checkpoint any more
+        if isinstance(stamp, UrlStamp):
+            stamp.check(file)
+            continue
         with Files({file: stamp}) as one:
             one.descriptor(file)
     made = open(path, root=root, allow_classes=[(kind, name) for name, kind in allowed.items()])

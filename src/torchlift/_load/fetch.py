@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchlift._load.sharing import Neighbours
 from torchlift._model import (
     Group,
     clone_of,
@@ -79,6 +80,7 @@ def fetch_all(
     transform: Transform | None,
     advance: Advance,
     seen: Seen | None = None,
+    near: Neighbours | None = None,
 ) -> Fetched:
     """Prepare every tensor of a plan; read in as few rounds as possible; leave the model as it was.
 
@@ -88,6 +90,7 @@ def fetch_all(
         transform: the caller's.
         advance: called with a number of bytes as they arrive.
         seen: see `torchlift._transfer.read`.
+        near: ranks that fetch what they need of URLs together.
 
     Raises:
         MismatchError: two tied names have different values, or a transform made another shape.
@@ -105,7 +108,8 @@ def fetch_all(
         plain = [(step, step.candidate.tensor()) for step in steps if step.plain]
         found: list[Prepared] = []
         ready = [step for step in others if not step.raw]
-        for step, value in zip(ready, _by_route(ready, origin, advance, seen), strict=True):
+        values = _by_route(ready, origin, advance, seen, near)
+        for step, value in zip(ready, values, strict=True):
             if isinstance(value, torch.Tensor):
                 value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
             check_class(step, value, path)
@@ -152,7 +156,11 @@ def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
 
 
 def _by_route(
-    steps: Sequence[Step], origin: Origin, advance: Advance, seen: Seen | None
+    steps: Sequence[Step],
+    origin: Origin,
+    advance: Advance,
+    seen: Seen | None,
+    near: Neighbours | None = None,
 ) -> list[Values]:
     """Return the tensors of the steps; read and copied all together where the route says so."""
     tensors: list[Values] = []
@@ -182,7 +190,9 @@ def _by_route(
             new = flat.as_strided(view.shape, view.stride()) if dense else flat.view_as(view)
             tensors.append(new.copy_(view))
         advance(step.span if step.route != "view" else 0)
-    if requests and origin.views is not None:
+    if near is not None and origin.views is not None:
+        near.read(requests, origin.views.files, advance)
+    elif requests and origin.views is not None:
         read(requests, origin.views.files, advance=advance, seen=seen)
     if copies or origin.collective:
         origin.fill(copies)

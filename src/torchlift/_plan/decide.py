@@ -45,6 +45,7 @@ from torchlift._plan.report import Mode, Route, Source
 from torchlift._plan.steps import Base, Making, Match, Step
 from torchlift._skeleton import changed_on_meta, constructions_of
 from torchlift._sources import Copy, FileTensor, MemoryTensor, SourceTensor, Values, copy_values
+from torchlift._store import Url
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE, Chunk, TensorEntry, row_major
@@ -253,7 +254,14 @@ def _source_of(
         return "read", "deflated in the file, so that it is inflated into memory"
     # Of the file, not of its folder: it may be a link to elsewhere.
     file = entry.chunks[0].file if entry.chunks else path
-    if asked == "read" or (asked == "auto" and (anew or is_network(file))):
+    if asked == "mmap" and isinstance(file, Url):
+        raise PlacementError(
+            "what is behind a URL cannot be mapped, only read",
+            file=file,
+            entry=entry.key,
+            hint='Load it with source="read", or copy the file to this machine first.',
+        )
+    if asked == "read" or (asked == "auto" and (anew or isinstance(file, Url) or is_network(file))):
         return "read", None
     if entry.needs_assembly:
         return "mmap", None

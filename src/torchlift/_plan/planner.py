@@ -20,6 +20,7 @@ from torchlift._model import (
     content_bytes,
     has_post_hooks,
     hooked_modules,
+    is_dtensor,
     is_lazy,
     is_plain,
     local_shape,
@@ -27,6 +28,7 @@ from torchlift._model import (
     locked,
     ordinary_tensors,
     run_hooks,
+    spans_of,
     wrapped_names,
 )
 from torchlift._plan.decide import makings_for, owns_all, steps_for
@@ -57,10 +59,11 @@ from torchlift._plan.rules import (
 from torchlift._plan.steps import Match, Rename, Step, Transform, Work
 from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTensor, sources
-from torchlift._system import Facts, clipped_list, human, uninterrupted
-from torchlift._transfer import BUDGET, STAGING
+from torchlift._store import Url
+from torchlift._system import Facts, clipped_list, count_of, human, uninterrupted
+from torchlift._transfer import BUDGET, STAGING, count_ranges
 from torchlift.errors import Argument, Hint, MismatchError, PlacementError, answers_keywords
-from torchlift.formats import Records
+from torchlift.formats import Records, TensorEntry
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
 
@@ -84,6 +87,8 @@ class LoadPlan(LoadReport):
     def to_dict(self) -> dict[str, Any]:
         """Return the lists of names and the costs, as ``torchlift plan --json`` prints them."""
         costs = {"bytes_to_read": self.bytes_to_read, "peak_bytes": self.peak_bytes}
+        if self.requests:
+            costs["requests"] = self.requests
         return {**super().to_dict(), **costs}
 
     def _answer(self) -> LoadPlan:
@@ -92,7 +97,8 @@ class LoadPlan(LoadReport):
 
     def _summary(self) -> tuple[str, Facts]:
         peak = human(self.peak_bytes)
-        costs = f"to read {human(self.bytes_to_read)}, anonymous memory at the peak {peak}"
+        asked = f" in {count_of(self.requests, 'request')}" if self.requests else ""
+        costs = f"to read {human(self.bytes_to_read)}{asked}, anonymous memory at the peak {peak}"
         open_names = listed("left to a post-hook of the model to excuse", self.excusable)
         return f"plan: {self._size}", [("", costs), *open_names, *summarise(self)]
 
@@ -117,6 +123,7 @@ def plan(
     allow_classes: Allow = (),
     transform: Transform | None = None,
     present: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """Say what `load` with the same arguments would do, without doing it.
 
@@ -150,6 +157,7 @@ def plan(
         transform: what `load` will be given, which is not called here: its shapes are not checked,
             and new memory for each of its results is in the estimate.
         present: whether the devices must be there; False plans for a machine that has them.
+        storage_options: of URLs, as for `torchlift.open`.
 
     Returns:
         The plan; printing it gives a summary.
@@ -171,7 +179,11 @@ def plan(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
         source, include, exclude, transform, present=present,
     )  # fmt: skip
-    return plan_only(model, ckpt, options, root=root, allow_classes=allow_classes)._answer()
+    made = plan_only(
+        model, ckpt, options, root=root, allow_classes=allow_classes,
+        storage_options=storage_options,
+    )  # fmt: skip
+    return made._answer()
 
 
 def plan_only(
@@ -181,11 +193,12 @@ def plan_only(
     *,
     root: str | None = None,
     allow_classes: Allow = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """Plan a load with its steps, and leave the model as it was."""
     check_order(model, ckpt)
     with (
-        sources(ckpt, root, allow_classes) as origin,
+        sources(ckpt, root, allow_classes, storage_options) as origin,
         locked(model) as tree,
         uninterrupted(),
         Commit() as commit,
@@ -226,6 +239,7 @@ def make_plan(
         commit: takes back what the model's own loading code changes in its modules.
         check: raises for what does not fit, in place of `check_names`.
     """
+    before = origin.requests
     keys = {*origin.candidates, *origin.objects, *origin.blocked} if options.rename else ()
     check_rename(options.rename, keys, origin.path)
     gone = origin.leave_out(options.include, options.exclude)
@@ -236,6 +250,7 @@ def make_plan(
     check_shapes = options.transform is None
     made: dict[str, SourceTensor] = {}
     if isinstance(options.rename, Rewriting):
+        origin.resolve(dict.fromkeys(origin.candidates))
         names, made = assembled(origin, options.rename)
         objects = others(origin.objects, options.rename, origin.path, {*names.values(), *made})
     else:
@@ -260,6 +275,10 @@ def make_plan(
     for key, name in blocked.items():
         if name in model_names or name not in excused:
             raise origin.refusal(key)
+    # Of a DTensor, only what this rank has of it.
+    like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
+    needed = {key: like[name] for key, name in names.items() if name in like}
+    origin.resolve({key: spans_of(t, key) if is_dtensor(t) else None for key, t in needed.items()})
     modules = hooked_modules(tree, [*names.values(), *made])
     prefixes = tuple(prefix for prefix, _ in modules)
     if modules:
@@ -311,7 +330,8 @@ def make_plan(
     called = candidates if options.rename is not None or naming is not None else {}
     plan = _assemble(origin, tree.groups, matched, work, called, excusable, later, canonical)
     extra = 0 if check_shapes else _transformed_bytes(work.steps)
-    return replace(plan, peak_bytes=plan.peak_bytes + extra)
+    requests = origin.requests - before + _requests(work.steps, origin)
+    return replace(plan, peak_bytes=plan.peak_bytes + extra, requests=requests)
 
 
 @ordinary_tensors()
@@ -476,6 +496,21 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
     )
     new = sum(_new_bytes(step) for step in steps if step.owned)
     return new + made + kept + min(staged, STAGING) + _inflated_bytes(steps, origin)
+
+
+def _requests(steps: Sequence[Step], origin: Origin) -> int:
+    """Return how many ranges of URLs the steps that are not done yet ask for."""
+    views, found = origin.views, list[tuple[TensorEntry, bool]]()
+    for step in steps:
+        entry = step.entry
+        if entry is None or not entry.chunks or not isinstance(entry.chunks[0].file, Url):
+            continue
+        if step.base is not None:
+            entry = step.base.entry if step.base.first else None
+        device, dtype = step.fetched_as
+        if entry is not None:
+            found.append((entry, device.type == "cpu" and dtype == step.candidate.dtype))
+    return count_ranges(found, views.files) if views is not None and found else 0
 
 
 def _transformed_bytes(steps: Sequence[Step]) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes, objects_as_saved
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model import is_dtensor, shard_of_value, wrap
+from torchlift._model import Spans, is_dtensor, shard_of_value, wrap
 from torchlift._sources.tensors import (
     Copy,
     FileTensor,
@@ -23,10 +23,13 @@ from torchlift._sources.tensors import (
     apart,
     copy_values,
     described,
+    within,
 )
+from torchlift._store import Url
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import (
     MISSING,
+    UNRESOLVED,
     Containers,
     Flat,
     Index,
@@ -52,10 +55,16 @@ IN_MEMORY = "the state dict"
 
 @contextmanager
 def sources(
-    given: Given | Sequence[Given], root: str | None, allow_classes: Allow = ()
+    given: Given | Sequence[Given],
+    root: str | None,
+    allow_classes: Allow = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Origin]:
     """Open what a caller passed as the one source of a load; for the arguments, see `opened`."""
-    with opened(given, root, allow_classes) as layers, ExitStack() as stack:
+    with (
+        opened(given, root, allow_classes, storage_options=storage_options) as layers,
+        ExitStack() as stack,
+    ):
         origin: Origin
         if len(layers) > 1:
             origin = _Layers(layers)
@@ -73,6 +82,7 @@ def opened(
     allow_classes: Allow = (),
     *,
     whole: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[list[Layer]]:
     """Open what a caller passed: a checkpoint, a state dict, or several, of which later ones win.
 
@@ -81,6 +91,7 @@ def opened(
         root: the container to take.
         allow_classes: classes that may be rebuilt.
         whole: whether what holds no model is taken, too.
+        storage_options: as for `torchlift.open`.
 
     Raises:
         CheckpointError: one cannot be opened.
@@ -95,7 +106,10 @@ def opened(
             if is_state(one):
                 found.append(StateSource.of_flat(flat_state(one, root)))
             else:
-                ckpt = checkpoint(one, root, whole=whole, allow_classes=allow_classes)
+                ckpt = checkpoint(
+                    one, root, whole=whole, allow_classes=allow_classes,
+                    storage_options=storage_options,
+                )  # fmt: skip
                 found.append(stack.enter_context(ckpt))
         yield found
 
@@ -107,7 +121,12 @@ def is_state(given: object) -> TypeGuard[Mapping[str, Any]]:
 
 @contextmanager
 def checkpoint(
-    given: Given, root: str | None, *, whole: bool = False, allow_classes: Allow = ()
+    given: Given,
+    root: str | None,
+    *,
+    whole: bool = False,
+    allow_classes: Allow = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Checkpoint]:
     """Open a checkpoint for one call, or restrict one that the caller has opened.
 
@@ -116,6 +135,7 @@ def checkpoint(
         root: the container to take.
         whole: whether what holds no model is taken, too.
         allow_classes: classes that may be rebuilt.
+        storage_options: as for `torchlift.open`.
 
     Raises:
         CheckpointError: it was closed.
@@ -126,7 +146,7 @@ def checkpoint(
         return
     if isinstance(given, Mapping):
         raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
-    with open_checkpoint(given) as found:
+    with open_checkpoint(given, storage_options=storage_options) as found:
         yield _chosen(found, root, whole, allow_classes)
 
 
@@ -283,6 +303,20 @@ class Origin:
         """
         return one.tensor()
 
+    @property
+    def is_away(self) -> bool:
+        """Whether some of the files are behind URLs."""
+        return self.views is not None and self.views.is_away
+
+    @property
+    def requests(self) -> int:
+        """How many requests were made so far to open and read what is behind URLs."""
+        files = (file for ckpt in self.checkpoints for file in ckpt._index.files)
+        return sum(store.requests for store in {f.store for f in files if isinstance(f, Url)})
+
+    def resolve(self, wanted: Mapping[str, Spans | None]) -> None:
+        """Find out where the numbers of these keys lie, all of each or those of a slice."""
+
     def receive(self, keys: Sequence[str]) -> None:
         """Have the tensors of these keys here, for code that looks at values."""
 
@@ -315,6 +349,23 @@ class FileSource(Origin):
         self.blocked = ckpt.blocked_keys
         self.templates = ckpt._index.templates
         self._ckpt = ckpt
+
+    def resolve(self, wanted: Mapping[str, Spans | None]) -> None:
+        if not self.is_away:
+            return
+        found = {key: self.candidates[key] for key in wanted if key in self.candidates}
+        todo = {
+            key: one
+            for key, one in found.items()
+            if isinstance(one, FileTensor) and UNRESOLVED in one.entry.encoding
+        }
+        some = [within(one.entry, wanted[key]) for key, one in todo.items()]
+        for one, entry in zip(todo.values(), self.views.resolved(some), strict=True):
+            one.entry = entry
+
+    def receive(self, keys: Sequence[str]) -> None:
+        found = map(self.candidates.get, keys)
+        self.views.ahead(one.entry for one in found if isinstance(one, FileTensor))
 
     def refusal(self, key: str) -> CheckpointError:
         return self._ckpt._refusal(key)

@@ -9,11 +9,13 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from torchlift._store import head_of, inside, is_folder, is_url, names_in, place_of
 from torchlift._system import collection_paused, printable
-from torchlift.errors import CheckpointError, FormatError, UnsafeError
+from torchlift.errors import CheckpointError, FormatError, NotAllowed, NotFound, UnsafeError
 from torchlift.formats import flax_msgpack, gguf, npz, pt2, torch_legacy, torchscript, zero
 from torchlift.formats.dcp import DCP_METADATA, DCP_SUFFIX, metadata_files, read_dcp
 from torchlift.formats.index import Index
@@ -90,15 +92,21 @@ _MOST_FOLDERS = 1000
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def read_index(path: str | os.PathLike[str], *, alone: bool = False) -> Index:
+def read_index(
+    path: str | os.PathLike[str],
+    *,
+    alone: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Index:
     """Read the index of a checkpoint file or directory, whatever its format.
 
     Neither torch nor an unpickler is involved, and no weight is read. The time is that of reading
     the header: about a millisecond for a file of a few hundred tensors.
 
     Args:
-        path: a file or a directory. Its name does not matter, only its content.
+        path: a file or a directory, or its URL. Its name does not matter, only its content.
         alone: whether it stands in no folder of its own, so that it is no index of other files.
+        storage_options: of a URL, as for `torchlift.open`.
 
     Returns:
         The index; byte offsets count from the start of each file.
@@ -119,18 +127,19 @@ def read_index(path: str | os.PathLike[str], *, alone: bool = False) -> Index:
     name = os.fsdecode(path)
     if not name:  # a setting that is not set: the current directory is not what was meant
         raise FormatError("an empty path", hint="Pass the path of a file or a directory.")
-    absolute = os.path.abspath(name)
+    absolute = place_of(name, storage_options)
     try:
         with collection_paused(), errors_name(absolute):
-            if os.path.isdir(absolute):
+            if is_folder(absolute):
                 return _read_directory(absolute)
             return _read_file(absolute, Budget() if alone else None)
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
-        raise FormatError(
-            "no such file or directory",
-            file=name if "://" in name else absolute,
-            hint=_elsewhere(name),
-        ) from error
+        hint = _elsewhere(name)
+        raise NotFound("no such file or directory", file=absolute, hint=hint) from error
+    except PermissionError as error:
+        raise NotAllowed("the file cannot be read", file=absolute, found=str(error)) from error
     except OSError as error:
         raise FormatError("the file cannot be read", file=absolute, found=str(error)) from error
     except _DAMAGE as error:
@@ -147,14 +156,13 @@ def _elsewhere(name: str) -> str:
     """Return the way out for a path that leads nowhere, and may mean something that it is not."""
     if name[0] == "~":
         return "The file does not exist: check the path. A ~ stands for nothing here: expand it."
-    if match := re.match(r"([a-z][a-z0-9+.-]+)://", name):
-        fetch = "hf download" if match[1] == "hf" else "curl -LO, or the client of its service"
-        return f"This is a URL, and files are opened: download it first ({fetch})."
+    if match := re.match(r"([a-z][a-z0-9+.-]+):/", name):
+        return f"A path has one slash too few for a URL: pass it as text, {match[1]}://..."
     is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith(_OF_FILES)
     if is_name and not os.path.exists(os.path.dirname(name)):
         return (
-            "If this is the name of a repository on the Hugging Face Hub, download it first: "
-            f"hf download {name} --local-dir {name.rpartition('/')[2]}"
+            f"If this is the name of a repository on the Hugging Face Hub, open hf://{name}, or "
+            f"download it first: hf download {name} --local-dir {name.rpartition('/')[2]}"
         )
     return "The file does not exist: check the path."
 
@@ -277,7 +285,7 @@ def _read_directory(path: str) -> Index:
         FormatError: nothing, or more than one thing, that could be meant.
         UnsafeError: a link leads out of the directory.
     """
-    names = sorted(os.listdir(path))
+    names = sorted(names_in(path))
     if (data := [name for name in names if name.endswith(DCP_SUFFIX)]) and not metadata_files(
         names
     ):
@@ -311,7 +319,7 @@ def _read_directory(path: str) -> Index:
 
 
 def _several(what: str, names: list[str], path: str) -> FormatError:
-    example = os.path.join(path, names[0])
+    example = inside(path, names[0])
     hint = f"Give the path of the one you mean, such as {printable(example, 300)!r}."
     return FormatError(what, found=_listed(names), hint=hint)
 
@@ -335,7 +343,9 @@ def _variant(name: str) -> str | None:
 
 def _components(path: str, names: list[str]) -> list[str]:
     """Return the folders of a directory that hold a checkpoint."""
-    found = []
+    found: list[str] = []
+    if is_url(path):  # to look into each would be a request or two
+        return found
     for name in names[:_MOST_FOLDERS]:
         folder = os.path.join(path, name)
         if os.path.isdir(folder) and not os.path.islink(folder):
@@ -376,8 +386,13 @@ def _indexes(content: Content) -> list[str]:
 def _notes(content: Content) -> list[str]:
     """Return the notes that name the folder of the last checkpoint, unless a model is here, too."""
     path, names = content.path, content.names
-    notes = [name for name in _LAST if name in names and os.path.isfile(os.path.join(path, name))]
+    notes = [name for name in _LAST if name in names and _is_file(inside(path, name))]
     return [] if any(name in names for name in _PREFERRED) else notes
+
+
+def _is_file(path: str) -> bool:
+    """Return whether a name in a folder is that of a file; a store lists few things else."""
+    return is_url(path) or os.path.isfile(path)
 
 
 def _read_last(content: Content) -> Index:
@@ -386,21 +401,20 @@ def _read_last(content: Content) -> Index:
     with Source(locate(path, name)) as source:
         text = source.read_all(HEAD, "the note of the last checkpoint").decode().strip()
     folder = locate(path, _LAST[name].format(text) if text.isdecimal() else text)
-    if not os.path.isdir(folder):
+    if not is_folder(folder):
         raise FormatError("the last checkpoint is not a directory", file=folder)
     return replace(_read_directory(folder), path=path)
 
 
 def _torch_files(content: Content) -> list[str]:
     names = [name for name in content.names if name.endswith(_PICKLED)]
-    return [name for name in names if _starts_as_torch(os.path.join(content.path, name))]
+    return [name for name in names if _starts_as_torch(inside(content.path, name))]
 
 
 def _starts_as_torch(path: str) -> bool:
-    if not os.path.isfile(path):
+    if not _is_file(path):
         return False
-    with open(path, "rb", buffering=0) as file:
-        head = file.read(HEAD)
+    head = head_of(path, HEAD)
     return is_zip(head) or is_legacy(head) or is_tar(head)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import bisect
 import fnmatch
 import math
-import os
 import re
+import struct
 from collections.abc import (
     Callable,
     Collection,
@@ -26,6 +26,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from torchlift._store import Stamp
 from torchlift._system import clipped_list, printable
 from torchlift.errors import (
     Argument,
@@ -50,8 +51,17 @@ ITEMSIZE: dict[str, int] = {
 #: dtypes whose numbers mean something only together with a scale -> that of the stored numbers.
 QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
+#: Of a record of a zip archive, what stands before its name; fields that nobody uses are left out:
+#: magic, flags, method, lengths of name and extra field.
+LOCAL = struct.Struct("<4s2xHH4x12xHH")
+LOCAL_MAGIC = b"PK\x03\x04"
+ENCRYPTED = 0x1 | 0x20 | 0x40 | 0x2000
+
 #: What a key lacks that several values have once containers are joined by dots.
 AMBIGUOUS = "a name of its own"
+
+#: The encoding of numbers that lie somewhere in the bytes of their chunks, see `resolved`.
+UNRESOLVED = "unresolved"
 
 #: The kind of a tensor whose class only a caller can allow.
 SUBCLASS = "subclass"
@@ -102,6 +112,49 @@ class Record(NamedTuple):
     size: int
     crc32: int
     method: int
+
+
+class Header(NamedTuple):
+    """What must stand before the payload of a record, in an archive behind a URL.
+
+    Both of its neighbours say that the payload begins where torch lays it; that is seen when the
+    payload is read, and before a byte of it counts.
+
+    Attributes:
+        at: first byte in the file.
+        name: of the record, as it is stored.
+        method: how it is compressed.
+    """
+
+    at: int
+    name: bytes
+    method: int
+
+    def check(self, data: bytes | bytearray | memoryview, file: str) -> None:
+        """Refuse bytes that are not this header, up to the first byte of the payload.
+
+        Raises:
+            IntegrityError: another header, or one of another length: the archive was made so that
+                programs see different bytes in it.
+        """
+        fixed = LOCAL.size
+        named = data[fixed : fixed + len(self.name)] == self.name
+        if len(data) >= fixed and named:
+            magic, flags, method, n_name, n_extra = LOCAL.unpack_from(data)
+            is_whole = n_name == len(self.name) and fixed + n_name + n_extra == len(data)
+            if (
+                magic == LOCAL_MAGIC
+                and is_whole
+                and method == self.method
+                and not flags & ENCRYPTED
+            ):
+                return
+        raise IntegrityError(
+            "a record does not begin where the records beside it say",
+            file=file,
+            entry=self.name.decode("utf-8", "replace"),
+            hint="Programs disagree on what is in such a file; fetch it, or write it again.",
+        )
 
 
 class Chunk(NamedTuple):
@@ -312,58 +365,6 @@ class Records(Mapping[str, _Record], Generic[_Row, _Record]):
 
 
 @dataclass(frozen=True, slots=True)
-class FileStamp:
-    """What identifies a file's content when it was indexed.
-
-    Attributes:
-        size: in bytes.
-        mtime_ns: when its content changed last; anybody who may write can set it back.
-        device: the file system.
-        inode: the file on it.
-        ctime_ns: when content or attributes changed last, which only the system sets.
-        shown: what errors call it where it is a copy that nobody knows, or None.
-    """
-
-    size: int
-    mtime_ns: int
-    device: int
-    inode: int
-    ctime_ns: int
-    shown: str | None = field(default=None, compare=False, repr=False)
-
-    @classmethod
-    def of(cls, file: int | str) -> FileStamp:
-        """Return the stamp of an open file, or of the one that a path leads to."""
-        now = os.stat(file)
-        return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino, now.st_ctime_ns)
-
-    def check(self, file: str, descriptor: int | None = None) -> None:
-        """Refuse a file that is not the one that was indexed.
-
-        Args:
-            file: its path.
-            descriptor: of the file, once it is open. Asked for the path first, since opening a
-                named pipe in its place would wait for somebody to write into it.
-
-        Raises:
-            IntegrityError: it has changed, or is another one under the same name.
-        """
-        found = FileStamp.of(file if descriptor is None else descriptor)
-        if found != self:
-            raise IntegrityError(
-                "the file changed after it was opened",
-                file=self.shown or file,
-                expected=self._text(),
-                found=found._text(),
-                hint="Open the checkpoint again once nobody writes to it.",
-            )
-
-    def _text(self) -> str:
-        times = f"modified at {self.mtime_ns} ns, changed at {self.ctime_ns} ns"
-        return f"{self.size} bytes, {times}, inode {self.inode}"
-
-
-@dataclass(frozen=True, slots=True)
 class Array:
     """A numpy array among the leaves that are no tensors, for whom numpy is.
 
@@ -420,13 +421,15 @@ class Index:
             a list from a dict, nor 1 from "1".
         tree: the one object that was saved, made of records of the pickle; None where a
             format has names only.
+        confirm: file behind a URL -> first byte of a payload in it -> the header that must be
+            before it, for whoever reads the payload.
     """
 
     path: str
     format: str
     entries: Mapping[str, TensorEntry]
     storages: Mapping[str, Storage]
-    files: Mapping[str, FileStamp]
+    files: Mapping[str, Stamp]
     objects: Mapping[str, object] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     blocked: tuple[str, ...] = ()
@@ -437,7 +440,8 @@ class Index:
     templates: Mapping[str, object] = field(default_factory=dict)
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
-    guides: Mapping[str, FileStamp] = field(default_factory=dict)
+    guides: Mapping[str, Stamp] = field(default_factory=dict)
+    confirm: Mapping[str, Mapping[int, Header]] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -479,7 +483,7 @@ def join(
         FormatError: two files have one key.
     """
     keyed = "entries", "objects", "blocked_keys"
-    rest = "blocked_tensors", "storages", "files", "module_versions", "templates"
+    rest = "blocked_tensors", "storages", "files", "module_versions", "templates", "confirm"
     names = (*keyed, *rest)
     merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import io
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +13,15 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from torchlift._store import Opened, relative, shared_folder
 from torchlift._system import Facts, Summary, count_of, human, printable
-from torchlift.errors import FormatError, IntegrityError
+from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.crc import PartialCrc, register_of, whole_crc
+from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
-from torchlift.formats.index import Index, Record, Storage
+from torchlift.formats.index import LOCAL_MAGIC, Index, Record, Storage
 from torchlift.formats.source import Source, errors_name
-from torchlift.formats.zip_archive import DEFLATED, LOCAL_MAGIC, STORED, inflated, read_directory
+from torchlift.formats.zip_archive import DEFLATED, STORED, inflated, read_directory
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
@@ -132,7 +133,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         >>> torchlift.verify(path).ok
         True
     """
-    return verify_index(read_index(path))
+    return verify_index(resolved(read_index(path)))
 
 
 def checksums(index: Index) -> Checksums:
@@ -141,15 +142,15 @@ def checksums(index: Index) -> Checksums:
     places = {(s.file, _place(s)) for s in storages.values()}
     bare = sorted((s.file, _place(s), n) for n, s in index.storages.items() if s.crc32 is None)
     records: dict[str, Storage] = {}
-    root = os.path.commonpath(index.files) if index.files else ""
+    root = shared_folder(index.files) if index.files else ""
     for path in index.files if index.format != "dcp" else ():  # whose files hold many archives
         with _opened(index, path) as file:
-            if file.read(len(LOCAL_MAGIC)) != LOCAL_MAGIC:
+            if file.read(0, len(LOCAL_MAGIC)) != LOCAL_MAGIC:
                 continue
-            with errors_name(path), Source(path) as source:
-                found = read_directory(source)
+        with errors_name(path), Source(path) as source:
+            found = read_directory(source)
             # Not by the last name alone: shards in two folders may share it.
-            folder = "" if len(index.files) == 1 else os.path.relpath(path, root) + "/"
+            folder = "" if len(index.files) == 1 else relative(path, root) + "/"
             for name, record in found.items():
                 if (path, record.offset) in places or record.method not in (STORED, DEFLATED):
                     continue
@@ -317,48 +318,44 @@ def _crc32(index: Index, sum: Sum, batch: Sequence[_Range]) -> list[tuple[int, i
                 if storage.packed is not None:
                     found.append((number, stop, _inflated_crc(file, storage.packed)))
                     continue
-                file.seek(storage.offset + start)
                 crc = PartialCrc(storage.nbytes)
-                crc.add_sum(stop, sum(_blocks(file, stop - start, buffer)))
+                crc.add_sum(stop, sum(_blocks(file, storage.offset + start, stop - start, buffer)))
                 found.append((number, stop - start, crc.value()))
     return found
 
 
-def _blocks(file: io.FileIO, nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the next bytes of a file, in the buffer."""
+def _blocks(file: Opened, at: int, nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
+    """Yield bytes of a file, in the buffer."""
     while nbytes:
-        got = file.readinto(buffer[:nbytes])
+        got = file.read_into([buffer[:nbytes]], at)
         if not got:
-            raise IntegrityError("the file ends early", file=str(file.name))
+            raise IntegrityError("the file ends early", file=file.place)
         yield buffer[:got]
-        nbytes -= got
+        at, nbytes = at + got, nbytes - got
 
 
 @contextmanager
-def _opened(index: Index, path: str) -> Iterator[io.FileIO]:
+def _opened(index: Index, path: str) -> Iterator[Opened]:
     """Open a file of a checkpoint, which must be the one that was indexed."""
     try:
-        index.files[path].check(path)
-        with open(path, "rb", buffering=0) as file:
-            # Of another file's bytes at these places, every sum would be wrong.
-            index.files[path].check(path, file.fileno())
+        file = index.files[path].open(path)
+        try:
             yield file
+        finally:
+            file.close()
+    except CheckpointError:
+        raise
     except OSError as error:
         raise IntegrityError(
             f"reading failed ({error.strerror})", file=path, hint="Check the disk."
         ) from error
 
 
-def _inflated_crc(file: io.FileIO, record: Record) -> int | None:
+def _inflated_crc(file: Opened, record: Record) -> int | None:
     """Return the sum of what a deflated record holds; None if it cannot be inflated."""
-
-    def read(start: int, count: int) -> bytes:
-        file.seek(start)
-        return file.read(count) or b""
-
     crc, at = PartialCrc(record.size), 0
     try:
-        for block in inflated(read, record._replace(crc32=0)):
+        for block in inflated(file.read, record._replace(crc32=0)):
             crc.add(at, block)
             at += len(block)
     except FormatError:

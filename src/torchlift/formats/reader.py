@@ -8,22 +8,30 @@ and what they return is checked as what ours claim is.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchlift._store import FileStamp, UrlStamp, parent, relative
 from torchlift._system import printable
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats.boxes import check_boxes, steps_in_file
-from torchlift.formats.index import ITEMSIZE, Chunk, FileStamp, Index, Record, Storage, TensorEntry
+from torchlift.formats.index import (
+    ITEMSIZE,
+    LOCAL_MAGIC,
+    Chunk,
+    Index,
+    Record,
+    Storage,
+    TensorEntry,
+)
 from torchlift.formats.sharded import ReadFile, locate
 from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_zip import repeats_too_often
 from torchlift.formats.unpickle import Budget
-from torchlift.formats.zip_archive import END_MAGIC, LOCAL_MAGIC, read_directory
+from torchlift.formats.zip_archive import END_MAGIC, read_directory
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -169,12 +177,12 @@ def _checked(index: Index, name: str, content: Content) -> Index:
     if not isinstance(index, Index):
         raise FormatError("no Index", found=f"a {type(index).__name__}")
     entries, storages, files = dict(index.entries), dict(index.storages), dict(index.files)
-    folder = content.path if os.path.isdir(content.path) else os.path.dirname(content.path)
+    folder = parent(content.path) if content.head or not content.names else content.path
     for path, stamp in files.items():
-        if not isinstance(stamp, FileStamp):
+        if not isinstance(stamp, (FileStamp, UrlStamp)):
             raise FormatError("a file without its stamp", entry=path)
         if path != content.path:  # which may be a link to anywhere: the caller named it
-            stamp.check(locate(folder, os.path.relpath(path, folder)))
+            stamp.check(locate(folder, relative(path, folder)))
 
     def check_place(file: str, offset: int, nbytes: int, entry: str) -> None:
         first, many = whole_numbers((offset, nbytes), entry, "place in a file", "tuple")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torchlift._store import Url, exists, in_parallel, inside, is_url, parent
 from torchlift._system import count_of, printable
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, TensorEntry, join
@@ -58,7 +59,7 @@ def read_sharded(source: Source, read_file: ReadFile) -> Index:
     metadata = {} if weight_map is content else content.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise FormatError("the index's metadata is not a map", entry="metadata")
-    directory = os.path.dirname(source.path)
+    directory = parent(source.path)
     shards = _read_shards(directory, weight_map.values(), read_file, source.budget)
     for key, name in weight_map.items():
         shard = shards[name]
@@ -133,20 +134,19 @@ def locate(directory: str, name: str) -> str:
         FormatError: no such file.
     """
     path = _inside_of(directory, name)
-    if not os.path.exists(path):
+    if not exists(path):
         raise missing([name], 1, 0)
     return path
 
 
 def _inside_of(directory: str, name: str) -> str:
     """Return the path of a shard that may be missing; see `locate`."""
-    path = os.path.join(directory, name)
     problem = found = None
     if not name or name.startswith("/") or any(char in name for char in "\\:\0"):
         problem = "a shard's name is not a plain relative one"
     elif ".." in name.split("/"):
         problem = "a shard's name leaves the directory"
-    elif not _inside(directory, path):
+    elif not _inside(directory, path := inside(directory, name)):
         problem, found = "a shard is a link that leaves the directory", os.path.realpath(path)
     if problem is not None:
         raise UnsafeError(
@@ -184,20 +184,31 @@ def missing(names: Sequence[str], expected: int, found: int, what: str = "shard"
     )
 
 
-def locate_all(directory: str, names: Iterable[str]) -> dict[str, str]:
+def locate_all(directory: str, names: Iterable[str], *, is_sure: bool = False) -> dict[str, str]:
     """Return the path of each name, see `locate`: one path for all the names of one file.
 
     A file has endless names: ``./a``, ``.//a``, links. It must be read once, not once for each.
+
+    Args:
+        directory: where they are.
+        names: of files.
+        is_sure: whether they need not be looked for where that is a request for each.
     """
     names = dict.fromkeys(names)
     # Before the system is asked about each: a few bytes of an index spell one name in another way.
     plain = {name: posixpath.normpath(name) if _stays(name) else name for name in names}
     paths = {name: _inside_of(directory, name) for name in dict.fromkeys(plain.values())}
-    if lacking := sorted(name for name, path in paths.items() if not os.path.exists(path)):
+    there = [True] * len(paths)
+    if not (is_sure and is_url(directory)):
+        there = in_parallel(directory, exists, list(paths.values()))
+    if lacking := sorted(name for name, is_there in zip(paths, there, strict=True) if not is_there):
         raise missing(lacking, len(paths), len(paths) - len(lacking))
     found: dict[str, str] = {}
     first: dict[tuple[int, int], str] = {}
     for name, path in paths.items():
+        if isinstance(path, Url):  # in whose path nothing is a link
+            found[name] = path
+            continue
         status = os.stat(path)
         found[name] = first.setdefault((status.st_dev, status.st_ino), path)
     return {name: found[plain[name]] for name in names}
@@ -209,6 +220,8 @@ def _stays(name: str) -> bool:
 
 def _inside(directory: str, path: str) -> bool:
     """Return whether `path`, links followed, is in `directory` or in the blobs of its cache."""
+    if isinstance(path, Url):
+        return True
     base, real = os.path.realpath(directory), os.path.realpath(path)
     if real.startswith(os.path.join(base, "")):
         return True
@@ -222,7 +235,12 @@ def _read_shards(
 ) -> dict[str, Index]:
     # All names are checked before the first file is opened.
     files = locate_all(directory, names)
-    shards = {file: read_file(file, budget) for file in dict.fromkeys(files.values())}
+    places = list(dict.fromkeys(files.values()))
+    if is_url(directory):  # several at once, each of which has a request or more to pay with
+        found = in_parallel(directory, lambda file: read_file(file, Budget()), places)
+    else:
+        found = [read_file(file, budget) for file in places]
+    shards = dict(zip(places, found, strict=True))
     return {name: shards[file] for name, file in files.items()}
 
 

@@ -17,6 +17,7 @@ from itertools import islice
 from reprlib import repr as short_repr
 from typing import Any
 
+from torchlift._store import FileStamp
 from torchlift._system import human, printable
 from torchlift._system import to_html as page
 from torchlift.formats.index import Index, TensorEntry
@@ -148,7 +149,14 @@ def to_json(index: Index) -> dict[str, Any]:
         "blocked_keys": dict(index.blocked_keys),
         "blocked_tensors": dict(index.blocked_tensors),
         "files": {
-            path: {"size": stamp.size, "mtime_ns": stamp.mtime_ns}
+            path: {
+                "size": stamp.size,
+                **(
+                    {"mtime_ns": stamp.mtime_ns}
+                    if isinstance(stamp, FileStamp)
+                    else {"version": stamp.version, "modified": stamp.modified}
+                ),
+            }
             for path, stamp in index.files.items()
         },
     }

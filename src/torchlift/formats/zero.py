@@ -12,12 +12,12 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from torchlift._store import name_of
 from torchlift.errors import FormatError
 from torchlift.formats.boxes import flat_entry
 from torchlift.formats.flattening import under
@@ -70,9 +70,7 @@ def read_zero(content: Content) -> Index:
 
     def read(kind: str, ranks: Sequence[int]) -> list[Index]:
         files = [locate(path, kinds[kind][rank]) for rank in ranks]
-        return [
-            claimed(os.path.basename(file), content.read_file(file, budget), {}) for file in files
-        ]
+        return [claimed(name_of(file), content.read_file(file, budget), {}) for file in files]
 
     def check(kind: str, ranks: int) -> None:
         there = kinds[kind]

@@ -1,0 +1,23 @@
+"""Where bytes are: a file, a URL; size, stamp, reads; no formats, no tensors."""
+
+from torchlift._store.files import FileStamp as FileStamp
+from torchlift._store.files import LocalFile as LocalFile
+from torchlift._store.files import Opened as Opened
+from torchlift._store.places import Stamp as Stamp
+from torchlift._store.places import exists as exists
+from torchlift._store.places import head_of as head_of
+from torchlift._store.places import in_parallel as in_parallel
+from torchlift._store.places import inside as inside
+from torchlift._store.places import is_folder as is_folder
+from torchlift._store.places import is_url as is_url
+from torchlift._store.places import name_of as name_of
+from torchlift._store.places import names_in as names_in
+from torchlift._store.places import open_place as open_place
+from torchlift._store.places import parent as parent
+from torchlift._store.places import place_of as place_of
+from torchlift._store.places import relative as relative
+from torchlift._store.places import shared_folder as shared_folder
+from torchlift._store.places import stamp_of as stamp_of
+from torchlift._store.url import Store as Store
+from torchlift._store.url import Url as Url
+from torchlift._store.url import UrlStamp as UrlStamp

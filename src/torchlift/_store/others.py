@@ -1,0 +1,174 @@
+"""Every scheme but HTTP: by fsspec, one `cat_file` a range, from whichever thread asks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torchlift._store.url import HEAD, Failed, Store, Url, UrlStamp
+from torchlift.errors import (
+    CheckpointError,
+    FormatError,
+    NotAllowed,
+    NotFound,
+    TimedOut,
+    Unreachable,
+)
+
+_T = TypeVar("_T")
+
+#: What file systems call the version of an object, and the time of its change.
+_VERSIONS = "ETag", "etag", "VersionId", "version_id", "generation", "oid", "blob_id", "md5Hash"
+_TIMES = "LastModified", "last_modified", "mtime", "updated", "modified", "created"
+
+
+class Others:
+    """Reads by a file system of fsspec, which has a thread of its own for what is asynchronous."""
+
+    is_exact = False
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._process, self._lock = 0, threading.Lock()
+        self._made: dict[str, Any] = {}
+        self._infos: dict[str, Mapping[str, Any]] = {}
+        self._listed: set[str] = set()
+
+    def head(self, url: Url) -> tuple[UrlStamp, bytes]:
+        """Return what identifies an object, and its first bytes."""
+        stamp = self._stamp(url, self._infos.get(url.target) or self._info(url))
+        data = bytearray(min(HEAD, stamp.size))
+        got = self.read_into(url, stamp, [memoryview(data)], 0) if data else 0
+        return stamp, bytes(memoryview(data)[:got])
+
+    def check(self, url: Url, stamp: UrlStamp) -> None:
+        """Refuse an object that is not the one that was indexed."""
+        if (found := self._stamp(url, self._info(url))) != stamp:
+            raise stamp.changed(url, found)
+
+    def read_into(
+        self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
+    ) -> int:
+        """Fill buffers with bytes of an object from a place on; return how many came."""
+        end = offset + sum(map(len, buffers))
+        data = self._call(url, lambda fs, path: fs.cat_file(path, start=offset, end=end))
+        self._store.count(0, len(data))
+        if len(data) > end - offset:
+            what = "the store answers with other bytes than it was asked for"
+            raise FormatError(what, file=url, expected=end - offset, found=len(data))
+        if not data:
+            error = Unreachable("the store gives no bytes", file=url, hint="Try again later.")
+            raise Failed(error)
+        at = 0
+        for buffer in buffers:
+            part = data[at : at + len(buffer)]
+            buffer[: len(part)] = part
+            at += len(part)
+        return len(data)
+
+    def known(self, url: Url) -> UrlStamp | None:
+        """Return what identifies an object, where that was listed."""
+        info = self._infos.get(url.target)
+        return None if info is None else self._stamp(url, info)
+
+    def exists(self, url: Url) -> bool:
+        """Return whether an object is there, or in what was listed of its folder."""
+        if url.target in self._infos:
+            return True
+        return url.parent.target not in self._listed and self.is_there(url)
+
+    def is_there(self, url: Url) -> bool:
+        """Return whether anything is at a URL, a file or a folder."""
+        try:
+            self._infos[url.target] = self._info(url)
+        except Failed as failed:
+            if isinstance(failed.error, NotFound):
+                return False
+            raise
+        return True
+
+    def is_folder(self, url: Url) -> bool:
+        """Return whether a URL is that of a folder; raise `NotFound` where it is nothing."""
+        info = self._info(url)
+        if info.get("type") == "directory":
+            return True
+        self._infos[url.target] = info
+        return False
+
+    def names(self, url: Url) -> list[str]:
+        """Return the names in a folder."""
+        self._listed.add(url.inside("x").parent.target)
+        listed = self._call(url, lambda fs, path: fs.ls(path, detail=True))
+        found = []
+        for info in listed:
+            name = info["name"].rstrip("/").rpartition("/")[2]
+            if info.get("type") != "directory":
+                self._infos[url.inside(name).target] = info
+            found.append(name)
+        return found
+
+    def cancel(self) -> None:
+        """End nothing: fsspec has no way to."""
+
+    def _info(self, url: Url) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._call(url, lambda fs, path: fs.info(path))
+        return found
+
+    def _stamp(self, url: Url, info: Mapping[str, Any]) -> UrlStamp:
+        size = info.get("size")
+        if type(size) is not int:
+            raise FormatError("the store does not say how large it is", file=url)
+        version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
+        modified = next((str(info[name]) for name in _TIMES if info.get(name)), "")
+        return UrlStamp(size, version, modified)
+
+    def _call(self, url: Url, call: Callable[[Any, str], _T]) -> _T:
+        """Return what a call of the file system returns.
+
+        Raises:
+            Failed: it raises.
+        """
+        failure: CheckpointError
+        try:
+            fs = self._file_system(url)
+            self._store.count(1, 0)
+            return call(fs, fs._strip_protocol(url.target))
+        except Exception as error:
+            failure, after = self._failure(url, error)
+        raise Failed(failure, after)
+
+    def _file_system(self, url: Url) -> Any:
+        scheme = url.partition("://")[0]
+        with self._lock:
+            if self._process != os.getpid():  # its thread is in the other process
+                self._process = os.getpid()
+                self._made.clear()
+            if scheme not in self._made:
+                from fsspec.core import url_to_fs
+
+                self._made[scheme] = url_to_fs(url.target, **self._store.rest)[0]
+            return self._made[scheme]
+
+    def _failure(self, url: Url, error: Exception) -> tuple[CheckpointError, float | None]:
+        scheme = url.partition("://")[0]
+        found = self._store.cleaned(url, f"{type(error).__name__}: {error}")
+        if isinstance(error, FileNotFoundError):
+            return NotFound("nothing is there", file=url, hint="Check the URL."), None
+        if isinstance(error, PermissionError):
+            hint = "Pass credentials: in the environment, or in storage_options."
+            return NotAllowed("the store refuses access", file=url, found=found, hint=hint), None
+        if isinstance(error, ImportError):
+            hint = "Install the package that it names."
+            what = f"reading {scheme}:// takes a package that is not installed"
+            return FormatError(what, file=url, found=found, hint=hint), None
+        if isinstance(error, ValueError) and scheme not in self._made:
+            what = f"a URL that nothing here reads, or options that {scheme}:// has not"
+            return FormatError(what, file=url, found=found), None
+        if isinstance(error, TimeoutError):
+            return TimedOut("the store does not answer", file=url, found=found), 0.0
+        after = (
+            0.0 if isinstance(error, OSError) or "client" in type(error).__name__.lower() else None
+        )
+        return Unreachable("the store cannot be read", file=url, found=found), after

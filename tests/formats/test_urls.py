@@ -1,0 +1,80 @@
+"""Checkpoints behind URLs are what the same files are."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from range_server import RangeServer, facts, serving
+from valid_files import FORMATS
+
+import torchlift
+from torchlift.errors import FormatError, NotFound
+from torchlift.formats import read_index, resolved
+
+
+@pytest.fixture(params=FORMATS)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file, or a directory, of each format."""
+    opened, make, seeds = FORMATS[request.param]
+    folder = tmp_path / "served" / "d"
+    folder.mkdir(parents=True)
+    for name, content in make(next(iter(seeds(tmp_path / "made")))).items():
+        (folder / name).write_bytes(content)
+    return folder / opened
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RangeServer]:
+    """A server of what is in a folder."""
+    (tmp_path / "served").mkdir(exist_ok=True)
+    with serving(tmp_path / "served") as state:
+        yield state
+
+
+def test_a_url_shows_only_what_may_be_shown(tmp_path: Path, server: RangeServer) -> None:
+    """A signature, a password and a token are in no text, representation or key."""
+    (tmp_path / "served" / "model.pt").write_bytes(b"")
+    url = server.url("model.pt").replace("//", "//me:pass-word@") + "?X-Signature=sss#frag"
+    with pytest.raises(FormatError, match="an empty file") as caught:
+        torchlift.open(url)
+    assert caught.value.file == server.url("model.pt")
+    with pytest.raises(NotFound) as missing:
+        torchlift.open(url.replace("model", "other"))
+    assert isinstance(missing.value, FileNotFoundError)
+    for error in (caught.value, missing.value):
+        texts = f"{error} {error!r} {vars(error)} {error.__cause__!r} {error.__context__!r}"
+        assert not any(secret in texts for secret in ("sss", "pass-word", "frag"))
+        assert error.__context__ is None
+    assert server.asked[0].headers["authorization"].startswith("Basic ")
+    assert server.asked[0].query == "X-Signature=sss"
+
+
+def test_every_format_is_the_same_from_a_url(
+    place: Path, tmp_path: Path, server: RangeServer
+) -> None:
+    """Entries, offsets, objects and notes; a folder by what it must hold."""
+    name = str(place.relative_to(tmp_path / "served"))
+    local = read_index(place)
+    if place.is_dir() and not (place / ".metadata").exists():
+        pytest.skip("HTTP lists no folders")
+    remote = read_index(server.url(name))
+    assert facts(resolved(remote)) == facts(local)
+    assert remote.path == server.url(name)
+
+
+def test_a_checkpoint_of_a_url_is_pickled_with_its_url(tmp_path: Path, server: RangeServer) -> None:
+    """Another process opens it again, with the same credentials."""
+    from safetensors.torch import save_file
+    from torch import ones
+
+    save_file({"w": ones(3)}, tmp_path / "served" / "model.safetensors")
+    url = server.url("model.safetensors") + "?sig=abc"
+    again = pickle.loads(pickle.dumps(torchlift.open(url)))
+    assert again.entries["w"].shape == (3,)
+    assert {asked.query for asked in server.asked} == {"sig=abc"}
+    (tmp_path / "served" / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(torchlift.IntegrityError, match="the object changed"):
+        pickle.loads(pickle.dumps(again))
