@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torchlift._store.files import LocalFile, Opened
-from torchlift._store.url import RemoteFile, Store, Transport, Url
+from torchlift._store.files import FileStamp, LocalFile, Opened
+from torchlift._store.url import RemoteFile, Store, Transport, Url, UrlStamp
 from torchlift.errors import NotFound
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://", re.ASCII)
@@ -154,3 +154,13 @@ def names_in(folder: str) -> list[str]:
         store = folder.store
         return store.patiently(folder, lambda: store.transport.names(folder))
     return os.listdir(folder)
+
+
+def stamp_of(place: str) -> FileStamp | UrlStamp:
+    """Return what identifies what is at a place now.
+
+    Raises:
+        NotFound: nothing is there.
+        CheckpointError, OSError: it cannot be asked for.
+    """
+    return place.store.stamp(place) if isinstance(place, Url) else FileStamp.of(place)
