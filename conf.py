@@ -146,10 +146,7 @@ html_favicon = "docs/_static/mark.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
-html_sidebars = {
-    page: []
-    for page in ("index", "404", "installation", "cluster", "formats", "security", "commands")
-}
+html_sidebars = {page: [] for page in ("index", "404", "installation", "cluster")}
 html_theme_options = {
     "logo": {
         "text": "torchlift",

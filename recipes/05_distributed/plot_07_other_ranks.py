@@ -123,7 +123,7 @@ for at, (way, read) in enumerate(ways.items()):
     x = [sample + 0.3 * (at - 1) for sample in range(24)]
     axes.bar(x, read, 0.3, color=("C0", "C1", "C3")[at], label=way)
 axes.set(xlabel="sample", ylabel="times that it is read", yticks=[0, 1, 2])
-figure.legend(loc="outside upper center", ncols=3)
+figure.legend(loc="outside upper center", ncols=3, columnspacing=1, handlelength=1)
 plt.show()
 
 # %%

@@ -320,7 +320,7 @@ class _Results:
             stored_as(key, made, self._format)
         if self._transform is None:
             return made
-        seen = replace(entry, key=key, dtype=str(made.dtype).removeprefix("torch."))
+        seen = entry._replace(key=key, dtype=str(made.dtype).removeprefix("torch."))
         return self._kept(made.detach().to("cpu", self._becomes(seen)).contiguous())
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -405,7 +405,7 @@ def _renamed(index: Index, rename: Rename, dropped: set[str]) -> Index:
     new_names = {key: name for name, item in made.items() for key in item.keys} | names
     return replace(
         index,
-        entries={name: replace(item.entry, key=name) for name, item in made.items()},
+        entries={name: item.entry._replace(key=name) for name, item in made.items()},
         objects=_of(index.objects, names),
         blocked_keys=_of(index.blocked_keys, names),
         blocked_tensors=_of(index.blocked_tensors, names),

@@ -535,7 +535,7 @@ def test_the_chart_has_a_bar_for_each_way_and_a_line_for_each_limit(tmp_path) ->
     data = Comparison("x.pt", "torch-zip", 1, 1, False, "torch-load", results).to_dict()
     axes = bench.figure_of(data).axes[0]
     assert [bar.get_width() for bar in axes.patches] == [1.0, 2.0, 3.0]
-    labels = [label.get_text() for label in axes.get_yticklabels()]
+    labels = [text.get_text().strip() for text in axes.texts]
     assert labels == ["torch-load", "torchlift-read", "torchlift-mmap (mapped)"]
     drawn = {
         line.get_label(): line.get_xdata()[0] for line in axes.lines if line.get_label()[0] != "_"

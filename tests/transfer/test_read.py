@@ -52,7 +52,7 @@ ranges = st.lists(
 @given(wanted=ranges, piece=st.sampled_from([64, 256, 8 << 20]), seed=st.integers(0, 99))
 def test_any_ranges_read_as_plain_reads_do(files, wanted, piece, seed):
     """Overlaps, repetitions, gaps, empty ranges, small pieces and short reads change nothing."""
-    names = list(files._stamps)
+    names = list(files.stamps)
     requests = [request(names[which], offset, nbytes) for which, offset, nbytes in wanted]
     dice = random.Random(seed)
     true = os.preadv
@@ -149,7 +149,7 @@ def test_rows_of_a_matrix_arrive_as_one_range(
 
 def test_rows_that_lie_behind_the_end_are_one_clear_error(files):
     """Of a file that has become shorter, say."""
-    name = next(iter(files._stamps))
+    name = next(iter(files.stamps))
     late = Request(
         name, 2900, 100, torch.zeros(100, dtype=torch.uint8), torch.uint8, rows=10, step=50
     )
@@ -159,7 +159,7 @@ def test_rows_that_lie_behind_the_end_are_one_clear_error(files):
 
 def test_thousands_of_small_ranges_stay_below_the_kernels_limit(files):
     """Neighbours are read together, but never with more buffers than one call may have."""
-    name = next(iter(files._stamps))
+    name = next(iter(files.stamps))
     requests = [request(name, offset, 1) for offset in range(0, 3000, 2)]
     calls: list[int] = []
     true = os.preadv
@@ -205,7 +205,7 @@ def test_rows_close_together_are_read_in_few_calls(tmp_path, monkeypatch, row, s
 def test_nothing_to_read_is_fine(files):
     """No request, and a request for nothing, are answered with nothing."""
     assert read([], files) == 0
-    assert read([request(next(iter(files._stamps)), 5, 0)], files) == 0
+    assert read([request(next(iter(files.stamps)), 5, 0)], files) == 0
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ESTALE])
@@ -215,7 +215,7 @@ def test_a_failing_read_is_an_integrity_error(files, monkeypatch, number, nth):
     monkeypatch.setattr(transfer, "BLOCK", 100)
     monkeypatch.setattr(transfer, "_WHOLE", 1)
     monkeypatch.setattr(os, "preadv", failing(OSError(number, os.strerror(number)), nth))
-    name = next(iter(files._stamps))
+    name = next(iter(files.stamps))
     with pytest.raises(IntegrityError) as caught:
         read([request(name, 0, 1000)], files)
     assert caught.value.file == name
@@ -243,7 +243,7 @@ def test_other_errors_of_a_reader_thread_come_through(files, monkeypatch, pieces
     monkeypatch.setattr(transfer, "_WHOLE", 1)
     monkeypatch.setattr(os, "preadv", failing(MemoryError("none left"), 1))
     with pytest.raises(MemoryError, match="none left"):
-        read([request(next(iter(files._stamps)), 0, 1000)], files)
+        read([request(next(iter(files.stamps)), 0, 1000)], files)
     assert not readers()
 
 
@@ -256,7 +256,7 @@ def test_an_interrupt_between_pieces_ends_the_threads(files, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        read([request(next(iter(files._stamps)), 0, 3000)], files, advance=interrupt)
+        read([request(next(iter(files.stamps)), 0, 3000)], files, advance=interrupt)
     assert not readers()
 
 
@@ -266,7 +266,7 @@ def test_progress_is_reported_by_the_calling_thread(files, monkeypatch):
     monkeypatch.setattr(transfer, "_WHOLE", 1)
     threads = set()
     read(
-        [request(next(iter(files._stamps)), 0, 3000)],
+        [request(next(iter(files.stamps)), 0, 3000)],
         files,
         advance=lambda _: threads.add(threading.current_thread()),
     )
@@ -287,7 +287,7 @@ def test_a_changed_file_is_refused_before_a_byte_is_read(tmp_path, monkeypatch):
 
 def test_files_map_the_bytes_that_they_read(files):
     """A mapped range has a storage of its own, with the range's bytes."""
-    name = next(iter(files._stamps))
+    name = next(iter(files.stamps))
     made = files.mapped(name, 7, 100)
     assert bytes(made.tolist()) == CONTENT[7:107]
     assert made.untyped_storage().nbytes() == 100

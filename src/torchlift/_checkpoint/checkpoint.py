@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,9 +30,9 @@ from torchlift._checkpoint.kinds import (
 from torchlift._checkpoint.stats import TensorStats, stats_of
 from torchlift._checkpoint.tree import Tree
 from torchlift._model import versioned
-from torchlift._store import Stamp, UrlStamp, place_of
+from torchlift._store import Stamp, Url, UrlStamp, place_of
 from torchlift._system import clipped_list, collection_paused, printable
-from torchlift._transfer import Files
+from torchlift._transfer import Files, read_ahead, values_at
 from torchlift.errors import (
     Argument,
     CheckpointError,
@@ -69,6 +69,9 @@ FEW = 64 << 10
 _BLOCK = 1 << 17
 
 __all__ = ["Checkpoint", "TensorEntry", "open"]
+
+#: A look-up takes 0.02 us, and asking torch for each tensor 0.2.
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 _T = TypeVar("_T")
 
@@ -265,6 +268,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         entries = self._index.entries
         items = entries.passing() if isinstance(entries, Records) else entries.items()
         with collection_paused():
+            self._mapped().ahead(entries.values())
             for key, entry in items:
                 if len(entry.chunks) > 1:  # in memory: once for all of its names
                     spot = entry.storage, entry.chunks
@@ -416,11 +420,15 @@ class MappedViews:
     """Tensors over private memory maps of a checkpoint's files, one torch storage per storage.
 
     Two of these over one index share nothing: writing to a tensor of one never shows in the other.
+
+    Attributes:
+        is_away: whether some of the files are behind URLs: their tensors are in memory.
     """
 
     def __init__(self, index: Index) -> None:
         self.index = index
         self.files, self._storages = Files(index.files), index.storages
+        self.is_away = any(isinstance(file, Url) for file in index.files)
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._inflated: dict[Record, bytearray] = {}
         self._last: tuple[Record, bytearray] | None = None
@@ -435,7 +443,7 @@ class MappedViews:
         Raises:
             IntegrityError: the file is gone, or not the one that was opened.
         """
-        dtype = dtype_of(entry, self.index.path)
+        dtype = _DTYPES.get(entry.dtype) or dtype_of(entry, self.index.path)
         if entry.kind is not None:
             inner = [self.view(item) for item in entry.kind.tensors]
             return made_of(entry, dtype, inner, self.index.path)
@@ -466,6 +474,10 @@ class MappedViews:
         key, itemsize = (entry.storage, None), dtype.itemsize
         if key in self._bases or where.offset % itemsize or where.nbytes % itemsize:
             return None
+        if isinstance(
+            where.file, Url
+        ):  # whose bytes are kept only where others look into them, too
+            return None
         made = self.files.mapped(where.file, where.offset, where.nbytes, dtype)
         base = made.untyped_storage()
         if self._bases.setdefault(key, base) is not base:  # another thread was faster
@@ -494,7 +506,7 @@ class MappedViews:
                 # As bytes, which may lie anywhere: as numbers, they would have to be cloned first,
                 # those between the rows of a transposed matrix too.
                 size = dtype.itemsize
-                raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
+                raw = values_at(self.files, chunk.file, chunk.offset, chunk.nbytes)
                 shape, strides = (*chunk.shape, size), (*(step * size for step in steps), 1)
                 raw_box = box.view(torch.uint8)
                 spread = raw_box.view((*raw_box.shape[:-1], *shape[-2:]))
@@ -517,6 +529,8 @@ class MappedViews:
         if not entry.chunks:
             return b""
         (chunk,) = entry.chunks
+        if isinstance(chunk.file, Url):  # one request each: `ahead` joins them
+            return None
         return self.files.read(chunk.file, chunk.offset, chunk.nbytes)
 
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
@@ -547,7 +561,7 @@ class MappedViews:
 
     def _block_values(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
         (chunk,) = entry.chunks
-        raw = self.files.mapped(chunk.file, chunk.offset, chunk.nbytes)
+        raw = values_at(self.files, chunk.file, chunk.offset, chunk.nbytes)
         return block_values(entry, raw, self.index.path)
 
     def _box(
@@ -566,7 +580,7 @@ class MappedViews:
             base = self._bases.get(key)
             if base is None:
                 base = _usable(self._stored(where, anew=True), entry, dtype)
-                if where.packed is None or where.packed in self._shared:
+                if self._is_kept(entry, where):
                     self._bases[key] = base
             elif base.data_ptr() % dtype.itemsize:  # a smaller dtype was the first to ask
                 base = self._bases[key] = _usable(base, entry, dtype)
@@ -582,8 +596,7 @@ class MappedViews:
         """
         record = place.packed
         if record is None:
-            mapped = self.files.mapped(place.file, place.offset, place.nbytes)
-            return mapped.untyped_storage()
+            return values_at(self.files, place.file, place.offset, place.nbytes).untyped_storage()
         last = self._last
         whole = self._inflated.get(record)
         if whole is None and last is not None and last[0] == record and not anew:
@@ -598,9 +611,37 @@ class MappedViews:
         count, at = place.nbytes, place.offset
         return torch.frombuffer(whole, dtype=torch.uint8, count=count, offset=at).untyped_storage()
 
+    def _is_kept(self, entry: TensorEntry, where: Storage) -> bool:
+        """Whether what was made for an entry is for others that look into its storage, too."""
+        if where.packed is not None:
+            return where.packed in self._shared
+        return not isinstance(where.file, Url) or self._counts[entry.storage] > 1
+
     @cached_property
     def _shared(self) -> frozenset[Record]:
         return shared_records(self.index.entries.values())
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
+        return Counter(each.storage for each in plain_parts(self.index.entries.values()))
+
+    def ahead(self, entries: Iterable[TensorEntry]) -> None:
+        """Read what tensors of URLs need in one parallel transfer, before they are asked for."""
+        if not self.is_away:
+            return
+        wanted = set[tuple[str, int, int]]()
+        for entry in plain_parts(entries):
+            where = self._storages.get(entry.storage) if len(entry.chunks) == 1 else None
+            places: Sequence[Chunk | Storage] = entry.chunks
+            if where is not None and (entry.is_plain or not entry.encoding):
+                # Several entries may look into it, and the first of them has it made.
+                places = [] if (entry.storage, None) in self._bases else [where]
+            wanted |= {
+                (place.file, place.offset, place.nbytes)
+                for place in places
+                if isinstance(place.file, Url) and place.packed is None and place.nbytes
+            }
+        read_ahead(self.files, wanted - self.files.ahead.keys())
 
     def close(self) -> None:
         """Close the files; tensors already made stay valid."""
@@ -608,6 +649,15 @@ class MappedViews:
         self._bases.clear()
         self._inflated.clear()
         self._last = None
+
+
+def plain_parts(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    """Yield the entries that have bytes: of one of a kind, what it is made of."""
+    for entry in entries:
+        if entry.kind is None:
+            yield entry
+        else:
+            yield from plain_parts(entry.kind.tensors)
 
 
 def shared_records(entries: Iterable[TensorEntry]) -> frozenset[Record]:
@@ -790,8 +840,8 @@ def dtype_of(entry: TensorEntry, path: str) -> torch.dtype:
     Raises:
         FormatError: this version of torch has no such dtype.
     """
-    found = getattr(torch, entry.dtype, None)
-    if not isinstance(found, torch.dtype):
+    found = _DTYPES.get(entry.dtype)
+    if found is None:
         raise FormatError(
             "its dtype is unknown to the installed torch",
             file=path,

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import math
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from torchlift._checkpoint.checkpoint import Checkpoint, blocks_of, open
 from torchlift._checkpoint.kinds import dense_of
 from torchlift._model import is_dtensor, is_lazy
 from torchlift._system import Facts, Summary, collection_paused, count_of, human, printable
+from torchlift._transfer import BUDGET
 from torchlift.errors import PlacementError
 from torchlift.formats import Containers, errors_name, flatten_state, items_of, name_text, row_major
 
@@ -146,7 +148,14 @@ class CheckpointDiff(Summary):
 _short = partial(printable, limit=80)
 
 
-def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) -> CheckpointDiff:
+def diff(
+    a: Comparable,
+    b: Comparable,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CheckpointDiff:
     """Compare two checkpoints, of any formats, key by key.
 
     One pair of tensors is in memory at a time, mapped where the format allows it. A NaN is equal to
@@ -160,6 +169,8 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
         b: what to compare it with.
         rtol: relative tolerance of values, of `b`.
         atol: absolute tolerance of values.
+        storage_options: of URLs, as for `torchlift.open`. What is read of a file is not read where
+            the store's checksums say that both files are the same, as a hub's do.
 
     Raises:
         FormatError, UnsafeError: one of the files is no checkpoint.
@@ -184,16 +195,15 @@ def diff(a: Comparable, b: Comparable, *, rtol: float = 0.0, atol: float = 0.0) 
             raise ValueError(f"{name}={given!r}: expected a number that is finite, and 0 or more")
     with ExitStack() as stack:
         with collection_paused():
-            one, two = (_Side.of(side, stack) for side in (a, b))
+            one, two = (_Side.of(side, stack, storage_options) for side in (a, b))
             one, two = one.unfolded(two), two.unfolded(one)
             keys, others = one.keys(), two.keys()
         unknown = {*one.blocked, *two.blocked}
         blocked = tuple(key for key in keys if key in others and key in unknown)
         changed: dict[str, Change] = {}
         relocated, compared, nbytes = {}, 0, 0
-        for key in keys:
-            if key not in others or key in unknown:
-                continue
+        both = [key for key in keys if key in others and key not in unknown]
+        for key in _read_ahead(both, one, two):
             if key in one.specs and key in two.specs:
                 compared += 1
                 nbytes += one.specs[key].nbytes
@@ -241,10 +251,12 @@ class _Side:
     blocked: Collection[str]
 
     @classmethod
-    def of(cls, side: Comparable, stack: ExitStack) -> _Side:
+    def of(
+        cls, side: Comparable, stack: ExitStack, storage_options: Mapping[str, Any] | None = None
+    ) -> _Side:
         """Return a side of what a caller gave, which is closed with the stack if it is opened."""
         if not isinstance(side, Mapping):
-            side = stack.enter_context(open(side))
+            side = stack.enter_context(open(side, storage_options=storage_options))
         if isinstance(side, Checkpoint):
             specs = {
                 key: _Spec(entry.shape, entry.dtype, entry.location, entry.nbytes)
@@ -302,6 +314,52 @@ class _Side:
         return dict.fromkeys((*self.specs, *self.objects, *self.blocked))
 
 
+def _read_ahead(keys: Iterable[str], one: _Side, two: _Side) -> Iterator[str]:
+    """Yield keys, of URLs when the values of some of them are here, read in one transfer."""
+    sides = [each.tensors for each in (one, two) if isinstance(each.tensors, Checkpoint)]
+    sides = [ckpt for ckpt in sides if ckpt._mapped().is_away]
+    if not sides:
+        yield from keys
+        return
+    some, needed, nbytes = list[str](), list[str](), 0
+
+    def read() -> list[str]:
+        for ckpt in sides:
+            ckpt._mapped().ahead(ckpt.entries[key] for key in needed)
+        return some
+
+    for key in keys:
+        first, second = one.specs.get(key), two.specs.get(key)
+        if first and second and first.shape == second.shape and not _is_same(key, one, two):
+            size = sum(ckpt.entries[key].nbytes for ckpt in sides)
+            if needed and nbytes + size > BUDGET:
+                yield from read()
+                some, needed, nbytes = [], [], 0
+            needed.append(key)
+            nbytes += size
+        some.append(key)
+    yield from read()
+
+
+def _is_same(key: str, one: _Side, two: _Side) -> bool:
+    """Return whether a store says by checksums that both have the same bytes for a tensor."""
+    if not (isinstance(one.tensors, Checkpoint) and isinstance(two.tensors, Checkpoint)):
+        return False
+    found = []
+    for ckpt in (one.tensors, two.tensors):
+        entry, files = ckpt.entries[key], ckpt._index.files
+        sums = [_SHA256.search(getattr(files[c.file], "version", "")) for c in entry.chunks]
+        if entry.kind is not None or not all(sums):
+            return False
+        chunks = [replace(c, file=s[1]) for c, s in zip(entry.chunks, sums, strict=True) if s]
+        found.append((entry.dtype, entry.shape, entry.stride, entry.encoding, chunks))
+    return found[0] == found[1]
+
+
+#: The version of an object where it is a checksum of its content.
+_SHA256 = re.compile(r'^"?([0-9a-f]{64})"?$')
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -319,6 +377,8 @@ def _change(key: str, one: _Side, two: _Side, rtol: float, atol: float) -> Chang
         return Change(shape=(first.shape, second.shape), dtype=dtype)
     if dtype is None and (few := one.few(key)) is not None and few == two.few(key):
         return None  # most of them: as tensors, 100,000 took twice as long
+    if _is_same(key, one, two):
+        return None
     value = _values(one.tensors[key], two.tensors[key], rtol, atol)
     return None if dtype is None and value is None else Change(dtype=dtype, value=value)
 

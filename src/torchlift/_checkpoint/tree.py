@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -108,7 +107,7 @@ class Tree(Values):
         if "negative" not in entry.encoding:
             return self.view(entry)
         # It is a copy, unlike in torch: one for all keys that are it, so that a tie stays one.
-        same = replace(entry, key="")
+        same = entry._replace(key="")
         if same not in self._copies:
             self._copies[same] = self.view(entry)
         return self._copies[same]

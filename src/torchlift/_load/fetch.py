@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchlift._load.sharing import Neighbours
 from torchlift._model import (
     Group,
     clone_of,
@@ -63,10 +64,12 @@ class Fetched(NamedTuple):
     """All that is to be placed.
 
     Attributes:
-        steps: each step of the plan with its tensor.
+        plain: each plain step of the plan with its tensor.
+        steps: each of the others.
         made: what no source has.
     """
 
+    plain: list[tuple[Step, torch.Tensor]]
     steps: list[Prepared]
     made: list[tuple[Group, torch.Tensor]]
 
@@ -77,6 +80,7 @@ def fetch_all(
     transform: Transform | None,
     advance: Advance,
     seen: Seen | None = None,
+    near: Neighbours | None = None,
 ) -> Fetched:
     """Prepare every tensor of a plan; read in as few rounds as possible; leave the model as it was.
 
@@ -86,6 +90,7 @@ def fetch_all(
         transform: the caller's.
         advance: called with a number of bytes as they arrive.
         seen: see `torchlift._transfer.read`.
+        near: ranks that fetch what they need of URLs together.
 
     Raises:
         MismatchError: two tied names have different values, or a transform made another shape.
@@ -95,15 +100,16 @@ def fetch_all(
     """
     steps, path = plan._work.steps, origin.path
     with ordinary_tensors(), _room(path):
-        plain = [step for step in steps if step.plain]
         others = [step for step in steps if not step.plain]
         for step in others:
             _check_ties(step, origin)
             if transform is None:
                 _check_cast(step, step.candidate.dtype, path)
-        found: list[Prepared] = [(step, step.candidate.tensor()) for step in plain]
+        plain = [(step, step.candidate.tensor()) for step in steps if step.plain]
+        found: list[Prepared] = []
         ready = [step for step in others if not step.raw]
-        for step, value in zip(ready, _by_route(ready, origin, advance, seen), strict=True):
+        values = _by_route(ready, origin, advance, seen, near)
+        for step, value in zip(ready, values, strict=True):
             if isinstance(value, torch.Tensor):
                 value = _wrapped(step, _strided(step, _without_old_scalar(step, value)))
             check_class(step, value, path)
@@ -119,7 +125,7 @@ def fetch_all(
                 found.append(_made(step, transform, tensor, path))
                 advance(step.span if step.owned else 0)
             trim()  # what a transform or a handler took and freed
-        return Fetched(found, _make(plan._work.makings))
+        return Fetched(plain, found, _make(plan._work.makings))
 
 
 @contextmanager
@@ -150,7 +156,11 @@ def _make(makings: Sequence[Making]) -> list[tuple[Group, torch.Tensor]]:
 
 
 def _by_route(
-    steps: Sequence[Step], origin: Origin, advance: Advance, seen: Seen | None
+    steps: Sequence[Step],
+    origin: Origin,
+    advance: Advance,
+    seen: Seen | None,
+    near: Neighbours | None = None,
 ) -> list[Values]:
     """Return the tensors of the steps; read and copied all together where the route says so."""
     tensors: list[Values] = []
@@ -180,7 +190,9 @@ def _by_route(
             new = flat.as_strided(view.shape, view.stride()) if dense else flat.view_as(view)
             tensors.append(new.copy_(view))
         advance(step.span if step.route != "view" else 0)
-    if requests and origin.views is not None:
+    if near is not None and origin.views is not None:
+        near.read(requests, origin.views.files, advance)
+    elif requests and origin.views is not None:
         read(requests, origin.views.files, advance=advance, seen=seen)
     if copies or origin.collective:
         origin.fill(copies)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchlift._checkpoint import Allow, Checkpoint
 from torchlift._load.fetch import Fetched, Prepared, fetch_all
+from torchlift._load.sharing import About, Neighbours
 from torchlift._model import (
     Agree,
     Commit,
@@ -90,6 +91,7 @@ def load(
     progress: bool = False,
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a module, live or on meta, in the memory of one copy.
 
@@ -152,6 +154,8 @@ def load(
             False never.
         process_group: the ranks that load together instead of those; over gloo, what they agree
             on travels beside NCCL, whose watchdog ends ranks that wait for long.
+        storage_options: of URLs, as for `torchlift.open`. What is live gets its values when all of
+            them are here, so that it takes memory for them meanwhile.
 
     Returns:
         What was done, key by key; on a mesh, what this rank did.
@@ -181,8 +185,9 @@ def load(
     # A transform is the caller's code and may make garbage; without one, nothing here does.
     with collection_paused() if transform is None else nullcontext():
         report = _load(
-            model, ckpt, options, root, allow_classes, verify, progress, collective, process_group
-        )
+            model, ckpt, options, root, allow_classes, verify, progress, collective, process_group,
+            storage_options,
+        )  # fmt: skip
     return replace(report, seconds=time.perf_counter() - start)
 
 
@@ -196,6 +201,7 @@ def _load(
     progress: bool,
     collective: bool | None,
     process_group: torch.distributed.ProcessGroup | None,
+    storage_options: Mapping[str, Any] | None,
 ) -> LoadReport:
     """Load, and be done with all records but the report: the collector looks at what is left."""
     transform = options.transform
@@ -209,20 +215,27 @@ def _load(
             )
         ).together() as agree,
     ):
-        with sources(ckpt, root, allow_classes) as origin:
+        with (
+            sources(ckpt, root, allow_classes, storage_options) as origin,
+            Neighbours(ranks, origin.is_away) if ranks.groups else nullcontext() as near,
+        ):
+            before = origin.requests
             # Code of the caller's is not to see what is damaged, and ranks share what there is to
             # verify; else it is done on the way, and nothing is read twice.
             first = transform is not None or bool(ranks.groups)
             verified = origin.checkpoints if verify else ()
             seen = RangeSums(Folder()) if verify and not first else None
-            unchecked = require_intact(verified, ranks) if first else 0
+            about = None if near is None else near.about
+            unchecked, told = _intact(verified, ranks, about=about) if first else (0, {})
+            if near is not None:
+                near.meet(told)
             # What the model's own code changes is taken back whole, and so is what is placed.
             with uninterrupted() as deliver, Commit() as commit:
                 plan = make_plan(tree, origin, options, commit)
                 with progress_bar(progress, plan.bytes_to_read, "load") as advance:
                     with Interruptible():
                         on_the_way = None if seen is None else seen.add
-                        fetched = fetch_all(plan, origin, transform, advance, on_the_way)
+                        fetched = fetch_all(plan, origin, transform, advance, on_the_way, near)
                         if not first:
                             unchecked = require_intact(verified, ranks, seen)
                     agreed = Agreed(agree, deliver)
@@ -238,7 +251,10 @@ def _load(
         _warn_of_missing(tree, plan, missing, options)
         shared = {item.name: getattr(plan, item.name) for item in fields(LoadReport)}
         changed = {"missing_keys": missing, "unexpected_keys": unexpected}
-        costs = {"bytes_read": plan.bytes_to_read, "unchecked_nbytes": unchecked}
+        asked = origin.requests - before
+        costs = {
+            "bytes_read": plan.bytes_to_read, "unchecked_nbytes": unchecked, "requests": asked
+        }  # fmt: skip
         report = LoadReport(**{**shared, **changed, **costs})
         # The next thread could not swap what these still share the memory of.
         del plan, fetched
@@ -307,12 +323,11 @@ def place(
     for group, tensor in fetched.made:
         commit.put(group, tensor)
     ways = {"assign": commit.assign, "copy": commit.put, "swap": commit.swap}
+    commit.fill([(step.group, value) for step, value in fetched.plain if step.mode == "swap"])
+    new += [one for one in fetched.plain if one[0].mode != "swap"]
     for step, value in new:
         assert isinstance(value, torch.Tensor)
-        if step.plain and step.mode == "swap":
-            commit.fill(step.group, value)
-        else:
-            ways[step.mode](step.group, _shaped(step.group.tensor, value))
+        ways[step.mode](step.group, _shaped(step.group.tensor, value))
     # Last, because what was written over cannot be taken back without a copy: everything that can
     # refuse, here and in the checks of the plan, has had its chance, and so has an interrupt.
     if more or not has_group():
@@ -324,12 +339,11 @@ def place(
         (str, str) if work.naming is None else (work.naming.key, work.naming.canonical)
     )
     missing, unexpected = (list(map(key_of, names)) for names in lists)
-    watch = None
     if work.hooked:
         before = [(group.fqn, group.tensor) for group in tree.groups]  # others may still hold them
         tree.walk()
         watch = commit.watch(tree, before)
-    run_post_hooks(tree, missing, unexpected, work.given, watch)
+        run_post_hooks(tree, missing, unexpected, work.given, watch)
     missing, unexpected = (list(map(name_of, names)) for names in (missing, unexpected))
     if work.match.open:
         _judge(plan, missing, unexpected, judge)
@@ -430,17 +444,30 @@ def require_intact(
     Raises:
         IntegrityError: one of them is wrong.
     """
-    ranks = group or RankGroup([])
+    return _intact(ckpts, group or RankGroup([]), seen, only)[0]
 
-    def list_all() -> tuple[list[Checksums], str]:
+
+def _intact(
+    ckpts: Sequence[Checkpoint],
+    ranks: RankGroup,
+    seen: RangeSums | None = None,
+    only: Collection[str] | None = None,
+    about: About | None = None,
+) -> tuple[int, dict[int, About | None]]:
+    """Return the same, and what all ranks tell of themselves in the one exchange."""
+
+    def list_all() -> tuple[list[Checksums], tuple[str, About | None]]:
         found = [checksums(ckpt._index) for ckpt in ckpts]
         if only is not None:
             found = [({k: v for k, v in s.items() if k in only}, more) for s, more in found]
-        return found, hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
+        digest = hashlib.sha256(repr(found).encode()).hexdigest() if ckpts else ""
+        return found, (digest, about)
 
-    known, told = ranks.run(list_all)
+    known, answers = ranks.run(list_all)
+    told = {who: digest for who, (digest, _) in answers.items()}
+    abouts = {who: each for who, (_, each) in answers.items()}
     if not any(told.values()):
-        return 0
+        return 0, abouts
     peers = [who for who, digest in told.items() if digest == told[rank()]]
     part = peers.index(rank()), len(peers)
 
@@ -454,7 +481,7 @@ def require_intact(
         if not report.ok:
             raise _damaged(ckpt, report)
         unchecked += report.unchecked_nbytes
-    return unchecked
+    return unchecked, abouts
 
 
 def _damaged(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:

@@ -1,6 +1,5 @@
 """What a live module holds and how it changes."""
 
-from torchlift._model.commit import CONSTRUCTION as CONSTRUCTION
 from torchlift._model.commit import Commit as Commit
 from torchlift._model.commit import check_mode as check_mode
 from torchlift._model.commit import check_writable as check_writable
@@ -78,6 +77,7 @@ from torchlift._model.ranks import rank as rank
 from torchlift._model.ranks import ranks_of as ranks_of
 from torchlift._model.ranks import tensors_of as tensors_of
 from torchlift._model.ranks import world_of as world_of
+from torchlift._model.slots import CONSTRUCTION as CONSTRUCTION
 from torchlift._model.slots import Group as Group
 from torchlift._model.slots import ModuleTree as ModuleTree
 from torchlift._model.slots import collect as collect

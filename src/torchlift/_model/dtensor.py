@@ -5,7 +5,6 @@ No collective is involved.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import sys
@@ -307,7 +306,7 @@ def shard_of_entry(entry: TensorEntry, tensor: torch.Tensor, key: str) -> Tensor
     part = narrowed(entry, spans_of(tensor, key))
     if not part.chunks:  # a rank outside the mesh, or an empty shard: its shape may be (0,)
         shape = tuple(local_tensor(tensor).shape)
-        return dataclasses.replace(part, shape=shape, stride=tuple(local_tensor(tensor).stride()))
+        return part._replace(shape=shape, stride=tuple(local_tensor(tensor).stride()))
     return part
 
 

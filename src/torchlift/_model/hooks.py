@@ -98,8 +98,14 @@ class Outcome:
 
 def hooked_modules(tree: ModuleTree, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
     """Return (prefix, module) of every module with loading code of its own for these names."""
-    known = set(names)
-    return [(prefix, module) for prefix, module in tree.paths if _has_code(module, prefix, known)]
+    known, kinds = set(names), {type(module) for module in tree.modules}
+    plain = {kind for kind in kinds if not (_overrides_load(kind) or _takes_extra(kind))}
+    return [
+        (prefix, module)
+        for prefix, module in tree.paths
+        if module._load_state_dict_pre_hooks or type(module) not in plain
+        if _has_code(module, prefix, known)
+    ]
 
 
 def run_hooks(
@@ -173,12 +179,12 @@ def _has_code(module: nn.Module, prefix: str, names: set[str]) -> bool:
         # Batch norm adds a counter to files of torch < 0.4.1, and otherwise loads as any module.
         own = prefix + "num_batches_tracked" not in names
     else:
-        own = _overrides_load(module)
-    return own or _takes_extra(module) or hooked
+        own = _overrides_load(type(module))
+    return own or _takes_extra(type(module)) or hooked
 
 
-def _overrides_load(module: nn.Module) -> bool:
-    return type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+def _overrides_load(kind: type[nn.Module]) -> bool:
+    return kind._load_from_state_dict is not nn.Module._load_from_state_dict
 
 
 def _is_lazy_hook(hook: Any) -> bool:
@@ -216,9 +222,9 @@ class _Run:
         """Run one module's code on its part of the state dict."""
         local = OrderedDict((name, self.state[name]) for name in self._under(prefix))
         metadata = {**self.versions.get(prefix[:-1], {}), "assign_to_params_buffers": True}
-        if _takes_extra(module):
+        if _takes_extra(type(module)):
             gather(local, prefix + _EXTRA, self.templates)
-        if _overrides_load(module):
+        if _overrides_load(type(module)):
             self._override(prefix, module, local, metadata)
         else:
             self._pre_hooks(prefix, module, local, metadata)
@@ -233,7 +239,7 @@ class _Run:
                 with self.watch:
                     hook(local, prefix, metadata, self.strict, missing, unexpected, errors)
         self._refuse(errors, prefix)
-        if not _takes_extra(module):
+        if not _takes_extra(type(module)):
             return
         if prefix + _EXTRA in local:
             self.outcome.extra.append((module, local.pop(prefix + _EXTRA)))
@@ -251,7 +257,7 @@ class _Run:
             dict(_own(module)),
             dict[str, torch.Tensor](),
         )
-        if _takes_extra(module):
+        if _takes_extra(type(module)):
             object.__setattr__(module, "set_extra_state", extras.append)
         for name, tensor in live.items():
             # torch exchanges the content of what is there, where it is asked to
@@ -491,8 +497,8 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), shown)
 
 
-def _takes_extra(module: nn.Module) -> bool:
-    return type(module).set_extra_state is not nn.Module.set_extra_state
+def _takes_extra(kind: type[nn.Module]) -> bool:
+    return kind.set_extra_state is not nn.Module.set_extra_state
 
 
 def run_post_hooks(

@@ -22,6 +22,10 @@ from torchlift._model.dtensor import reshard
 from torchlift._model.torch_private import LAZY
 from torchlift.errors import PlacementError
 
+#: Attribute under which a skeleton's tensor, and the modules that hold it, remember how it was
+#: made; see `skeleton`.
+CONSTRUCTION = "_torchlift_recipe"
+
 
 # Neither of these is ever changed. Frozen, which takes a call for each field, they would be a
 # twentieth of a load that maps its file.
@@ -170,7 +174,7 @@ class ModuleTree:
 
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None), torch.dtype})
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", CONSTRUCTION})
 
 
 def _tensors(value: object, depth: int) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -71,9 +71,8 @@ def writes_into_leaf(error: Exception) -> bool:
     return "leaf Variable" in str(error)
 
 
-def use_count(tensor: torch.Tensor) -> int:
-    """Return how many hold the tensor's content, in C++."""
-    return int(tensor._use_count())  # type: ignore[attr-defined]
+#: Tells how many hold a tensor's content, in C++.
+use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -45,6 +45,7 @@ from torchlift._plan.report import Mode, Route, Source
 from torchlift._plan.steps import Base, Making, Match, Step
 from torchlift._skeleton import changed_on_meta, constructions_of
 from torchlift._sources import Copy, FileTensor, MemoryTensor, SourceTensor, Values, copy_values
+from torchlift._store import Url
 from torchlift._transfer import is_network, is_readable
 from torchlift.errors import PlacementError
 from torchlift.formats import ITEMSIZE, Chunk, TensorEntry, row_major
@@ -169,7 +170,7 @@ def _decide(
         like = one.value if is_lazy(tensor) and isinstance(one, MemoryTensor) else tensor
         seen = rules.entry_like(key, Group(like, group.slots))
     if seen.key != key:
-        seen = replace(seen, key=key)
+        seen = seen._replace(key=key)
     asked, note = rules.asked_device(options.device, seen, group)
     if asked is not None and rules.is_deferred(asked):
         return None
@@ -253,7 +254,14 @@ def _source_of(
         return "read", "deflated in the file, so that it is inflated into memory"
     # Of the file, not of its folder: it may be a link to elsewhere.
     file = entry.chunks[0].file if entry.chunks else path
-    if asked == "read" or (asked == "auto" and (anew or is_network(file))):
+    if asked == "mmap" and isinstance(file, Url):
+        raise PlacementError(
+            "what is behind a URL cannot be mapped, only read",
+            file=file,
+            entry=entry.key,
+            hint='Load it with source="read", or copy the file to this machine first.',
+        )
+    if asked == "read" or (asked == "auto" and (anew or isinstance(file, Url) or is_network(file))):
         return "read", None
     if entry.needs_assembly:
         return "mmap", None
@@ -449,7 +457,7 @@ def _run(steps: Sequence[Step]) -> TensorEntry:
     nbytes = max(chunk.offset + chunk.nbytes for chunk in chunks) - start
     shape = (nbytes // entries[0].itemsize,)
     chunk = Chunk(chunks[0].file, start, nbytes, (0,), shape)
-    return replace(entries[0], shape=shape, stride=(1,), nbytes=nbytes, chunks=(chunk,))
+    return entries[0]._replace(shape=shape, stride=(1,), nbytes=nbytes, chunks=(chunk,))
 
 
 def _unshare(steps: Sequence[Step]) -> None:
@@ -458,12 +466,13 @@ def _unshare(steps: Sequence[Step]) -> None:
     Those that share memory in the model too keep sharing it. A class or a transform may write to
     what it gets: of two views of the same bytes, each would see what became of the other.
     """
-    mapped = []
+    mapped: list[tuple[str, int, int, int, Step]] = []
     for step in steps:
         entry = step.base.entry if step.base else step.candidate.entry
         viewed = step.plain or (step.route == "view" and (step.raw or not step.in_place))
         if viewed and entry and entry.chunks:
-            mapped.append((entry.chunks[0], step))
+            chunk = entry.chunks[0]
+            mapped.append((chunk.file, chunk.offset, len(mapped), chunk.nbytes, step))
     for first, second in _overlapping(mapped):
         apart = [step for step in (first, second) if step.raw]
         if not apart and (step := first if second.base else second).base is None:
@@ -474,15 +483,20 @@ def _unshare(steps: Sequence[Step]) -> None:
             step.route, step.plain = _route(step.candidate, step.source, owned=True), False
 
 
-def _overlapping(runs: Iterable[tuple[Chunk, Step]]) -> Iterator[tuple[Step, Step]]:
-    """Yield pairs of tensors whose bytes in the file overlap: each one with one before it."""
+def _overlapping(
+    runs: Iterable[tuple[str, int, int, int, Step]],
+) -> Iterator[tuple[Step, Step]]:
+    """Yield pairs of tensors whose bytes in the file overlap: each one with one before it.
+
+    Args:
+        runs: file, first byte, a number of its own, bytes, and whose they are.
+    """
     file, end, last = "", 0, None
-    for chunk, step in sorted(runs, key=lambda item: (item[0].file, item[0].offset)):
-        stop = chunk.offset + chunk.nbytes
-        if last is not None and chunk.file == file and chunk.offset < end:
+    for name, start, _, nbytes, step in sorted(runs):
+        if last is not None and name == file and start < end:
             yield last, step
-        if chunk.file != file or stop > end:
-            file, end, last = chunk.file, stop, step
+        if name != file or start + nbytes > end:
+            file, end, last = name, start + nbytes, step
 
 
 # ---- where the plan meets live modules: who is in the way, and what a class has to say

@@ -57,10 +57,11 @@ from torchlift._plan.rules import (
 from torchlift._plan.steps import Match, Rename, Step, Transform, Work
 from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTensor, sources
-from torchlift._system import Facts, clipped_list, human, uninterrupted
-from torchlift._transfer import BUDGET, STAGING
+from torchlift._store import Url
+from torchlift._system import Facts, clipped_list, count_of, human, uninterrupted
+from torchlift._transfer import BUDGET, STAGING, count_ranges
 from torchlift.errors import Argument, Hint, MismatchError, PlacementError, answers_keywords
-from torchlift.formats import Records
+from torchlift.formats import Records, TensorEntry
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
 
@@ -84,6 +85,8 @@ class LoadPlan(LoadReport):
     def to_dict(self) -> dict[str, Any]:
         """Return the lists of names and the costs, as ``torchlift plan --json`` prints them."""
         costs = {"bytes_to_read": self.bytes_to_read, "peak_bytes": self.peak_bytes}
+        if self.requests:
+            costs["requests"] = self.requests
         return {**super().to_dict(), **costs}
 
     def _answer(self) -> LoadPlan:
@@ -92,7 +95,8 @@ class LoadPlan(LoadReport):
 
     def _summary(self) -> tuple[str, Facts]:
         peak = human(self.peak_bytes)
-        costs = f"to read {human(self.bytes_to_read)}, anonymous memory at the peak {peak}"
+        asked = f" in {count_of(self.requests, 'request')}" if self.requests else ""
+        costs = f"to read {human(self.bytes_to_read)}{asked}, anonymous memory at the peak {peak}"
         open_names = listed("left to a post-hook of the model to excuse", self.excusable)
         return f"plan: {self._size}", [("", costs), *open_names, *summarise(self)]
 
@@ -117,6 +121,7 @@ def plan(
     allow_classes: Allow = (),
     transform: Transform | None = None,
     present: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """Say what `load` with the same arguments would do, without doing it.
 
@@ -150,6 +155,7 @@ def plan(
         transform: what `load` will be given, which is not called here: its shapes are not checked,
             and new memory for each of its results is in the estimate.
         present: whether the devices must be there; False plans for a machine that has them.
+        storage_options: of URLs, as for `torchlift.open`.
 
     Returns:
         The plan; printing it gives a summary.
@@ -171,7 +177,11 @@ def plan(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
         source, include, exclude, transform, present=present,
     )  # fmt: skip
-    return plan_only(model, ckpt, options, root=root, allow_classes=allow_classes)._answer()
+    made = plan_only(
+        model, ckpt, options, root=root, allow_classes=allow_classes,
+        storage_options=storage_options,
+    )  # fmt: skip
+    return made._answer()
 
 
 def plan_only(
@@ -181,11 +191,12 @@ def plan_only(
     *,
     root: str | None = None,
     allow_classes: Allow = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """Plan a load with its steps, and leave the model as it was."""
     check_order(model, ckpt)
     with (
-        sources(ckpt, root, allow_classes) as origin,
+        sources(ckpt, root, allow_classes, storage_options) as origin,
         locked(model) as tree,
         uninterrupted(),
         Commit() as commit,
@@ -226,6 +237,7 @@ def make_plan(
         commit: takes back what the model's own loading code changes in its modules.
         check: raises for what does not fit, in place of `check_names`.
     """
+    before = origin.requests
     keys = {*origin.candidates, *origin.objects, *origin.blocked} if options.rename else ()
     check_rename(options.rename, keys, origin.path)
     gone = origin.leave_out(options.include, options.exclude)
@@ -262,7 +274,8 @@ def make_plan(
             raise origin.refusal(key)
     modules = hooked_modules(tree, [*names.values(), *made])
     prefixes = tuple(prefix for prefix, _ in modules)
-    origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
+    if modules:
+        origin.receive([key for key, name in names.items() if name.startswith(prefixes)])
     candidates = {name: origin.candidates[key] for key, name in names.items()} | made
     found, outcome = dict(candidates), Outcome(unexpected=list(objects.values()))
     if modules:
@@ -307,9 +320,11 @@ def make_plan(
         naming=naming,
     )
     later = None if options.dtype is None else _DTYPE_LATER
-    plan = _assemble(origin, tree.groups, matched, work, candidates, excusable, later, canonical)
+    called = candidates if options.rename is not None or naming is not None else {}
+    plan = _assemble(origin, tree.groups, matched, work, called, excusable, later, canonical)
     extra = 0 if check_shapes else _transformed_bytes(work.steps)
-    return replace(plan, peak_bytes=plan.peak_bytes + extra)
+    requests = origin.requests - before + _requests(work.steps)
+    return replace(plan, peak_bytes=plan.peak_bytes + extra, requests=requests)
 
 
 @ordinary_tensors()
@@ -359,31 +374,41 @@ def _assemble(
     groups: list[Group],
     matched: Match,
     work: Work,
-    candidates: Mapping[str, SourceTensor],
+    renamed: Mapping[str, SourceTensor],
     excusable: list[str],
     later: str | None,
     canonical: Callable[[str], str],
 ) -> LoadPlan:
-    """Put the plan together; `later` is the hint where something is left for a later load."""
+    """Put the plan together; `later` is the hint where something is left for a later load.
+
+    What `renamed` has may be called otherwise in the checkpoint.
+    """
     loaded: dict[str, _Row | KeyReport] = {}
     for step in work.steps:
         path = origin.path
         if origin.paths:
             keys = step.candidate.keys or (step.candidate.key,)
             path = ", ".join(dict.fromkeys(origin.paths.get(key, path) for key in keys))
-        slots, row = step.group.slots, _row(step, path, canonical)
+        one, slots = step.candidate, step.group.slots
+        seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
+        route: Route = "compute" if step.handled and step.route == "view" else step.route
+        row = (
+            canonical(step.key), one.key, path, seen.nbytes, step.mode, step.source, route,
+            step.device, step.dtype, seen.dtype, step.note, one.keys,
+        )  # fmt: skip
         described = row if len(slots) == 1 else _described("", row)
         for slot in slots:
             loaded[canonical(slot.fqn)] = described
     placed = {id(step.group.tensor) for step in work.steps}
-    matched_ids = {id(group.tensor) for group, _, _ in matched.pairs}
     placed |= {id(item.group.tensor) for item in work.makings}
-    called = {canonical(name): one for name, one in candidates.items()}
+    left = [g for g in groups if id(g.tensor) not in placed and not is_lazy(g.tensor)]
+    matched_ids = {id(group.tensor) for group, _, _ in matched.pairs} if left else set()
+    moved = [step for step in work.steps if not step.plain]
+    called = {canonical(name): one for name, one in renamed.items()}
     made = [(name, one.keys) for name, one in called.items() if one.keys]
     deferred = [
         canonical(name)
-        for group in groups
-        if id(group.tensor) not in placed and not is_lazy(group.tensor)
+        for group in left
         if group.tensor.is_meta or id(group.tensor) in matched_ids
         for name in group.names
     ]
@@ -401,8 +426,8 @@ def _assemble(
         renamed={c.key: name for name, c in called.items() if not c.keys and c.key != name},
         merged={name: keys for name, keys in made if len(keys) > 1},
         split=_split(made),
-        peak_bytes=_peak(work, origin),
-        bytes_to_read=sum(step.span for step in work.steps if step.owned or step.in_place),
+        peak_bytes=_peak(work, moved, origin),
+        bytes_to_read=sum(step.span for step in moved if step.owned or step.in_place),
         excusable=excusable,
         _work=work,
     )
@@ -424,17 +449,6 @@ _Row = tuple[
 ]  # fmt: skip
 
 
-def _row(step: Step, path: str, canonical: Callable[[str], str]) -> _Row:
-    one = step.candidate
-    seen = one.entry if isinstance(one, FileTensor) else one  # whose dtype takes no look-up
-    nbytes, dtype = seen.nbytes, seen.dtype
-    route: Route = "compute" if step.handled and step.route == "view" else step.route
-    return (
-        canonical(step.key), one.key, path, nbytes, step.mode, step.source, route, step.device,
-        step.dtype, dtype, step.note, one.keys,
-    )  # fmt: skip
-
-
 def _described(_: str, row: _Row | KeyReport) -> KeyReport:
     """Return how a tensor is loaded; one record for all names of a tied one."""
     if isinstance(row, KeyReport):
@@ -447,11 +461,17 @@ def _described(_: str, row: _Row | KeyReport) -> KeyReport:
     )  # fmt: skip
 
 
-def _peak(work: Work, origin: Origin) -> int:
-    """Estimate the anonymous memory, in bytes, that the work takes at its peak."""
+def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
+    """Estimate the anonymous memory, in bytes, that the work takes at its peak.
+
+    Args:
+        work: all of it.
+        steps: those that are not just mapped.
+        origin: where the values come from.
+    """
     staged = sum(
         step.span
-        for step in work.steps
+        for step in steps
         if step.route == "read"
         and (step.memory.type != "cpu" or step.candidate.dtype != step.dtype)
     )
@@ -463,12 +483,27 @@ def _peak(work: Work, origin: Origin) -> int:
     # What a hook may still refuse, or a subclass fail to copy, is kept until it has not.
     kept = sum(
         content_bytes(local_tensor(step.group.tensor))
-        for step in work.steps
+        for step in steps
         if step.in_place and (work.hooked or not is_plain(local_tensor(step.group.tensor)))
         if step.group.tensor.device.type == "cpu"
     )
-    new = sum(_new_bytes(step) for step in work.steps if step.owned)
-    return new + made + kept + min(staged, STAGING) + _inflated_bytes(work, origin)
+    new = sum(_new_bytes(step) for step in steps if step.owned)
+    return new + made + kept + min(staged, STAGING) + _inflated_bytes(steps, origin)
+
+
+def _requests(steps: Sequence[Step]) -> int:
+    """Return how many ranges of URLs the steps that are not done yet ask for."""
+    found = list[tuple[TensorEntry, bool]]()
+    for step in steps:
+        entry = step.entry
+        if entry is None or not entry.chunks or not isinstance(entry.chunks[0].file, Url):
+            continue
+        if step.base is not None:
+            entry = step.base.entry if step.base.first else None
+        device, dtype = step.fetched_as
+        if entry is not None:
+            found.append((entry, device.type == "cpu" and dtype == step.candidate.dtype))
+    return count_ranges(found) if found else 0
 
 
 def _transformed_bytes(steps: Sequence[Step]) -> int:
@@ -486,9 +521,9 @@ def _transformed_bytes(steps: Sequence[Step]) -> int:
     )
 
 
-def _inflated_bytes(work: Work, origin: Origin) -> int:
+def _inflated_bytes(steps: Sequence[Step], origin: Origin) -> int:
     """Return the bytes of deflated records that are in memory at a time beside the new tensors."""
-    entries = (step.entry for step in work.steps if step.entry)
+    entries = (step.entry for step in steps if step.entry)
     records = {chunk.packed for entry in entries for chunk in entry.chunks if chunk.packed}
     if not records:
         return 0

@@ -93,6 +93,7 @@ class LoadReport(Summary):
             left for a later load got no dtype; else None.
         seconds: wall time of the load.
         bytes_read: bytes copied out of the files; what stays mapped counts nothing.
+        requests: ranges of URLs that were asked for, once those were open.
         unchecked_nbytes: bytes of the files that ``verify=True`` found no checksum for.
     """
 
@@ -112,6 +113,7 @@ class LoadReport(Summary):
     seconds: float = 0.0
     bytes_read: int = 0
     unchecked_nbytes: int = 0
+    requests: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -163,6 +165,7 @@ class LoadReport(Summary):
 
     def _summary(self) -> tuple[str, Facts]:
         read = f"in {self.seconds:.3f} s, {human(self.bytes_read)} read"
+        read += f" in {count_of(self.requests, 'request')}" if self.requests else ""
         facts: Facts = [("", read)]
         if self.unchecked_nbytes:
             size = human(self.unchecked_nbytes)

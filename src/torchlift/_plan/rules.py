@@ -153,7 +153,7 @@ def asked_device(
     if len(group.slots) == 1:
         return rule(seen), None
     names = dict.fromkeys([seen.key, *group.names])
-    answers = {name: rule(replace(seen, key=name)) for name in names}
+    answers = {name: rule(seen._replace(key=name)) for name in names}
     given = [(name, answer) for name, answer in answers.items() if answer is not None]
     first = given[0][1] if given else None
     other = [f"{name!r} to {answer}" for name, answer in given if str(answer) != str(first)]

@@ -700,7 +700,7 @@ def from_files(
         if tensor is None:
             values.append(Value.of_entry(key, entry, views, becomes))
             continue
-        seen = replace(entry, dtype=str(tensor.dtype).removeprefix("torch."))
+        seen = entry._replace(dtype=str(tensor.dtype).removeprefix("torch."))
         values.append(replace(target.value_of(key, tensor), dtype=becomes(seen)))
     return taken, values
 

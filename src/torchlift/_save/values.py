@@ -209,8 +209,8 @@ class Value:
             storage, size = self.views.index.storages[self.source.storage], self.source.itemsize
             offset, nbytes = storage.offset + start * size, numel * size
             chunk = Chunk(storage.file, offset, nbytes, (0,), (numel,), packed=storage.packed)
-            source = replace(
-                self.source, shape=(numel,), stride=(1,), nbytes=nbytes, chunks=(chunk,)
+            source = self.source._replace(
+                shape=(numel,), stride=(1,), nbytes=nbytes, chunks=(chunk,)
             )
             crc32 = _recorded(source, self.dtype, self.views.index)
         return replace(self, source=source, shape=(numel,), stride=(1,), first=start, crc32=crc32)

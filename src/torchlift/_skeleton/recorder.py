@@ -226,14 +226,14 @@ class Recorder(TorchFunctionMode):
 
     def _constant(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Make a tensor of Python data at once, and keep it: the data may change later."""
-        if any(tensors_in((args, kwargs))):
-            return self._record(func, args, kwargs)
         is_number = func is torch.tensor and len(args) == 1 and type(args[0]) is int
         if is_number and 0 <= args[0] < 128:
             # The counter of a BatchNorm. A number cannot change, and one that fits into any dtype
             # is the same by what makes no real tensor: 127 us for a BatchNorm, 96 like this and
             # with what is only filled not filled on meta.
             return self._allocate(torch.full, ((), *args), kwargs)
+        if any(tensors_in((args, kwargs))):
+            return self._record(func, args, kwargs)
         device = self._device_from(kwargs.pop("device", None))
         # clone: as_tensor shares memory with the array it was given.
         made = self.adopt(func(*args, device="cpu", **kwargs).clone())

@@ -24,6 +24,7 @@ from torchlift._sources.tensors import (
     copy_values,
     described,
 )
+from torchlift._store import Url
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import (
     MISSING,
@@ -52,10 +53,16 @@ IN_MEMORY = "the state dict"
 
 @contextmanager
 def sources(
-    given: Given | Sequence[Given], root: str | None, allow_classes: Allow = ()
+    given: Given | Sequence[Given],
+    root: str | None,
+    allow_classes: Allow = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Origin]:
     """Open what a caller passed as the one source of a load; for the arguments, see `opened`."""
-    with opened(given, root, allow_classes) as layers, ExitStack() as stack:
+    with (
+        opened(given, root, allow_classes, storage_options=storage_options) as layers,
+        ExitStack() as stack,
+    ):
         origin: Origin
         if len(layers) > 1:
             origin = _Layers(layers)
@@ -73,6 +80,7 @@ def opened(
     allow_classes: Allow = (),
     *,
     whole: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[list[Layer]]:
     """Open what a caller passed: a checkpoint, a state dict, or several, of which later ones win.
 
@@ -81,6 +89,7 @@ def opened(
         root: the container to take.
         allow_classes: classes that may be rebuilt.
         whole: whether what holds no model is taken, too.
+        storage_options: as for `torchlift.open`.
 
     Raises:
         CheckpointError: one cannot be opened.
@@ -95,7 +104,10 @@ def opened(
             if is_state(one):
                 found.append(StateSource.of_flat(flat_state(one, root)))
             else:
-                ckpt = checkpoint(one, root, whole=whole, allow_classes=allow_classes)
+                ckpt = checkpoint(
+                    one, root, whole=whole, allow_classes=allow_classes,
+                    storage_options=storage_options,
+                )  # fmt: skip
                 found.append(stack.enter_context(ckpt))
         yield found
 
@@ -107,7 +119,12 @@ def is_state(given: object) -> TypeGuard[Mapping[str, Any]]:
 
 @contextmanager
 def checkpoint(
-    given: Given, root: str | None, *, whole: bool = False, allow_classes: Allow = ()
+    given: Given,
+    root: str | None,
+    *,
+    whole: bool = False,
+    allow_classes: Allow = (),
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Checkpoint]:
     """Open a checkpoint for one call, or restrict one that the caller has opened.
 
@@ -116,6 +133,7 @@ def checkpoint(
         root: the container to take.
         whole: whether what holds no model is taken, too.
         allow_classes: classes that may be rebuilt.
+        storage_options: as for `torchlift.open`.
 
     Raises:
         CheckpointError: it was closed.
@@ -126,7 +144,7 @@ def checkpoint(
         return
     if isinstance(given, Mapping):
         raise TypeError("a checkpoint is expected here, and this is a state dict in memory")
-    with open_checkpoint(given) as found:
+    with open_checkpoint(given, storage_options=storage_options) as found:
         yield _chosen(found, root, whole, allow_classes)
 
 
@@ -283,6 +301,17 @@ class Origin:
         """
         return one.tensor()
 
+    @property
+    def is_away(self) -> bool:
+        """Whether some of the files are behind URLs."""
+        return self.views is not None and self.views.is_away
+
+    @property
+    def requests(self) -> int:
+        """How many requests were made so far to open and read what is behind URLs."""
+        files = (file for ckpt in self.checkpoints for file in ckpt._index.files)
+        return sum(store.requests for store in {f.store for f in files if isinstance(f, Url)})
+
     def receive(self, keys: Sequence[str]) -> None:
         """Have the tensors of these keys here, for code that looks at values."""
 
@@ -315,6 +344,10 @@ class FileSource(Origin):
         self.blocked = ckpt.blocked_keys
         self.templates = ckpt._index.templates
         self._ckpt = ckpt
+
+    def receive(self, keys: Sequence[str]) -> None:
+        found = map(self.candidates.get, keys)
+        self.views.ahead(one.entry for one in found if isinstance(one, FileTensor))
 
     def refusal(self, key: str) -> CheckpointError:
         return self._ckpt._refusal(key)

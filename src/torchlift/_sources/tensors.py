@@ -205,7 +205,7 @@ def described(one: SourceTensor) -> TensorEntry:
     entry = TensorEntry(one.key, dtype, shape, stride, one.nbytes, "", "", (), encoding=encoding)
     file, zeros = _MEMORY + one.key, (0,) * len(shape)
     chunk = Chunk(file, offset * entry.itemsize, entry.nbytes, zeros, shape)
-    return replace(entry, chunks=(chunk,) if entry.numel else ())
+    return entry._replace(chunks=(chunk,) if entry.numel else ())
 
 
 def tensor_of(
@@ -246,9 +246,9 @@ def _slices(
             yield value.detach().as_strided(chunk.shape, steps, offset), block
         else:
             assert views is not None
-            alone = replace(chunk, start=(0,) * len(chunk.start), stride=None)
+            alone = chunk._replace(start=(0,) * len(chunk.start), stride=None)
             yield (
-                views.view(replace(entry, shape=chunk.shape, stride=steps, chunks=(alone,))),
+                views.view(entry._replace(shape=chunk.shape, stride=steps, chunks=(alone,))),
                 block,
             )
 

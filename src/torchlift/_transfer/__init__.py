@@ -10,9 +10,12 @@ from torchlift._transfer.reading import BUDGET as BUDGET
 from torchlift._transfer.reading import STAGING as STAGING
 from torchlift._transfer.reading import Request as Request
 from torchlift._transfer.reading import Seen as Seen
+from torchlift._transfer.reading import count_ranges as count_ranges
 from torchlift._transfer.reading import is_readable as is_readable
 from torchlift._transfer.reading import read as read
+from torchlift._transfer.reading import read_ahead as read_ahead
 from torchlift._transfer.reading import requests_for as requests_for
+from torchlift._transfer.reading import values_at as values_at
 from torchlift._transfer.write import AtomicFile as AtomicFile
 from torchlift._transfer.write import AtomicSet as AtomicSet
 from torchlift._transfer.write import LockedFile as LockedFile

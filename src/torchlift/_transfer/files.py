@@ -18,9 +18,9 @@ from functools import lru_cache
 
 import torch
 
-from torchlift._store import Stamp
-from torchlift.errors import FormatError, IntegrityError
-from torchlift.formats import Record, Source, inflated
+from torchlift._store import Opened, Stamp
+from torchlift.errors import CheckpointError, FormatError, IntegrityError
+from torchlift.formats import Record, inflated
 
 # Mapping a file there turns every page fault into a round trip: 30-50x slower than reading
 # (huggingface/safetensors#562, sgl-project/sglang#37806).
@@ -30,6 +30,7 @@ _NETWORK = (
     "orangefs panfs smb2 smb3 smbfs virtiofs wekafs"
 )
 _MOUNTS = "/proc/self/mountinfo"
+_STEP = 8 << 20  # bytes of a deflated record that are read at a time
 
 
 class Files:
@@ -37,15 +38,20 @@ class Files:
 
     A file that is not the one that was indexed (truncated, replaced, written over) is refused here,
     because its offsets mean nothing any more, and a map past its end would be a SIGBUS.
+
+    Attributes:
+        stamps: every file -> what identifies it.
+        ahead: (file, first byte, number of bytes) -> what was read of a URL before it is asked for.
     """
 
     def __init__(self, stamps: Mapping[str, Stamp]) -> None:
-        self._stamps = stamps
-        self._descriptors: dict[str, int] = {}
+        self.stamps = stamps
+        self._opened: dict[str, Opened] = {}
         self._maps: dict[str, mmap.mmap] = {}
         self._lock = threading.Lock()
+        self.ahead: dict[tuple[str, int, int], torch.Tensor] = {}
         # A checkpoint that nobody closes must not keep its descriptors for ever.
-        weakref.finalize(self, _close_all, self._descriptors)
+        weakref.finalize(self, _close_all, self._opened)
 
     def __enter__(self) -> Files:
         return self
@@ -61,6 +67,15 @@ class Files:
         """
         with self._lock:
             return self._checked(file)
+
+    def opened(self, file: str) -> Opened:
+        """Return a file, open; of a URL, every read looks whether it is what was indexed.
+
+        Raises:
+            IntegrityError: the file is gone or is not the one that was indexed.
+        """
+        with self._lock:
+            return self._open(file)
 
     def mapped(
         self, file: str, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8
@@ -88,15 +103,14 @@ class Files:
         Raises:
             IntegrityError: they cannot be read, or the file is not the one that was indexed.
         """
-        descriptor = self._descriptors.get(file)
-        if descriptor is None:
-            descriptor = self.descriptor(file)
+        opened = self._opened.get(file)
+        descriptor = self.descriptor(file) if opened is None else opened.descriptor
         data, at = bytearray(nbytes), 0
         while at < nbytes:
-            with _failing("cannot be read", file, self._stamps[file]):
+            with _failing("cannot be read", file, self.stamps[file]):
                 got = os.preadv(descriptor, [memoryview(data)[at:] if at else data], offset + at)
             if not got:
-                raise IntegrityError("the file ends early", file=self._stamps[file].shown or file)
+                raise IntegrityError("the file ends early", file=self.stamps[file].shown or file)
             at += got
         return data
 
@@ -106,15 +120,13 @@ class Files:
         Raises:
             IntegrityError: the file is not the one that was indexed, or is damaged.
         """
-        stamp, at, whole = self._stamps[file], 0, bytearray(record.size)
+        stamp, at, whole = self.stamps[file], 0, bytearray(record.size)
         try:
             with _failing("cannot be read", file, stamp):
-                stamp.check(file)
-                with Source(file) as source:
-                    stamp.check(file, source.descriptor)
-                    for block in inflated(source.read, record):
-                        whole[at : at + len(block)] = block
-                        at += len(block)
+                # Of a URL, each step is a request of its own.
+                for block in inflated(self.opened(file).read, record, _STEP):
+                    whole[at : at + len(block)] = block
+                    at += len(block)
         except FormatError as error:
             raise IntegrityError(
                 error.reason,
@@ -129,22 +141,26 @@ class Files:
     def close(self) -> None:
         """Close the descriptors and forget the maps; tensors made from a map stay valid."""
         with self._lock:
-            _close_all(self._descriptors)
+            _close_all(self._opened)
             self._maps.clear()
+            self.ahead.clear()
 
-    def _checked(self, file: str) -> int:
-        found, stamp = self._descriptors.get(file), self._stamps[file]
+    def _open(self, file: str) -> Opened:
+        found, stamp = self._opened.get(file), self.stamps[file]
         if found is None:
             hint = "The checkpoint's files must stay in place until it is loaded."
             with _failing("cannot be opened any more", file, stamp, hint):
-                stamp.check(file)
-                found = self._descriptors[file] = os.open(file, os.O_RDONLY)
-        stamp.check(file, found)
+                found = self._opened[file] = stamp.open(file)
         return found
 
+    def _checked(self, file: str) -> int:
+        descriptor = self._open(file).descriptor
+        self.stamps[file].check(file, descriptor)
+        return descriptor
+
     def _mapped(self, file: str) -> mmap.mmap:
-        was_open = file in self._descriptors
-        descriptor, stamp = self._checked(file), self._stamps[file]
+        was_open = file in self._opened
+        descriptor, stamp = self._checked(file), self.stamps[file]
         hint = 'Load with source="read", which needs no map.'
         with _failing("cannot be mapped", file, stamp, hint):
             # Without MAP_NORESERVE the kernel refuses a private writable map larger than RAM +
@@ -157,13 +173,13 @@ class Files:
         if not was_open:
             # The map has a descriptor of its own. Two for each of a thousand shards would be more
             # than most systems allow.
-            os.close(self._descriptors.pop(file))
+            self._opened.pop(file).close()
         return area
 
 
-def _close_all(descriptors: dict[str, int]) -> None:
-    while descriptors:
-        os.close(descriptors.popitem()[1])
+def _close_all(opened: dict[str, Opened]) -> None:
+    while opened:
+        opened.popitem()[1].close()
 
 
 @contextmanager
@@ -171,6 +187,8 @@ def _failing(what: str, file: str, stamp: Stamp, hint: str | None = None) -> Ite
     """Say of an error of the system what could not be done with which file."""
     try:
         yield
+    except CheckpointError:  # some are Python's own, too
+        raise
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             hint = "Allow more open files (ulimit -n): every file of the checkpoint needs one."

@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import torch
 
+from torchlift._store import Opened, Url
 from torchlift._transfer.direct import DEPTH, MOST, OpenFile, OwnStage
 from torchlift._transfer.files import Files
 from torchlift._transfer.pages import Pages, allocate
@@ -44,6 +46,12 @@ _STAGES = 4  # staging buffers of BLOCK bytes each: half the budget, the rest is
 _SERIAL = 32_704
 #: Anonymous memory, in bytes, that `read` takes at most to stage what is cast or moved.
 STAGING = min(_STAGES, THREADS) * BLOCK
+#: How many ranges of URLs are asked for at a time, and bytes of one.
+_AT_ONCE, _RANGE = 32, 8 << 20
+#: How many of them are staged at a time, of `STAGE` bytes each.
+_STAGED = 12
+#: Bytes between two ranges of a URL that are here sooner than the answer to another request.
+_NEAR = 1 << 20
 
 
 def read(
@@ -73,9 +81,15 @@ def read(
     """
     todo = sorted(requests, key=lambda request: (request.file, request.offset))
     kinds = {request.destination.device.type for request in todo}
+    total = sum(request.nbytes for request in todo)
+    away = list[Job]()
+    if remote := [request for request in todo if isinstance(request.file, Url)]:
+        todo = [request for request in todo if not isinstance(request.file, Url)]
+        for direct in True, False:
+            away += _ranges_of([each for each in remote if each.direct is direct], direct)
     block, most = BLOCK, min(_STAGES, THREADS)
-    if kinds - {"cpu"}:
-        block, most = STAGE, COUNT
+    if away or kinds - {"cpu"}:
+        block, most = STAGE, _STAGED if away else COUNT
     jobs = [
         job
         for direct in (True, False)
@@ -87,14 +101,16 @@ def read(
     report, own = advance or (lambda _: None), OwnStage()
     free = [] if stages is None else stages
     with ExitStack() as stack:
-        opened = {
+        here = {
             file: stack.enter_context(OpenFile(file, files.descriptor(file), nbytes, own))
             for file, nbytes in asked.items()
         }
-        warm, cold = _by_place(jobs, opened)
+        warm, cold = _by_place(jobs, here)
+        opened: dict[str, OpenFile | Opened] = {**here}
+        opened |= {file: files.opened(file) for file in {job.file for job in away}}
         # One read alone is not worth setting up memory that CUDA can fetch from by itself.
-        fetched = len(warm) + len(cold) > 1 and "cuda" in kinds
-        while len(free) < min(sum(job.staged for job in (*warm, *cold)), most):
+        fetched = len(warm) + len(cold) + len(away) > 1 and "cuda" in kinds
+        while len(free) < min(sum(job.staged for job in (*warm, *cold, *away)), most):
             # Not from the C library, which holds on to some of what is given back.
             host = torch.device("cpu")
             free.append(pinned(block) if fetched else allocate(block, torch.uint8, host))
@@ -102,7 +118,7 @@ def read(
         depth = (
             DEPTH if kinds == {"cpu"} else DEPTH // 2
         )  # beside the memory that devices fetch from
-        for some, threads in (cold, depth), (warm, THREADS):
+        for some, threads in (cold, depth), (warm, THREADS), (away, _AT_ONCE):
             if len(some) == 1:  # on this thread: starting others takes longer than reading a little
                 (job,) = some
                 stage = free[0] if job.staged else None
@@ -111,7 +127,34 @@ def read(
                 report(job.asked)
             elif some:
                 _read_parallel(some, opened, pages, report, Stages(free), seen, threads)
-    return sum(asked.values())
+    for file in {job.file for job in away}:
+        files.opened(file).check()
+    return total
+
+
+def values_at(
+    files: Files, file: str, offset: int, nbytes: int, dtype: torch.dtype = torch.uint8
+) -> torch.Tensor:
+    """Return bytes of a file as a flat tensor: over its map, or those of a URL in memory.
+
+    Raises:
+        IntegrityError: the file is not the one that was indexed, or cannot be read.
+    """
+    if not isinstance(file, Url):
+        return files.mapped(file, offset, nbytes, dtype)
+    found = files.ahead.pop((file, offset, nbytes), None)
+    if found is None:
+        read_ahead(files, [(file, offset, nbytes)])
+        found = files.ahead.pop((file, offset, nbytes))
+    return found.view(dtype)
+
+
+def read_ahead(files: Files, places: Iterable[tuple[str, int, int]]) -> None:
+    """Read bytes of URLs, given as (file, first byte, number), in one transfer; see `values_at`."""
+    places, host = [*places], torch.device("cpu")
+    into = {place: allocate(place[2], torch.uint8, host) for place in places}
+    read([Request(*place, into[place], torch.uint8, True) for place in places], files)
+    files.ahead.update(into)
 
 
 def _by_place(jobs: Iterable[Job], opened: Mapping[str, OpenFile]) -> tuple[list[Job], list[Job]]:
@@ -130,7 +173,7 @@ def _by_place(jobs: Iterable[Job], opened: Mapping[str, OpenFile]) -> tuple[list
 
 def _read_parallel(
     jobs: Sequence[Job],
-    opened: Mapping[str, OpenFile],
+    opened: Mapping[str, OpenFile | Opened],
     pages: Pages,
     report: Callable[[int], object],
     stages: Stages,
@@ -165,13 +208,21 @@ def _read_parallel(
                     report(job.asked)
             stages.wait()
         except BaseException:
+            for job in jobs:  # else an interrupt, or an error, waits for hosts that do not answer
+                if isinstance(job.file, Url):
+                    job.file.store.cancel()
+                    break
             pool.shutdown(wait=True, cancel_futures=True)
             stages.wait()  # the caller frees what devices fetch from, and what they write to
             raise
 
 
 def _read_one(
-    job: Job, file: OpenFile, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
+    job: Job,
+    file: OpenFile | Opened,
+    stage: torch.Tensor | None,
+    pages: Pages,
+    seen: Seen | None,
 ) -> None:
     """One job on a reader thread."""
     _fetch(job, file, stage, pages, seen)
@@ -180,10 +231,16 @@ def _read_one(
 
 
 def _fetch(
-    job: Job, file: OpenFile, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
+    job: Job,
+    file: OpenFile | Opened,
+    stage: torch.Tensor | None,
+    pages: Pages,
+    seen: Seen | None,
 ) -> None:
     """Fill the stage, or the destinations of the job's requests, from the file, and show it."""
-    if job.cold:
+    if not isinstance(file, OpenFile):
+        _fetch_range(job, file, stage, pages, seen)
+    elif job.cold:
         _fetch_cold(job, file, stage, pages, seen)
     elif seen is None or job.slices[0][2].rows > 1:  # what lies between rows is not read
         _fill(job, file.descriptor, stage, pages)
@@ -191,6 +248,24 @@ def _fetch(
         seen(job.file, job.offset, job.end, _in_blocks(job, file.descriptor, stage, pages))
     else:
         _fill(job, file.descriptor, stage, pages)
+        for start, end, request in job.slices:
+            seen(job.file, start, end, [_shown(job, stage, request, start, end)])
+
+
+def _fetch_range(
+    job: Job, file: Opened, stage: torch.Tensor | None, pages: Pages, seen: Seen | None
+) -> None:
+    """Fetch a range of a URL, with what lies between the slices of it that requests asked for."""
+    buffers = [] if stage is None else [_buffer(stage, 0, job.end - job.offset)]
+    at = job.offset
+    for start, end, request in job.slices if stage is None else ():
+        if start > at:
+            buffers.append(_NOWHERE[: start - at])
+        buffers.append(_buffer(request.destination, start - request.offset, end - start))
+        pages.back(request.destination.data_ptr() + start - request.offset, end - start)
+        at = end
+    _read_run(job, file, buffers, job.offset, job.end)
+    if seen is not None and job.slices[0][2].rows == 1:
         for start, end, request in job.slices:
             seen(job.file, start, end, [_shown(job, stage, request, start, end)])
 
@@ -326,10 +401,12 @@ def _read_rows(
             at, number, within = at + apart - within, number + 1, 0
 
 
-def _read_run(job: Job, descriptor: int, buffers: list[memoryview], start: int, end: int) -> None:
+def _read_run(
+    job: Job, file: int | Opened, buffers: list[memoryview], start: int, end: int
+) -> None:
     """Read one contiguous range into the buffers."""
     while start < end:
-        got = _read_some(job, descriptor, buffers, start)
+        got = _read_some(job, file, buffers, start)
         start += got
         if start == end:  # most often: to take 500 out of a list takes as long as to read them
             break
@@ -339,10 +416,12 @@ def _read_run(job: Job, descriptor: int, buffers: list[memoryview], start: int, 
             buffers[0] = buffers[0][got:]
 
 
-def _read_some(job: Job, descriptor: int, buffers: list[memoryview], start: int) -> int:
+def _read_some(job: Job, file: int | Opened, buffers: list[memoryview], start: int) -> int:
     """Read what one call reads, at least a byte; returns how many."""
+    if not isinstance(file, int):
+        return file.read_into(buffers, start)
     try:
-        got = os.preadv(descriptor, buffers, start)
+        got = os.preadv(file, buffers, start)
     except OSError as error:
         raise _failed(job, f"reading failed ({error.strerror})") from error
     if got == 0:
@@ -355,6 +434,9 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
     if stage is None:
         return
     for start, end, request in job.slices:
+        if request.rows > 1 and isinstance(job.file, Url):
+            _spread(stage, request)
+            continue
         source = stage[start - job.offset : end - job.offset]
         first = (start - request.offset) // request.dtype.itemsize
         target = request.destination
@@ -381,6 +463,17 @@ def _deliver(job: Job, stage: torch.Tensor | None, pages: Pages) -> None:
                 _copy_serially(row, into)
         else:
             _cast(source, target, pages, request.exclusive)
+
+
+def _spread(stage: torch.Tensor, request: Request) -> None:
+    """Cast and copy rows out of a stage that also has what lies between them."""
+    rows, row = request.rows, request.nbytes // request.rows
+    source = stage.as_strided((rows, row), (request.step, 1)).view(request.dtype)
+    target = request.destination.view(rows, -1) if request.destination.dim() == 1 else None
+    target = request.destination if target is None else target
+    some = max(1, _SERIAL // source.shape[1]) if target.device.type == "cpu" else rows
+    for at in range(0, rows, some):
+        _copy(source[at : at + some], target[at : at + some])
 
 
 def _cast(source: torch.Tensor, target: torch.Tensor, pages: Pages, exclusive: bool) -> None:
@@ -430,6 +523,8 @@ Seen = Callable[[str, int, int, Iterable[memoryview]], object]
 #: Bytes of a block that is shown at a time, huge pages of which are not divided. Of 2.1 GB with
 #: their checksums: 0.46 s with 1, 2 and 4 MiB, 0.49 with all of a job.
 _SHOWN = 2 << 20
+#: Where bytes of a URL go that lie between others; whatever threads write there at a time.
+_NOWHERE = memoryview(bytearray(_NEAR))
 _MAX_BUFFERS = 512  # below the kernel's limit of 1024 buffers in one preadv
 _WORTH_A_REQUEST = 4096  # bytes
 _MAX_GAP = 4096  # padding between two small tensors that is cheaper to read than to skip
@@ -465,6 +560,11 @@ class Request:
     exclusive: bool = False
     rows: int = 1
     step: int = 0
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it in the file."""
+        return self.offset + (self.rows - 1) * self.step + self.nbytes // self.rows
 
     @property
     def direct(self) -> bool:
@@ -528,10 +628,74 @@ def _jobs_of(requests: Iterable[Request], block: int) -> Iterator[Job]:
         yield job
 
 
+def count_ranges(wanted: Iterable[tuple[TensorEntry, bool]]) -> int:
+    """Return how many ranges of URLs `read` asks for, given entries and whether they are `direct`.
+
+    What is no run of numbers, such as quantised blocks, is read whole.
+    """
+    requests: dict[bool, list[Request]] = {True: [], False: []}
+    for entry, direct in wanted:
+        if is_readable(entry):
+            nowhere = torch.empty(entry.shape, dtype=torch.uint8, device="meta")
+            requests[direct] += requests_for(entry, nowhere, getattr(torch, entry.dtype))
+        else:
+            places = ((each.file, each.offset, each.nbytes) for each in entry.chunks)
+            nowhere = torch.empty(0, dtype=torch.uint8, device="meta")
+            requests[True] += [Request(*place, nowhere, torch.uint8) for place in places]
+    return sum(1 for direct, some in requests.items() for _ in _ranges_of(some, direct))
+
+
+def _ranges_of(requests: Iterable[Request], direct: bool) -> Iterator[Job]:
+    """Divide and join requests to ranges of URLs that are worth an answer each."""
+    job: Job | None = None
+    most = _RANGE if direct else STAGE
+    todo = sorted(requests, key=attrgetter("file", "offset"))
+    for request in (one for whole in todo for one in _near(whole)):
+        if request.rows > 1:
+            slices = [(request.offset, request.offset + request.nbytes, request)]
+            yield Job(request.file, request.offset, True, request.end, slices)
+            continue
+        start, stop = request.offset, request.end
+        while start < stop:
+            end = start
+            if job is not None and job.file == request.file and 0 <= start - job.end <= _NEAR:
+                end = min(stop, job.offset + most)
+                end -= (end - request.offset) % request.dtype.itemsize
+            if job is None or end <= start or len(job.slices) == _MAX_BUFFERS:
+                if job is not None:
+                    yield job
+                job, end = Job(request.file, start, not direct, start), min(stop, start + most)
+            job.slices.append((start, end, request))
+            job.end = start = end
+    if job is not None:
+        yield job
+
+
+def _near(request: Request) -> Iterator[Request]:
+    """Divide the rows of a request to those that one stage holds, with what lies between them."""
+    row = request.nbytes // request.rows
+    if request.rows == 1:
+        yield request
+    elif row + request.step > STAGE or request.step - row > _NEAR:
+        yield from _in_rows(request, 1)
+    else:
+        yield from _in_rows(request, 1 + (STAGE - row) // request.step)
+
+
 def _jobs_of_rows(request: Request, block: int) -> Iterator[Job]:
     """Make jobs of as many rows as are worth one read, or of slices of a long row."""
+    row = request.nbytes // request.rows
+    for some in _in_rows(request, max(1, block // row)):
+        if some.rows == 1:
+            yield from _jobs_of([some], block)
+        else:
+            start, stop = some.offset, some.offset + some.nbytes
+            yield Job(request.file, start, not request.direct, some.end, [(start, stop, some)])
+
+
+def _in_rows(request: Request, together: int) -> Iterator[Request]:
+    """Divide a request to some of its rows each."""
     row, size = request.nbytes // request.rows, request.dtype.itemsize
-    together = max(1, block // row)
     for first in range(0, request.rows, together):
         rows = min(together, request.rows - first)
         start, nbytes = request.offset + first * request.step, rows * row
@@ -540,12 +704,7 @@ def _jobs_of_rows(request: Request, block: int) -> Iterator[Job]:
             target = target[first : first + rows] if rows > 1 else target[first]
         else:
             target = target[first * row // size :][: nbytes // size]
-        some = replace(request, offset=start, nbytes=nbytes, destination=target, rows=rows)
-        if rows == 1:
-            yield from _jobs_of([some], block)
-        else:
-            end = start + (rows - 1) * request.step + row
-            yield Job(request.file, start, not request.direct, end, [(start, start + nbytes, some)])
+        yield replace(request, offset=start, nbytes=nbytes, destination=target, rows=rows)
 
 
 def _in_stages(job: Job, most: int) -> Iterator[Job]:
@@ -601,8 +760,10 @@ def is_readable(entry: TensorEntry, stride: Sequence[int] | None = None) -> bool
     """
     if entry.kind is not None or entry.encoding:
         return False
+    # There is no map of a URL, and its rows come with what lies between them.
+    is_away = bool(entry.chunks) and isinstance(entry.chunks[0].file, Url)
     return (
-        shortest_run(entry, stride) >= min(SMALL_RUN, entry.nbytes or 1)
+        (is_away or shortest_run(entry, stride) >= min(SMALL_RUN, entry.nbytes or 1))
         # Of many dimensions, each with a request: one takes 10 us, as long as to copy 100 KB.
         and rows_count(entry, stride) <= len(entry.chunks) + entry.nbytes // _WORTH_A_REQUEST
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torchlift._checkpoint import Checkpoint, MappedViews, dtype_of, not_dense
 from torchlift._checkpoint import open as open_checkpoint
 from torchlift._model import Spans, portable, world_of
 from torchlift._sources import Copy, FileTensor, copy_values
+from torchlift._store import is_url
 from torchlift.errors import CheckpointError
 from torchlift.formats import TensorEntry
 
@@ -37,6 +39,7 @@ class CheckpointReader(StorageReader):
     Args:
         path: a path that `torchlift.open` reads, or the checkpoint itself.
         root: keep only what is under this container of the checkpoint, and strip it.
+        storage_options: of a URL, as for `torchlift.open`.
 
     Raises:
         FormatError: `path` is not a checkpoint. In a process group ``load`` raises that, on every
@@ -56,8 +59,14 @@ class CheckpointReader(StorageReader):
         tensor([0., 1., 2., 3.])
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Checkpoint, root: str | None = None) -> None:
-        self.root = root
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Checkpoint,
+        root: str | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.root, self._options = root, storage_options
         self._open(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -153,8 +162,8 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether there is such a file or directory."""
-        return os.path.exists(checkpoint_id)
+        """Return whether there is such a file or directory; of a URL, that is seen by opening."""
+        return is_url(checkpoint_id) or os.path.exists(checkpoint_id)
 
     def _open(self, path: str | os.PathLike[str] | Checkpoint) -> None:
         self._problem: CheckpointError | None = None
@@ -163,7 +172,7 @@ class CheckpointReader(StorageReader):
             if isinstance(path, Checkpoint):
                 self._ckpt = Checkpoint(path._index, root=self.root)
             else:
-                self._ckpt = open_checkpoint(path, root=self.root)
+                self._ckpt = open_checkpoint(path, root=self.root, storage_options=self._options)
             self.path = self._ckpt.path
         except CheckpointError as error:
             if world_of()[1] == 1:

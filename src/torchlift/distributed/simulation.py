@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -299,7 +299,7 @@ def _of_module(model: nn.Module, dtype: DtypeRule) -> Iterator[_Tensor]:
         if group.persistent:
             becomes = target_dtype(dtype, entry, group.tensor, becomes)
             chunk = Chunk("model", 0, entry.nbytes, (0,) * len(entry.shape), entry.shape)
-            entry = replace(entry, stride=row_major(entry.shape), chunks=(chunk,))
+            entry = entry._replace(stride=row_major(entry.shape), chunks=(chunk,))
         yield _tensor(group, becomes, entry)
 
 
@@ -312,7 +312,7 @@ def _of_checkpoint(ckpt: Checkpoint, rename: Rename | None, dtype: DtypeRule) ->
         if place in seen and entry.chunks:
             continue
         seen.add(place)
-        becomes = stored_dtype(dtype, replace(entry, key=name), ckpt.path)
+        becomes = stored_dtype(dtype, entry._replace(key=name), ckpt.path)
         yield _Tensor((name,), becomes.itemsize, entry)
 
 
@@ -554,6 +554,6 @@ def _table(tensor: _Tensor, layout: _Layout) -> tuple[torch.Tensor, _Sums]:
 def _count_part(entry: TensorEntry, chunk: Chunk, spans: Spans) -> tuple[int, int]:
     """Return the bytes and the byte ranges of one chunk that belong to a part of its tensor."""
     # What a stride of None means depends on how many chunks there are.
-    alone = replace(entry, chunks=(replace(chunk, stride=steps_in_file(entry, chunk)),))
+    alone = entry._replace(chunks=(chunk._replace(stride=steps_in_file(entry, chunk)),))
     part = narrowed(alone, spans)
     return sum(math.prod(c.shape) for c in part.chunks) * entry.itemsize, run_count(part)

@@ -57,6 +57,7 @@ from torchlift._sources import (
     copy_values,
     is_state,
 )
+from torchlift._store import Url
 from torchlift._system import Interruptible, collection_paused, leaves, map_leaves, uninterrupted
 from torchlift.distributed.broadcast import BroadcastSource, sendable
 from torchlift.distributed.gather import (
@@ -395,6 +396,7 @@ def load_optimizer(
     strict: bool = True,
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> OptimizerReport:
     """Load optimizer state from a checkpoint, whatever form it was saved in.
 
@@ -420,6 +422,7 @@ def load_optimizer(
         strict: raise where a parameter that is trained has no saved state.
         collective: see `torchlift.distributed.set_optimizer_state_dict`.
         process_group: see `torchlift.distributed.set_optimizer_state_dict`.
+        storage_options: of URLs, as for `torchlift.open`.
 
     Returns:
         What was loaded, missing, unexpected and left out.
@@ -447,7 +450,13 @@ def load_optimizer(
             path, saved = IN_MEMORY, container(ckpt, root)
         else:
             opened = stack.enter_context(
-                checkpoint(ckpt, None, whole=True, allow_classes=allow_classes)
+                checkpoint(
+                    ckpt,
+                    None,
+                    whole=True,
+                    allow_classes=allow_classes,
+                    storage_options=storage_options,
+                )
             )
             path, saved = opened.path, opened._tree(root, partial(slices_of, opened))
         with errors_name(path):
@@ -458,7 +467,9 @@ def load_optimizer(
 
 def slices_of(ckpt: Checkpoint, entry: TensorEntry) -> torch.Tensor | FileTensor:
     """Return a view of a tensor, or what a rank reads its slice of, where a view takes a copy."""
-    if len(entry.chunks) > 1 and entry.is_plain and "param_groups" not in entry.key.split("."):
+    is_away = bool(entry.chunks) and isinstance(entry.chunks[0].file, Url)
+    is_copied = is_away or len(entry.chunks) > 1
+    if is_copied and entry.is_plain and "param_groups" not in entry.key.split("."):
         return FileTensor(entry.key, entry, ckpt._mapped())
     return ckpt._view(entry)
 

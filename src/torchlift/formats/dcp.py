@@ -488,7 +488,7 @@ def _entry(key: str, tensor: _Tensor, found: list[tuple[Chunk, str, str]]) -> Te
     stride = row_major(tensor.shape)
     if len(chunks) == 1 and chunks[0].stride is not None:
         stride = chunks[0].stride
-        chunks = (replace(chunks[0], stride=None),)
+        chunks = (chunks[0]._replace(stride=None),)
     nbytes = math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
     _, storage, location = found[0] if found else (None, "", "cpu")
     dtype, shape, grad = tensor.dtype, tensor.shape, tensor.requires_grad

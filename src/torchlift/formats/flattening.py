@@ -408,7 +408,7 @@ def under(index: Index, root: str) -> Index | None:
     """
     _require_text(root)
     entries, every = (
-        {key: replace(entry, key=key) for key, entry in _inside(found, root).items()}
+        {key: entry._replace(key=key) for key, entry in _inside(found, root).items()}
         for found in (index.entries, index.every)
     )
     objects, blocked_keys = _inside(index.objects, root), _inside(index.blocked_keys, root)

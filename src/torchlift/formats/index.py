@@ -103,8 +103,7 @@ class Record(NamedTuple):
     method: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A run of bytes in one file that holds one box of a tensor.
 
     Attributes:
@@ -150,8 +149,7 @@ class Kind:
         return self.name.replace("_", " ")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a checkpoint, described without reading it.
 
     Attributes:
@@ -514,7 +512,7 @@ def _allowing(entry: TensorEntry, classes: Mapping[str, type]) -> TensorEntry:
         return entry
     tensors = tuple([_allowing(inner, classes) for inner in kind.tensors])
     kind = replace(kind, tensors=tensors, classes={**kind.classes, **classes})
-    return replace(entry, kind=kind)
+    return entry._replace(kind=kind)
 
 
 def ambiguity(path: str, key: str) -> FormatError:

@@ -92,8 +92,7 @@ def read_safetensors(source: Source) -> Index:
     sums = _sums(source, start, metadata, list(stored)) if is_last else {}
 
     def storage(key: str, row: _Row) -> Storage:
-        place = source.path, start + row[0], row[1], "cpu", sums.get(key), None
-        return tuple.__new__(Storage, place)  # NamedTuple's own is a function of Python
+        return Storage(source.path, start + row[0], row[1], "cpu", sums.get(key), None)
 
     noted = parse_json(metadata.get(TIED_KEYS, "{}").encode(), "the list of ties")
     texts = {key: name for key, name in noted.items() if type(name) is str and key not in rows}

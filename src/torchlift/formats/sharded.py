@@ -268,7 +268,7 @@ def _prefixed(entry: TensorEntry, name: str) -> TensorEntry:
     kind = entry.kind
     if kind is not None:
         kind = replace(kind, tensors=tuple([_prefixed(inner, name) for inner in kind.tensors]))
-    return replace(entry, storage=f"{name}/{entry.storage}", kind=kind)
+    return entry._replace(storage=f"{name}/{entry.storage}", kind=kind)
 
 
 def index_content(files: Mapping[str, Iterable[str]], nbytes: int) -> bytes:

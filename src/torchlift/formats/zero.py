@@ -215,7 +215,7 @@ class _Reader:
         layout = self._layout(vectors)
         state, objects = self._optimizer(layout)
         entries = {**self._module(module, layout, vectors), **state, **self._rest("entries")}
-        entries = {key: replace(entry, key=key) for key, entry in entries.items()}
+        entries = {key: entry._replace(key=key) for key, entry in entries.items()}
         files = [*self.models, *self.optims]
         stage = "3" if self.is_stage_3 else "1 or 2"
         metadata = {"stage": stage, "ranks": str(self.world)}
@@ -253,7 +253,7 @@ class _Reader:
             if name is not None:
                 states = (f"{self.state}{group}.{name}" for group in range(self.groups))
                 found = zip(parts, map(optim.entries.get, states), strict=True)
-                parts = [state or replace(part, chunks=()) for part, state in found]
+                parts = [state or part._replace(chunks=()) for part, state in found]
             table.append(parts)
         return [_Vector(row) for row in (table if self.is_stage_3 else zip(*table, strict=True))]
 

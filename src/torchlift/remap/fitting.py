@@ -378,7 +378,7 @@ def _of_checkpoint(ckpt: Checkpoint, dtype: DtypeRule, rename: Rename | None) ->
     items = []
     for names in same.values():
         entry = made[names[0]].entry
-        becomes = stored_dtype(dtype, replace(entry, key=names[0]), ckpt.path)
+        becomes = stored_dtype(dtype, entry._replace(key=names[0]), ckpt.path)
         nbytes = entry.nbytes * becomes.itemsize // entry.itemsize
         start = entry.chunks[0].offset if entry.chunks else 0
         stop = start + sum(chunk.nbytes for chunk in entry.chunks)

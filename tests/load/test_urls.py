@@ -1,0 +1,477 @@
+"""Loads from URLs: what the file has, in few requests, and nothing at all where bytes fail."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from failing_reads import readers
+from in_code import in_code
+from range_server import Answer, Asked, RangeServer, serving
+from torch import nn
+from valid_files import FORMATS
+
+import torchlift
+from torchlift.distributed import CheckpointReader, load_optimizer, on_ranks
+from torchlift.errors import CheckpointError, IntegrityError, PlacementError
+
+MIB = 1 << 20
+#: What a first request of an object asks for.
+HEAD = 1 << 16
+#: A fault is met at once, and not after a minute of trying.
+QUICK = {"tries": 2, "timeout": 5}
+
+
+@pytest.fixture(name="server")
+def _server(tmp_path: Path) -> Iterator[RangeServer]:
+    """A server of the files of a test."""
+    with serving(tmp_path) as state:
+        yield state
+
+
+def model_of(width: int = 700) -> nn.Module:
+    """A live model with layers of some size, a buffer, and a module with code of its own."""
+    torch.manual_seed(width)
+    return nn.Sequential(nn.Linear(300, width), nn.BatchNorm1d(width), nn.Linear(width, 900))
+
+
+def on_meta() -> nn.Module:
+    """The same without values."""
+    return torchlift.skeleton(model_of)
+
+
+def saved(folder: Path, name: str, state: Any = None) -> dict[str, torch.Tensor]:
+    """Save the state of a model in whichever format a name is of; return the tensors."""
+    state = dict(model_of().state_dict()) if state is None else state
+    if name.endswith(".pt"):
+        torch.save(state, folder / name)
+    else:
+        torchlift.save(state, folder / name)
+    return state
+
+
+def look(model: nn.Module) -> list[Any]:
+    """Everything of a model that a load changes."""
+    return [
+        (name, id(tensor), tensor._version, tensor.is_meta or tensor.detach().numpy().tobytes())
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+
+
+def taken(server: RangeServer, path: Path) -> int:
+    """How many bytes of a file were asked for since the server was told to forget."""
+    size = path.stat().st_size
+    return sum(min(asked.stop or size, size) - asked.start for asked in server.asked)
+
+
+def bits(value: Any) -> Any:
+    """What a value is, so that NaN is itself; of a tensor its bytes, of whatever kind."""
+    if isinstance(value, torch.Tensor):
+        parts = [value.coalesce().indices(), value.coalesce().values()] if value.is_sparse else []
+        parts = [value.int_repr()] if value.is_quantized else parts or [value]
+        return [
+            (part.dtype, part.shape, part.contiguous().view(-1).view(torch.uint8).tolist())
+            for part in parts
+        ]
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    return [bits(item) for item in value] if isinstance(value, (list, tuple)) else repr(value)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_gives_from_a_url_what_the_file_gives(
+    format: str, tmp_path: Path, server: RangeServer
+) -> None:
+    """By key, as a state dict, as containers, loaded into modules and by DCP, in sums and diffs."""
+    opened, make, seeds = FORMATS[format]
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for name, content in make(next(iter(seeds(tmp_path / "made")))).items():
+        (folder / name).write_bytes(content)
+    path, url = folder / opened, server.url(f"d/{opened}")
+    if format == "zero":
+        pytest.skip("HTTP lists no folders")
+    here, there = torchlift.open(path), torchlift.open(url)
+    assert bits({key: there[key] for key in there}) == bits({key: here[key] for key in here})
+    assert bits(there.state_dict()) == bits(here.state_dict())
+    assert bits(there.tree()) == bits(here.tree())
+    assert torchlift.diff(url, path).equal
+    one, two = torchlift.verify(url), torchlift.verify(path)
+    assert (one.ok, one.nbytes, len(one.checked)) == (two.ok, two.nbytes, len(two.checked))
+    dense = [key for key in here if here.entries[key].kind is None]
+    assert all(there.stats(key) == here.stats(key) for key in dense)
+    for source in (path, url):
+        with torchlift.open(source) as ckpt:
+            model = nn.Module()
+            model.values = nn.ParameterList(
+                nn.Parameter(torch.empty_like(ckpt[key]), requires_grad=False) for key in dense
+            )
+            names = {key: f"values.{number}" for number, key in enumerate(dense)}
+            torchlift.load(model, ckpt, rename=names.get, allow_unexpected=["*"], source="read")
+            assert bits(list(model.values)) == bits([here[key] for key in dense])
+        state = {key: torch.zeros_like(here[key]) for key in dense}
+        with pytest.warns(UserWarning, match="torch.distributed is"):
+            dcp.load(state, storage_reader=CheckpointReader(source))
+        assert bits(state) == bits({key: here[key] for key in dense})
+
+
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+@pytest.mark.parametrize("make", [model_of, on_meta])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": torch.bfloat16}, {"verify": True}, {"transform": lambda _, value: value}],
+    ids=["as it is", "cast", "verified", "transformed"],
+)
+def test_a_plan_says_how_many_requests_a_load_makes(
+    name: str,
+    make: Callable[[], nn.Module],
+    options: dict[str, Any],
+    tmp_path: Path,
+    server: RangeServer,
+) -> None:
+    """The server counts what the report says, and beside the tensors only what opening takes."""
+    want = saved(tmp_path, name)
+    url, model = server.url(name), make()
+    dtype = options.get("dtype")
+    planning = {key: value for key, value in options.items() if key != "verify"}
+    before = look(model)
+    plan = torchlift.plan(model, url, **planning)
+    assert look(model) == before
+    server.forget()
+    torchlift.open(url)
+    opening, sent = server.requests, taken(server, tmp_path / name)
+    server.forget()
+    report = torchlift.load(model, url, **options)
+    assert report.requests == server.requests - opening
+    assert set(report.source.values()) <= {"read", "memory"}
+    for key, value in model.state_dict().items():
+        into = dtype if dtype and value.is_floating_point() else want[key].dtype
+        assert torch.equal(value, want[key].to(into)), key
+    if "verify" not in options:
+        assert plan.requests == report.requests
+        assert taken(server, tmp_path / name) <= sent + report.bytes_read + HEAD
+        assert str(plan.requests) in str(plan)
+        assert f"{report.requests:,} request" in str(report)
+
+
+def test_of_many_tensors_a_few_take_their_own_bytes(tmp_path: Path, server: RangeServer) -> None:
+    """64 of 4,000 neighbours: the bytes of them and of the index, in one request behind it."""
+    saved(tmp_path, "m.safetensors", {f"t{i:04}": torch.full((500,), i) for i in range(4000)})
+    url = server.url("m.safetensors")
+    ckpt = torchlift.open(url)
+    server.forget()
+    model = nn.Module()
+    for number in range(64):
+        model.register_buffer(f"t{number + 100:04}", torch.zeros(500, dtype=torch.int64))
+    report = torchlift.load(model, ckpt, include=["t01[0-5]*", "t016[0-3]"])
+    assert report.requests == server.requests == 1
+    assert 64 * 4000 <= taken(server, tmp_path / "m.safetensors") < 64 * 4000 + HEAD
+    assert torch.equal(model.t0163, torch.full((500,), 163))
+
+
+def test_a_large_tensor_comes_in_ranges_that_are_worth_an_answer(
+    tmp_path: Path, server: RangeServer
+) -> None:
+    """Of 8 MiB as they are and of 4 MiB where they are cast, each byte once."""
+    want = saved(tmp_path, "m.safetensors", {"w": torch.randn(40 * MIB // 4)})["w"]
+    ckpt = torchlift.open(server.url("m.safetensors"))
+    for dtype, count in ((None, 5), (torch.float16, 10)):
+        server.forget()
+        model = nn.Module()
+        model.w = nn.Parameter(torch.empty(want.shape, device="meta"))
+        report = torchlift.load(model, ckpt, dtype=dtype)
+        assert server.requests == report.requests == count
+        assert taken(server, tmp_path / "m.safetensors") == want.nbytes
+        assert torch.equal(model.w, want.to(dtype or want.dtype))
+
+
+def test_what_a_url_has_is_never_mapped(tmp_path: Path, server: RangeServer) -> None:
+    """Who asks for it learns what to do."""
+    saved(tmp_path, "m.pt")
+    for options in ({"source": "mmap"}, {"device": "disk"}):
+        with pytest.raises(PlacementError, match=r'cannot be mapped.*source="read"'):
+            torchlift.load(on_meta(), server.url("m.pt"), **options)
+
+
+def test_aliases_of_a_url_stay_aliases_and_nothing_else_is_kept(
+    tmp_path: Path, server: RangeServer
+) -> None:
+    """Two keys of one storage share memory, asked for alone or all together."""
+    base = torch.arange(12.0)
+    saved(tmp_path, "m.pt", {"a": base, "b": base[3:], "alone": torch.ones(4)})
+    with torchlift.open(server.url("m.pt")) as ckpt:
+        for found in (ckpt.state_dict(), ckpt):
+            a, b = found["a"], found["b"]
+            assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+            a[3] = 7
+            assert b[0] == 7
+        assert ckpt["alone"].data_ptr() != ckpt["alone"].data_ptr()
+
+
+# ---- faults in the middle of the bytes
+
+
+def _cut(asked: Asked, answer: Answer) -> None:
+    answer.sent = len(answer.body) // 2
+
+
+def _busy(asked: Asked, answer: Answer) -> None:
+    answer.status, answer.body = 503, memoryview(b"busy")
+    answer.headers.pop("Content-Range", None)
+
+
+def _other(asked: Asked, answer: Answer) -> None:
+    answer.headers["ETag"] = '"another"'
+
+
+def _elsewhere(asked: Asked, answer: Answer) -> None:
+    answer.headers["Content-Range"] = f"bytes 0-{len(answer.body) - 1}/{1 << 30}"
+
+
+def _gone(asked: Asked, answer: Answer) -> None:
+    answer.status, answer.body = 404, memoryview(b"")
+    answer.headers.pop("Content-Range", None)
+
+
+FAULTS = {"busy": _busy, "changed": _other, "wrong range": _elsewhere, "gone": _gone}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("make", [model_of, on_meta])
+def test_a_load_of_which_some_bytes_fail_leaves_the_model_as_it_was(
+    fault: str, make: Callable[[], nn.Module], tmp_path: Path, server: RangeServer
+) -> None:
+    """One error, whatever the server does from the second range of the values on."""
+    values = {f"w{i}": torch.randn(12 * MIB // 4) for i in range(2)}
+    saved(tmp_path, "m.safetensors", values)
+    model = nn.Module()
+    for name, value in values.items():
+        empty = torch.empty_like(value, device="meta" if make is on_meta else "cpu")
+        setattr(model, name, nn.Parameter(empty))
+    before = look(model)
+    ckpt = torchlift.open(server.url("m.safetensors"), storage_options=QUICK)
+
+    def failing(asked: Asked, answer: Answer) -> None:
+        if asked.start > 8 * MIB:
+            FAULTS[fault](asked, answer)
+
+    server.fault = failing
+    with pytest.raises(CheckpointError) as caught:
+        torchlift.load(model, ckpt)
+    assert caught.value.file == server.url("m.safetensors")
+    assert isinstance(caught.value, IntegrityError) or fault != "changed"
+    assert look(model) == before
+    assert not readers()
+    server.fault = None
+    torchlift.load(model, ckpt)
+    assert all(torch.equal(getattr(model, name), value) for name, value in values.items())
+
+
+def test_what_is_cut_in_the_middle_is_asked_for_from_there(
+    tmp_path: Path, server: RangeServer
+) -> None:
+    """Every answer breaks off half way, and the load is what it is without."""
+    want = saved(tmp_path, "m.safetensors", {"w": torch.randn(3 * MIB)})["w"]
+    ckpt = torchlift.open(server.url("m.safetensors"))
+    cut = set[int]()
+
+    def once(asked: Asked, answer: Answer) -> None:
+        if asked.start not in cut and len(answer.body) > MIB:
+            cut.add(asked.start)
+            _cut(asked, answer)
+
+    server.fault = once
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros_like(want))
+    server.forget()
+    torchlift.load(model, ckpt)
+    assert cut
+    assert torch.equal(model.w, want)
+    assert server.sent < want.nbytes * 1.5
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_an_optimizer_of_a_url_is_loaded_whole_or_not_at_all(
+    live: bool, tmp_path: Path, server: RangeServer
+) -> None:
+    """Its state comes in few requests; of a fault in the middle, nothing stays."""
+    model = model_of()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    model(torch.randn(4, 300)).sum().backward()
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "training.pt")
+    other = model_of()
+    loaded = torch.optim.Adam(other.parameters(), lr=0.1)
+    if live:
+        other(torch.randn(4, 300)).mean().backward()
+        loaded.step()
+    before = copy.deepcopy(loaded.state_dict())
+    url = server.url("training.pt")
+    ckpt = torchlift.open(url, storage_options=QUICK)
+    server.fault = _gone
+    with pytest.raises(CheckpointError, match=r"training\.pt"):
+        load_optimizer(other, loaded, ckpt, root="optimizer")
+    assert bits(loaded.state_dict()) == bits(before)
+    server.fault = None
+    server.forget()
+    load_optimizer(other, loaded, url, root="optimizer", storage_options=QUICK)
+    assert server.requests <= 8
+    assert bits(loaded.state_dict()) == bits(optimizer.state_dict())
+
+
+def test_an_interrupt_ends_a_load_while_the_server_is_silent(
+    tmp_path: Path, server: RangeServer
+) -> None:
+    """No answer comes before the load is over, which leaves no thread and the model as it was."""
+    saved(tmp_path, "m.safetensors", {"w": torch.randn(8 * MIB)})
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(8 * MIB))
+    before, over = look(model), threading.Event()
+    ckpt = torchlift.open(server.url("m.safetensors"))
+
+    def silent(asked: Asked, answer: Answer) -> None:
+        signal.raise_signal(signal.SIGINT)
+        over.wait(60)
+
+    server.fault = silent
+    with pytest.raises(KeyboardInterrupt):
+        torchlift.load(model, ckpt)
+    assert not over.is_set()
+    over.set()
+    assert look(model) == before
+    assert not readers()
+
+
+# ---- what is compared, and what memory it takes
+
+
+def test_a_diff_reads_no_values_of_files_that_the_store_calls_the_same(
+    tmp_path: Path, server: RangeServer
+) -> None:
+    """As a hub does, whose ETag is the SHA-256 of the content; of another file it reads them."""
+    states = {f"{name}.safetensors": {"w": torch.full((5000,), float(name))} for name in "123"}
+    states["2.safetensors"] = states["1.safetensors"]
+    for name, state in states.items():
+        saved(tmp_path, name, state)
+
+    def hub(asked: Asked, answer: Answer) -> None:
+        content = (tmp_path / asked.path).read_bytes()
+        answer.headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
+
+    server.fault, server.etags = hub, False
+    one, two, three = (torchlift.open(server.url(name)) for name in states)
+    server.forget()
+    assert torchlift.diff(one, two).equal
+    assert server.requests == 0
+    found = torchlift.diff(one, three)
+    assert found.changed["w"].value is not None
+    assert server.requests == 2
+
+
+CODE = """
+import torch, torchlift
+from torch import nn
+
+url, way = args
+size = 192 << 20
+ckpt = torchlift.open(url)
+model = nn.Module()
+half = way == "cast"
+model.w = nn.Parameter(torch.empty(size // 4, device="meta"))
+model.v = nn.Parameter(torch.empty(1 << 20, device="meta"))
+"""
+WORK = """
+report = torchlift.load(model, ckpt, dtype=torch.bfloat16 if half else None)
+result = report.bytes_read
+"""
+
+
+@pytest.mark.parametrize(("way", "factor"), [("as it is", 1.0), ("cast", 0.5)])
+def test_a_load_from_a_url_takes_its_destination_and_the_budget(
+    way: str, factor: float, tmp_path: Path, server: RangeServer
+) -> None:
+    """However many ranges are on their way, 64 MiB beside the tensors are enough."""
+    saved(tmp_path, "m.safetensors", {"w": torch.zeros(48 * MIB), "v": torch.ones(MIB)})
+    child = in_code(WORK, server.url("m.safetensors"), way, setup=CODE)
+    assert child.value == 196 * MIB
+    assert child.memory.added_anonymous < 196 * MIB * factor + 64 * MIB
+
+
+# ---- ranks
+
+
+def _load_on_rank(url: str, layout: str, dtype: torch.dtype | None) -> list[Any]:
+    """Load one model, which each rank has a part or all of; return it whole, and what it took."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    model = torchlift.skeleton(
+        lambda: nn.Sequential(nn.Linear(600, 1000, bias=False), nn.Linear(1000, 900))
+    )
+    if layout != "plain":
+        mesh = init_device_mesh("cpu", (2,))
+        for module in model:
+            for name, parameter in list(module.named_parameters()):
+                place: Any = Replicate() if layout == "replicas" else Shard(0)
+                if layout == "columns" and parameter.dim() > 1:
+                    place = Shard(1)
+                whole = distribute_tensor(parameter, mesh, [place])
+                setattr(module, name, nn.Parameter(whole))
+    report = torchlift.load(
+        model, url, collective=True, dtype=dtype, storage_options={"tries": 2, "timeout": 5}
+    )
+    state = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in model.state_dict().items()
+    }
+    return [state, report.bytes_read]
+
+
+@pytest.mark.parametrize("layout", ["plain", "replicas", "rows", "columns"])
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+def test_two_ranks_together_read_the_bytes_of_a_file_once(
+    layout: str, name: str, tmp_path: Path, server: RangeServer
+) -> None:
+    """Each its own rows; what both need, or lies between what both need, one of them for both."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(600, 1000, bias=False), nn.Linear(1000, 900))
+    want = saved(tmp_path, name, dict(model.state_dict()))
+    server.forget()
+    torchlift.open(server.url(name))
+    index, size = taken(server, tmp_path / name), (tmp_path / name).stat().st_size
+    for dtype in (None, torch.bfloat16):
+        server.forget()
+        found = on_ranks(2, _load_on_rank, server.url(name), layout, dtype, timeout=60)
+        assert size - index <= taken(server, tmp_path / name) - 2 * index <= size + HEAD
+        for state, _ in found:
+            for key, value in state.items():
+                assert torch.equal(value, want[key].to(dtype or value.dtype)), key
+
+
+def _fail_on_rank(url: str) -> list[Any]:
+    model = nn.Linear(3000, 2000)
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError) as caught:
+        torchlift.load(model, url, collective=True, storage_options={"tries": 1, "timeout": 5})
+    return [str(caught.value), torch.equal(model.weight, before)]
+
+
+def test_ranks_that_fetch_together_fail_together(tmp_path: Path, server: RangeServer) -> None:
+    """Bytes that only one rank asked for fail on both, with one error, and neither is changed."""
+    saved(tmp_path, "m.safetensors", nn.Linear(3000, 2000).state_dict())
+
+    def failing(asked: Asked, answer: Answer) -> None:
+        if asked.start > 8 * MIB:
+            _gone(asked, answer)
+
+    server.fault = failing
+    found = on_ranks(2, _fail_on_rank, server.url("m.safetensors"), timeout=60)
+    assert all("nothing is there" in text and same for text, same in found), found
