@@ -290,3 +290,48 @@ def test_a_scheme_that_fsspec_does_not_know_is_an_error_of_ours() -> None:
     """Before anything happens."""
     with pytest.raises(CheckpointError, match="nowhere"):
         torchlift.save({"w": torch.ones(1)}, "nowhere://x/y.pt")
+
+
+def test_conversion_from_a_url_to_a_url_keeps_values_and_says_what_is_the_source(
+    bucket: Bucket,
+) -> None:
+    """Both with the options that one call is given, and the source is not replaced unasked."""
+    options: Any = {"storage_options": bucket.options}
+    torchlift.save(_state(), bucket / "x.pt", **options)
+    torchlift.convert(bucket / "x.pt", bucket / "folder", format="dcp", **options)
+    torchlift.convert(bucket / "folder", bucket / "y.safetensors", **options)
+    with pytest.raises(CheckpointError, match="it is the source itself"):
+        torchlift.convert(bucket / "x.pt", bucket / "x.pt", dtype="bfloat16", **options)
+    torchlift.convert(bucket / "x.pt", bucket / "x.pt", overwrite=True, **options)
+    found = torchlift.open(bucket / "y.safetensors", **options)
+    assert torchlift.diff(found, torchlift.open(bucket / "x.pt", **options)).equal
+
+
+def test_the_command_converts_to_a_bucket_with_credentials_of_the_environment(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """They are never arguments, and stand in nothing that it prints."""
+    from torchlift.cli import main
+
+    bucket, source = server.bucket(), str(tmp_path / "x.pt")
+    torchlift.save(_state(), source)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket.options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", bucket.options["secret"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    assert main(["convert", source, bucket / "x.safetensors"]) == 0
+    assert main(["convert", source, bucket / "x.safetensors"]) == 1
+    printed = capsys.readouterr()
+    assert bucket / "x.safetensors" in printed.out
+    assert "overwrite" in printed.err
+    assert bucket.options["secret"] not in printed.out + printed.err
+    assert torchlift.verify(bucket.fetched("x.safetensors", tmp_path)).ok
+
+
+def test_a_large_object_is_sent_in_more_bytes_at_a_time() -> None:
+    """S3 takes 10,000 parts, so those of a terabyte are larger."""
+    from torchlift._store import place_of
+    from torchlift._store.uploads import PART, Upload
+
+    place: Any = place_of("memory://x/y")
+    assert Upload(place)._size == PART
+    assert 10**12 / Upload(place, 10**12)._size < 10_000

@@ -105,8 +105,12 @@ class Others:
         if type(size) is not int:
             raise FormatError("the store does not say how large it is", file=url)
         version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
-        modified = next((str(info[name]) for name in _TIMES if info.get(name)), "")
-        return UrlStamp(size, version, modified)
+        modified = next((info[name] for name in _TIMES if info.get(name)), "")
+        # Of one object a list and a look at it may have a date and a number, or more of its digits.
+        modified = modified.timestamp() if hasattr(modified, "timestamp") else modified
+        if version and isinstance(modified, float):
+            modified = int(modified)
+        return UrlStamp(size, version, str(modified))
 
     def call(self, url: Url, call: Callable[[Any, str], _T]) -> _T:
         """Return what a call of the file system returns.

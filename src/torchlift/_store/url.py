@@ -122,10 +122,8 @@ class UrlStamp:
     @property
     def time(self) -> float:
         """Return when it was changed last, in seconds since 1970, or 0 where that is not known."""
-        from datetime import datetime  # 1 ms, which reading does without
-
         with suppress(ValueError):
-            return datetime.fromisoformat(self.modified).timestamp()
+            return float(self.modified)
         return 0.0
 
     def check(self, file: str, descriptor: int | None = None) -> None:

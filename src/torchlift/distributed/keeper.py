@@ -765,7 +765,7 @@ class Keeper:
                     if is_loaded or name in choice.stays or name not in choice.states:
                         continue
                     # The object may keep what it gets, and a sweep removes the file: no maps.
-                    state = _with_arrays(copy.deepcopy(choice.states[name]))
+                    state = copy.deepcopy(_with_values(choice.states[name]))
                     if _is_stateful(obj):
                         getattr(obj, "load_state_dict")(state)  # noqa: B009
                     elif not diff({name: obj}, {name: state}).equal:
@@ -820,18 +820,20 @@ class Keeper:
             raise FormatError("has no step", file=path, entry="step", found=found) from error
         # Which DCP leaves out.
         saved = {**{name: {} for name, each in modules.items() if not each.state_dict()}, **saved}
-        ranks = saved.pop("ranks")
+        ranks, own_number = saved.pop("ranks"), str(self._rank)
+        is_same = len(ranks) == len(ranks_of())
         if "packed" in saved:
             saved |= _unpacked(saved.pop("packed"))
-            ranks = {rank: _unpacked(each) for rank, each in ranks.items()}
-        own, lost = ranks.get(str(self._rank), {}), list[str]()
-        if len(ranks) == len(ranks_of()):
+            needed = {own_number} & {*ranks} if is_same else ranks
+            ranks |= {rank: _unpacked(ranks[rank]) for rank in needed}
+        own, lost = ranks.get(own_number, {}), list[str]()
+        if is_same:
             saved |= own
         else:
             numbers = sorted(ranks, key=int)
             for name in on_other_ranks.keys() - saved.keys():
                 states = [ranks[number][name] for number in numbers if name in ranks[number]]
-                saved[name] = on_other_ranks[name](_with_arrays(copy.deepcopy(states)))
+                saved[name] = on_other_ranks[name](copy.deepcopy(_with_values(states)))
             lost = [name for name in named if name not in saved]
         owners = {name: each for model in models for name, each in model.owners.items()}
         choice = choose(rules, named, [*modules], owners, saved, path)
@@ -848,7 +850,7 @@ class Keeper:
                 "rank out of the list of theirs.",
             )
         _require(saved, [name for name in named if name not in choice.stays], path)
-        rng = None if GENERATORS in choice.stays else own.get(GENERATORS)
+        rng = None if GENERATORS in choice.stays else _with_values(own.get(GENERATORS))
         try:
             if rng is not None:
                 Generators().check(rng)
@@ -1166,15 +1168,17 @@ def _with_tensors(state: Any) -> Any:
     return map_leaves(state, stored) if any(map(is_array, leaves(state).values())) else state
 
 
-def _with_arrays(state: Any) -> Any:
-    """Return a state with the arrays that `_with_tensors` found in it."""
+def _with_values(state: Any) -> Any:
+    """Return a state with the arrays that `_with_tensors` found in it, and tensors for slices."""
+    if isinstance(state, FileTensor):
+        return state.tensor()
     if isinstance(state, dict) and _ARRAY in state:
-        (code, shape), values = state[_ARRAY], state["bytes"]
+        (code, shape), values = state[_ARRAY], _with_values(state["bytes"])
         return array_of(Array(code, tuple(shape), False, bytes(memory_of(values.contiguous()))))
     if type(state) in (dict, OrderedDict):
-        return type(state)((name, _with_arrays(item)) for name, item in state.items())
+        return type(state)((name, _with_values(item)) for name, item in state.items())
     if type(state) in (list, tuple):
-        return type(state)(map(_with_arrays, state))
+        return type(state)(map(_with_values, state))
     return state
 
 
