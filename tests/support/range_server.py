@@ -7,6 +7,7 @@ import email.utils
 import hashlib
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from torchlift.formats import Index
 
 
 @dataclass
@@ -46,7 +49,8 @@ class Answer:
         status: of HTTP.
         headers: of the answer.
         body: its bytes.
-        sent: bytes after which the connection is reset; None: all of them.
+        sent: bytes after which the connection ends; None: all of them.
+        reset: whether it ends so that what is on its way is lost, too.
         wait: seconds before the first byte.
         each: seconds after every `block` bytes.
     """
@@ -57,6 +61,7 @@ class Answer:
     sent: int | None = None
     wait: float = 0.0
     each: float = 0.0
+    reset: bool = True
     block: int = 1 << 16
 
 
@@ -82,6 +87,7 @@ class RangeServer:
     asked: list[Asked] = field(default_factory=list)
     sent: int = 0
     port: int = 0
+    scheme: str = "http"
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -91,7 +97,7 @@ class RangeServer:
 
     def url(self, name: str = "") -> str:
         """Return the URL of a file."""
-        return f"http://127.0.0.1:{self.port}/{name}"
+        return f"{self.scheme}://127.0.0.1:{self.port}/{name}"
 
     def forget(self) -> None:
         """Count from here on."""
@@ -155,8 +161,9 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(answer.each)
             if answer.sent is not None:
                 # A reset, and not the end of the stream: SO_LINGER of no seconds.
-                linger = struct.pack("ii", 1, 0)
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                if answer.reset:
+                    linger = struct.pack("ii", 1, 0)
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 self.close_connection = True
 
     def _answer(self, state: RangeServer, asked: Asked, *, ranged: bool) -> Answer:
@@ -207,10 +214,17 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, fault: Fault | None = None) -> Iterator[RangeServer]:
-    """Serve a folder, from threads of this process, until the block ends."""
+def serving(
+    folder: Path, fault: Fault | None = None, certificate: Path | None = None
+) -> Iterator[RangeServer]:
+    """Serve a folder, from threads of this process, until the block ends; over TLS, if it can."""
     state = RangeServer(folder, fault)
     server = _Server(state)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        state.scheme = "https"
     state.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), name="range-server")
     thread.start()
@@ -223,3 +237,12 @@ def serving(folder: Path, fault: Fault | None = None) -> Iterator[RangeServer]:
             with contextlib.suppress(OSError):
                 request.shutdown(socket.SHUT_RDWR)
         server.server_close()
+
+
+def facts(index: Index) -> object:
+    """What an index says, without the place of its files."""
+    entries = [
+        (e.key, e.dtype, e.shape, e.stride, e.nbytes, e.storage, [c.offset for c in e.chunks])
+        for e in index.entries.values()
+    ]
+    return index.format, entries, dict(index.objects), dict(index.metadata), index.blocked

@@ -351,7 +351,7 @@ def _is_same(key: str, one: _Side, two: _Side) -> bool:
         sums = [_SHA256.search(getattr(files[c.file], "version", "")) for c in entry.chunks]
         if entry.kind is not None or not all(sums):
             return False
-        chunks = [replace(c, file=s[1]) for c, s in zip(entry.chunks, sums, strict=True) if s]
+        chunks = [c._replace(file=s[1]) for c, s in zip(entry.chunks, sums, strict=True) if s]
         found.append((entry.dtype, entry.shape, entry.stride, entry.encoding, chunks))
     return found[0] == found[1]
 

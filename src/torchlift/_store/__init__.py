@@ -6,8 +6,10 @@ from torchlift._lazy import lazy
 from torchlift._store.files import FileStamp as FileStamp
 from torchlift._store.files import LocalFile as LocalFile
 from torchlift._store.files import Opened as Opened
+from torchlift._store.places import Stamp as Stamp
 from torchlift._store.places import exists as exists
 from torchlift._store.places import head_of as head_of
+from torchlift._store.places import in_parallel as in_parallel
 from torchlift._store.places import inside as inside
 from torchlift._store.places import is_folder as is_folder
 from torchlift._store.places import is_url as is_url
@@ -18,13 +20,11 @@ from torchlift._store.places import parent as parent
 from torchlift._store.places import place_of as place_of
 from torchlift._store.places import relative as relative
 from torchlift._store.places import shared_folder as shared_folder
+from torchlift._store.places import stamp_now as stamp_now
 from torchlift._store.places import stamp_of as stamp_of
 from torchlift._store.url import Store as Store
 from torchlift._store.url import Url as Url
 from torchlift._store.url import UrlStamp as UrlStamp
-
-#: What identifies the content of a place.
-Stamp = FileStamp | UrlStamp
 
 if TYPE_CHECKING:
     from torchlift._store.uploads import Upload as Upload

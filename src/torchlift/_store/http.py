@@ -37,7 +37,7 @@ _PASSING = (408, 425, 429, 500, 502, 503, 504)
 _EXPIRED = (400, 401, 403, 404, 410)
 _MOST_SECONDS = 30.0  # that a server can ask to wait
 #: Bytes that are lost at most where a connection breaks in the middle of them.
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 #: What a folder may hold, which HTTP cannot list, in the order in which it counts.
@@ -62,6 +62,7 @@ class Http:
         self._idle: dict[tuple[str, str], list[http.client.HTTPConnection]] = {}
         self._busy: set[http.client.HTTPConnection] = set()
         self._process, self._lock = os.getpid(), threading.Lock()
+        self._cancelled = 0  # how often
         self._tls: ssl.SSLContext | None = None
         self._located: dict[str, str] = {}  # where redirects led
         self._versions: dict[tuple[str, str], str] = {}  # of a URL, as a host calls it
@@ -93,6 +94,18 @@ class Http:
         """Refuse an object that is not the one that was indexed."""
         self._ranged(url, stamp, [memoryview(bytearray(1))], 0)
 
+    def known(self, url: Url) -> UrlStamp | None:
+        """Return nothing: HTTP lists nothing."""
+        return None
+
+    def exists(self, url: Url) -> bool:
+        """Return whether an object is there; its head is kept for whoever opens it."""
+        try:
+            self._store.keep_head(url)
+        except NotFound:
+            return False
+        return True
+
     def is_folder(self, url: Url) -> bool:
         """Return whether a URL has a name of a folder's content below it, and no file itself."""
         if url.endswith("/"):
@@ -122,6 +135,7 @@ class Http:
     def cancel(self) -> None:
         """End requests that wait in other threads."""
         with self._lock:
+            self._cancelled += 1
             for connection in self._busy:
                 if connection.sock is not None:
                     with suppress(OSError):
@@ -313,6 +327,7 @@ class Http:
         if proxy is not None and parts.scheme == "http":
             path = f"http://{parts.netloc.rpartition('@')[2]}{path}"
             headers |= _proxy_headers(proxy)
+        cancelled = self._cancelled
         while True:
             connection, is_kept = self._take(key), True
             if connection is None:
@@ -326,6 +341,8 @@ class Http:
                     return connection, connection.getresponse(), key
             except _Stale:
                 self._drop(connection)  # the server has closed what was kept: no failure of it
+                if self._cancelled != cancelled:
+                    raise Failed(Unreachable("the read was cancelled", file=url)) from None
             except BaseException:
                 self._drop(connection)
                 raise

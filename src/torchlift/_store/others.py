@@ -37,10 +37,11 @@ class Others:
         self._process, self._lock = 0, threading.Lock()
         self._made: dict[str, Any] = {}
         self._infos: dict[str, Mapping[str, Any]] = {}
+        self._listed: set[str] = set()
 
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
         """Return what identifies an object, and its first bytes."""
-        stamp = self._stamp(url, self._infos.pop(url.target, {}) or self._info(url))
+        stamp = self._stamp(url, self._infos.get(url.target) or self._info(url))
         data = bytearray(min(HEAD, stamp.size))
         got = self.read_into(url, stamp, [memoryview(data)], 0) if data else 0
         return stamp, bytes(memoryview(data)[:got])
@@ -74,6 +75,27 @@ class Others:
             at += len(part)
         return len(data)
 
+    def known(self, url: Url) -> UrlStamp | None:
+        """Return what identifies an object, where that was listed."""
+        info = self._infos.get(url.target)
+        return None if info is None else self._stamp(url, info)
+
+    def exists(self, url: Url) -> bool:
+        """Return whether an object is there, or in what was listed of its folder."""
+        if url.target in self._infos:
+            return True
+        return url.parent.target not in self._listed and self.is_there(url)
+
+    def is_there(self, url: Url) -> bool:
+        """Return whether anything is at a URL, a file or a folder."""
+        try:
+            self._infos[url.target] = self._info(url)
+        except Failed as failed:
+            if isinstance(failed.error, NotFound):
+                return False
+            raise
+        return True
+
     def is_folder(self, url: Url) -> bool:
         """Return whether a URL is that of a folder; raise `NotFound` where it is nothing."""
         info = self._info(url)
@@ -85,7 +107,11 @@ class Others:
     def names(self, url: Url) -> list[str]:
         """Return the names in a folder."""
         listed = self.call(url, lambda fs, path: fs.ls(path, detail=True))
-        found, self._infos = [], {}  # no more than one folder's: a run may have millions of names
+        # What was known of what is in it, and deeper, may be gone: a run writes for months.
+        folder = url.inside("x").parent.target
+        self._infos = {at: i for at, i in self._infos.items() if not at.startswith(f"{folder}/")}
+        self._listed = {at for at in self._listed if not at.startswith(f"{folder}/")} | {folder}
+        found = []
         for info in listed:
             name = info["name"].rstrip("/").rpartition("/")[2]
             if info.get("type") != "directory":

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torchlift._store.files import FileStamp, LocalFile, Opened
 from torchlift._store.url import RemoteFile, Store, Transport, Url, UrlStamp
-from torchlift.errors import NotFound
 
+_A = TypeVar("_A")
+_T = TypeVar("_T")
+
+#: What identifies the content of a place.
+Stamp = FileStamp | UrlStamp
+
+#: Requests for an index that are made at the same time.
+_AT_ONCE = 32
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://", re.ASCII)
 
 
@@ -63,6 +70,10 @@ def transport_of(scheme: str) -> type[Transport]:
         from torchlift._store.http import Http
 
         return Http
+    if scheme == "hf":
+        from torchlift._store.hub import Hub
+
+        return Hub
     from torchlift._store.others import Others
 
     return Others
@@ -133,11 +144,15 @@ def exists(place: str) -> bool:
     """Return whether something is at a place; of a URL, it is what is opened next."""
     if not isinstance(place, Url):
         return os.path.exists(place)
-    try:
-        place.store.keep_head(place)
-    except NotFound:
-        return False
-    return True
+    store = place.store
+    return store.patiently(place, lambda: store.transport.exists(place))
+
+
+def stamp_of(place: str) -> Stamp:
+    """Return what identifies what is at a place; of a URL, what is known without a request."""
+    if isinstance(place, Url):
+        return place.store.transport.known(place) or UrlStamp(-1)
+    return FileStamp.of(place)
 
 
 def head_of(place: str, nbytes: int) -> bytes:
@@ -148,6 +163,21 @@ def head_of(place: str, nbytes: int) -> bytes:
         return file.read(nbytes)
 
 
+def in_parallel(place: str, function: Callable[[_A], _T], items: Sequence[_A]) -> list[_T]:
+    """Return what a function makes of each item; at the same time where a place is a URL."""
+    if not isinstance(place, Url) or len(items) < 2:
+        return [function(item) for item in items]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(min(_AT_ONCE, len(items)), "torchlift-index") as pool:
+        try:
+            return list(pool.map(function, items))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            place.store.cancel()
+            raise
+
+
 def names_in(folder: str) -> list[str]:
     """Return the names in a folder; of HTTP's, the first one that counts."""
     if isinstance(folder, Url):
@@ -156,7 +186,7 @@ def names_in(folder: str) -> list[str]:
     return os.listdir(folder)
 
 
-def stamp_of(place: str) -> FileStamp | UrlStamp:
+def stamp_now(place: str) -> Stamp:
     """Return what identifies what is at a place now.
 
     Raises:

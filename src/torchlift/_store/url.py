@@ -5,18 +5,19 @@ How bytes are had is a transport's business: `http`, or `others` for what fsspec
 
 from __future__ import annotations
 
-import random
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torchlift._store.files import Opened
 from torchlift.errors import CheckpointError, FormatError, IntegrityError, Unreachable
+
+if TYPE_CHECKING:
+    from urllib.parse import SplitResult
 
 _T = TypeVar("_T")
 
@@ -58,23 +59,34 @@ class Url(str):
 
     def inside(self, name: str) -> Url:
         """Return the place of a name in this folder, at the same server with the same signature."""
-        parts = urlsplit(self.target, allow_fragments=_is_http(self.target))
-        quoted = quote(name) if _is_http(self.target) else name
-        path = f"{parts.path.rstrip('/')}/{quoted}"
-        return Url(urlunsplit(parts._replace(path=path, fragment="")), self.store)
+        from urllib.parse import quote
+
+        return self._at(lambda path: f"{path}/{quote(name) if _is_http(self) else name}")
 
     @property
     def parent(self) -> Url:
         """Return the folder that it is in."""
-        parts = urlsplit(self.target, allow_fragments=_is_http(self.target))
-        path = parts.path.rstrip("/").rpartition("/")[0]
-        return Url(urlunsplit(parts._replace(path=path, fragment="")), self.store)
+        return self._at(lambda path: path.rpartition("/")[0])
 
     @property
     def name(self) -> str:
         """Return the last name of its path."""
+        from urllib.parse import unquote
+
         name = self.rstrip("/").rpartition("/")[2]
         return unquote(name) if _is_http(self) else name
+
+    def _at(self, change: Callable[[str], str]) -> Url:
+        parts = _split(self.target)
+        path = change(parts.path.rstrip("/"))
+        return Url(parts._replace(path=path, fragment="").geturl(), self.store)
+
+
+def _split(target: str) -> SplitResult:
+    # 10 ms, and `random` below 5, which paths of files do without.
+    from urllib.parse import urlsplit
+
+    return urlsplit(target, allow_fragments=_is_http(target))
 
 
 def _is_http(url: str) -> bool:
@@ -89,7 +101,7 @@ def shown(target: str) -> str:
         'https://host:8000/a/b.pt'
     """
     try:
-        parts = urlsplit(target, allow_fragments=_is_http(target))
+        parts = _split(target)
     except ValueError:
         parts = None
     if parts is None:
@@ -106,7 +118,7 @@ class UrlStamp:
     """What identifies the object that a URL led to when it was indexed.
 
     Attributes:
-        size: in bytes.
+        size: in bytes; -1: nothing is known before the first request.
         version: a strong ETag, or what else the store calls a version; empty where it has none.
         modified: when it was changed last, as the store writes it; empty where it does not say.
         host: who said so: another one that the URL leads to may call the same object otherwise.
@@ -191,6 +203,12 @@ class Transport(Protocol):
     def check(self, url: Url, stamp: UrlStamp) -> None:
         """Refuse an object that is not the one that was indexed."""
 
+    def known(self, url: Url) -> UrlStamp | None:
+        """Return what identifies an object, where that was listed."""
+
+    def exists(self, url: Url) -> bool:
+        """Return whether an object is there, which may be opened next."""
+
     def is_folder(self, url: Url) -> bool:
         """Return whether a URL is that of a folder; raise `NotFound` where it is nothing."""
 
@@ -270,6 +288,8 @@ class Store:
                 trouble = failed
             if tried == self.tries or trouble.after is None:
                 break
+            import random
+
             # Not all of a thousand readers at the same moment.
             wait = max(trouble.after, pause * random.uniform(0.5, 1.0))
             if time.monotonic() + wait > started + _PATIENCE or cancelled.wait(wait):
@@ -290,7 +310,7 @@ class Store:
     def cleaned(self, url: Url, text: str) -> str:
         """Return a text of somebody else's without what is secret of a URL and of the options."""
         text = text.replace(url.target, url)
-        parts = urlsplit(url.target)
+        parts = _split(url.target)
         pairs, user = parts.query.split("&"), parts.netloc.rpartition("@")[0]
         secrets = [*pairs, *(pair.partition("=")[2] for pair in pairs), *user.split(":")]
         secrets += [*_texts(self.rest), *_texts(self.headers)]
@@ -314,7 +334,7 @@ class RemoteFile(Opened):
 
     def __init__(self, url: Url, stamp: UrlStamp | None = None) -> None:
         self.place = self._url = url
-        if stamp is None:
+        if stamp is None or stamp.size < 0:
             stamp, self.head = url.store.head(url)
         self.stamp, self.size = stamp, stamp.size
 

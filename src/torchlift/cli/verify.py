@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from torchlift._system import progress_bar
 from torchlift.cli.output import report
-from torchlift.formats import checksums, read_index, verify_index
+from torchlift.formats import checksums, read_index, resolved, verify_index
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was checked; 1 when a checksum is wrong."""
-    index = read_index(args.path)
+    index = resolved(read_index(args.path))
     known = checksums(index)
     total = sum(item.nbytes for some in known for item in some.values())
     with progress_bar(sys.stderr.isatty(), total, "verify") as advance:

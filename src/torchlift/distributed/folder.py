@@ -30,7 +30,7 @@ from torchlift._store import (
     parent,
     place_of,
     remove,
-    stamp_of,
+    stamp_now,
     upload,
 )
 from torchlift._system import clipped_list
@@ -71,7 +71,7 @@ class Kept:
     @property
     def _stamp(self) -> FileStamp | UrlStamp:
         is_file = self.path.endswith(".pt")
-        return stamp_of(self.path if is_file else inside(self.path, DCP_METADATA))
+        return stamp_now(self.path if is_file else inside(self.path, DCP_METADATA))
 
     @property
     def time(self) -> float:

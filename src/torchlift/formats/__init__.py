@@ -24,6 +24,7 @@ from torchlift.formats.dcp import DCP_SUFFIX as DCP_SUFFIX
 from torchlift.formats.dcp import containers as containers
 from torchlift.formats.dcp import dcp_items as dcp_items
 from torchlift.formats.dcp import metadata_files as metadata_files
+from torchlift.formats.dcp import resolved as resolved
 from torchlift.formats.detect import read_index as read_index
 from torchlift.formats.flattening import MISSING as MISSING
 from torchlift.formats.flattening import ROOT_OBJECT as ROOT_OBJECT
@@ -45,8 +46,10 @@ from torchlift.formats.gguf import GGUF_BLOCKS as GGUF_BLOCKS
 from torchlift.formats.index import AMBIGUOUS as AMBIGUOUS
 from torchlift.formats.index import ITEMSIZE as ITEMSIZE
 from torchlift.formats.index import SUBCLASS as SUBCLASS
+from torchlift.formats.index import UNRESOLVED as UNRESOLVED
 from torchlift.formats.index import Array as Array
 from torchlift.formats.index import Chunk as Chunk
+from torchlift.formats.index import Header as Header
 from torchlift.formats.index import Index as Index
 from torchlift.formats.index import Kind as Kind
 from torchlift.formats.index import Leaf as Leaf

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from operator import length_hint
 from typing import Any
 
 from torchlift.errors import FormatError
@@ -35,6 +36,7 @@ _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 _TEXT, _ARRAY = 8, 9
+_TEXT_BYTES, _MOST_TEXTS = 20, 1 << 26  # of a word with its length; that are read at once
 _SHOWN = 1000  # bytes of a text in the metadata: a chat template may have a hundred thousand
 
 
@@ -143,6 +145,17 @@ def _entry(
 class _Cursor(Cursor):
     """What comes next in a GGUF file."""
 
+    _items, _count, _first = iter(range(0)), 0, 0  # what is left of a list of texts, of how many
+
+    def ahead(self) -> int:
+        """Return how many bytes are likely to be taken next: vocabularies are lists of texts."""
+        left = length_hint(self._items)
+        taken = self._count - left
+        each = (self.at - self._first) / taken if taken > 1000 else _TEXT_BYTES
+        # Later words are longer. What was too little once is not so again.
+        guess = max(int(1.5 * each * left), len(self._window) // 2)
+        return min(guess, _MOST_TEXTS) if left else super().ahead()
+
     def text(self, what: str) -> str:
         """Return the next text."""
         try:
@@ -166,7 +179,9 @@ class _Cursor(Cursor):
         if inner in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[inner]))
         else:
-            for _ in range(count):
+            self._items = items = iter(range(count))
+            self._count, self._first = count, self.at
+            for _ in items:
                 self.value(inner, name, depth + 1)
         return f"{count} values"
 

@@ -10,6 +10,7 @@ import bisect
 import fnmatch
 import math
 import re
+import struct
 from collections.abc import (
     Callable,
     Collection,
@@ -31,6 +32,7 @@ from torchlift.errors import (
     Argument,
     FormatError,
     Hint,
+    IntegrityError,
     MismatchError,
     did_you_mean,
 )
@@ -49,8 +51,17 @@ ITEMSIZE: dict[str, int] = {
 #: dtypes whose numbers mean something only together with a scale -> that of the stored numbers.
 QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
+#: Of a record of a zip archive, what stands before its name; fields that nobody uses are left out:
+#: magic, flags, method, lengths of name and extra field.
+LOCAL = struct.Struct("<4s2xHH4x12xHH")
+LOCAL_MAGIC = b"PK\x03\x04"
+ENCRYPTED = 0x1 | 0x20 | 0x40 | 0x2000
+
 #: What a key lacks that several values have once containers are joined by dots.
 AMBIGUOUS = "a name of its own"
+
+#: The encoding of numbers that lie somewhere in the bytes of their chunks, see `resolved`.
+UNRESOLVED = "unresolved"
 
 #: The kind of a tensor whose class only a caller can allow.
 SUBCLASS = "subclass"
@@ -101,6 +112,49 @@ class Record(NamedTuple):
     size: int
     crc32: int
     method: int
+
+
+class Header(NamedTuple):
+    """What must stand before the payload of a record, in an archive behind a URL.
+
+    Both of its neighbours say that the payload begins where torch lays it; that is seen when the
+    payload is read, and before a byte of it counts.
+
+    Attributes:
+        at: first byte in the file.
+        name: of the record, as it is stored.
+        method: how it is compressed.
+    """
+
+    at: int
+    name: bytes
+    method: int
+
+    def check(self, data: bytes | bytearray | memoryview, file: str) -> None:
+        """Refuse bytes that are not this header, up to the first byte of the payload.
+
+        Raises:
+            IntegrityError: another header, or one of another length: the archive was made so that
+                programs see different bytes in it.
+        """
+        fixed = LOCAL.size
+        named = data[fixed : fixed + len(self.name)] == self.name
+        if len(data) >= fixed and named:
+            magic, flags, method, n_name, n_extra = LOCAL.unpack_from(data)
+            is_whole = n_name == len(self.name) and fixed + n_name + n_extra == len(data)
+            if (
+                magic == LOCAL_MAGIC
+                and is_whole
+                and method == self.method
+                and not flags & ENCRYPTED
+            ):
+                return
+        raise IntegrityError(
+            "a record does not begin where the records beside it say",
+            file=file,
+            entry=self.name.decode("utf-8", "replace"),
+            hint="Programs disagree on what is in such a file; fetch it, or write it again.",
+        )
 
 
 class Chunk(NamedTuple):
@@ -367,6 +421,8 @@ class Index:
             a list from a dict, nor 1 from "1".
         tree: the one object that was saved, made of records of the pickle; None where a
             format has names only.
+        confirm: file behind a URL -> first byte of a payload in it -> the header that must be
+            before it, for whoever reads the payload.
     """
 
     path: str
@@ -385,6 +441,7 @@ class Index:
     aside: tuple[str, ...] = ()
     tree: tuple[object] | None = field(default=None, repr=False)
     guides: Mapping[str, Stamp] = field(default_factory=dict)
+    confirm: Mapping[str, Mapping[int, Header]] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -426,7 +483,7 @@ def join(
         FormatError: two files have one key.
     """
     keyed = "entries", "objects", "blocked_keys"
-    rest = "blocked_tensors", "storages", "files", "module_versions", "templates"
+    rest = "blocked_tensors", "storages", "files", "module_versions", "templates", "confirm"
     names = (*keyed, *rest)
     merged: dict[str, Any] = {name: {} for name in names}
     for index in indexes:

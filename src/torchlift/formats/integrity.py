@@ -17,10 +17,11 @@ from torchlift._store import Opened, relative, shared_folder
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.crc import PartialCrc, register_of, whole_crc
+from torchlift.formats.dcp import resolved
 from torchlift.formats.detect import read_index
-from torchlift.formats.index import Index, Record, Storage
+from torchlift.formats.index import LOCAL_MAGIC, Index, Record, Storage
 from torchlift.formats.source import Source, errors_name
-from torchlift.formats.zip_archive import DEFLATED, LOCAL_MAGIC, STORED, inflated, read_directory
+from torchlift.formats.zip_archive import DEFLATED, STORED, inflated, read_directory
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
@@ -132,7 +133,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         >>> torchlift.verify(path).ok
         True
     """
-    return verify_index(read_index(path))
+    return verify_index(resolved(read_index(path)))
 
 
 def checksums(index: Index) -> Checksums:

@@ -24,12 +24,19 @@ from torchlift.formats.index import (
 )
 from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Source, dense_shape
-from torchlift.formats.zip_archive import STORED, check_method, inflated
+from torchlift.formats.zip_archive import (
+    STORED,
+    check_method,
+    confirm,
+    expect_records,
+    inflated,
+)
 
 _MAGIC = b"\x93NUMPY"
 #: numpy's own limit on what it parses of a file that it does not trust.
 _MAX_HEADER = 10_000
 _MOST = 12 + _MAX_HEADER
+_HEAD = 1 << 10  # of a URL, for a header that is as long as numpy writes it
 _FIELDS = {"descr", "fortran_order", "shape"}
 #: Kind and size of numpy's type codes -> torch's name.
 _DTYPES = {
@@ -69,6 +76,8 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
     entries: dict[str, TensorEntry] = {}
     storages: dict[str, Storage] = {}
     blocked: dict[str, str] = {}
+    heads = (record._replace(nbytes=min(record.nbytes, _HEAD)) for record in records.values())
+    expect_records(source, heads)
     for key, record in records.items():
         code, shape, is_fortran, start = _header(source, key, record)
         dtype = _DTYPES.get(code[1:]) if code[:1] in "<>|=" else None
@@ -116,6 +125,7 @@ def _index(source: Source, records: Mapping[str, Record]) -> Index:
 
 def _header(source: Source, key: str, record: Record) -> tuple[str, tuple[int, ...], bool, int]:
     """Return the type code, the shape, whether columns come first, and where the data start."""
+    confirm(source, record)
     if record.method == STORED:
         most = source.read(record.offset, min(record.size, _MOST), key)
     else:

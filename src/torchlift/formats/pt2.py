@@ -23,7 +23,7 @@ from torchlift.formats.torch_zip import (
     zip_resolver,
 )
 from torchlift.formats.torchscript import CONSTANTS
-from torchlift.formats.zip_archive import STORED
+from torchlift.formats.zip_archive import STORED, confirm, expect_records
 
 #: (suffix of the records that list tensors, their folder, under which name they come).
 _KINDS = (
@@ -68,6 +68,8 @@ def read_pt2(content: Content) -> Index:
     if _OLD[0][0] in records:
         found = [_nested(source, records[name], under) for name, under in _OLD if name in records]
         return _joined(source, found, {})
+    needed = (".json", "version", "byteorder")
+    expect_records(source, [at for name, at in records.items() if name.endswith(needed)])
     version = look_up(records, top + "archive_version")
     if version and read_content(source, version).strip() not in _VERSIONS:
         raise FormatError("a version of exported programs that torch does not read", entry=top)
@@ -118,6 +120,7 @@ def _nested(source: Source, record: Record, under: str) -> Index:
                 "a compressed file in an archive, whose bytes are not numbers",
                 hint="Unpack the archive and pack it again without compression.",
             )
+        confirm(source, record)
         window = source.window(record.offset, record.nbytes)
         return read_torch_zip(window, under or None, f"{record.name}/")
 
@@ -175,6 +178,7 @@ def _listed(
         entries=entries,
         storages=resolver.storages,
         files={source.path: source.stamp},
+        confirm={source.path: source.foreseen} if source.foreseen else {},
         blocked=tuple(dict.fromkeys(blocked.values())),
         blocked_keys=blocked,
     )

@@ -18,12 +18,20 @@ from torchlift._store import FileStamp, UrlStamp, parent, relative
 from torchlift._system import printable
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats.boxes import check_boxes, steps_in_file
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Record, Storage, TensorEntry
+from torchlift.formats.index import (
+    ITEMSIZE,
+    LOCAL_MAGIC,
+    Chunk,
+    Index,
+    Record,
+    Storage,
+    TensorEntry,
+)
 from torchlift.formats.sharded import ReadFile, locate
 from torchlift.formats.source import Source, dense_shape, whole_numbers
 from torchlift.formats.torch_zip import repeats_too_often
 from torchlift.formats.unpickle import Budget
-from torchlift.formats.zip_archive import END_MAGIC, LOCAL_MAGIC, read_directory
+from torchlift.formats.zip_archive import END_MAGIC, read_directory
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from torchlift._store import Url, exists, inside, open_place, parent
+from torchlift._store import Url, exists, in_parallel, inside, is_url, open_place, parent
 from torchlift._system import count_of, printable
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, TensorEntry, join
@@ -185,16 +185,24 @@ def missing(names: Sequence[str], expected: int, found: int, what: str = "shard"
     )
 
 
-def locate_all(directory: str, names: Iterable[str]) -> dict[str, str]:
+def locate_all(directory: str, names: Iterable[str], *, is_sure: bool = False) -> dict[str, str]:
     """Return the path of each name, see `locate`: one path for all the names of one file.
 
     A file has endless names: ``./a``, ``.//a``, links. It must be read once, not once for each.
+
+    Args:
+        directory: where they are.
+        names: of files.
+        is_sure: whether they need not be looked for where that is a request for each.
     """
     names = dict.fromkeys(names)
     # Before the system is asked about each: a few bytes of an index spell one name in another way.
     plain = {name: posixpath.normpath(name) if _stays(name) else name for name in names}
     paths = {name: _inside_of(directory, name) for name in dict.fromkeys(plain.values())}
-    if lacking := sorted(name for name, path in paths.items() if not exists(path)):
+    there = [True] * len(paths)
+    if not (is_sure and is_url(directory)):
+        there = in_parallel(directory, exists, list(paths.values()))
+    if lacking := sorted(name for name, is_there in zip(paths, there, strict=True) if not is_there):
         raise missing(lacking, len(paths), len(paths) - len(lacking))
     found: dict[str, str] = {}
     first: dict[tuple[int, int], str] = {}
@@ -228,7 +236,12 @@ def _read_shards(
 ) -> dict[str, Index]:
     # All names are checked before the first file is opened.
     files = locate_all(directory, names)
-    shards = {file: read_file(file, budget) for file in dict.fromkeys(files.values())}
+    places = list(dict.fromkeys(files.values()))
+    if is_url(directory):  # several at once, each of which has a request or more to pay with
+        found = in_parallel(directory, lambda file: read_file(file, Budget()), places)
+    else:
+        found = [read_file(file, budget) for file in places]
+    shards = dict(zip(places, found, strict=True))
     return {name: shards[file] for name, file in files.items()}
 
 

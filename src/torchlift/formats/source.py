@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
-from torchlift._store import Opened, open_place
+from torchlift._store import Opened, Stamp, in_parallel, open_place
 from torchlift.errors import CheckpointError, FormatError
+from torchlift.formats.index import Header
 from torchlift.formats.unpickle import Budget
 
-#: Bytes that a `Cursor` reads ahead.
+#: Bytes that a `Cursor` reads ahead, and that are asked of a URL at least.
 _WINDOW = 1 << 16
+#: Bytes that are read of a URL behind those asked for, and those between two ranges that are read
+#: with them: a request takes as long as some megabytes, and only the index is to be read.
+_BEHIND, _GAP = 1 << 12, 1 << 16
+#: Most bytes that a `Cursor` reads ahead of a URL.
+_MOST_AHEAD = 1 << 26
 
 
 class Source:
     """An open file, or a window of one, with its size and stamp.
+
+    Args:
+        path: the file.
+        budget: what reading it may cost; None for one of its own.
+        stamp: of the file, if it must be the one that this was taken of.
 
     Attributes:
         path: the file, absolute, or its URL.
@@ -29,11 +42,15 @@ class Source:
         size: bytes of the window.
         stamp: identity of the file.
         budget: what reading it, and the files that belong to it, may still cost.
+        foreseen: first byte of a payload in the file -> the header of the record of an archive that
+            must be before it, which has not been looked at: of a URL, that is a request for each.
     """
 
-    def __init__(self, path: str, budget: Budget | None = None) -> None:
-        self._opened = opened = open_place(path)
-        self._read = opened.read if opened.is_local else _Windows(opened).read
+    def __init__(self, path: str, budget: Budget | None = None, stamp: Stamp | None = None) -> None:
+        self._opened = opened = open_place(path) if stamp is None else stamp.open(path)
+        self._windows = None if opened.is_local else _Windows(opened)
+        self._read = opened.read if self._windows is None else self._windows.read
+        self.foreseen: dict[int, Header] = {}
         self.budget = budget or Budget()
         self.path, self.descriptor, self.stamp = path, opened.descriptor, opened.stamp
         self.start, self.size = 0, opened.size
@@ -50,6 +67,17 @@ class Source:
         made = copy.copy(self)
         made.start, made.size = self.start + start, size
         return made
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether each read may be a request."""
+        return self._windows is not None
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read ranges of a URL, each a first byte and the end, at once: they are needed next."""
+        if self._windows is not None:
+            at, most = self.start, self.size
+            self._windows.expect((at + max(a, 0), at + min(b, most)) for a, b in ranges)
 
     def check(self, offset: int, nbytes: int, what: str, entry: str | None = None) -> None:
         """Refuse bytes that are not inside the file; an error calls them `what`."""
@@ -101,19 +129,55 @@ class _Windows:
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
-        self._known = [(0, opened.head)]
+        self._windows = [(0, opened.head)]  # first byte, bytes; in order, and apart
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return bytes at a place, and keep at least a window of them."""
-        for number, (start, data) in enumerate(self._known):
-            if start <= offset < start + len(data) or (offset == start + len(data) and data):
-                if (lacking := offset + nbytes - start - len(data)) > 0:
-                    data += self._opened.read(start + len(data), max(lacking, _WINDOW))
-                    self._known[number] = start, data
-                return data[offset - start : offset - start + nbytes]
-        data = self._opened.read(offset, max(nbytes, _WINDOW))
-        self._known.append((offset, data))
-        return data[:nbytes]
+        found = self._known(offset, nbytes)
+        if found is None:
+            # Behind what is asked for is often what is asked for next, such as torch's notes.
+            self.expect([(offset, offset + max(nbytes + _BEHIND, _WINDOW))])
+            found = self._known(offset, nbytes)
+        return found or b""
+
+    def _known(self, offset: int, nbytes: int) -> bytes | None:
+        at = bisect.bisect_right(self._windows, offset, key=itemgetter(0)) - 1
+        start, data = self._windows[at]
+        is_there = 0 <= offset - start <= len(data) - min(nbytes, self._opened.size - offset)
+        return data[offset - start : offset - start + nbytes] if is_there else None
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read ranges that are asked for next, at once; those near each other as one."""
+        lacking: list[list[int]] = []
+        for start, stop in sorted(ranges):
+            start, stop = max(start, 0), min(stop, self._opened.size)
+            for first, data in self._windows:
+                if first <= start < first + len(data):
+                    start = first + len(data)
+                elif start < first < stop <= first + len(data):
+                    stop = first
+            if lacking and start <= lacking[-1][1] + _GAP:
+                lacking[-1][1] = max(lacking[-1][1], stop)
+            elif start < stop:
+                lacking.append([start, stop])
+        spans = [(start, stop - start) for start, stop in lacking]
+        read = in_parallel(self._opened.place, lambda span: self._opened.read(*span), spans)
+        every = [
+            *self._windows,
+            *((start, data) for (start, _), data in zip(spans, read, strict=True)),
+        ]
+        joined: list[tuple[int, list[bytes], int]] = []
+        for start, data in sorted(every, key=itemgetter(0)):
+            if joined and start <= joined[-1][2]:
+                first, parts, stop = joined[-1]
+                if start + len(data) > stop:
+                    parts.append(data[stop - start :])
+                    joined[-1] = first, parts, start + len(data)
+            else:
+                joined.append((start, [data], start + len(data)))
+        self._windows = [
+            (start, parts[0] if len(parts) == 1 else b"".join(parts)) for start, parts, _ in joined
+        ]
 
 
 class Cursor:
@@ -133,10 +197,15 @@ class Cursor:
         begin = self.at - self._start
         if not 0 <= begin <= begin + count <= len(self._window):
             left = self._check(count)
-            self._window = self._source.read(self.at, min(max(count, _WINDOW), left))
+            ahead = self.ahead() if self._source.is_remote else _WINDOW
+            self._window = self._source.read(self.at, min(max(count, ahead, _WINDOW), left))
             self._start, begin = self.at, 0
         self.at += count
         return self._window[begin : begin + count]
+
+    def ahead(self) -> int:
+        """Return how many bytes are likely to be taken next; more with each window of a URL."""
+        return min(4 * len(self._window), _MOST_AHEAD)
 
     def skip(self, count: int) -> None:
         """Pass over bytes that must be there."""

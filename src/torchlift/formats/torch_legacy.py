@@ -38,7 +38,7 @@ _MAGIC_BYTES = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
 _MAGIC_TEXT = b"L%dL\n." % _MAGIC
 
 #: Most bytes of one pickle, and bytes that are read first of a long and of a short one.
-_MAX_PICKLE, _LONG, _SHORT = 1 << 30, 1 << 22, 1 << 9
+_MAX_PICKLE, _LONG, _OF_URL, _SHORT = 1 << 30, 1 << 22, 1 << 15, 1 << 9
 
 _TAR_MAGIC, _TAR_MAGIC_AT, _BLOCK = b"ustar", 257, 512
 _MEMBERS = ("sys_info", "pickle", "storages", "tensors")
@@ -89,6 +89,8 @@ class _Stream:
         Returns:
             What it describes, and the world.
         """
+        if self.source.is_remote:  # whose tensors are behind it: four times more is a request more
+            first = min(first, _OF_URL)
         while True:
             rest = min(self.source.size - self.pos, _MAX_PICKLE)
             data = self.source.read(self.pos, min(first, rest), what)
@@ -212,6 +214,15 @@ def read_torch_legacy(source: Source) -> Index:
     if both := world.views.keys() & world.storages.keys():
         raise FormatError("a view of a storage has the key of a storage", entry=min(both))
     storages: dict[str, Storage] = {}
+    if source.is_remote:
+        counts, at = list[tuple[int, int]](), stream.pos
+        for key in keys:
+            ref = world.storages.get(key) if type(key) is str else None
+            if ref is None:
+                break
+            counts.append((at, at + 8))
+            at += 8 + max(0, ref.numel) * STORED_SIZE[ref.dtype]
+        source.expect(counts)
     for key in keys:
         ref = world.storages.get(key) if type(key) is str else None
         if ref is None or key in storages:

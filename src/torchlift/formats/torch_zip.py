@@ -49,6 +49,7 @@ from torchlift.formats.zip_archive import (
     NewRecord,
     check_method,
     end_records,
+    expect_records,
     read_directory,
     read_record,
     require_caseless,
@@ -101,9 +102,10 @@ def read_torch_zip(
     """
     records = read_directory(source) if records is None else records
     top = top_directory(records)
-    notes = read_notes(source, records, top)
     pickled = look_up(records, top + "data.pkl")
     assert pickled is not None
+    expect_records(source, [pickled])
+    notes = read_notes(source, records, top)
     data = read_content(source, pickled)
     world = TorchWorld(source.budget)
     root = known.get(data) if known else None
@@ -149,6 +151,7 @@ def index_of(
         entries=entries,
         storages=resolver.storages,
         files={source.path: source.stamp},
+        confirm={source.path: source.foreseen} if source.foreseen else {},
         objects=flat.objects,
         metadata=metadata,
         blocked=tuple(world.blocked),

@@ -32,6 +32,7 @@ from torchlift.formats.torch_zip import (
     zip_resolver,
 )
 from torchlift.formats.unpickle import Budget
+from torchlift.formats.zip_archive import expect_records
 
 #: Under which the tensors come that are neither parameters nor buffers.
 CONSTANTS, ATTRIBUTES = "CONSTANTS", "ATTRIBUTES"
@@ -151,6 +152,8 @@ def read_torchscript(content: Content) -> Index:
     """
     source, records = content.source, content.records
     top = top_directory(records)
+    needed = (".py", "data.pkl", "constants.pkl", "version")
+    expect_records(source, [at for name, at in records.items() if name.endswith(needed)])
     notes = read_notes(source, records, top)
     data = read_content(source, records[top + "data.pkl"])
     world = _ScriptWorld("data/", source.budget)

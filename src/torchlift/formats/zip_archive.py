@@ -16,16 +16,15 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import Record
+from torchlift.formats.index import ENCRYPTED, LOCAL, LOCAL_MAGIC, Header, Record
 from torchlift.formats.source import Source
 
 STORED, DEFLATED = 0, 8
 
-LOCAL_MAGIC, CENTRAL_MAGIC, DESCRIPTOR_MAGIC = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
+CENTRAL_MAGIC, DESCRIPTOR_MAGIC = b"PK\x01\x02", b"PK\x07\x08"
 END_MAGIC, LOCATOR64_MAGIC, END64_MAGIC = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
 
 #: Fields that neither torch's writer nor torch's reader uses are padding: zeros.
-LOCAL = struct.Struct("<4s2xHH4x12xHH")  # magic, flags, method, lengths of name and extra field
 #: Magic, flags, method, CRC, size packed, size, lengths of name, extra field, comment, attributes,
 #: position.
 CENTRAL = struct.Struct("<4s4xHH4xIIIHHH4xII")
@@ -35,7 +34,7 @@ END = struct.Struct("<4sHHHHIIH")
 LOCATOR64 = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 FULL32, FULL16 = 0xFFFFFFFF, 0xFFFF
-_ENCRYPTED, _HAS_DESCRIPTOR, _UTF8 = 0x1 | 0x20 | 0x40 | 0x2000, 0x8, 0x800
+_HAS_DESCRIPTOR, _UTF8 = 0x8, 0x800
 #: Of a folder, as MS-DOS marked it: torch then leaves its memory as it was, and reads that.
 _FOLDER = 0x10
 #: Of the payloads of new records, in bytes, as torch does it.
@@ -45,6 +44,10 @@ ALIGNMENT = 64
 #: hundreds of small ones it replaces, and a descriptor, unlike a mapping, cannot raise SIGBUS.
 _WINDOW = 1 << 20
 _DENSE = 1 << 14
+
+#: Of a URL: bytes before the directory that are read with it; before a payload, where its header
+#: is; behind a pickle, where torch's notes are. Most bytes of a number; those of an item's end.
+_LAST, _LONG, _NOTES, _MAX_NUMBER, _TAIL = 1 << 14, 1 << 9, 1 << 10, 1 << 5, 1 << 10
 
 #: Price of a byte that is inflated.
 _INFLATED = 8
@@ -72,15 +75,94 @@ def read_directory(source: Source) -> dict[str, Record]:
             overlap, or reach outside the archive.
     """
     count, limit, nbytes = _find_directory(source)
+    # Of a URL, what torch writes last is read with it: the version, and of a program its code.
+    if not source.start:
+        source.expect([(limit - _LAST, limit + nbytes)])
     directory = source.read(limit, nbytes)
+    if source.is_remote:
+        return _foreseen(source, sorted(_entries(directory, count)), limit)
     with suppress(FormatError):  # as they come, without a list: 0.13 s for 100,000, not 0.16
         return _located(source, _entries(directory, count), count, limit)
     # One that was changed may list them in another order than that of their bytes.
     return _located(source, sorted(_entries(directory, count)), count, limit)
 
 
+def _foreseen(source: Source, entries: list[_Entry], limit: int) -> dict[str, Record]:
+    """Return records whose payloads are where torch lays them, without a look at each header.
+
+    That is computed twice: from the record's own header on, and back from the next one's. Where
+    both agree, the header is looked at together with the payload; where not, it is now.
+    """
+    alignment, known = ALIGNMENT, dict[int, Record]()
+    for _ in range(2):
+        unsure = []
+        stops = [*(entry[0] for entry in entries[1:]), limit]
+        for entry, stop in zip(entries, stops, strict=True):
+            header, raw, packed, size, crc, method = entry
+            if header in known:
+                continue
+            new = NewRecord.of(raw, header, packed, None, alignment)
+            if new.stop == stop and (method != STORED or packed == size):
+                record = Record(_text(raw), new.start, packed, size, crc, method)
+                known[header] = record
+                source.foreseen[source.start + new.start] = Header(
+                    source.start + header, raw, method
+                )
+            else:
+                unsure.append((entry, stop))
+        noted = [entry for entry, _ in unsure if entry[1].endswith(b"/.storage_alignment")]
+        if alignment != ALIGNMENT or not noted:
+            break
+        _expect_headers(source, noted)
+        (record,) = _located(source, noted[:1], 1, limit, first=0).values()
+        text = read_record(source, record, _MAX_NUMBER)
+        alignment = int(text) if text.isdigit() and 0 < int(text) < 1 << 30 else ALIGNMENT
+    _expect_headers(source, [entry for entry, _ in unsure])
+    if entries and entries[0][0]:
+        _located(source, entries[:1], 1, limit)  # raises the error for bytes before it
+    located = _located(source, [entry for entry, _ in unsure], 0, limit, first=0)
+    for (entry, stop), record in zip(unsure, located.values(), strict=True):
+        if record.offset + record.nbytes > stop:
+            raise FormatError("two records overlap", entry=record.name)
+        known[entry[0]] = record
+    records: dict[str, Record] = {}
+    for entry in entries:
+        record = known[entry[0]]
+        if record.name in records:
+            raise _twice(record.name)
+        if record.name.encode("utf-8", "replace") != entry[1]:
+            raise FormatError("a record's name is not UTF-8", entry=record.name)
+        records[record.name] = record
+    _check_names(records)
+    return records
+
+
+def _expect_headers(source: Source, entries: Iterable[_Entry]) -> None:
+    source.expect((header, header + LOCAL.size + len(raw) + _LONG) for header, raw, *_ in entries)
+
+
+def expect_records(source: Source, records: Iterable[Record]) -> None:
+    """Read records of a URL that are needed next, all at once."""
+    if source.is_remote:
+        source.expect(
+            (record.offset - _LONG, record.offset + record.nbytes + _NOTES) for record in records
+        )
+
+
+def confirm(source: Source, record: Record) -> None:
+    """Look at the header of a record that is read now, where that was not done before.
+
+    Raises:
+        IntegrityError: the payload does not begin where the records beside it say.
+    """
+    header = source.foreseen.get(source.start + record.offset)
+    if header is not None:
+        at = header.at - source.start
+        header.check(source.read(at, record.offset - at), source.path)
+
+
 def _located(
-    source: Source, entries: Iterable[_Entry], count: int, limit: int
+    source: Source, entries: Iterable[_Entry], count: int, limit: int, first: int | None = None
 ) -> dict[str, Record]:
     """Read the headers of records that are in the order of their bytes."""
     window = _WINDOW if count and limit // count < _DENSE else 0
@@ -91,7 +173,7 @@ def _located(
     for header, raw, packed, size, crc, method in entries:
         at, length = header - start, fixed + len(raw)
         if at + length > len(buffer):
-            if header and not records:
+            if header and not records and first is None:
                 what, hint = "bytes before the first record", "Remove what is before the archive."
                 raise FormatError(what, entry=_text(raw), hint=hint)
             if header + length > limit:
@@ -111,7 +193,7 @@ def _located(
             problem = "two records overlap"
         elif payload + packed > limit:
             problem = "a record reaches outside the archive"
-        elif flags & _ENCRYPTED:
+        elif flags & ENCRYPTED:
             problem = "an encrypted record"
         elif local_method != method or (method == STORED and packed != size):
             problem = "a record's headers disagree about its compression"
@@ -121,12 +203,17 @@ def _located(
         if name in records:
             raise _twice(name)
         records[name] = made(Record, (name, payload, packed, size, crc, method))
+    _check_names(records)
+    return records
+
+
+def _check_names(records: Mapping[str, Record]) -> None:
+    """Refuse names that programs read differently."""
     text = "".join(records)
     if "\0" in text:
         name = next(name for name in records if "\0" in name)
         what = "a record's name has a zero byte, at which many programs end it"
         raise FormatError(what, entry=name)
-    return records
 
 
 def require_caseless(records: Mapping[str, Record]) -> None:
@@ -167,6 +254,7 @@ def read_record(source: Source, record: Record, limit: int) -> bytes:
             found=f"{max(record.size, record.nbytes)} bytes",
         )
     check_method(record)
+    confirm(source, record)
     if record.method == DEFLATED:
         # Each byte is interpreted, later.
         source.budget.spend(_INFLATED * record.size, record.name)
@@ -257,10 +345,15 @@ def _check_sum(record: Record, found: int) -> None:
 
 def _find_directory(source: Source) -> tuple[int, int, int]:
     """Locate the central directory: (number of records, first byte, length in bytes)."""
-    tail_start = max(0, source.size - END.size - FULL16)
-    tail = source.read(tail_start, source.size - tail_start)
-    # Of all signatures with room for a record behind them the last, whatever that record says.
-    at = tail.rfind(END_MAGIC, 0, max(0, len(tail) - END.size + len(END_MAGIC)))
+    # Of an item among many behind a URL, some bytes are enough where the record is in them.
+    short = [_TAIL] if source.is_remote and source.start else []
+    for nbytes in (*short, END.size + FULL16):
+        tail_start = max(0, source.size - nbytes)
+        tail = source.read(tail_start, source.size - tail_start)
+        # Of all signatures with room for a record behind them the last, whatever that says.
+        at = tail.rfind(END_MAGIC, 0, max(0, len(tail) - END.size + len(END_MAGIC)))
+        if at >= 0:
+            break
     if at < 0:
         raise FormatError(
             "a zip archive without its directory",
@@ -320,7 +413,7 @@ def _entries(directory: bytes, count: int) -> Iterator[_Entry]:
         at = extra + n_extra + n_comment
         if magic != CENTRAL_MAGIC or at > stop:
             raise FormatError("the archive's directory is damaged", found=f"record {number}")
-        if flags & _ENCRYPTED:
+        if flags & ENCRYPTED:
             raise FormatError("an encrypted record", entry=_text(name))
         if attributes & _FOLDER:
             raise FormatError("a record that is a folder", entry=_text(name))
@@ -377,7 +470,9 @@ class NewRecord(NamedTuple):
     start: int
 
     @classmethod
-    def of(cls, name: bytes, header: int, nbytes: int, data: bytes | None) -> NewRecord:
+    def of(
+        cls, name: bytes, header: int, nbytes: int, data: bytes | None, align: int = ALIGNMENT
+    ) -> NewRecord:
         """Return a record whose payload is aligned."""
         wide = b""
         if nbytes >= FULL32 or header >= FULL32:
@@ -385,7 +480,7 @@ class NewRecord(NamedTuple):
             numbers += [header] if header >= FULL32 else []
             wide = struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
         start = header + LOCAL.size + len(name) + len(wide) + 4
-        return cls(name, header, nbytes, data, wide, start + -start % ALIGNMENT)
+        return cls(name, header, nbytes, data, wide, start + -start % align)
 
     @property
     def stop(self) -> int:

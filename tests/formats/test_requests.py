@@ -1,0 +1,309 @@
+"""How many requests it takes to open a checkpoint behind a URL, and how many bytes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from range_server import Answer, Asked, RangeServer, facts, serving
+from safetensors.torch import save_file
+
+import torchlift
+from torchlift.errors import FormatError, IntegrityError
+from torchlift.formats import UNRESOLVED, Index, TensorEntry, read_index, resolved
+
+WINDOW = 1 << 16
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RangeServer]:
+    """A server of what is in a folder."""
+    (tmp_path / "served").mkdir()
+    with serving(tmp_path / "served") as state:
+        yield state
+
+
+def opened(server: RangeServer, name: str, requests: int, nbytes: int) -> Index:
+    """Open a URL, which takes no more than that and gives what the file does."""
+    server.forget()
+    found = read_index(server.url(name))
+    assert server.requests <= requests, [(a.path, a.start, a.stop) for a in server.asked]
+    assert server.sent <= nbytes
+    assert facts(found) == facts(read_index(server.folder / name))
+    return found
+
+
+def test_100_000_tensors_of_safetensors_take_two_requests(server: RangeServer) -> None:
+    """The head, and what the header has beyond it."""
+    tensors = {f"layers.{n}.weight": torch.ones(1) for n in range(100_000)}
+    save_file(tensors, server.folder / "model.safetensors")
+    header = int.from_bytes((server.folder / "model.safetensors").read_bytes()[:8], "little")
+    opened(server, "model.safetensors", 2, header + WINDOW)
+
+
+def test_a_large_torch_file_takes_four_requests(server: RangeServer) -> None:
+    """Its head, its end, the directory and the pickle; no header of 3,000 records one by one."""
+    path = server.folder / "model.pt"
+    made = {f"layers.{n}.weight": torch.empty(3, 7) for n in range(3_000)}
+    torch.save(made, path)
+    with zipfile.ZipFile(path) as archive:
+        infos = {info.filename: info for info in archive.infolist()}
+    index = infos["model/data.pkl"].file_size + path.stat().st_size - archive.start_dir
+    found = opened(server, "model.pt", 4, index + 2 * WINDOW)
+    assert len(found.confirm[found.path]) >= 3_000
+
+
+def test_ten_gigabytes_of_a_torch_file_take_four_requests(server: RangeServer) -> None:
+    """Records beyond 4 GiB have other headers; the file has holes instead of numbers."""
+    path, numel = server.folder / "model.pt", 1 << 28
+    with torch.serialization.skip_data():
+        torch.save({f"w{n}": torch.empty(numel) for n in range(10)}, path)
+    assert path.stat().st_size > 10 << 30
+    found = opened(server, "model.pt", 4, 3 * WINDOW)
+    assert found.nbytes == 40 * numel
+
+
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_the_alignment_of_storages_is_that_of_the_file(server: RangeServer, alignment: int) -> None:
+    """torch can be told another one, and notes it."""
+    before = torch.utils.serialization.config.save.storage_alignment
+    torch.utils.serialization.config.save.storage_alignment = alignment
+    try:
+        torch.save({f"w{n}": torch.ones(50_000) for n in range(20)}, server.folder / "model.pt")
+    finally:
+        torch.utils.serialization.config.save.storage_alignment = before
+    opened(server, "model.pt", 4, 4 * WINDOW)
+
+
+def other_writers(path: Path, method: int) -> None:
+    """Pack a torch file again, as programs do that align nothing."""
+    torch.save({f"w{n}": torch.ones(50_000) for n in range(5)}, path)
+    content = path.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(path, "w", method) as new:
+        for info in old.infolist():
+            new.writestr(info.filename, old.read(info))
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_headers_that_do_not_follow_torch_are_looked_at(server: RangeServer, method: int) -> None:
+    """One request for each, several at once, and none for those that lie near each other."""
+    other_writers(server.folder / "model.pt", method)
+    found = opened(server, "model.pt", 4 + 5, 12 * WINDOW)
+    assert not found.confirm
+
+
+def test_a_header_that_deceives_is_seen_before_a_byte_counts(server: RangeServer) -> None:
+    """Both neighbours say where a payload begins, and its own header says something else."""
+    path = server.folder / "model.pt"
+    torch.save({"w": torch.ones(100_000)}, path)
+    (chunk,) = read_index(path).entries["w"].chunks
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"PK\x03\x04", 0, chunk.offset)
+    extra = struct.unpack_from("<H", data, at + 28)[0]
+    struct.pack_into("<H", data, at + 28, extra + 64)
+    path.write_bytes(data)
+    found = read_index(server.url("model.pt"))
+    header = found.confirm[found.path][found.entries["w"].chunks[0].offset]
+    with pytest.raises(IntegrityError, match="does not begin where the records beside it say"):
+        header.check(data[header.at : found.entries["w"].chunks[0].offset], found.path)
+
+
+def test_a_pickle_whose_header_deceives_is_refused(server: RangeServer) -> None:
+    """It is read at once, and so is its header."""
+    path = server.folder / "model.pt"
+    torch.save({"w": torch.ones(100_000)}, path)
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<H", data, 28, struct.unpack_from("<H", data, 28)[0] + 1)
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match="does not begin where"):
+        read_index(server.url("model.pt"))
+
+
+def program(folder: Path) -> None:
+    """A TorchScript archive, whose code is behind its weights."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.ReLU(), torch.nn.Linear(400, 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(model).save(str(folder / "program.pt"))
+
+
+def exported(folder: Path) -> None:
+    """An exported program."""
+    model = torch.nn.Linear(300, 400)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(torch.export.export(model, (torch.ones(1, 300),)), folder / "program.pt")
+
+
+@pytest.mark.parametrize("make", [program, exported])
+def test_a_program_takes_four_requests(server: RangeServer, make: Callable[[Path], None]) -> None:
+    """Its code and its lists are behind the weights."""
+    make(server.folder)
+    opened(server, "program.pt", 4, 4 * WINDOW)
+
+
+def gguf(path: Path, words: int, tensors: int) -> int:
+    """Write a GGUF file with a vocabulary; return the bytes of its header."""
+
+    def text(value: bytes) -> bytes:
+        return struct.pack("<Q", len(value)) + value
+
+    head = b"GGUF" + struct.pack("<IQQ", 3, tensors, 3)
+    head += text(b"tokens") + struct.pack("<IIQ", 9, 8, words)
+    head += b"".join(text(b"w%d" % n * (1 + n // 64_000)) for n in range(words))
+    head += text(b"scores") + struct.pack("<IIQ", 9, 6, words) + bytes(4 * words)
+    head += text(b"merges") + struct.pack("<IIQ", 9, 8, words)
+    head += b"".join(text(b"a%d b%d" % (n, n)) for n in range(words))
+    for n in range(tensors):
+        head += text(b"blk.%d.weight" % n) + struct.pack("<IQIQ", 1, 8, 0, 32 * n)
+    path.write_bytes(head + bytes(-len(head) % 32 + 32 * tensors))
+    return len(head)
+
+
+def test_a_vocabulary_of_gguf_takes_four_requests(server: RangeServer) -> None:
+    """How long it is shows while it is read: a list says how many words it has."""
+    header = gguf(server.folder / "model.gguf", 128_000, 300)
+    opened(server, "model.gguf", 4, 2 * header)
+
+
+def test_the_counts_of_an_old_torch_file_are_read_at_once(server: RangeServer) -> None:
+    """One stands before each storage, where those before say how long they are."""
+    tensors = {f"w{n}": torch.ones(50_000) for n in range(20)}
+    torch.save(tensors, server.folder / "old.pt", _use_new_zipfile_serialization=False)
+    opened(server, "old.pt", 2 + 20, 24 * WINDOW)
+
+
+def test_a_set_takes_two_requests_and_two_for_each_file(server: RangeServer) -> None:
+    """Its index, and the header of each."""
+    weight_map = {}
+    for number in range(6):
+        name = f"model-{number + 1:05}-of-00006.safetensors"
+        tensors = {f"l{number}.{n}.w": torch.ones(1) for n in range(2_000)}
+        save_file(tensors, server.folder / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    index = server.folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    opened(server, index.name, 2 + 2 * 6, 8 * 300_000)
+
+
+def distributed(folder: Path) -> None:
+    """A DCP folder with tensors and values."""
+    import torch.distributed.checkpoint as dcp
+
+    state = {"model": {f"w{n}": torch.randn(300, 100) for n in range(30)}, "step": 4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder)
+
+
+def test_a_dcp_folder_takes_its_metadata(server: RangeServer) -> None:
+    """And the values that are no tensors, which lie together; a tensor's own item comes later."""
+    distributed(server.folder / "step4")
+    server.forget()
+    found = read_index(server.url("step4"))
+    assert server.requests <= 4
+    local = read_index(server.folder / "step4")
+    assert found.objects == local.objects
+    assert found.nbytes == local.nbytes
+
+    def known(entry: TensorEntry) -> object:
+        return entry.key, entry.dtype, entry.shape, entry.nbytes
+
+    assert [*map(known, found.entries.values())] == [*map(known, local.entries.values())]
+    assert all(entry.encoding == (UNRESOLVED,) for entry in found.entries.values())
+    server.forget()
+    two = resolved(found, ["model.w3", "model.w4"])
+    assert server.requests <= 3
+    assert two.entries["model.w3"].chunks[0].offset == local.entries["model.w3"].chunks[0].offset
+    server.forget()
+    assert facts(resolved(two)) == facts(local)
+    assert server.requests <= 31
+    assert server.sent <= 31 * 4096
+
+
+def test_items_that_are_not_what_the_metadata_says_are_refused(server: RangeServer) -> None:
+    """When they are resolved: nothing was shown of what only they could tell."""
+    distributed(server.folder / "step4")
+    (data,) = server.folder.glob("step4/*.distcp")
+    found = read_index(server.url("step4"))
+    chunk = found.entries["model.w3"].chunks[0]
+    with data.open("r+b") as file:
+        file.seek(chunk.offset)
+        file.write(bytes(chunk.nbytes))
+    with pytest.raises((FormatError, IntegrityError)) as caught:
+        resolved(found, ["model.w3"])
+    assert caught.value.file == server.url("step4/") + data.name
+
+
+def test_a_url_of_memory_is_listed_once(tmp_path: Path) -> None:
+    """fsspec's file systems list folders: nothing in them is looked for again."""
+    fsspec = pytest.importorskip("fsspec")
+    distributed(tmp_path / "step4")
+    fsspec.filesystem("memory").put(str(tmp_path / "step4"), "/listed/step4", recursive=True)
+    found = read_index("memory://listed/step4")
+    (file,) = found.files
+    assert file.store.requests <= 4
+    assert facts(resolved(found)) == facts(read_index(tmp_path / "step4"))
+    fsspec.filesystem("memory").rm("/listed", recursive=True)
+    with pytest.raises(FileNotFoundError):
+        torchlift.open("memory://listed/step4")
+
+
+def test_a_repository_of_the_hub_is_a_folder(server: RangeServer) -> None:
+    """Its files are listed by the Hub's client, and read where the Hub serves them."""
+    pytest.importorskip("huggingface_hub")
+    commit = "0" * 40
+    info = {"id": "org/name", "sha": commit, "siblings": [], "tags": []}
+    save_file({f"w{n}": torch.ones(2) for n in range(2_000)}, server.folder / "weights")
+    size = (server.folder / "weights").stat().st_size
+    tree = [
+        {"type": "file", "path": name, "size": size, "oid": "1" * 40}
+        for name in ("model.safetensors", "config.json")
+    ]
+    for revision in ("main", "v1"):
+        for kind, content in (("revision", info), ("tree", tree)):
+            path = server.folder / "api/models/org/name" / kind / revision
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content))
+        path = server.folder / "org/name/resolve" / revision / "model.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_bytes((server.folder / "weights").read_bytes())
+    code = """
+import sys, torchlift
+for url in sys.argv[2:]:
+    with torchlift.open(url, storage_options={"endpoint": sys.argv[1], "token": "hf_secret"}) as c:
+        print(c.path, len(c))
+"""
+
+    def repository(asked: Asked, answer: Answer) -> None:
+        if asked.path == "api/models/org/name":
+            answer.status, answer.body = 200, memoryview(json.dumps(info).encode())
+
+    server.fault = repository
+    urls = ["hf://org/name", "hf://org/name@v1", "hf://org/name@v1/model.safetensors"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, server.url()[:-1], *urls],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "0"},
+    )
+    assert done.stdout.splitlines() == [
+        "hf://org/name/model.safetensors 2000",
+        "hf://org/name@v1/model.safetensors 2000",
+        "hf://org/name@v1/model.safetensors 2000",
+    ], done.stderr
+    ranged = [asked for asked in server.asked if "range" in asked.headers]
+    assert len(ranged) == 3 * 2
+    assert {asked.headers.get("authorization") for asked in ranged} == {"Bearer hf_secret"}
+    assert "hf_secret" not in done.stderr

@@ -1,0 +1,510 @@
+"""Servers that fail, lie or change: the same as from the file, or one error that says why."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from range_server import Answer, Asked, RangeServer, facts, serving
+from valid_files import FORMATS
+
+import torchlift
+from torchlift._store import Url, open_place, place_of
+from torchlift.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    NotAllowed,
+    NotFound,
+    TimedOut,
+    Unreachable,
+    UnsafeError,
+)
+from torchlift.formats import read_index, resolved, verify
+
+SECRET = "s3cr3t-value"
+OPTIONS = {"tries": 3, "timeout": 5.0, "headers": {"Authorization": f"Bearer {SECRET}"}}
+
+
+@pytest.fixture(autouse=True)
+def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for little at a time, so that small files take many requests, and do not wait long."""
+    monkeypatch.setattr("torchlift._store.http.HEAD", 512)
+    monkeypatch.setattr("torchlift._store.url._FIRST_PAUSE", 0.001)
+    for name, value in {"_WINDOW": 64, "_BEHIND": 0, "_GAP": 0}.items():
+        monkeypatch.setattr(f"torchlift.formats.source.{name}", value)
+
+
+def _names() -> list[str]:
+    return [name for name in FORMATS if name != "zero"]  # a folder that HTTP cannot list
+
+
+@pytest.fixture(params=_names())
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file, or a directory, of each format."""
+    opened, make, seeds = FORMATS[request.param]
+    folder = tmp_path / "served" / "d"
+    folder.mkdir(parents=True)
+    for name, content in make(next(iter(seeds(tmp_path / "made")))).items():
+        (folder / name).write_bytes(content)
+    return folder / opened
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RangeServer]:
+    """A server of what is in a folder."""
+    (tmp_path / "served").mkdir(exist_ok=True)
+    with serving(tmp_path / "served") as state:
+        yield state
+
+
+def read(server: RangeServer, place: Path, **options: object) -> object:
+    """Return what a URL says, all of it, and verify its bytes."""
+    url = f"{server.url(str(place.relative_to(server.folder)))}?sig={SECRET}"
+    index = resolved(read_index(url, storage_options={**OPTIONS, **options}))
+    return facts(index)
+
+
+def refused(
+    server: RangeServer, place: Path, kind: type[CheckpointError], **options: object
+) -> CheckpointError:
+    """Return the error for a URL, which shows nothing that is secret."""
+    with pytest.raises(kind) as caught:
+        read(server, place, **options)
+    shows_no_secret(caught.value)
+    assert caught.value.file is not None
+    assert caught.value.file.startswith(server.url()[:-1])
+    return caught.value
+
+
+def shows_no_secret(error: BaseException | None) -> None:
+    """Look at an error and at what led to it."""
+    while error is not None:
+        assert SECRET not in f"{error} {error!r} {vars(error)} {error.args}"
+        assert error.__context__ is None or error.__cause__ is error.__context__
+        error = error.__cause__
+
+
+def once(fault: Callable[[Asked, Answer], None]) -> Callable[[Asked, Answer], None]:
+    """Return a fault of the first answer about each range."""
+    seen: set[tuple[str, int]] = set()
+
+    def some(asked: Asked, answer: Answer) -> None:
+        if (asked.path, asked.start) not in seen and answer.status == 206:
+            seen.add((asked.path, asked.start))
+            fault(asked, answer)
+
+    return some
+
+
+def busy(status: int) -> Callable[[Asked, Answer], None]:
+    def fault(asked: Asked, answer: Answer) -> None:
+        answer.status, answer.body = status, memoryview(b"busy")
+        answer.headers = {"Retry-After": "0"}
+
+    return fault
+
+
+def dropped(asked: Asked, answer: Answer) -> None:
+    answer.sent = len(answer.body) // 2
+
+
+def cut(asked: Asked, answer: Answer) -> None:
+    answer.sent = 0
+
+
+@pytest.mark.parametrize("fault", [busy(429), busy(500), busy(503), dropped, cut])
+def test_what_passes_is_tried_again(
+    server: RangeServer, place: Path, fault: Callable[[Asked, Answer], None]
+) -> None:
+    """Too many requests, a busy server, a connection that ends early: the same in the end."""
+    server.fault = once(fault)
+    assert read(server, place) == facts(resolved(read_index(place)))
+
+
+@pytest.mark.parametrize("fault", [busy(503), cut])
+def test_what_does_not_pass_is_an_error_after_some_tries(
+    server: RangeServer, place: Path, fault: Callable[[Asked, Answer], None]
+) -> None:
+    """As many as were asked for, and no index of half a file."""
+    server.fault = lambda asked, answer: fault(asked, answer) if answer.status == 206 else None
+    refused(server, place, Unreachable, tries=2)
+    assert sum(asked.path == server.asked[-1].path for asked in server.asked) == 2
+
+
+def lies(name: str, change: Callable[[str], str]) -> Callable[[Asked, Answer], None]:
+    def fault(asked: Asked, answer: Answer) -> None:
+        if answer.status == 206:
+            answer.headers[name] = change(answer.headers.get(name, ""))
+
+    return fault
+
+
+def compressed(asked: Asked, answer: Answer) -> None:
+    answer.headers["Content-Encoding"] = "gzip"
+    answer.body = memoryview(gzip.compress(bytes(answer.body)))
+
+
+def other_bytes(asked: Asked, answer: Answer) -> None:
+    if answer.status == 206:
+        answer.body = memoryview(bytes(answer.body) + b"!")
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        (lies("Content-Range", lambda text: text.replace("bytes ", "bytes 1")), "other bytes"),
+        (lies("Content-Range", lambda text: text.partition("/")[0] + "/*"), "other bytes"),
+        (lies("Content-Range", lambda text: ""), "other bytes"),
+        (other_bytes, "other bytes"),
+        (compressed, "compresses what it sends"),
+    ],
+)
+def test_a_server_that_lies_is_refused(
+    server: RangeServer, place: Path, fault: Callable[[Asked, Answer], None], what: str
+) -> None:
+    """About which bytes these are, how many there are, or that they are bytes of the file."""
+    server.fault = fault
+    assert what in refused(server, place, FormatError).reason
+
+
+def test_a_server_without_ranges_is_read_as_a_stream_when_that_is_asked_for(
+    server: RangeServer, place: Path
+) -> None:
+    """It sends the whole file for each range: that is said, and not done unasked."""
+
+    def whole(asked: Asked, answer: Answer) -> None:
+        if answer.status in (206, 416):
+            path = server.folder / asked.path
+            answer.status, answer.body = 200, memoryview(path.read_bytes())
+            del answer.headers["Content-Range"]
+
+    server.fault = whole
+    error = refused(server, place, FormatError)
+    assert "ignores ranges" in error.reason
+    assert "stream" in str(error.hint)
+    server.forget()
+    assert read(server, place, stream=True) == facts(resolved(read_index(place)))
+    names = [asked.path for asked in server.asked if (server.folder / asked.path).is_file()]
+    assert len(names) == len(set(names))
+
+
+def replaced_after(server: RangeServer, number: int) -> None:
+    """Replace every file by another one of its size after some answers."""
+
+    def fault(asked: Asked, answer: Answer) -> None:
+        nonlocal number
+        number -= answer.status == 206
+        if number == 0:
+            for path in filter(Path.is_file, server.folder.rglob("*")):
+                answer.body = memoryview(bytes(answer.body))
+                new = path.with_suffix(".new")
+                new.write_bytes(path.read_bytes())
+                os.utime(new, (1_000_000_000, 1_000_000_000))
+                new.replace(path)
+
+    server.fault = fault
+
+
+@pytest.mark.parametrize("etags", [True, False])
+def test_an_object_that_changes_between_two_ranges_is_refused(
+    server: RangeServer, tmp_path: Path, etags: bool
+) -> None:
+    """By its ETag, or where a server has none by when it was modified."""
+    import torch
+
+    server.etags = etags
+    path = tmp_path / "served" / "model.pt"
+    torch.save({f"w{n}": torch.ones(1) for n in range(1_500)}, path)
+    replaced_after(server, 2)
+    assert "changed" in refused(server, path, IntegrityError).reason
+    server.fault = None
+    index = read_index(server.url("model.pt"))
+    (file,) = index.files
+    opened = index.files[file].open(file)
+    path.write_bytes(path.read_bytes() + b"!")
+    with pytest.raises(IntegrityError, match="changed"):
+        opened.read(0, 10)
+
+
+def test_a_redirect_is_followed_without_credentials(
+    server: RangeServer, place: Path, tmp_path: Path
+) -> None:
+    """Another host gets neither the token nor other headers, and is asked at once from then on."""
+    with serving(tmp_path / "served") as other:
+
+        def redirect(asked: Asked, answer: Answer) -> None:
+            if answer.status in (206, 416):
+                answer.status, answer.body = 302, memoryview(b"")
+                answer.headers = {"Location": f"{other.url(asked.path)}?signed=1"}
+
+        server.fault = redirect
+        assert read(server, place) == facts(resolved(read_index(place)))
+        assert all("authorization" in asked.headers for asked in server.asked)
+        assert not any("authorization" in asked.headers for asked in other.asked)
+        assert {asked.query for asked in other.asked} == {"signed=1"}
+        files = {asked.path for asked in other.asked}
+        assert len([asked for asked in server.asked if asked.path in files]) == len(files)
+
+
+def test_a_signed_redirect_that_expires_is_asked_for_again(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    """At its origin: each signature here is good for one range."""
+    import torch
+
+    path = tmp_path / "served" / "model.pt"
+    torch.save({f"w{n}": torch.ones(1) for n in range(1_500)}, path)
+    with serving(tmp_path / "served") as other:
+        used: set[str] = set()
+
+        def redirect(asked: Asked, answer: Answer) -> None:
+            answer.status, answer.body = 302, memoryview(b"")
+            signed = f"{other.url(asked.path)}?sig={SECRET}{asked.number}"
+            answer.headers = {"Location": signed}
+
+        def expires(asked: Asked, answer: Answer) -> None:
+            if asked.query in used:
+                answer.status, answer.headers, answer.body = 403, {}, memoryview(b"expired")
+            used.add(asked.query)
+
+        server.fault, other.fault = redirect, expires
+        assert read(server, path) == facts(read_index(path))
+        assert len(used) > 2
+        other.fault = lambda asked, answer: busy(403)(asked, answer)
+        refused(server, path, NotAllowed)
+
+
+@pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://host/x", "http://["])
+def test_a_redirect_to_what_is_no_http_is_refused(
+    server: RangeServer, place: Path, location: str
+) -> None:
+    """A server must not choose a file of this machine."""
+
+    def redirect(asked: Asked, answer: Answer) -> None:
+        answer.status, answer.headers = 302, {"Location": location}
+
+    server.fault = redirect
+    refused(server, place, UnsafeError)
+
+
+def test_a_circle_of_redirects_ends(server: RangeServer, place: Path) -> None:
+    """After some of them."""
+
+    def redirect(asked: Asked, answer: Answer) -> None:
+        answer.status, answer.headers = 302, {"Location": server.url(asked.path)}
+
+    server.fault = redirect
+    assert "redirect" in refused(server, place, FormatError).reason
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "own"),
+    [(401, NotAllowed, PermissionError), (403, NotAllowed, PermissionError),
+     (404, NotFound, FileNotFoundError), (410, NotFound, FileNotFoundError),
+     (400, Unreachable, ConnectionError)],
+)  # fmt: skip
+def test_a_status_is_an_error_of_ours_and_of_python(
+    server: RangeServer, place: Path, status: int, kind: type[CheckpointError], own: type[OSError]
+) -> None:
+    """At once, with the status and the way out."""
+    server.fault = busy(status)
+    error = refused(server, place, kind)
+    assert isinstance(error, own)
+    assert f"HTTP {status}" in str(error)
+
+
+def test_a_server_that_stalls_is_given_up(server: RangeServer, tmp_path: Path) -> None:
+    """After some seconds without a byte."""
+    (tmp_path / "served" / "model.pt").write_bytes(bytes(2_000))
+
+    def stalls(asked: Asked, answer: Answer) -> None:
+        answer.wait = 0.5
+
+    server.fault = stalls
+    started = time.monotonic()
+    error = refused(server, tmp_path / "served" / "model.pt", TimedOut, timeout=0.1, tries=2)
+    assert isinstance(error, TimeoutError)
+    assert time.monotonic() - started < 30
+
+
+def test_a_name_that_nobody_knows_and_a_port_where_nobody_is() -> None:
+    """Both are a `ConnectionError`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for url in (
+        f"http://127.0.0.1:{port}/a",
+        "http://nowhere.invalid/a",
+        "https://nowhere.invalid",
+    ):
+        with pytest.raises(Unreachable) as caught:
+            torchlift.open(f"{url}?sig={SECRET}", storage_options={"tries": 2})
+        assert isinstance(caught.value, ConnectionError)
+        shows_no_secret(caught.value)
+
+
+def test_a_range_is_resumed_where_it_ended(server: RangeServer, tmp_path: Path) -> None:
+    """What came counts; only the rest is asked for again, however often the connection ends."""
+    content = os.urandom(3 << 20)
+    (tmp_path / "served" / "f").write_bytes(content)
+
+    def ends(asked: Asked, answer: Answer) -> None:
+        answer.sent, answer.reset = 1 << 20, False
+
+    server.fault = ends
+    opened = open_place(place_of(server.url("f"), {"tries": 2}))
+    server.forget()
+    assert opened.read(0, len(content)) == content
+    assert 3 <= server.requests <= 8
+    assert server.sent <= len(content) + (6 << 20)
+
+
+def test_reads_are_cancelled_from_another_thread(server: RangeServer, tmp_path: Path) -> None:
+    """Those in progress end at once; later ones work."""
+    (tmp_path / "served" / "f").write_bytes(bytes(1 << 16))
+    url = place_of(server.url("f"), {"timeout": 60.0})
+    assert isinstance(url, Url)
+    opened = open_place(url)
+    waiting = threading.Event()
+
+    def stalls(asked: Asked, answer: Answer) -> None:
+        waiting.set()
+        answer.wait = 2.0
+
+    server.fault = stalls
+    found: list[BaseException] = []
+
+    def some() -> None:
+        try:
+            opened.read(1_000, 10)
+        except CheckpointError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=some)
+    thread.start()
+    assert waiting.wait(30)
+    url.store.cancel()
+    thread.join(30)
+    assert [type(error) for error in found] == [Unreachable]
+    server.fault = None
+    assert opened.read(1_000, 10) == bytes(10)
+
+
+def test_a_forked_process_has_connections_of_its_own(server: RangeServer, tmp_path: Path) -> None:
+    """Two processes that read answers from one connection would mix them up."""
+    content = os.urandom(1 << 16)
+    (tmp_path / "served" / "f").write_bytes(content)
+    opened = open_place(place_of(server.url("f")))
+    assert opened.read(100, 50) == content[100:150]
+    child = os.fork()
+    if not child:  # pragma: no cover
+        status = 1
+        with contextlib.suppress(BaseException):
+            status = int(opened.read(200, 50) != content[200:250])
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert opened.read(300, 50) == content[300:350]
+
+
+def test_the_proxy_of_the_environment_is_asked(
+    server: RangeServer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for hosts that need none."""
+    monkeypatch.setenv("http_proxy", server.url().replace("//", f"//me:{SECRET}@"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    name = str(place.relative_to(server.folder))
+    found = resolved(read_index(f"http://nowhere.invalid/{name}", storage_options=OPTIONS))
+    assert facts(found) == facts(resolved(read_index(place)))
+    assert all("proxy-authorization" in asked.headers for asked in server.asked)
+    monkeypatch.setenv("no_proxy", "nowhere.invalid")
+    with pytest.raises(Unreachable):
+        read_index(f"http://nowhere.invalid/{name}", storage_options={"tries": 1})
+
+
+def test_a_certificate_is_trusted_when_the_environment_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And refused otherwise, with the way out; a redirect from https to http is not followed."""
+    folder, certificate = tmp_path / "served", tmp_path / "certificate.pem"
+    folder.mkdir()
+    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["-newkey", "rsa:2048", "-nodes", "-keyout", certificate, "-out", tmp_path / "cert"]
+    command = ["openssl", "req", "-x509", "-days", "2", *made, *subject]
+    subprocess.run(command, check=True, capture_output=True)
+    with certificate.open("a") as file:
+        file.write((tmp_path / "cert").read_text())
+    (folder / "w.npy").write_bytes(b"\x93NUMPY")
+    with serving(folder, certificate=certificate) as server:
+        url = f"{server.url('w.npy')}?sig={SECRET}"
+        with pytest.raises(Unreachable, match="not trusted") as caught:
+            torchlift.open(url)
+        shows_no_secret(caught.value)
+        assert "SSL_CERT_FILE" in str(caught.value.hint)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert ssl.get_default_verify_paths().cafile == str(certificate)
+        with pytest.raises(FormatError, match="not an array"):
+            torchlift.open(url)
+
+        def redirect(asked: Asked, answer: Answer) -> None:
+            answer.status, answer.headers = 302, {"Location": "http://127.0.0.1/w.npy"}
+
+        server.fault = redirect
+        with pytest.raises(UnsafeError):
+            torchlift.open(url)
+
+
+def test_every_checksum_is_that_of_the_file(server: RangeServer, place: Path) -> None:
+    """`verify` reads a URL as it reads a file."""
+    local = verify(place)
+    index = server.url(str(place.relative_to(server.folder)))
+    remote = verify(index)
+    assert (remote.checked, remote.records, remote.nbytes) == (
+        local.checked,
+        local.records,
+        local.nbytes,
+    )
+    assert remote.ok == local.ok
+
+
+def test_names_in_an_index_stay_inside_its_folder(server: RangeServer, tmp_path: Path) -> None:
+    """Neither another URL nor a folder above, however it is written."""
+    index = tmp_path / "served" / "model.safetensors.index.json"
+    for name in ("http://other.invalid/a.safetensors", "../a.safetensors", "/a.safetensors",
+                 "s3://bucket/a.safetensors"):  # fmt: skip
+        index.write_text(json.dumps({"weight_map": {"w": name}}))
+        with pytest.raises(UnsafeError):
+            torchlift.open(server.url(index.name))
+    index.write_text('{"weight_map": {"w": "%2e%2e/a.safetensors?x#y"}}')
+    server.forget()
+    with pytest.raises(FormatError, match="a shard is missing"):
+        torchlift.open(server.url(index.name))
+    assert server.asked[-1].path == "%2e%2e/a.safetensors?x#y"
+
+
+def test_the_commands_answer_about_urls_without_torch(
+    server: RangeServer, place: Path, tmp_path: Path
+) -> None:
+    """`inspect` and `verify`, whose texts show the URL without its signature."""
+    name = str(place.relative_to(server.folder))
+    code = (
+        "import sys; from torchlift.cli import main; status = main(sys.argv[1:]); "
+        "print('torch' in sys.modules); sys.exit(status)"
+    )
+    for word in ("inspect", "verify"):
+        command = [sys.executable, "-c", code, word, f"{server.url(name)}?sig={SECRET}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode in (0, 3), done.stderr
+        assert done.stdout.splitlines()[-1] == "False"
+        assert SECRET not in done.stdout + done.stderr
