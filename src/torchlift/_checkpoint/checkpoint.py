@@ -47,6 +47,7 @@ from torchlift.errors import (
 from torchlift.formats import (
     AMBIGUOUS,
     ROOT_OBJECT,
+    UNRESOLVED,
     Chunk,
     Index,
     Record,
@@ -56,6 +57,7 @@ from torchlift.formats import (
     allowing,
     ambiguity,
     read_index,
+    resolved,
     select,
     steps_in_file,
     to_html,
@@ -268,7 +270,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         entries = self._index.entries
         items = entries.passing() if isinstance(entries, Records) else entries.items()
         with collection_paused():
-            self._mapped().ahead(entries.values())
+            if self._mapped().is_away:
+                self._mapped().ahead(entries.values())
             for key, entry in items:
                 if len(entry.chunks) > 1:  # in memory: once for all of its names
                     spot = entry.storage, entry.chunks
@@ -427,10 +430,11 @@ class MappedViews:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.files, self._storages = Files(index.files), index.storages
+        self.files, self._storages = Files(index.files, index.confirm), index.storages
         self.is_away = any(isinstance(file, Url) for file in index.files)
         self._bases: dict[tuple[str, torch.dtype | None], torch.UntypedStorage] = {}
         self._inflated: dict[Record, bytearray] = {}
+        self._resolved: dict[tuple[str, tuple[Chunk, ...]], TensorEntry] = {}
         self._last: tuple[Record, bytearray] | None = None
         self._lock = threading.Lock()
 
@@ -444,6 +448,8 @@ class MappedViews:
             IntegrityError: the file is gone, or not the one that was opened.
         """
         dtype = _DTYPES.get(entry.dtype) or dtype_of(entry, self.index.path)
+        if entry.encoding and UNRESOLVED in entry.encoding:
+            (entry,) = self.resolved([entry])
         if entry.kind is not None:
             inner = [self.view(item) for item in entry.kind.tensors]
             return made_of(entry, dtype, inner, self.index.path)
@@ -535,6 +541,8 @@ class MappedViews:
 
     def blocks(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
         """Yield the elements of `entry`, in any order, some at a time; nothing is kept."""
+        if UNRESOLVED in entry.encoding:
+            (entry,) = self.resolved([entry])
         if entry.kind is not None:
             for part in values_of(entry, self.view(entry), self.index.path):
                 yield from blocks_of(part)
@@ -625,12 +633,33 @@ class MappedViews:
     def _counts(self) -> Counter[str]:
         return Counter(each.storage for each in plain_parts(self.index.entries.values()))
 
+    def resolved(self, entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+        """Return entries that say where their numbers are: requests where the index does not.
+
+        Args:
+            entries: of the index, with all of their chunks or several.
+
+        Raises:
+            CheckpointError: an item cannot be read, or is not what the index says.
+        """
+        entries, known = [*entries], self._resolved
+        todo = {
+            entry.key: entry
+            for entry in entries
+            if UNRESOLVED in entry.encoding and (entry.key, entry.chunks) not in known
+        }
+        if todo:
+            found = resolved(replace(self.index, entries=todo, storages={}))
+            with self._lock:
+                self.files.stamps = {**self.files.stamps, **found.files}
+                self._storages = {**self._storages, **found.storages}
+                known.update({(e.key, e.chunks): found.entries[e.key] for e in todo.values()})
+        return [known.get((entry.key, entry.chunks), entry) for entry in entries]
+
     def ahead(self, entries: Iterable[TensorEntry]) -> None:
         """Read what tensors of URLs need in one parallel transfer, before they are asked for."""
-        if not self.is_away:
-            return
         wanted = set[tuple[str, int, int]]()
-        for entry in plain_parts(entries):
+        for entry in self.resolved(plain_parts(entries)):
             where = self._storages.get(entry.storage) if len(entry.chunks) == 1 else None
             places: Sequence[Chunk | Storage] = entry.chunks
             if where is not None and (entry.is_plain or not entry.encoding):

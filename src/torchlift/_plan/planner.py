@@ -20,6 +20,7 @@ from torchlift._model import (
     content_bytes,
     has_post_hooks,
     hooked_modules,
+    is_dtensor,
     is_lazy,
     is_plain,
     local_shape,
@@ -27,6 +28,7 @@ from torchlift._model import (
     locked,
     ordinary_tensors,
     run_hooks,
+    spans_of,
     wrapped_names,
 )
 from torchlift._plan.decide import makings_for, owns_all, steps_for
@@ -248,6 +250,7 @@ def make_plan(
     check_shapes = options.transform is None
     made: dict[str, SourceTensor] = {}
     if isinstance(options.rename, Rewriting):
+        origin.resolve(dict.fromkeys(origin.candidates))
         names, made = assembled(origin, options.rename)
         objects = others(origin.objects, options.rename, origin.path, {*names.values(), *made})
     else:
@@ -272,6 +275,10 @@ def make_plan(
     for key, name in blocked.items():
         if name in model_names or name not in excused:
             raise origin.refusal(key)
+    # Of a DTensor, only what this rank has of it.
+    like = {slot.fqn: group.tensor for group in tree.groups for slot in group.slots}
+    needed = {key: like[name] for key, name in names.items() if name in like}
+    origin.resolve({key: spans_of(t, key) if is_dtensor(t) else None for key, t in needed.items()})
     modules = hooked_modules(tree, [*names.values(), *made])
     prefixes = tuple(prefix for prefix, _ in modules)
     if modules:
@@ -323,7 +330,7 @@ def make_plan(
     called = candidates if options.rename is not None or naming is not None else {}
     plan = _assemble(origin, tree.groups, matched, work, called, excusable, later, canonical)
     extra = 0 if check_shapes else _transformed_bytes(work.steps)
-    requests = origin.requests - before + _requests(work.steps)
+    requests = origin.requests - before + _requests(work.steps, origin)
     return replace(plan, peak_bytes=plan.peak_bytes + extra, requests=requests)
 
 
@@ -491,9 +498,9 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
     return new + made + kept + min(staged, STAGING) + _inflated_bytes(steps, origin)
 
 
-def _requests(steps: Sequence[Step]) -> int:
+def _requests(steps: Sequence[Step], origin: Origin) -> int:
     """Return how many ranges of URLs the steps that are not done yet ask for."""
-    found = list[tuple[TensorEntry, bool]]()
+    views, found = origin.views, list[tuple[TensorEntry, bool]]()
     for step in steps:
         entry = step.entry
         if entry is None or not entry.chunks or not isinstance(entry.chunks[0].file, Url):
@@ -503,7 +510,7 @@ def _requests(steps: Sequence[Step]) -> int:
         device, dtype = step.fetched_as
         if entry is not None:
             found.append((entry, device.type == "cpu" and dtype == step.candidate.dtype))
-    return count_ranges(found) if found else 0
+    return count_ranges(found, views.files) if views is not None and found else 0
 
 
 def _transformed_bytes(steps: Sequence[Step]) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from torchlift._checkpoint import Allow, Checkpoint, MappedViews, classes, objects_as_saved
 from torchlift._checkpoint import open as open_checkpoint
-from torchlift._model import is_dtensor, shard_of_value, wrap
+from torchlift._model import Spans, is_dtensor, shard_of_value, wrap
 from torchlift._sources.tensors import (
     Copy,
     FileTensor,
@@ -23,11 +23,13 @@ from torchlift._sources.tensors import (
     apart,
     copy_values,
     described,
+    within,
 )
 from torchlift._store import Url
 from torchlift.errors import CheckpointError, FormatError
 from torchlift.formats import (
     MISSING,
+    UNRESOLVED,
     Containers,
     Flat,
     Index,
@@ -312,6 +314,9 @@ class Origin:
         files = (file for ckpt in self.checkpoints for file in ckpt._index.files)
         return sum(store.requests for store in {f.store for f in files if isinstance(f, Url)})
 
+    def resolve(self, wanted: Mapping[str, Spans | None]) -> None:
+        """Find out where the numbers of these keys lie, all of each or those of a slice."""
+
     def receive(self, keys: Sequence[str]) -> None:
         """Have the tensors of these keys here, for code that looks at values."""
 
@@ -344,6 +349,19 @@ class FileSource(Origin):
         self.blocked = ckpt.blocked_keys
         self.templates = ckpt._index.templates
         self._ckpt = ckpt
+
+    def resolve(self, wanted: Mapping[str, Spans | None]) -> None:
+        if not self.is_away:
+            return
+        found = {key: self.candidates[key] for key in wanted if key in self.candidates}
+        todo = {
+            key: one
+            for key, one in found.items()
+            if isinstance(one, FileTensor) and UNRESOLVED in one.entry.encoding
+        }
+        some = [within(one.entry, wanted[key]) for key, one in todo.items()]
+        for one, entry in zip(todo.values(), self.views.resolved(some), strict=True):
+            one.entry = entry
 
     def receive(self, keys: Sequence[str]) -> None:
         found = map(self.candidates.get, keys)

@@ -32,7 +32,7 @@ from torchlift._model import (
     slice_of,
 )
 from torchlift._transfer import Request, Sender, is_readable, read, requests_for
-from torchlift.formats import Chunk, TensorEntry, narrowed, row_major, steps_in_file
+from torchlift.formats import UNRESOLVED, Chunk, TensorEntry, narrowed, row_major, steps_in_file
 
 #: Stands before a key in place of a file, for a tensor in memory: no path has this character.
 _MEMORY = "\0"
@@ -288,11 +288,14 @@ def copy_values(copies: Sequence[Copy]) -> None:
     targets = [item.target for item in sent]
     cast = (item.target for item in sent if item.source.dtype != item.target.dtype)
     reads: dict[MappedViews, list[Request]] = {}
+    entries = _resolved(copies)
     with torch.no_grad(), Sender(targets, cast) if targets else nullcontext() as sender:
         for item in copies:
             source = item.source
             assert not isinstance(source, Sent)
             if isinstance(source, FileTensor):
+                if id(item) in entries:
+                    source = replace(source, entry=entries[id(item)])
                 reads.setdefault(source.views, []).extend(_reads(source, item.target, item.spans))
                 continue
             whole = tuple((0, size) for size in source.shape)
@@ -301,6 +304,36 @@ def copy_values(copies: Sequence[Copy]) -> None:
                 place(values, block, item, sender)
         for views, requests in reads.items():
             read(requests, views.files)
+
+
+def within(entry: TensorEntry, spans: Spans | None) -> TensorEntry:
+    """Return an entry with the chunks that have something of a slice of it."""
+    if spans is None or len(spans) != len(entry.shape):
+        return entry
+    chunks = [
+        chunk
+        for chunk in entry.chunks
+        if all(
+            any(first < start + size and start < stop for first, stop in dim)
+            for dim, start, size in zip(spans, chunk.start, chunk.shape, strict=True)
+        )
+    ]
+    # One alone would count as the whole tensor.
+    return entry._replace(chunks=tuple(chunks)) if len(chunks) > 1 else entry
+
+
+def _resolved(copies: Sequence[Copy]) -> dict[int, TensorEntry]:
+    """Return the identity of copies -> what they read, where that takes requests to find out."""
+    todo: dict[MappedViews, list[tuple[Copy, TensorEntry]]] = {}
+    for item in copies:
+        if isinstance(source := item.source, FileTensor) and UNRESOLVED in source.entry.encoding:
+            some = within(source.entry, item.spans)
+            todo.setdefault(source.views, []).append((item, some))
+    return {
+        id(item): entry
+        for views, pairs in todo.items()
+        for (item, _), entry in zip(pairs, views.resolved(e for _, e in pairs), strict=True)
+    }
 
 
 def _reads(source: FileTensor, target: torch.Tensor, spans: Spans) -> Iterator[Request]:

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from operator import attrgetter
 
 import torch
 
-from torchlift._store import Opened, Url
+from torchlift._store import Opened, Store, Url
 from torchlift._transfer.direct import DEPTH, MOST, OpenFile, OwnStage
 from torchlift._transfer.files import Files
 from torchlift._transfer.pages import Pages, allocate
@@ -50,6 +52,7 @@ STAGING = min(_STAGES, THREADS) * BLOCK
 _AT_ONCE, _RANGE = 32, 8 << 20
 #: How many of them are staged at a time, of `STAGE` bytes each.
 _STAGED = 12
+_SOON = 0.02  # seconds until what is still running is ended again
 #: Bytes between two ranges of a URL that are here sooner than the answer to another request.
 _NEAR = 1 << 20
 
@@ -82,11 +85,13 @@ def read(
     todo = sorted(requests, key=lambda request: (request.file, request.offset))
     kinds = {request.destination.device.type for request in todo}
     total = sum(request.nbytes for request in todo)
-    away = list[Job]()
+    away, headers = list[Job](), list[Request]()
     if remote := [request for request in todo if isinstance(request.file, Url)]:
         todo = [request for request in todo if not isinstance(request.file, Url)]
-        for direct in True, False:
-            away += _ranges_of([each for each in remote if each.direct is direct], direct)
+        for direct in True, False:  # as the bytes behind them, to be in one range with them
+            wanted = [each for each in remote if each.direct is direct]
+            headers += (ahead := _headers_of(wanted, files, headers))
+            away += _ranges_of([*wanted, *ahead], direct)
     block, most = BLOCK, min(_STAGES, THREADS)
     if away or kinds - {"cpu"}:
         block, most = STAGE, _STAGED if away else COUNT
@@ -127,6 +132,9 @@ def read(
                 report(job.asked)
             elif some:
                 _read_parallel(some, opened, pages, report, Stages(free), seen, threads)
+    for header in headers:
+        data = bytes(_buffer(header.destination, 0, header.nbytes))
+        files.confirm(header.file, header.end, data)
     for file in {job.file for job in away}:
         files.opened(file).check()
     return total
@@ -181,6 +189,7 @@ def _read_parallel(
     threads: int,
 ) -> None:
     running: dict[Future[None], tuple[Job, torch.Tensor | None]] = {}
+    busy = _Busy()
     waiting = iter(jobs)
     following: Job | None = next(waiting, None)
     with ThreadPoolExecutor(min(threads, len(jobs)), "torchlift-read") as pool:
@@ -194,7 +203,7 @@ def _read_parallel(
                     if job.staged and stage is None:
                         break
                     file = opened[job.file]
-                    future = pool.submit(_read_one, job, file, stage, pages, seen)
+                    future = pool.submit(_read_one, job, file, stage, pages, seen, busy)
                     running[future] = (job, stage)
                     following = next(waiting, None)
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -208,13 +217,39 @@ def _read_parallel(
                     report(job.asked)
             stages.wait()
         except BaseException:
-            for job in jobs:  # else an interrupt, or an error, waits for hosts that do not answer
-                if isinstance(job.file, Url):
-                    job.file.store.cancel()
-                    break
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            busy.end({job.file.store for job in jobs if isinstance(job.file, Url)})
+            pool.shutdown(wait=True)
             stages.wait()  # the caller frees what devices fetch from, and what they write to
             raise
+
+
+class _Busy:
+    """The jobs that threads are at.
+
+    An interrupt while a thread starts leaves one that its pool does not know of.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: set[int] = set()
+        self._is_over = False
+
+    def end(self, stores: Collection[Store]) -> None:
+        """Wait until nothing is read any more, which a silent host does not hold up."""
+        self._is_over = True
+        while self._jobs:
+            for store in stores:  # again and again: a thread may be about to ask
+                store.cancel()
+            time.sleep(_SOON)
+
+    @contextmanager
+    def at(self, job: Job) -> Iterator[bool]:
+        """Note a job that a thread is at; yield whether it is still to be done."""
+        self._jobs.add(id(job))
+        try:
+            yield not self._is_over
+        finally:
+            self._jobs.discard(id(job))
 
 
 def _read_one(
@@ -223,11 +258,14 @@ def _read_one(
     stage: torch.Tensor | None,
     pages: Pages,
     seen: Seen | None,
+    busy: _Busy,
 ) -> None:
     """One job on a reader thread."""
-    _fetch(job, file, stage, pages, seen)
-    if job.on_host:
-        _deliver(job, stage, pages)
+    with busy.at(job) as needed:
+        if needed:
+            _fetch(job, file, stage, pages, seen)
+            if job.on_host:
+                _deliver(job, stage, pages)
 
 
 def _fetch(
@@ -628,7 +666,22 @@ def _jobs_of(requests: Iterable[Request], block: int) -> Iterator[Job]:
         yield job
 
 
-def count_ranges(wanted: Iterable[tuple[TensorEntry, bool]]) -> int:
+def _headers_of(
+    requests: Iterable[Request], files: Files, known: Sequence[Request]
+) -> list[Request]:
+    """Return requests, but for known ones, for what is to be before the bytes of requests."""
+    found, host = list[Request](), torch.device("cpu")
+    ends = {(header.file, header.end) for header in known}
+    for file, some in groupby(requests, attrgetter("file")):
+        for start, end in files.unconfirmed(file, ((each.offset, each.end) for each in some)):
+            if (file, end) in ends:
+                continue
+            into = torch.empty(end - start, dtype=torch.uint8, device=host)
+            found.append(Request(file, start, end - start, into, torch.uint8))
+    return found
+
+
+def count_ranges(wanted: Iterable[tuple[TensorEntry, bool]], files: Files) -> int:
     """Return how many ranges of URLs `read` asks for, given entries and whether they are `direct`.
 
     What is no run of numbers, such as quantised blocks, is read whole.
@@ -642,7 +695,11 @@ def count_ranges(wanted: Iterable[tuple[TensorEntry, bool]]) -> int:
             places = ((each.file, each.offset, each.nbytes) for each in entry.chunks)
             nowhere = torch.empty(0, dtype=torch.uint8, device="meta")
             requests[True] += [Request(*place, nowhere, torch.uint8) for place in places]
-    return sum(1 for direct, some in requests.items() for _ in _ranges_of(some, direct))
+    count, headers = 0, list[Request]()
+    for direct, some in requests.items():
+        headers += (ahead := _headers_of(some, files, headers))
+        count += sum(1 for _ in _ranges_of([*some, *ahead], direct))
+    return count
 
 
 def _ranges_of(requests: Iterable[Request], direct: bool) -> Iterator[Job]:
