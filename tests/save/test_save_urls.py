@@ -335,3 +335,17 @@ def test_a_large_object_is_sent_in_more_bytes_at_a_time() -> None:
     place: Any = place_of("memory://x/y")
     assert Upload(place)._size == PART
     assert 10**12 / Upload(place, 10**12)._size < 10_000
+
+
+def test_small_tensors_of_a_url_are_converted_with_few_requests(s3: Bucket) -> None:
+    """Those that lie beside each other are read together, however many they are."""
+    options: Any = {"storage_options": s3.options}
+    state = {f"layers.{n}.weight": torch.full((n % 7 + 1, 100), float(n)) for n in range(400)}
+    torchlift.save(state, s3 / "x.safetensors", **options)
+    for name in ("x.safetensors", "folder"):
+        torchlift.save(state, s3 / name, **options, format="dcp" if name == "folder" else None)
+        s3.requests.clear()
+        torchlift.convert(s3 / name, s3 / "y.pt", overwrite=True, **options)
+        asked = [each for each in s3.requests if each[0] == "GET"]
+        assert len(asked) < (20 if name == "x.safetensors" else 420)  # of DCP, one for each item
+    assert torchlift.diff(torchlift.open(s3 / "y.pt", **options), state).equal

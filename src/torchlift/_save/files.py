@@ -20,7 +20,7 @@ from zlib import crc32
 import torch
 
 from torchlift._model import dcp_item, rank
-from torchlift._save.blocks import BLOCK, Workspace
+from torchlift._save.blocks import BLOCK, Workspace, few_of_url
 from torchlift._save.pickling import Shared, pickled
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
 from torchlift._store import (
@@ -55,6 +55,7 @@ from torchlift.formats import (
     Layout,
     PartialCrc,
     Stored,
+    TensorEntry,
     dcp_items,
     index_content,
     is_index,
@@ -840,8 +841,8 @@ def _written(
     """Write one tensor after the other, note its sums, and yield the CRC-32 of what there is."""
     work = Workspace(_BLOCK)
     base, layout, values = section
-    for (stored, start), value in zip(layout.payloads, values, strict=True):
-        summed, whole, few = layout.checked or value.crc32 is not None, 0, value.few()
+    for (stored, start), value, few in zip(layout.payloads, values, _few(values), strict=True):
+        summed, whole = layout.checked or value.crc32 is not None, 0
         if few is not None:
             to.add(base + start, few)
             total = register_of([few]) if summed else 0
@@ -860,6 +861,26 @@ def _written(
         crcs.append(total)
         shares.append((value.share << 32) + whole if value.share else 0)
         yield found
+
+
+def _few(values: Sequence[Value]) -> Iterator[bytes | bytearray | None]:
+    """Yield the bytes of tensors of which there are few, those of a URL read some at a time."""
+    at = 0
+    while at < len(values):
+        stop, nbytes, views = at, 0, values[at].views
+        while stop < len(values) and values[stop].is_few_of_url and values[stop].views is views:
+            nbytes += values[stop].stored.nbytes
+            if nbytes > _BLOCK:
+                break
+            stop += 1
+        if stop > at and views is not None:
+            part = values[at:stop]
+            entries = [each.source for each in part if isinstance(each.source, TensorEntry)]
+            yield from few_of_url(entries, [each.dtype for each in part], views)
+        else:
+            stop = at + 1
+            yield values[at].few()
+        at = stop
 
 
 def _damaged(value: Value, found: int) -> IntegrityError:

@@ -23,6 +23,7 @@ from torchlift._checkpoint import open as open_checkpoint
 from torchlift._store import (
     FileStamp,
     UrlStamp,
+    abandon,
     inside,
     is_url,
     listed,
@@ -31,6 +32,7 @@ from torchlift._store import (
     place_of,
     remove,
     stamp_now,
+    unfinished,
     upload,
 )
 from torchlift._system import clipped_list
@@ -417,6 +419,7 @@ class KeptFolder(RunFolder):
         self._others: set[str] = set()
         self._abandoned: set[str] = set()
         self._debris: set[str] = set()  # in a store, where nobody can tell what is a dead writer's
+        self._unfinished: list[tuple[str, str]] = []
         self._claim: AtomicFile | _Claim | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-remover")
         self._removing: list[Future[list[str]]] = []
@@ -428,7 +431,9 @@ class KeptFolder(RunFolder):
         """
         kept, names = self.kept(), self._names()
         found = [_NAME.fullmatch(name) for name in names]
-        self._debris = {name for name in names if _BEGUN.fullmatch(name)}
+        if until is None and is_url(self.directory):
+            self._debris = {name for name in names if _BEGUN.fullmatch(name)}
+            self._unfinished = unfinished(self.directory)
         here = [match for match in found if match and (until is None or int(match[1]) <= until)]
         self._own = {self._path(match[0]) for match in here if self._is_complete(match)}
         self._begun = {self._path(match[0]) for match in here} - self._own
@@ -526,6 +531,9 @@ class KeptFolder(RunFolder):
                     retired += _retire(path)
                 except (CheckpointError, OSError) as error:
                     failed.append(str(error))
+        if self._unfinished:
+            abandon(self.directory, self._unfinished)
+            self._unfinished = []
         others = {one.path for one in kept} - self._own - self._others
         if others:
             self._others |= others
