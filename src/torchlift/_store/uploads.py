@@ -55,7 +55,7 @@ class Upload:
         """Prepare an object of about so many bytes; nothing is sent yet."""
         self.place = place
         self.nbytes = 0
-        self._size = max(PART, -(-nbytes // _MOST))
+        self._size = max(PART, (nbytes // _MOST >> 20) + 1 << 20)  # gcsfs takes whole 256 KiB
         self._part = bytearray()
         self._parts: Queue[bytearray | None] = Queue(_WAITING)
         self._is_whole = self._is_left = False
@@ -173,7 +173,7 @@ def require_writable(place: str) -> None:
     """Refuse a URL to which nothing can be written in parts.
 
     Raises:
-        PlacementError: it is one of HTTP, or not of a known scheme.
+        PlacementError: it is one of HTTP, or of a hub.
     """
     if isinstance(place, Url) and place.startswith(("http://", "https://", "hf://")):
         raise PlacementError(
