@@ -26,7 +26,7 @@ _MOST = 9_000
 #: Parts that wait for the thread that sends them, and that obstore has on their way.
 _WAITING, _AT_ONCE = 1, 4
 #: Seconds that an upload which is given up has to delete its parts; after that it goes on alone.
-_PATIENCE = 20.0
+_PATIENCE = 10.0
 #: Schemes of which fsspec's files are in parts, which become an object when they are committed.
 _COMMITS = ("s3", "s3a", "gs", "gcs")
 
