@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeVar
 
 from torchlift._store.url import HEAD, Failed, Store, Url, UrlStamp
@@ -121,8 +122,10 @@ class Others:
         if type(size) is not int:
             raise FormatError("the store does not say how large it is", file=url)
         version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
-        modified = next((str(info[name]) for name in _TIMES if info.get(name)), "")
-        return UrlStamp(size, version, modified)
+        modified = next((info[name] for name in _TIMES if info.get(name)), "")
+        if isinstance(modified, datetime):  # memory:// lists numbers for what it tells as times
+            modified = modified.timestamp()
+        return UrlStamp(size, version, str(modified))
 
     def _call(self, url: Url, call: Callable[[Any, str], _T]) -> _T:
         """Return what a call of the file system returns.
