@@ -57,7 +57,7 @@ from torchlift._sources import (
     tensor_of,
     tensors_in,
 )
-from torchlift._store import FileStamp
+from torchlift._store import FileStamp, exists, is_url, place_of
 from torchlift._system import collection_paused, map_leaves, printable
 from torchlift.errors import Argument, CheckpointError, Hint, PlacementError
 from torchlift.formats import (
@@ -99,6 +99,7 @@ def convert(
     checksum: bool = True,
     verify: bool = True,
     dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Convert a checkpoint into another format, dtype, layout or naming, without loading it.
 
@@ -140,6 +141,7 @@ def convert(
         verify: compare the checksums that the source has of what is converted, before a new file
             appears: a damaged file would become one whose checksums are right.
         dry_run: write nothing, and report what would be written.
+        storage_options: of URLs, `src` and `dst`, as in `torchlift.open`.
 
     Returns:
         What was written, and what the format does not keep.
@@ -170,13 +172,14 @@ def convert(
     )
     if dtype == "model":  # which would leave everything as it is
         raise ValueError("dtype='model': a conversion has no model; expected the name of a dtype")
-    target = Target.of(dst, format, max_shard_size)
+    target = Target.of(dst, format, max_shard_size, storage_options)
     with ExitStack() as stack:
         planning = stack.enter_context(ExitStack())
         if transform is None:  # which may make cycles of large tensors
             planning.enter_context(collection_paused())
         # Of one checkpoint all is opened, so that what the root leaves out is seen.
         given: Sequence[Any] = src if isinstance(src, (list, tuple)) else [src]
+        given = [place_of(one, storage_options) if is_url(one) else one for one in given]
         alone = len(given) == 1 and not is_state(given[0])
         layers = stack.enter_context(
             opened(given, None if alone else root, allow_classes, whole=True)
@@ -274,7 +277,8 @@ class _Results:
         memory: key -> tensor in memory.
         transform: what the caller passed.
         becomes: which dtype a tensor gets.
-        target: what is written: results wait beside it, in a file that has no name.
+        target: what is written: results wait beside it, in a file that has no name; of a URL, where
+            temporary files are.
         stack: closes that file.
     """
 
@@ -325,8 +329,8 @@ class _Results:
         if not tensor.numel():
             return tensor
         if self._file is None:
-            folder = os.path.dirname(self._head)
-            while not os.path.isdir(folder):
+            folder = None if is_url(self._head) else os.path.dirname(self._head)
+            while folder and not os.path.isdir(folder):
                 folder = os.path.dirname(folder)
             self._file = self._stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115
         start = -(-self._file.seek(0, os.SEEK_END) // mmap.ALLOCATIONGRANULARITY)
@@ -364,14 +368,15 @@ def _check_apart(index: Index, target: Target, overwrite: bool) -> None:
     """Refuse to replace what is there, and the source above all, unless that is asked for."""
     if overwrite:
         return
-    source = {os.path.realpath(path) for path in (index.path, *index.files)}
+    paths = {index.path, *index.files}
+    source = paths | {os.path.realpath(path) for path in paths if not is_url(path)}
     stamps = [stamp for stamp in index.files.values() if isinstance(stamp, FileStamp)]
     inodes = {(stamp.device, stamp.inode) for stamp in stamps}
     for path in target.heads:
-        if os.path.lexists(path):
-            is_source = os.path.realpath(path) in source
+        if (exists if is_url(path) else os.path.lexists)(path):
+            is_source = (path if is_url(path) else os.path.realpath(path)) in source
             replaces = Argument("overwrite", "True")
-            if os.path.exists(path):
+            if not is_url(path) and os.path.exists(path):
                 found = os.stat(path)
                 is_source |= (found.st_dev, found.st_ino) in inodes
             raise CheckpointError(

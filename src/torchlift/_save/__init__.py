@@ -4,12 +4,15 @@ from torchlift._save.blocks import memory_of as memory_of
 from torchlift._save.files import DCP_FILES as DCP_FILES
 from torchlift._save.files import Begun as Begun
 from torchlift._save.files import Files as Files
+from torchlift._save.files import Objects as Objects
 from torchlift._save.files import Output as Output
 from torchlift._save.files import Section as Section
 from torchlift._save.files import Sums as Sums
 from torchlift._save.files import behind as behind
 from torchlift._save.files import dcp_layout as dcp_layout
 from torchlift._save.files import make_folders as make_folders
+from torchlift._save.files import on_their_way as on_their_way
+from torchlift._save.files import require_one_writer as require_one_writer
 from torchlift._save.files import torch_output as torch_output
 from torchlift._save.files import write_errors as write_errors
 from torchlift._save.files import write_files as write_files

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
 
 from torchlift._checkpoint import MappedViews, dtype_of
 from torchlift._model import Span, blocks
-from torchlift._transfer import allocate, is_readable, read, requests_for
+from torchlift._transfer import Request, allocate, is_readable, read, requests_for
 from torchlift.formats import TensorEntry, narrowed
 
 #: Bytes that are copied from an accelerator, cast, read or made dense at a time.
@@ -86,6 +86,35 @@ def tensor_blocks(
         yield block, memory_of(values)
 
 
+def few_of_url(
+    entries: Sequence[TensorEntry], dtypes: Sequence[torch.dtype], views: MappedViews
+) -> Iterator[bytes | None]:
+    """Read small tensors of a file behind a URL together, and yield their bytes; None of others.
+
+    One after the other, each is a request: 1,000 tensors of 4 KB took 1,000, and take 1.
+
+    Args:
+        entries: the tensors.
+        dtypes: what the values of each become.
+        views: of the files.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    rooms: list[torch.Tensor | None] = []
+    requests: list[Request] = []
+    for entry in views.resolved(entries):
+        room = None
+        if entry.is_plain and is_readable(entry):
+            stored = dtype_of(entry, views.index.path)
+            room = torch.empty(entry.shape, dtype=stored)
+            requests += requests_for(entry, room, stored)
+        rooms.append(room)
+    read(requests, views.files)
+    for room, dtype in zip(rooms, dtypes, strict=True):
+        yield None if room is None else few_bytes(room, dtype)
+
+
 def entry_blocks(
     entry: TensorEntry, dtype: torch.dtype, work: Workspace, views: MappedViews
 ) -> Iterator[memoryview]:
@@ -100,6 +129,7 @@ def entry_blocks(
     Raises:
         IntegrityError: the file cannot be read, or has changed.
     """
+    (entry,) = views.resolved([entry])
     if not entry.is_plain:
         for values in views.blocks(entry):
             room = work.room(values.numel(), dtype, values.device)

@@ -6,10 +6,12 @@ import json
 import os
 import pickle
 import re
+import secrets
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import chain
 from typing import NamedTuple
@@ -18,9 +20,19 @@ from zlib import crc32
 import torch
 
 from torchlift._model import dcp_item, rank
-from torchlift._save.blocks import BLOCK, Workspace
+from torchlift._save.blocks import BLOCK, Workspace, few_of_url
 from torchlift._save.pickling import Shared, pickled
 from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
+from torchlift._store import (
+    Upload,
+    inside,
+    is_url,
+    listed,
+    name_of,
+    parent,
+    remove,
+    upload,
+)
 from torchlift._system import deliver_interrupt, uninterrupted
 from torchlift._transfer import (
     AtomicFile,
@@ -31,6 +43,7 @@ from torchlift._transfer import (
     Runs,
     SetKind,
     make_durable,
+    with_token,
     write_at,
 )
 from torchlift.errors import Argument, CheckpointError, Hint, IntegrityError, PlacementError
@@ -42,6 +55,7 @@ from torchlift.formats import (
     Layout,
     PartialCrc,
     Stored,
+    TensorEntry,
     dcp_items,
     index_content,
     is_index,
@@ -53,6 +67,7 @@ from torchlift.formats import (
 )
 
 _BLOCK = BLOCK  # of what several ranks hold, each writes such blocks in turn
+_ENDING = 4  # objects of a set whose last parts are sent while the next one is begun
 Advance = Callable[[int], object]
 
 
@@ -272,16 +287,16 @@ def dcp_output(
         name_of = dict(zip(each, names, strict=True))
         data = {index: dcp_item(name_of[at], first, length) for index, at, first, length in places}
         # With the version of its writer, so that torch knows how keys were joined.
-        metadata = Metadata(described, taken.paths, data, StorageMeta(path), "1.0.0")
+        metadata = Metadata(described, taken.paths, data, StorageMeta(str(path)), "1.0.0")
         return pickle.dumps(metadata)
 
     names = {at: f"__{at[0]}_{at[1]}{DCP_SUFFIX}" for at in each}
     return Output(
-        os.path.join(path, DCP_METADATA),
+        inside(path, DCP_METADATA),
         {names[at]: sections for at, sections in each.items()},
         content,
         DCP_FILES,
-        {name: who for (who, _), name in names.items()} if len(files) > 1 else {},
+        {name: who for (who, _), name in names.items()} if len(files) > 1 or is_url(path) else {},
         untied=ties_of(values),
     )
 
@@ -320,6 +335,10 @@ class Sums(NamedTuple):
     crcs: array[int]
     shares: array[int]
 
+    def with_more(self, more: Sums) -> Sums:
+        """Return this with the sums of the next file."""
+        return Sums(self.nbytes + more.nbytes, self.crcs + more.crcs, self.shares + more.shares)
+
 
 class Begun(NamedTuple):
     """What the first rank tells of the files that it has made.
@@ -327,7 +346,7 @@ class Begun(NamedTuple):
     Attributes:
         rank: its number.
         place: path of the head, links followed.
-        temporary: the names that the files have until they appear.
+        temporary: the names that the files have until they appear; objects of a store, for ever.
     """
 
     rank: int
@@ -362,12 +381,6 @@ class Files:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def names(self) -> list[str]:
@@ -446,6 +459,145 @@ class Files:
                     os.rmdir(path)
 
 
+class Objects:
+    """The objects of a checkpoint on their way to a store, which has no locks, and no other names.
+
+    An object is there when it is whole. Those of a set get names that nobody had before, so that
+    what an older head names stays in place, and two writers of one head have nothing in common but
+    the head: that of the later one counts, whole.
+
+    Attributes:
+        output: what they are.
+        place: URL of the head.
+        names: those that the objects get in their folder.
+        upload: of a checkpoint in one object, that, as long as it is not there.
+    """
+
+    def __init__(self, output: Output) -> None:
+        self.output, self.place = output, output.head
+        self.names = list(output.files)
+        self.upload: Upload | None = None
+        self._is_committed = False
+        if output.kind is not None:
+            token = secrets.token_hex(4)
+            self.names = [with_token(name, token) for name in self.names]
+
+    def begin(self) -> Begun:
+        """Return what the others have to know; nothing is sent before there are bytes."""
+        return Begun(rank(), str(self.place), self.names)
+
+    def complete(self, written: Sequence[Sums]) -> None:
+        """Look whether all of it is written.
+
+        Raises:
+            PlacementError: some of it nobody has written, or is not there.
+        """
+        expected, found = self.output.nbytes, sum(sums.nbytes for sums in written)
+        if found != expected:
+            raise nobodys(None, expected, found, self.place)
+        if self.output.kind is not None:
+            gone = {*self.names}.difference(listed(parent(self.place)))
+            if gone:
+                raise PlacementError(
+                    "an object that a rank has written is not there",
+                    file=inside(parent(self.place), min(gone)),
+                    hint="Pass one URL on all ranks, and let no other job write to it.",
+                )
+
+    def commit(self) -> list[str]:
+        """Let the checkpoint be what these objects are; return their URLs.
+
+        Raises:
+            NotRemoved: it is, and so is something that they supersede.
+            CheckpointError: it is not.
+        """
+        output, folder = self.output, parent(self.place)
+        kind = output.kind
+        if kind is None and output.replaces:
+            kind = shards_of_kind(output.replaces[0])
+        heads, old = list[str](), set[str]()
+        if kind is not None:
+            there = {*listed(folder)}
+            heads = [each for each in (self.place, *output.replaces) if name_of(each) in there]
+            for each in heads:
+                old |= (_named(each, kind) if kind.is_head(name_of(each)) else None) or set()
+        if output.content is None:
+            assert self.upload is not None
+            self.upload.commit()
+        else:
+            with upload(self.place) as head:
+                head.write(output.content(self.names))
+                head.commit()
+        self._is_committed = True
+        try:
+            for each in heads:
+                if each != self.place:
+                    remove(each)
+            if kind is not None and old:
+                remove_unnamed(folder, old, kind)
+        except CheckpointError as error:
+            raise NotRemoved(str(error)) from None
+        names = self.names if output.content is not None else []
+        return [*(inside(folder, name) for name in names), self.place]
+
+    def close(self) -> None:
+        """Remove what is not part of the checkpoint; may be called twice."""
+        if self.upload is not None:
+            self.upload.close()
+        if self.output.kind is not None and not self._is_committed:
+            with uninterrupted(), suppress(CheckpointError):
+                remove_unnamed(parent(self.place), self.names, self.output.kind)
+
+
+def _named(head: str, kind: SetKind) -> set[str] | None:
+    """Return what a head in a store names; None where nobody can tell."""
+    try:
+        return kind.named(head)
+    except (CheckpointError, OSError, ValueError, AttributeError, KeyError):
+        return None
+
+
+def remove_unnamed(folder: str, names: Iterable[str], kind: SetKind) -> None:
+    """Remove objects that no head of their folder names; none where nobody can tell.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    there = listed(folder)
+    each = [_named(inside(folder, name), kind) for name in filter(kind.is_head, there)]
+    if None in each:
+        return
+    needed = set().union(*filter(None, each))
+    for name in {*names}.intersection(there) - needed:
+        if re.fullmatch(kind.ours, name):  # an old head may name anything
+            remove(inside(folder, name))
+
+
+def on_their_way(output: Output) -> Files | Objects:
+    """Return the files of a checkpoint that one process makes, wherever they go.
+
+    Raises:
+        OSError: their folder cannot be made.
+    """
+    return Objects(output) if is_url(output.head) else Files(output)
+
+
+def require_one_writer(output: Output, ranks: int) -> None:
+    """Refuse what several ranks would have to write into one object of a store.
+
+    Raises:
+        PlacementError: the files are such.
+    """
+    if ranks > 1 and is_url(output.head) and not output.owners:
+        raise PlacementError(
+            "several ranks cannot write into one object of a store",
+            file=output.head,
+            expected="a folder of DCP, to which each rank writes objects of its own",
+            found=f"{ranks} ranks",
+            hint='Pass format="dcp"; torchlift.convert makes one file of that.',
+        )
+
+
 def require_sizes(folder: str, sizes: Mapping[str, int]) -> None:
     """Refuse files that others have written, as far as this machine sees them.
 
@@ -484,6 +636,8 @@ def nobodys(key: str | None, expected: int, found: int, path: str | None = None)
 
 def place_of(output: Output) -> str:
     """Return the path of the head, links followed."""
+    if is_url(output.head):
+        return output.head
     if output.kind is None:
         return os.path.realpath(output.head)
     folder, name = os.path.split(output.head)
@@ -519,7 +673,13 @@ def make_folders(path: str, made: list[str]) -> None:
     make_durable(parent)
 
 
-def write_files(output: Output, begun: Begun, number: int, advance: Advance) -> Sums:
+def write_files(
+    output: Output,
+    begun: Begun,
+    number: int,
+    advance: Advance,
+    own: Files | Objects | None = None,
+) -> Sums:
     """Write this process's byte ranges of the files that the first one has made.
 
     Nobody else has their random names: a rank that sees them is in the same folder, whatever that
@@ -530,15 +690,17 @@ def write_files(output: Output, begun: Begun, number: int, advance: Advance) -> 
         begun: what the first rank tells of them.
         number: of this process among those that save.
         advance: called with a number of bytes as they are read.
+        own: those that this process has made, if it is the first.
 
     Raises:
         PlacementError: it does not see them.
-        OSError: they cannot be written.
+        CheckpointError, OSError: they cannot be written.
     """
     place, total = place_of(output), Sums(0, array("I"), array("Q"))
-    folder, name = os.path.split(place)
-    temporary = [os.path.join(folder, each) for each in begun.temporary]
-    if name != os.path.basename(begun.place) or not all(map(os.path.exists, temporary)):
+    temporary = [inside(parent(place), each) for each in begun.temporary]
+    is_same = name_of(place) == name_of(begun.place)
+    seen = place == begun.place if is_url(place) else all(map(os.path.exists, temporary))
+    if not (is_same and seen):
         raise PlacementError(
             "the ranks do not save to the same path",
             expected=f"{begun.place}, as on rank {begun.rank}",
@@ -551,6 +713,8 @@ def write_files(output: Output, begun: Begun, number: int, advance: Advance) -> 
         deliver_interrupt()
         advance(nbytes)
 
+    if is_url(place):
+        return _write_objects(output, temporary, number, go_on, own)
     for path, (name, sections) in zip(temporary, output.files.items(), strict=True):
         with LockedFile() as file:  # the first rank has locked it, or its set
             is_here = output.owners.get(name, number) == number
@@ -558,40 +722,84 @@ def write_files(output: Output, begun: Begun, number: int, advance: Advance) -> 
                 file.open(path, os.O_WRONLY)
             alone = is_here and bool(output.owners)
             # Of others' it compares all.
-            sums = write_sections(file.descriptor, sections, go_on, alone=alone)
+            sums = write_sections(Runs(file.descriptor), sections, go_on, alone=alone)
             if alone:
                 os.truncate(file.descriptor, end_of(sections))
             if is_here:
                 os.fsync(file.descriptor)
-        total.crcs.extend(sums.crcs)
-        total.shares.extend(sums.shares)
-        total = total._replace(nbytes=total.nbytes + sums.nbytes)
+        total = total.with_more(sums)
     deliver_interrupt()  # the last one that ends the save: the others are told of it
     return total
 
 
+def _write_objects(
+    output: Output, places: Sequence[str], number: int, advance: Advance, own: object
+) -> Sums:
+    """Send this process's objects; of a set they are there then, and that of one waits in `own`.
+
+    Raises:
+        CheckpointError: one cannot be sent.
+    """
+    total, ending = Sums(0, array("I"), array("Q")), deque[Upload]()
+    with ExitStack() as stack:
+        for place, (name, sections) in zip(places, output.files.items(), strict=True):
+            to = Runs(-1)  # of others' it compares all
+            if output.owners.get(name, number) == number:
+                made = upload(place, end_of(sections))
+                to = Runs(-1, made.write)
+                if output.kind is None:
+                    assert isinstance(own, Objects)
+                    own.upload = made
+                else:
+                    ending.append(stack.enter_context(made))
+                total = total.with_more(
+                    write_sections(to, sections, advance, alone=True, in_order=True)
+                )
+                if output.kind is not None:
+                    made.end()
+            else:
+                total = total.with_more(write_sections(to, sections, advance, alone=False))
+            if len(ending) > _ENDING:
+                ending.popleft().commit()
+        for made in ending:
+            made.commit()
+    deliver_interrupt()
+    return total
+
+
 def write_sections(
-    descriptor: int, sections: Sequence[Section], advance: Advance, *, alone: bool
+    to: Runs,
+    sections: Sequence[Section],
+    advance: Advance,
+    *,
+    alone: bool,
+    in_order: bool = False,
 ) -> Sums:
     """Write what this process has of the tensors of a file, and sum it up where sums are needed.
 
     Args:
-        descriptor: of the file.
+        to: the file.
         sections: of it.
         advance: called with a number of bytes as they are read.
         alone: whether no other process writes to the file. Then what is not weights is written,
             too, in one pass from the first byte to the last.
+        in_order: whether nothing can be written behind what comes later. Where sums stand in front
+            of what they are of, it is then read twice, unless the file that it is in has them.
 
     Raises:
         IntegrityError: what a file holds is not what it records the checksum of.
         OSError: it cannot be written.
     """
-    to, crcs, shares, framed, end = Runs(descriptor), array("I"), array("Q"), 0, 0
+    crcs, shares, framed, end = array("I"), array("Q"), 0, 0
     for section in sections:
         base, layout, _ = section
         found = _written(to, section, advance, crcs, shares)
         if alone:
-            frame = layout.frame(found if layout.checked else (0 for _ in found))
+            sums: Iterable[int] = found if layout.checked else (0 for _ in found)
+            if in_order and layout.sums_first:
+                sums = known = _summed(section)
+                found = _compared(found, section, known)
+            frame = layout.frame(sums)
             for at, data in chain([(end - base, bytes(base - end))], frame):
                 to.add(base + at, data)
                 framed += len(data)
@@ -602,14 +810,39 @@ def write_sections(
     return Sums(to.nbytes - framed, crcs, shares)
 
 
+def _summed(section: Section) -> list[int]:
+    """Return the CRC-32s of the tensors of a file, read but for those that their file records."""
+    _, layout, values = section
+    unknown = [at for at, value in enumerate(values) if value.crc32 is None]
+    payloads = tuple(layout.payloads[at] for at in unknown)
+    part = Section(0, replace(layout, payloads=payloads), [values[at] for at in unknown])
+    nowhere = Runs(-1, lambda data, offset: deliver_interrupt())
+    found = _written(nowhere, part, lambda nbytes: None, array("I"), array("Q"))
+    return [next(found) if value.crc32 is None else value.crc32 for value in values]
+
+
+def _compared(found: Iterator[int], section: Section, known: Sequence[int]) -> Iterator[int]:
+    """Yield the sums of what is written, which has to be what was summed up before."""
+    for value, before, now in zip(section.values, known, found, strict=True):
+        if now != before:
+            raise IntegrityError(
+                "its values changed while it was saved",
+                entry=value.key,
+                expected=f"crc32 {before:08x}",
+                found=f"crc32 {now:08x}",
+                hint="Save what nobody writes to meanwhile, or a copy of it.",
+            )
+        yield now
+
+
 def _written(
     to: Runs, section: Section, advance: Advance, crcs: array[int], shares: array[int]
 ) -> Iterator[int]:
     """Write one tensor after the other, note its sums, and yield the CRC-32 of what there is."""
     work = Workspace(_BLOCK)
     base, layout, values = section
-    for (stored, start), value in zip(layout.payloads, values, strict=True):
-        summed, whole, few = layout.checked or value.crc32 is not None, 0, value.few()
+    for (stored, start), value, few in zip(layout.payloads, values, _few(values), strict=True):
+        summed, whole = layout.checked or value.crc32 is not None, 0
         if few is not None:
             to.add(base + start, few)
             total = register_of([few]) if summed else 0
@@ -628,6 +861,26 @@ def _written(
         crcs.append(total)
         shares.append((value.share << 32) + whole if value.share else 0)
         yield found
+
+
+def _few(values: Sequence[Value]) -> Iterator[bytes | bytearray | None]:
+    """Yield the bytes of tensors of which there are few, those of a URL read some at a time."""
+    at = 0
+    while at < len(values):
+        stop, nbytes, views = at, 0, values[at].views
+        while stop < len(values) and values[stop].is_few_of_url and values[stop].views is views:
+            nbytes += values[stop].stored.nbytes
+            if nbytes > _BLOCK:
+                break
+            stop += 1
+        if stop > at and views is not None:
+            part = values[at:stop]
+            entries = [each.source for each in part if isinstance(each.source, TensorEntry)]
+            yield from few_of_url(entries, [each.dtype for each in part], views)
+        else:
+            stop = at + 1
+            yield values[at].few()
+        at = stop
 
 
 def _damaged(value: Value, found: int) -> IntegrityError:
@@ -674,6 +927,8 @@ def write_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as cause:
+        if isinstance(cause, CheckpointError):  # ours, which is Python's own as well
+            raise
         reason, hint = "the file cannot be written", None
         if isinstance(cause, NotDurable):
             reason = "the new file is in place, but its folder is not durable"

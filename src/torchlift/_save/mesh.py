@@ -39,17 +39,22 @@ from torchlift._save.files import (
     Advance,
     Begun,
     Files,
+    Objects,
     Output,
     Sums,
     nobodys,
+    on_their_way,
     place_of,
+    remove_unnamed,
+    require_one_writer,
     write_errors,
     write_files,
 )
 from torchlift._save.pickling import Rebuilt
 from torchlift._save.values import Taken, Value, apart, stored_as, untied
+from torchlift._store import is_url, parent
 from torchlift._system import deliver_interrupt
-from torchlift.errors import PlacementError
+from torchlift.errors import CheckpointError, PlacementError
 from torchlift.formats import Chunk, Leaf, Stored, TensorEntry, narrowed, row_major, runs
 
 T = TypeVar("T")
@@ -216,6 +221,7 @@ class Mesh:
 
         def lay_out() -> tuple[Output, bytes]:
             output = step()
+            require_one_writer(output, len(self.ranks))
             return output, output.digest if len(self.ranks) > 1 else b""
 
         output, digests = self.run(lay_out)
@@ -378,10 +384,11 @@ class Mesh:
             output = replace(output, owners=dict.fromkeys(output.files, 0))
         with ExitStack() as stack:
 
-            def begin() -> tuple[Files | None, Begun | None]:
+            def begin() -> tuple[Files | Objects | None, Begun | None]:
                 if not self.leads:
                     return None, None
-                made = stack.enter_context(Files(output))
+                made = on_their_way(output)
+                stack.callback(made.close)
                 return made, made.begin()
 
             def commit() -> tuple[None, list[str]]:
@@ -394,7 +401,7 @@ class Mesh:
             try:
                 files, told = self.run(begin)
                 begun, number = told[self.ranks[0]], self.ranks.index(self.rank)
-                write = partial(write_files, output, begun, number, advance)
+                write = partial(write_files, output, begun, number, advance, files)
                 _, written = self.run(lambda: (None, write()))
                 self.written = written[self.rank].nbytes
                 _require_equal(written, output, self.path)
@@ -402,8 +409,13 @@ class Mesh:
                 return paths
             except BaseException:
                 # The first rank may be the one that died, and cannot remove what it has created.
-                folder = os.path.dirname(place_of(output))
-                for name in begun.temporary if begun is not None else ():
+                folder, names = parent(place_of(output)), begun.temporary if begun else []
+                if is_url(folder):
+                    with suppress(CheckpointError):
+                        if begun and output.kind:
+                            remove_unnamed(folder, names, output.kind)
+                    raise
+                for name in names:
                     with suppress(OSError):
                         os.unlink(os.path.join(folder, name))
                 raise

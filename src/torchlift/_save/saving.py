@@ -38,6 +38,16 @@ from torchlift._save.values import (
     take_apart,
     untied,
 )
+from torchlift._store import (
+    inside,
+    is_folder,
+    is_url,
+    name_of,
+    names_in,
+    parent,
+    place_of,
+    require_writable,
+)
 from torchlift._system import (
     Facts,
     Summary,
@@ -51,7 +61,14 @@ from torchlift._system import (
     progress_bar,
     uninterrupted,
 )
-from torchlift.errors import Argument, CheckpointError, Hint, PlacementError, answers_keywords
+from torchlift.errors import (
+    Argument,
+    CheckpointError,
+    Hint,
+    NotFound,
+    PlacementError,
+    answers_keywords,
+)
 from torchlift.formats import (
     DCP_METADATA,
     FORMATS,
@@ -141,6 +158,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     replicated: Literal["equal", "rank0"] = "equal",
     process_group: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Save a state so that the older file is there until the new one is whole.
 
@@ -176,6 +194,14 @@ def save(
     tuples tuples, numpy's numbers Python's and its arrays lists, as in the states of random
     generators, which take them back. What a format does not keep of this state is in the report.
 
+    **To a URL** (``s3://``, ``gs://``, ``az://``, ``memory://`` and what else fsspec writes to, not
+    ``http://``) it is sent in parts, in the memory of some of them, and is there when it is whole;
+    of a set the file that names the others comes last. Files of safetensors have their checksums in
+    front: what is not read from a file that records them is read twice. What fails, or is
+    interrupted, deletes its parts; what a killed process leaves, only the store can: let the bucket
+    abort unfinished uploads after some days. Two that save to one URL at once mix nothing: the
+    later head counts, whole.
+
     A small view of a large memory is saved as what it shows; ``torch.save`` writes all of it.
 
     **From a mesh.** Where the state has DTensors, or ``process_group=`` is passed, all ranks call
@@ -185,7 +211,8 @@ def save(
     stages of a pipeline do: pass ``process_group=`` then, since nothing tells a stage of plain
     tensors from a replica. The files have the names of all, in the order of the ranks; of plain
     data the first rank's counts. Of what several ranks hold, plain tensors or replicated DTensors,
-    each writes 16 MiB in turn, and it must be equal, by its checksums. All ranks return, or all
+    each writes 16 MiB in turn, and it must be equal, by its checksums. To a URL they save as DCP,
+    each to objects of its own: no store lets several write one. All ranks return, or all
     raise, and then the older checkpoint is in place; ranks that survive another's death remove what
     was begun. They notice it when the process group does: at once where connections break, else
     after its timeout.
@@ -216,6 +243,7 @@ def save(
         process_group: the ranks that save, which all call this; by default, where there are
             DTensors, all. What they agree on travels over it: over gloo, rank 0's ``fsync`` may
             take longer than NCCL would wait.
+        storage_options: of a URL, as in `torchlift.open`.
 
     Returns:
         What was written, and what was not kept.
@@ -256,7 +284,7 @@ def save(
         if replicated not in _REPLICATED:
             known = ", ".join(map(repr, _REPLICATED))
             raise ValueError(f"replicated must be one of {known}, not {replicated!r}")
-        target = Target.of(path, format, max_shard_size)
+        target = Target.of(path, format, max_shard_size, storage_options)
         mesh.path = target.path
         target.check_metadata(texts)
         _check_whole(obj, mesh.path)
@@ -417,14 +445,22 @@ class Target:
 
     @classmethod
     def of(
-        cls, path: str | bytes | os.PathLike[str], format: str | None, size: int | str | None
+        cls,
+        path: str | bytes | os.PathLike[str],
+        format: str | None,
+        size: int | str | None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> Target:
         """Return what a caller asks for.
 
         Raises:
+            PlacementError: it is a URL that nothing can be written to.
             ValueError: it makes no sense.
         """
         given = os.fsdecode(path)
+        if is_url(given):
+            given = place_of(given, storage_options)
+            require_writable(given)
         found = format_for(given, format, (*FORMATS, *SETS))
         limit = None if size is None else parse_size(size)
         if limit is not None and (found == "torch-zip" or limit < 1):
@@ -434,27 +470,28 @@ class Target:
                 else f"max_shard_size={size!r}: expected a size such as '5GB'"
             )
         with write_errors(given):  # there may be no current folder
-            given = os.path.abspath(given)
-        if found == "safetensors" and os.path.isdir(given):
-            given = os.path.join(given, _IN_FOLDER)  # as save_pretrained does
+            given = place_of(given)
+        if found == "safetensors" and _is_folder(given):
+            given = inside(given, _IN_FOLDER)  # as save_pretrained does
         if found == "sharded" and not given.lower().endswith(INDEX_SUFFIX):
-            is_file = given.lower().endswith(".safetensors") and not os.path.isdir(given)
-            given = (given if is_file else os.path.join(given, _IN_FOLDER)) + INDEX_SUFFIX
+            is_file = given.lower().endswith(".safetensors") and not _is_folder(given)
+            given = _with_suffix(given if is_file else inside(given, _IN_FOLDER))
         return cls(given, found, limit)
 
     @property
     def head(self) -> str:
         """Return the path of the one file, or of the one that names the others."""
-        return os.path.join(self.path, DCP_METADATA) if self.format == "dcp" else self.path
+        return inside(self.path, DCP_METADATA) if self.format == "dcp" else self.path
 
     @property
     def heads(self) -> list[str]:
         """Return the paths of all heads that this one may write or supersedes."""
         if self.format == "safetensors":
-            return [self.path, self.path + INDEX_SUFFIX]
+            return [self.path, _with_suffix(self.path)]
         if self.format == "sharded" and self.path.endswith(".safetensors" + INDEX_SUFFIX):
             # transformers looks for the one file first.
-            return [self.path, self.path[: -len(INDEX_SUFFIX)]]
+            one = name_of(self.path)[: -len(INDEX_SUFFIX)]
+            return [self.path, inside(parent(self.path), one)]
         return [self.head]
 
     def check_folder(self) -> None:
@@ -463,17 +500,17 @@ class Target:
         Raises:
             CheckpointError: it has such a one.
         """
-        folder, name = os.path.split(self.head)
-        if not (self.format in SETS or name == _IN_FOLDER) or not os.path.isdir(folder):
+        folder, name = parent(self.head), name_of(self.head)
+        if not (self.format in SETS or name == _IN_FOLDER) or not _is_folder(folder):
             return
-        names = os.listdir(folder)
+        names = names_in(folder)
         other = metadata_files(names)
         if self.format == "dcp":
             other = [name for name in names if is_index(name) or name == _IN_FOLDER]
         if other:
             raise CheckpointError(
                 "the folder holds a checkpoint of another format, which readers may take instead",
-                file=os.path.join(folder, other[0]),
+                file=inside(folder, other[0]),
                 hint="Save into another folder, or remove that checkpoint first.",
             )
 
@@ -554,7 +591,19 @@ class Target:
         one = safetensors_output(self.path, values, metadata, checksum)
         if self.limit is None or one.nbytes <= self.limit:
             return one
-        return sharded_output(self.path + INDEX_SUFFIX, values, self.limit, metadata, checksum)
+        return sharded_output(_with_suffix(self.path), values, self.limit, metadata, checksum)
+
+
+def _with_suffix(path: str) -> str:
+    """Return the place of the index of a file's shards."""
+    return inside(parent(path), name_of(path) + INDEX_SUFFIX)
+
+
+def _is_folder(place: str) -> bool:
+    try:
+        return is_folder(place)
+    except NotFound:
+        return False
 
 
 def require_savable(obj: object, path: str) -> Output:
@@ -706,8 +755,8 @@ def finish(
         gone |= untied({**apart(values, output.shared), **output.untied})
         keys, left_out = compacted(values)
         cast = {v.key: (v.source_dtype, v.stored.dtype) for v in values if v.is_cast}
-    folder = os.path.dirname(output.head)
-    files = [os.path.join(folder, name) for name in output.files]
+    folder = parent(output.head)
+    files = [inside(folder, name) for name in output.files]
     files += [output.head] if output.content is not None else []
     if written:
         total = sum(value.here for value in output.values)
@@ -715,9 +764,10 @@ def finish(
         with uninterrupted(), progress_bar(progress and mesh.leads, total, "save") as advance:
             files = mesh.write(output, advance, check)
     return SaveReport(
-        path=output.head if format != "dcp" else folder,
+        # Of URLs the text: a report that is kept or sent has no credentials.
+        path=str(output.head if format != "dcp" else folder),
         format=format,
-        files=tuple(files),
+        files=tuple(map(str, files)),
         tensors=len(values),
         nbytes=output.nbytes,
         tied=dict(output.tied),

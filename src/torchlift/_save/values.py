@@ -32,6 +32,7 @@ from torchlift._save.blocks import (
     tensor_blocks,
 )
 from torchlift._save.pickling import MAX_DEPTH, Rebuilt, Shared, is_array, require_plain
+from torchlift._store import is_url
 from torchlift._system import clipped_list, printable
 from torchlift.errors import PlacementError
 from torchlift.formats import (
@@ -55,6 +56,7 @@ from torchlift.formats import (
 #: Callable from a tensor of a checkpoint to the dtype that it is saved with.
 Becomes = Callable[[TensorEntry], torch.dtype]
 _PAIR = (dict, OrderedDict, Counter)
+_SMALL = 2 << 20  # bytes of a tensor of a URL that is read together with its neighbours
 
 
 class Loss(Enum):
@@ -226,6 +228,14 @@ class Value:
     def is_dense(self) -> bool:
         """Return whether its elements lie in row-major order without gaps."""
         return is_row_major(self.shape, self.stride)
+
+    @property
+    def is_few_of_url(self) -> bool:
+        """Return whether it is a small tensor of a file behind a URL, where a read takes longer."""
+        entry = self.source
+        if isinstance(entry, torch.Tensor) or not entry.chunks:
+            return False
+        return max(entry.nbytes, self.stored.nbytes) <= _SMALL and is_url(entry.chunks[0].file)
 
     def few(self) -> bytes | bytearray | None:
         """Return all of its bytes as they are saved, where they are few; None: they come in blocks.

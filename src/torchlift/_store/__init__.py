@@ -1,5 +1,8 @@
 """Where bytes are: a file, a URL; size, stamp, reads; no formats, no tensors."""
 
+from typing import TYPE_CHECKING
+
+from torchlift._lazy import lazy
 from torchlift._store.files import FileStamp as FileStamp
 from torchlift._store.files import LocalFile as LocalFile
 from torchlift._store.files import Opened as Opened
@@ -17,7 +20,21 @@ from torchlift._store.places import parent as parent
 from torchlift._store.places import place_of as place_of
 from torchlift._store.places import relative as relative
 from torchlift._store.places import shared_folder as shared_folder
+from torchlift._store.places import stamp_now as stamp_now
 from torchlift._store.places import stamp_of as stamp_of
 from torchlift._store.url import Store as Store
 from torchlift._store.url import Url as Url
 from torchlift._store.url import UrlStamp as UrlStamp
+
+if TYPE_CHECKING:
+    from torchlift._store.uploads import Upload as Upload
+    from torchlift._store.uploads import abandon as abandon
+    from torchlift._store.uploads import listed as listed
+    from torchlift._store.uploads import remove as remove
+    from torchlift._store.uploads import require_writable as require_writable
+    from torchlift._store.uploads import unfinished as unfinished
+    from torchlift._store.uploads import upload as upload
+else:
+    # What reads does without threads and queues.
+    _NAMES = "Upload abandon listed remove require_writable unfinished upload"
+    __getattr__ = lazy(__name__, {"uploads": _NAMES})[0]

@@ -51,6 +51,11 @@ class FileStamp:
         now = os.stat(file)
         return cls(now.st_size, now.st_mtime_ns, now.st_dev, now.st_ino, now.st_ctime_ns)
 
+    @property
+    def time(self) -> float:
+        """Return when its content changed last, in seconds since 1970."""
+        return self.mtime_ns / 1e9
+
     def check(self, file: str, descriptor: int | None = None) -> None:
         """Refuse a file that is not the one that was indexed.
 

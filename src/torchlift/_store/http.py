@@ -86,6 +86,10 @@ class Http:
         """Fill buffers with bytes of an object from a place on; return how many came."""
         return self._ranged(url, stamp, buffers, offset)[1]
 
+    def stamp(self, url: Url) -> UrlStamp:
+        """Return what identifies an object now."""
+        return self.head(url)[0]
+
     def check(self, url: Url, stamp: UrlStamp) -> None:
         """Refuse an object that is not the one that was indexed."""
         self._ranged(url, stamp, [memoryview(bytearray(1))], 0)

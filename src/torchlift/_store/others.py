@@ -20,6 +20,9 @@ from torchlift.errors import (
 
 _T = TypeVar("_T")
 
+#: Classes of obstore.
+_REFUSED = ("PermissionDeniedError", "UnauthenticatedError")
+
 #: What file systems call the version of an object, and the time of its change.
 _VERSIONS = "ETag", "etag", "VersionId", "version_id", "generation", "oid", "blob_id", "md5Hash"
 _TIMES = "LastModified", "last_modified", "mtime", "updated", "modified", "created"
@@ -46,15 +49,19 @@ class Others:
 
     def check(self, url: Url, stamp: UrlStamp) -> None:
         """Refuse an object that is not the one that was indexed."""
-        if (found := self._stamp(url, self._info(url))) != stamp:
+        if (found := self.stamp(url)) != stamp:
             raise stamp.changed(url, found)
+
+    def stamp(self, url: Url) -> UrlStamp:
+        """Return what identifies an object now."""
+        return self._stamp(url, self._info(url))
 
     def read_into(
         self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
     ) -> int:
         """Fill buffers with bytes of an object from a place on; return how many came."""
         end = offset + sum(map(len, buffers))
-        data = self._call(url, lambda fs, path: fs.cat_file(path, start=offset, end=end))
+        data = self.call(url, lambda fs, path: fs.cat_file(path, start=offset, end=end))
         self._store.count(0, len(data))
         if len(data) > end - offset:
             what = "the store answers with other bytes than it was asked for"
@@ -100,8 +107,11 @@ class Others:
 
     def names(self, url: Url) -> list[str]:
         """Return the names in a folder."""
-        self._listed.add(url.inside("x").parent.target)
-        listed = self._call(url, lambda fs, path: fs.ls(path, detail=True))
+        listed = self.call(url, lambda fs, path: fs.ls(path, detail=True))
+        # What was known of what is in it, and deeper, may be gone: a run writes for months.
+        folder = url.inside("x").parent.target
+        self._infos = {at: i for at, i in self._infos.items() if not at.startswith(f"{folder}/")}
+        self._listed = {at for at in self._listed if not at.startswith(f"{folder}/")} | {folder}
         found = []
         for info in listed:
             name = info["name"].rstrip("/").rpartition("/")[2]
@@ -114,7 +124,7 @@ class Others:
         """End nothing: fsspec has no way to."""
 
     def _info(self, url: Url) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._call(url, lambda fs, path: fs.info(path))
+        found: Mapping[str, Any] = self.call(url, lambda fs, path: fs.info(path))
         return found
 
     def _stamp(self, url: Url, info: Mapping[str, Any]) -> UrlStamp:
@@ -123,11 +133,13 @@ class Others:
             raise FormatError("the store does not say how large it is", file=url)
         version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
         modified = next((info[name] for name in _TIMES if info.get(name)), "")
-        if isinstance(modified, datetime):  # memory:// lists numbers for what it tells as times
-            modified = modified.timestamp()
+        # Of one object a list and a look at it may have a date and a number, or more of its digits.
+        modified = modified.timestamp() if hasattr(modified, "timestamp") else modified
+        if version and isinstance(modified, float):
+            modified = int(modified)
         return UrlStamp(size, version, str(modified))
 
-    def _call(self, url: Url, call: Callable[[Any, str], _T]) -> _T:
+    def call(self, url: Url, call: Callable[[Any, str], _T]) -> _T:
         """Return what a call of the file system returns.
 
         Raises:
@@ -135,14 +147,15 @@ class Others:
         """
         failure: CheckpointError
         try:
-            fs = self._file_system(url)
+            fs = self.file_system(url)
             self._store.count(1, 0)
             return call(fs, fs._strip_protocol(url.target))
         except Exception as error:
-            failure, after = self._failure(url, error)
+            failure, after = self.failure(url, error)
         raise Failed(failure, after)
 
-    def _file_system(self, url: Url) -> Any:
+    def file_system(self, url: Url) -> Any:
+        """Return fsspec's, of this process."""
         scheme = url.partition("://")[0]
         with self._lock:
             if self._process != os.getpid():  # its thread is in the other process
@@ -151,20 +164,23 @@ class Others:
             if scheme not in self._made:
                 from fsspec.core import url_to_fs
 
-                self._made[scheme] = url_to_fs(url.target, **self._store.rest)[0]
+                # What other processes have written and removed since is not what was listed once.
+                options = {"use_listings_cache": False, **self._store.rest}
+                self._made[scheme] = url_to_fs(url.target, **options)[0]
             return self._made[scheme]
 
-    def _failure(self, url: Url, error: Exception) -> tuple[CheckpointError, float | None]:
+    def failure(self, url: Url, error: BaseException) -> tuple[CheckpointError, float | None]:
+        """Return our error for one of a file system, and after how many seconds it may pass."""
         scheme = url.partition("://")[0]
         found = self._store.cleaned(url, f"{type(error).__name__}: {error}")
         if isinstance(error, FileNotFoundError):
             return NotFound("nothing is there", file=url, hint="Check the URL."), None
-        if isinstance(error, PermissionError):
+        if isinstance(error, PermissionError) or type(error).__name__ in _REFUSED:
             hint = "Pass credentials: in the environment, or in storage_options."
             return NotAllowed("the store refuses access", file=url, found=found, hint=hint), None
         if isinstance(error, ImportError):
             hint = "Install the package that it names."
-            what = f"reading {scheme}:// takes a package that is not installed"
+            what = f"{scheme}:// takes a package that is not installed"
             return FormatError(what, file=url, found=found, hint=hint), None
         if isinstance(error, ValueError) and scheme not in self._made:
             what = f"a URL that nothing here reads, or options that {scheme}:// has not"
@@ -174,4 +190,4 @@ class Others:
         after = (
             0.0 if isinstance(error, OSError) or "client" in type(error).__name__.lower() else None
         )
-        return Unreachable("the store cannot be read", file=url, found=found), after
+        return Unreachable("the store cannot be used", file=url, found=found), after

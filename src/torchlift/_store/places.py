@@ -184,3 +184,13 @@ def names_in(folder: str) -> list[str]:
         store = folder.store
         return store.patiently(folder, lambda: store.transport.names(folder))
     return os.listdir(folder)
+
+
+def stamp_now(place: str) -> Stamp:
+    """Return what identifies what is at a place now.
+
+    Raises:
+        NotFound: nothing is there.
+        CheckpointError, OSError: it cannot be asked for.
+    """
+    return place.store.stamp(place) if isinstance(place, Url) else FileStamp.of(place)

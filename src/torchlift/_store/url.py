@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -130,6 +131,13 @@ class UrlStamp:
     host: str = field(default="", compare=False)
     shown: str | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def time(self) -> float:
+        """Return when it was changed last, in seconds since 1970, or 0 where that is not known."""
+        with suppress(ValueError):
+            return float(self.modified)
+        return 0.0
+
     def check(self, file: str, descriptor: int | None = None) -> None:
         """Refuse an object that is not the one that was indexed; asks the store.
 
@@ -188,6 +196,9 @@ class Transport(Protocol):
         self, url: Url, stamp: UrlStamp, buffers: Sequence[memoryview], offset: int
     ) -> int:
         """Fill buffers with bytes of an object from a place on; return how many came."""
+
+    def stamp(self, url: Url) -> UrlStamp:
+        """Return what identifies an object now."""
 
     def check(self, url: Url, stamp: UrlStamp) -> None:
         """Refuse an object that is not the one that was indexed."""
@@ -253,6 +264,10 @@ class Store:
         """Return what identifies an object, and its first bytes, at most `HEAD`."""
         known = self._heads.pop(url.target, None)
         return known or self.patiently(url, lambda: self.transport.head(url))
+
+    def stamp(self, url: Url) -> UrlStamp:
+        """Return what identifies an object now."""
+        return self.patiently(url, lambda: self.transport.stamp(url))
 
     def keep_head(self, url: Url) -> bytes:
         """Return the head of an object, which is there for whoever opens it next."""

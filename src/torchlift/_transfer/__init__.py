@@ -26,4 +26,5 @@ from torchlift._transfer.write import SetKind as SetKind
 from torchlift._transfer.write import is_there as is_there
 from torchlift._transfer.write import make_durable as make_durable
 from torchlift._transfer.write import remove_debris as remove_debris
+from torchlift._transfer.write import with_token as with_token
 from torchlift._transfer.write import write_at as write_at

@@ -13,12 +13,28 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic, sleep
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torchlift._checkpoint import open as open_checkpoint
+from torchlift._store import (
+    FileStamp,
+    UrlStamp,
+    abandon,
+    inside,
+    is_url,
+    listed,
+    name_of,
+    parent,
+    place_of,
+    remove,
+    stamp_now,
+    unfinished,
+    upload,
+)
 from torchlift._system import clipped_list
 from torchlift._transfer import AtomicFile, is_there, make_durable, remove_debris
 from torchlift.errors import CheckpointError
@@ -55,21 +71,20 @@ class Kept:
     )
 
     @property
-    def _facts(self) -> os.stat_result:
+    def _stamp(self) -> FileStamp | UrlStamp:
         is_file = self.path.endswith(".pt")
-        return os.stat(self.path if is_file else os.path.join(self.path, DCP_METADATA))
+        return stamp_now(self.path if is_file else inside(self.path, DCP_METADATA))
 
     @property
     def time(self) -> float:
         """Return when it was complete, in seconds since 1970 by the clock of its file system."""
-        return self._facts.st_mtime
+        return self._stamp.time
 
     @cached_property
     def metrics(self) -> Mapping[str, float] | None:
         """Return its metrics that are numbers, by name, or None where they cannot be read."""
         try:
-            facts = self._facts
-            stamp = facts.st_ino, facts.st_size, facts.st_mtime_ns
+            stamp = self._stamp
             known, values = self._known.get(self.path, (None, {}))
             if known != stamp:  # each is opened once, not all of them at each save
                 with open_checkpoint(self.path) as ckpt:
@@ -215,9 +230,10 @@ class RunFolder:
     or, of a file that is open already, no error at all. Let the keeper keep what you evaluate.
 
     Args:
-        directory: that of the keeper.
+        directory: that of the keeper, or its URL.
         best: the name of the metric by which `best` tells.
         best_is: whether the lowest or the highest is the best.
+        storage_options: of a URL, as in `torchlift.open`.
 
     Raises:
         ValueError: an argument is not what it can be.
@@ -239,8 +255,9 @@ class RunFolder:
         *,
         best: str | None = None,
         best_is: Literal["lowest", "highest"] = "lowest",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory = place_of(directory, storage_options)
         self._best = BestN(1, best, best_is) if best is not None else None
         self._known: dict[str, tuple[object, dict[str, float]]] = {}
 
@@ -281,7 +298,7 @@ class RunFolder:
             return None
         kept = self.kept()
         found = self._best.ranked(kept)
-        unread = [one.path for one in kept if one.metrics is None and os.path.exists(one.path)]
+        unread = [one.path for one in kept if one.metrics is None and _is_there(one.path)]
         if unread:
             warnings.warn(
                 f"metrics cannot be read, so another may be the best: {clipped_list(unread)}",
@@ -302,13 +319,14 @@ class RunFolder:
             CheckpointError: there is none in time; a TimeoutError, too.
             ValueError: `after` is not a path of a checkpoint.
         """
-        match = _NAME.fullmatch(os.path.basename(after)) if after is not None else None
+        match = _NAME.fullmatch(name_of(after)) if after is not None else None
         if after is not None and match is None:
             raise ValueError(f"after={after!r}: expected a path that latest() has returned")
         known = (int(match[2] or 0), int(match[1])) if match else (-1, -1)
         end, pause = monotonic() + (float("inf") if timeout is None else timeout), 0.05
         while True:
-            kept = self.kept() if os.path.isdir(self.directory) else []
+            is_there = is_url(self.directory) or os.path.isdir(self.directory)
+            kept = self.kept() if is_there else []
             if kept and (kept[-1].generation, kept[-1].step) > known:
                 return kept[-1].path
             left = end - monotonic()
@@ -316,7 +334,7 @@ class RunFolder:
                 raise _NotYet(
                     f"has no new checkpoint after {timeout:g} s",
                     file=self.directory,
-                    expected=f"one after {os.path.basename(after)}" if after else "any",
+                    expected=f"one after {name_of(after)}" if after else "any",
                     found=kept[-1].path if kept else None,
                 )
             sleep(min(pause, left))
@@ -335,15 +353,15 @@ class RunFolder:
         return found
 
     def _path(self, name: str) -> str:
-        return os.path.join(self.directory, name)
+        return inside(self.directory, name)
 
     def _is_complete(self, match: re.Match[str]) -> bool:
         """Tell whether one of that name is: of a folder the marker is written last."""
-        marker = self._path(os.path.join(match[0], DCP_METADATA))
-        return bool(match[3]) or self._use(is_there, marker)
+        marker = inside(self._path(match[0]), DCP_METADATA)
+        return bool(match[3]) or self._use(_is_there, marker)
 
     def _names(self) -> list[str]:
-        return self._use(os.listdir, self.directory)
+        return self._use(listed if is_url(self.directory) else os.listdir, self.directory)
 
     def _use(self, look: Callable[[str], T], path: str) -> T:
         """Return what is found there.
@@ -354,6 +372,8 @@ class RunFolder:
         try:
             return look(path)
         except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(
                 "the folder of the checkpoints cannot be used",
                 file=self.directory,
@@ -388,7 +408,7 @@ class KeptFolder(RunFolder):
     """
 
     def __init__(self, directory: str, policies: Sequence[Policy]) -> None:
-        super().__init__(directory)
+        super().__init__(directory)  # a URL has its options with it
         self._policies = policies
         #: Metrics that each checkpoint has to have.
         self.metrics = [each.metric for each in policies if isinstance(each, BestN)]
@@ -398,7 +418,9 @@ class KeptFolder(RunFolder):
         self._begun: set[str] = set()
         self._others: set[str] = set()
         self._abandoned: set[str] = set()
-        self._claim: AtomicFile | None = None
+        self._debris: set[str] = set()  # in a store, where nobody can tell what is a dead writer's
+        self._unfinished: list[tuple[str, str]] = []
+        self._claim: AtomicFile | _Claim | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torchlift-remover")
         self._removing: list[Future[list[str]]] = []
 
@@ -407,7 +429,11 @@ class KeptFolder(RunFolder):
 
         What is not complete is another job's if somebody completes it.
         """
-        kept, found = self.kept(), [_NAME.fullmatch(name) for name in self._names()]
+        kept, names = self.kept(), self._names()
+        found = [_NAME.fullmatch(name) for name in names]
+        if until is None and is_url(self.directory):
+            self._debris = {name for name in names if _BEGUN.fullmatch(name)}
+            self._unfinished = unfinished(self.directory)
         here = [match for match in found if match and (until is None or int(match[1]) <= until)]
         self._own = {self._path(match[0]) for match in here if self._is_complete(match)}
         self._begun = {self._path(match[0]) for match in here} - self._own
@@ -435,22 +461,36 @@ class KeptFolder(RunFolder):
             # A run that went back; or a folder, which stays until the new one is complete.
             generation = last.generation + (last.step > before and not is_replaced)
         while True:
-            path = self._path(f"step-{step:09d}" + (f"-{generation}" if generation else ""))
-            markers = {path: os.path.join(path, DCP_METADATA), path + ".pt": path + ".pt"}
+            name = f"step-{step:09d}" + (f"-{generation}" if generation else "")
+            path, file = self._path(name), self._path(f"{name}.pt")
+            markers = {path: inside(path, DCP_METADATA), file: file}
             self.release()
-            others = list[str]()
             # Before the look: of two jobs that look and then write, neither would see the other.
-            self._claim = self._use(AtomicFile, path + ".pt")
-            remove_debris(os.path.realpath(path + ".pt"), live=others.append)
-            there = {each for each in markers if self._use(is_there, markers[each])}
-            if {*others} <= {self._claim.temporary} and there <= self._own:
+            claim: Callable[[str], _Claim | AtomicFile] = _Claim if is_url(file) else AtomicFile
+            self._claim = self._use(claim, file)
+            there = {each for each in markers if self._use(_is_there, markers[each])}
+            if self._is_alone(file) and there <= self._own:
                 break
             generation += 1  # it is another job's
-        if self._use(is_there, path) and path not in [one.path for one in kept]:
-            _retire(path)  # what a save that was killed left must not become a part of this one
-        path += ".pt" if is_file else ""
+        if self._use(_is_there, path) and path not in [one.path for one in kept]:
+            # What a save that was killed left must not become a part of this one.
+            failed = _remove_all(self.directory, [path]) if is_url(path) else _retire(path)
+            if failed:
+                raise CheckpointError("cannot be removed", file=path, found=failed[0])
+        path = file if is_file else path
         self._own.add(path)
-        return os.path.basename(path), before
+        return name_of(path), before
+
+    def _is_alone(self, file: str) -> bool:
+        """Return whether nobody but this job has claimed a name."""
+        assert self._claim is not None
+        others = list[str]()
+        if is_url(file):
+            begun = ((name, _BEGUN.fullmatch(name)) for name in self._names())
+            others = [self._path(name) for name, m in begun if m and m[1] == name_of(file)]
+        else:
+            remove_debris(os.path.realpath(file), live=others.append)
+        return {*others} <= {self._claim.temporary}
 
     def sweep(self, newest: str, before: int) -> list[str]:
         """Remove what is no longer to be kept, and what saves that were interrupted left.
@@ -480,14 +520,20 @@ class KeptFolder(RunFolder):
             told.append(f"keep= failed, and nothing is removed: {type(error).__name__}: {error}")
             stays = self._own
         failed, gone = [], (self._own | self._begun.difference(one.path for one in kept)) - stays
+        retired = list[str]()
         for name in self._names():
-            if begun := _BEGUN.fullmatch(name):
+            path = self._path(name)
+            begun = _BEGUN.fullmatch(name)
+            if begun and not is_url(path):
                 remove_debris(self._path(begun[1]))
-            if self._path(name) in gone:
+            if path in gone or (name in self._debris and is_url(path)):
                 try:
-                    _retire(self._path(name))
-                except OSError as error:
+                    retired += _retire(path)
+                except (CheckpointError, OSError) as error:
                     failed.append(str(error))
+        if self._unfinished:
+            abandon(self.directory, self._unfinished)
+            self._unfinished = []
         others = {one.path for one in kept} - self._own - self._others
         if others:
             self._others |= others
@@ -496,7 +542,7 @@ class KeptFolder(RunFolder):
                 f"job may need them: {clipped_list(sorted(others))}. Call resume() first; and give "
                 "each job a folder of its own."
             )
-        retired = [self._path(name) for name in self._names() if _REMOVED.fullmatch(name)]
+        retired += [self._path(name) for name in self._names() if _REMOVED.fullmatch(name)]
         if retired:
             self._removing.append(self._thread.submit(_remove_all, self.directory, retired))
         return told + self._failures(failed, [each for each in self._removing if each.done()])
@@ -505,6 +551,7 @@ class KeptFolder(RunFolder):
         """Let other jobs have the name of the save that is done, or has failed."""
         if self._claim is not None:
             self._claim.close()
+            self._claim = None
 
     def removed(self) -> list[str]:
         """Wait until all is removed that is to be; return, in a sentence, what cannot be."""
@@ -528,21 +575,63 @@ def _last_of_each_step(kept: Iterable[Kept]) -> list[Kept]:
     return sorted({one.step: one for one in sorted(kept)}.values())
 
 
-def _retire(path: str) -> None:
+class _Claim:
+    """An object of no bytes that tells other jobs of a name, where nothing can be locked.
+
+    Attributes:
+        temporary: its URL.
+    """
+
+    def __init__(self, path: str) -> None:
+        name = f".{name_of(path)}.torchlift-{secrets.token_hex(4)}.part"
+        self.temporary = inside(parent(path), name)
+        with upload(self.temporary) as made:
+            made.commit()
+
+    def close(self) -> None:
+        """Remove it; one that stays is removed by the next keeper."""
+        with suppress(CheckpointError):
+            remove(self.temporary)
+
+
+def _is_there(path: str) -> bool:
+    return name_of(path) in listed(parent(path)) if is_url(path) else is_there(path)
+
+
+def _retire(path: str) -> list[str]:
     """Give a checkpoint a name that is none; of a link, which somebody made, the link alone.
 
-    So that half of one is never complete, and no save waits until all of it is gone.
+    So that half of one is never complete, and no save waits until all of it is gone. Of a store,
+    where nothing gets another name, remove what makes it complete.
+
+    Returns:
+        What is to be removed yet, and has none of those names.
 
     Raises:
-        OSError: it has its name.
+        CheckpointError, OSError: it has its name.
     """
+    if is_url(path):
+        if path.endswith((".pt", ".part")):
+            remove(path)
+            return []
+        if DCP_METADATA in listed(path):
+            remove(inside(path, DCP_METADATA))
+        return [path]
     folder, name = os.path.split(path)
     os.rename(path, os.path.join(folder, f".{name}.removed-{secrets.token_hex(4)}"))
+    return []
 
 
 def _remove_all(directory: str, paths: Sequence[str]) -> list[str]:
     """Remove files, links and folders; return which cannot be, and why."""
     failed = []
+    if is_url(directory):
+        for place in (inside(path, name) for path in paths for name in listed(path)):
+            try:
+                remove(place)
+            except CheckpointError as error:
+                failed.append(str(error))
+        return failed
     try:
         make_durable(directory)  # a crash of the machine must not give one its old name again
     except OSError as error:

@@ -55,6 +55,7 @@ from torchlift._save import (
     save,
 )
 from torchlift._sources import FileTensor
+from torchlift._store import inside, is_url, name_of, place_of, require_writable
 from torchlift._system import Interruptible, clipped_list, leaves, map_leaves, uninterrupted
 from torchlift._transfer import file_system
 from torchlift.distributed.choice import GENERATORS, Choice, choose
@@ -114,6 +115,12 @@ class Keeper:
     with a file a rank; its ``.metadata``, which is written last, says that it is complete.
     `torchlift.open` and `torchlift.load` read both (``root="model"``), on any number of processes.
 
+    On a URL (``s3://bucket/run``) one process keeps files, and several a folder, of which each rank
+    sends objects of its own. What a killed job has left there the next one removes with its first
+    save, if it was there when that resumed: nothing in a store tells a dead writer from a slow one.
+    Two jobs in one folder claim names before they look, so that neither replaces what the other
+    has, but one that resumes removes what the other is just sending, whose save is an error then.
+
     What is no longer to be kept loses its name first, and is removed in a thread of its own, which
     delays no save; what a kill leaves, a later keeper removes. Other programs look into the folder
     with `torchlift.distributed.RunFolder`. A job that has not resumed removes nothing that it finds
@@ -138,7 +145,7 @@ class Keeper:
     asked to end tells all its ranks by `should_stop`; what a save took is in `report`.
 
     Args:
-        directory: where; created where it is not there.
+        directory: where, or a URL; created where it is not there.
         keep: how many of the last checkpoints to keep, without those of steps that the run has gone
             back on; None keeps all. Or policies, of which any may keep one: `LatestN`, `BestN`,
             `EveryNSteps` and `EveryNSeconds` of `torchlift.distributed`, or functions, each of
@@ -151,6 +158,7 @@ class Keeper:
         busy: what `save` does while the last one is on its way: ``"wait"`` for it, or ``"skip"``.
         timeout: seconds that ranks wait for each other, in which the slowest has to be written;
             None: as long as the process group does.
+        storage_options: of a URL, as in `torchlift.open`.
 
     Raises:
         CheckpointError: the directory cannot be made, or a rank has met an error.
@@ -186,8 +194,9 @@ class Keeper:
         busy: Literal["wait", "skip"] = "wait",
         timeout: float | None = None,
         overlap: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.directory = os.path.abspath(os.fspath(directory))
+        self.directory = place_of(directory, storage_options)
         self._background, self._skips = background, busy == "skip"
         self._staging = Staging(overlap)
         self._rank = world_of()[0]
@@ -223,8 +232,15 @@ class Keeper:
         machines, kinds = zip(*places.values(), strict=True)
         #: Whether all write one file.
         self._is_one = len({*machines}) == 1 or {*kinds} <= _COHERENT
+        if is_url(self.directory):  # no store lets several write one object
+            self._is_one = len(places) == 1
 
     def _make_folder(self) -> tuple[None, tuple[str, str]]:
+        if is_url(self.directory):
+            require_writable(self.directory)
+            self._folder.steps()
+            self._thread.submit(int).result()
+            return None, (_machine(), "")
         try:
             make_folders(self.directory, [])
             os.listdir(self.directory)
@@ -515,7 +531,7 @@ class Keeper:
         Returns:
             What was written, and what went wrong with those, in sentences.
         """
-        path, rank = os.path.join(self.directory, name), str(self._rank)
+        path, rank = inside(self.directory, name), str(self._rank)
         group = self._writers.groups[0] if self._writers.groups else None
         try:
             with self._writers.together() as agree:  # what is not `save`'s stops the others, too
@@ -673,7 +689,7 @@ class Keeper:
             kept = self._folder.adopt() if self._rank == 0 else []
             at = next((n for n in reversed(range(len(kept))) if step in (None, kept[n].step)), None)
             before = [one.step for one in kept[:at]]
-            place = None if at is None else (kept[at].path, before)
+            place = None if at is None else (name_of(kept[at].path), before)
             return (named, rules), ("resume", place, _model_names(named))
 
         (named, rules), told = self._ranks.run(find, _require_same_call)
@@ -688,7 +704,7 @@ class Keeper:
                 expected=f"one of {self.steps()}",
                 found=step,
             )
-        path, before = place
+        path, before = inside(self.directory, place[0]), place[1]
         with ExitStack() as stack:
             try:
                 ckpt, _ = self._ranks.run(
@@ -749,7 +765,7 @@ class Keeper:
                     if is_loaded or name in choice.stays or name not in choice.states:
                         continue
                     # The object may keep what it gets, and a sweep removes the file: no maps.
-                    state = _with_arrays(copy.deepcopy(choice.states[name]))
+                    state = copy.deepcopy(_with_values(choice.states[name]))
                     if _is_stateful(obj):
                         getattr(obj, "load_state_dict")(state)  # noqa: B009
                     elif not diff({name: obj}, {name: state}).equal:
@@ -804,18 +820,20 @@ class Keeper:
             raise FormatError("has no step", file=path, entry="step", found=found) from error
         # Which DCP leaves out.
         saved = {**{name: {} for name, each in modules.items() if not each.state_dict()}, **saved}
-        ranks = saved.pop("ranks")
+        ranks, own_number = saved.pop("ranks"), str(self._rank)
+        is_same = len(ranks) == len(ranks_of())
         if "packed" in saved:
             saved |= _unpacked(saved.pop("packed"))
-            ranks = {rank: _unpacked(each) for rank, each in ranks.items()}
-        own, lost = ranks.get(str(self._rank), {}), list[str]()
-        if len(ranks) == len(ranks_of()):
+            needed = {own_number} & {*ranks} if is_same else ranks
+            ranks |= {rank: _unpacked(ranks[rank]) for rank in needed}
+        own, lost = ranks.get(own_number, {}), list[str]()
+        if is_same:
             saved |= own
         else:
             numbers = sorted(ranks, key=int)
             for name in on_other_ranks.keys() - saved.keys():
                 states = [ranks[number][name] for number in numbers if name in ranks[number]]
-                saved[name] = on_other_ranks[name](_with_arrays(copy.deepcopy(states)))
+                saved[name] = on_other_ranks[name](copy.deepcopy(_with_values(states)))
             lost = [name for name in named if name not in saved]
         owners = {name: each for model in models for name, each in model.owners.items()}
         choice = choose(rules, named, [*modules], owners, saved, path)
@@ -832,7 +850,7 @@ class Keeper:
                 "rank out of the list of theirs.",
             )
         _require(saved, [name for name in named if name not in choice.stays], path)
-        rng = None if GENERATORS in choice.stays else own.get(GENERATORS)
+        rng = None if GENERATORS in choice.stays else _with_values(own.get(GENERATORS))
         try:
             if rng is not None:
                 Generators().check(rng)
@@ -1150,15 +1168,17 @@ def _with_tensors(state: Any) -> Any:
     return map_leaves(state, stored) if any(map(is_array, leaves(state).values())) else state
 
 
-def _with_arrays(state: Any) -> Any:
-    """Return a state with the arrays that `_with_tensors` found in it."""
+def _with_values(state: Any) -> Any:
+    """Return a state with the arrays that `_with_tensors` found in it, and tensors for slices."""
+    if isinstance(state, FileTensor):
+        return state.tensor()
     if isinstance(state, dict) and _ARRAY in state:
-        (code, shape), values = state[_ARRAY], state["bytes"]
+        (code, shape), values = state[_ARRAY], _with_values(state["bytes"])
         return array_of(Array(code, tuple(shape), False, bytes(memory_of(values.contiguous()))))
     if type(state) in (dict, OrderedDict):
-        return type(state)((name, _with_arrays(item)) for name, item in state.items())
+        return type(state)((name, _with_values(item)) for name, item in state.items())
     if type(state) in (list, tuple):
-        return type(state)(map(_with_arrays, state))
+        return type(state)(map(_with_values, state))
     return state
 
 

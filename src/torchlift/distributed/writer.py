@@ -26,6 +26,7 @@ from torchlift._save import (
     DCP_FILES,
     Begun,
     Files,
+    Objects,
     Output,
     Section,
     Share,
@@ -35,12 +36,15 @@ from torchlift._save import (
     Value,
     behind,
     dcp_layout,
+    on_their_way,
     require_alike,
+    require_one_writer,
     require_plain,
     torch_output,
     write_errors,
     write_files,
 )
+from torchlift._store import is_url, place_of
 from torchlift._system import uninterrupted
 from torchlift.errors import PlacementError
 from torchlift.formats import (
@@ -115,10 +119,12 @@ class CheckpointWriter(StorageWriter):
     save has begun then goes with the next save of this writer, with `reset`, or with the writer.
 
     Args:
-        path: of the file or directory; None: ``checkpoint_id=`` of ``save`` says it.
+        path: of the file or directory, or its URL: on several ranks that of a directory; None:
+            ``checkpoint_id=`` of ``save`` says it.
         format: see `torchlift.save`; None: the suffix says.
         max_shard_size: bytes of tensors in a file of safetensors; see `torchlift.save`.
         checksum: whether to record the CRC-32 of every tensor.
+        storage_options: of a URL, as in `torchlift.open`.
 
     Raises:
         CheckpointError: ``save`` could not write; it raises that as torch's
@@ -142,11 +148,13 @@ class CheckpointWriter(StorageWriter):
         format: str | None = None,
         max_shard_size: int | str | None = None,
         checksum: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self._options = storage_options
         self.path = None if path is None else os.fspath(path)
         self.format, self.max_shard_size, self.checksum = format, max_shard_size, checksum
-        self._begun: tuple[Files, Taken | None] | None = None  # on the first rank
+        self._begun: tuple[Files | Objects, Taken | None] | None = None  # on the first rank
         self._end: Any = None
 
     @property
@@ -162,7 +170,8 @@ class CheckpointWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Return what the metadata says of where it is."""
-        return StorageMeta(checkpoint_id=self.path)
+        # Of a URL no more than may be shown: it stands in the files.
+        return StorageMeta(checkpoint_id=None if self.path is None else str(place_of(self.path)))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check the arguments.
@@ -185,7 +194,7 @@ class CheckpointWriter(StorageWriter):
                 f"max_shard_size={self.max_shard_size!r}: in a directory of DCP each rank writes "
                 "one file; name a path such as model.safetensors"
             )
-        self._target = Target.of(self.path, format, self.max_shard_size)
+        self._target = Target.of(self.path, format, self.max_shard_size, self._options)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""
@@ -222,7 +231,8 @@ class CheckpointWriter(StorageWriter):
             taken = _taken(plans, not self._target.only_tensors)
             self._target.check_objects(taken)
             output = self._laid_out(taken)
-        files = Files(output)
+            require_one_writer(output, len(plans))
+        files = on_their_way(output)
         self._begun = files, taken
         # A save that another rank's death ends tells the writer nothing.
         self._end = weakref.finalize(self, files.close)
@@ -285,10 +295,14 @@ class CheckpointWriter(StorageWriter):
                 items[item.index] = data.getvalue()
         if told.taken is None:
             (name,) = told.begun.temporary
-            output = Output(self._target.head, {name: sections}, owners={name: told.number})
+            owners = {name: told.number}
+            output = Output(self._target.head, {name: sections}, None, DCP_FILES, owners)
         else:
+            if is_url(self._target.path):  # in one pass, which needs all that is in the file
+                told.taken.objects = _objects(told.taken, items)
             output = self._laid_out(told.taken, boxes)
-        return _Written(write_files(output, told.begun, told.number, lambda _: None), items)
+        own = self._begun[0] if self._begun is not None else None
+        return _Written(write_files(output, told.begun, told.number, lambda _: None, own), items)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Let the checkpoint appear, when all ranks have written theirs.
@@ -316,8 +330,8 @@ class CheckpointWriter(StorageWriter):
                 files.output = replace(files.output, files=ends, content=lambda _: content)
                 files.complete([])
             else:
-                values = {index.fqn: data for each in told for index, data in each.items.items()}
-                taken.objects = {key: _object(key, values[key]) for key in taken.objects}
+                values = {index: data for each in told for index, data in each.items.items()}
+                taken.objects = _objects(taken, values)
                 files.output = self._laid_out(taken)
                 files.complete([each.sums for each in told])
             with uninterrupted():
@@ -326,8 +340,8 @@ class CheckpointWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a path."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Return whether it is a path, or a URL that can be written to."""
+        return not os.fspath(checkpoint_id).startswith(("http://", "https://"))
 
 
 def _taken(plans: list[SavePlan], plain: bool) -> Taken:
@@ -386,6 +400,12 @@ def _end_of(told: _Written) -> Section:
     """Return a section as long as what a rank has written to its own file."""
     nbytes = max((base + length for base, length in told.items.values()), default=0)
     return Section(0, Layout(nbytes, (), False, lambda _: iter(())), [])
+
+
+def _objects(taken: Taken, items: Mapping[MetadataIndex, bytes]) -> dict[str, object]:
+    """Return the values that are no tensors, of what a plan has of all."""
+    data = {index.fqn: found for index, found in items.items()}
+    return {key: _object(key, data[key]) for key in taken.objects}
 
 
 def _object(key: str, data: bytes) -> object:

@@ -63,12 +63,14 @@ class Layout:
         frame: CRC-32s, in the order of the payloads -> (offset, bytes) of all that is not weights.
             Bytes of the file that are in neither stay zero. It takes a sum when it has given what
             stands before that payload, where the format lets it, so that one pass can write all.
+        sums_first: whether the format does not: all sums stand before all payloads.
     """
 
     nbytes: int
     payloads: tuple[Payload, ...]
     checked: bool
     frame: Callable[[Iterable[int]], Iterator[tuple[int, bytes]]]
+    sums_first: bool = False
 
 
 def format_for(path: str, given: str | None, known: Sequence[str] = FORMATS) -> str:

@@ -12,10 +12,11 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from torchlift._store import Url, exists, in_parallel, inside, is_url, parent
+from torchlift._store import Url, exists, in_parallel, inside, is_url, open_place, parent
 from torchlift._system import count_of, printable
 from torchlift.errors import FormatError, UnsafeError
 from torchlift.formats.index import Index, TensorEntry, join
@@ -313,10 +314,10 @@ def shards_of(path: str) -> set[str]:
     """Return the names of weight files that an index has in its own folder.
 
     Raises:
-        OSError, ValueError: it cannot be read.
+        CheckpointError, OSError, ValueError: it cannot be read.
     """
-    with open(path, "rb") as file:
-        content = json.loads(file.read(_MAX_INDEX))
+    with closing(open_place(path)) as file:
+        content = json.loads(file.read(0, min(file.size, _MAX_INDEX)))
     found = content["weight_map"] if isinstance(content.get("weight_map"), dict) else content
     names = {name for name in found.values() if type(name) is str and os.sep not in name}
     return {name for name in names if name.endswith(_WEIGHTS)}

@@ -1,0 +1,60 @@
+"""S3, Google Cloud Storage and Azure by obstore, where that is installed and has all it needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any
+
+from torchlift._store.url import Url
+
+#: What s3fs calls its options, and obstore.
+_NAMES = {
+    "key": "access_key_id", "secret": "secret_access_key", "token": "session_token",
+    "endpoint_url": "endpoint", "anon": "skip_signature", "region_name": "region",
+}  # fmt: skip
+_SCHEMES = ("s3", "gs", "az")
+
+
+def object_store(url: Url) -> tuple[Any, str] | None:
+    """Return obstore's store of a URL, and what the object is called in it; None: fsspec has it.
+
+    s3fs reads configuration files, and finds out in which region a bucket is. obstore is asked only
+    where it needs neither: options or the environment have the credentials, and a region or an
+    endpoint.
+    """
+    scheme, _, rest = url.target.partition("://")
+    if scheme not in _SCHEMES or find_spec("obstore") is None:
+        return None
+    bucket, _, path = rest.partition("/")
+    options = _options(url.store.rest) if scheme == "s3" else None if url.store.rest else {}
+    if options is None or not path:
+        return None
+    from obstore.store import from_url
+
+    plain = str(options.get("endpoint", "")).startswith("http://")
+    store = from_url(
+        f"{scheme}://{bucket}",
+        client_options={"timeout": timedelta(seconds=url.store.timeout), "allow_http": plain},
+        retry_config={"max_retries": url.store.tries, "retry_timeout": timedelta(seconds=60)},
+        **options,
+    )
+    return store, path
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what obstore calls options of s3fs; None where it has no such option, or too few."""
+    given = {**given, **given.get("client_kwargs", {})}
+    given.pop("client_kwargs", None)
+    found = {_NAMES[name]: value for name, value in given.items() if name in _NAMES}
+    names = os.environ
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):  # as boto's clients have it
+        if names.get(name) and "endpoint_url" not in given:
+            found["endpoint"] = names[name]
+    is_known = "AWS_ACCESS_KEY_ID" in names or {"access_key_id", "skip_signature"} & found.keys()
+    is_placed = {"AWS_REGION", "AWS_DEFAULT_REGION"} & names.keys() or {"endpoint", "region"} & {
+        *found
+    }
+    return found if given.keys() <= _NAMES.keys() and is_known and is_placed else None

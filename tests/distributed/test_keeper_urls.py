@@ -1,0 +1,292 @@
+"""`torchlift.Keeper` on a URL: what is kept, found and resumed, and what dead writers leave."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from stores import Bucket, S3Server, memory_bucket, s3_server
+from torch import nn
+
+import torchlift
+from torchlift.distributed import CheckpointWriter, LatestN, RunFolder
+from torchlift.errors import CheckpointError, PlacementError
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as made:
+        yield made
+
+
+@pytest.fixture(params=["memory", "s3fs", "obstore"])
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    if request.param == "memory":
+        return memory_bucket()
+    made: Bucket = request.getfixturevalue("server").bucket(request.param)
+    return made
+
+
+def _run(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+
+
+def _train(run: dict[str, Any], steps: int) -> None:
+    for _ in range(steps):
+        run["model"](torch.randn(16, 4)).square().mean().backward()
+        run["optimizer"].step()
+        run["optimizer"].zero_grad()
+
+
+def _same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    one, other = left["model"].state_dict(), right["model"].state_dict()
+    return all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def _saved(keeper: torchlift.Keeper, step: int, model: nn.Module) -> None:
+    keeper.save(step, model=model)
+    keeper.wait()
+
+
+def test_a_run_on_a_url_goes_on_bit_by_bit(bucket: Bucket) -> None:
+    """Saved in the background, found by another keeper, and seen by who looks into its folder."""
+    run, options = _run(), bucket.options
+    with torchlift.Keeper(bucket.url, storage_options=options) as keeper:
+        assert keeper.resume(run) is None
+        assert (keeper.steps(), keeper.latest()) == ([], None)
+        _train(run, 3)
+        assert keeper.save(3, run, epoch=1)
+        _train(run, 3)  # while it is being sent
+        keeper.wait()
+        assert keeper.latest() == bucket / "step-000000003.pt"
+    again = _run(seed=1)
+    with torchlift.Keeper(bucket.url, storage_options=options) as keeper:
+        assert keeper.resume(again, epoch=1) == 3
+        _train(again, 3)
+        assert _same(again, run)
+    folder = RunFolder(bucket.url, storage_options=options)
+    assert folder.steps() == [3]
+    latest = folder.latest()
+    assert latest is not None
+    with torchlift.open(latest) as ckpt:  # with the options that its folder was given
+        assert ckpt.objects["epoch"] == 1
+    assert folder.wait_for_new(timeout=1) == latest
+    assert bucket.names() == ["step-000000003.pt"]
+    assert bucket.unfinished() == []
+
+
+def test_the_last_ones_every_nth_and_the_best_are_kept_in_a_store(bucket: Bucket) -> None:
+    """Nothing else stays, claims of names included."""
+    model, options = nn.Linear(2, 1), bucket.options
+    with torchlift.Keeper(
+        bucket.url, keep=2, every=4, best="loss", storage_options=options
+    ) as keeper:
+        for step in range(1, 9):
+            keeper.save(step, model=model, metrics={"loss": abs(step - 3)})
+        keeper.wait()
+        assert keeper.steps() == [3, 4, 7, 8]
+        assert keeper.best() == bucket / "step-000000003.pt"
+    assert bucket.names() == [f"step-00000000{n}.pt" for n in (3, 4, 7, 8)]
+
+
+def test_a_job_that_has_not_resumed_replaces_nothing(bucket: Bucket) -> None:
+    """Another one's checkpoint of the same step stays; the newer gets a name of its own."""
+    model, options = nn.Linear(2, 1), bucket.options
+    with torchlift.Keeper(bucket.url, storage_options=options) as keeper:
+        keeper.resume(model=model)
+        with torchlift.Keeper(bucket.url, storage_options=options) as other:
+            other.resume(model=model)
+            other.save(1, model=model)
+            other.wait()
+            keeper.save(1, model=model)
+            with pytest.warns(RuntimeWarning, match="another job may need them"):
+                keeper.wait()
+    assert bucket.names() == ["step-000000001-1.pt", "step-000000001.pt"]
+
+
+def test_two_jobs_that_begin_one_step_at_once_claim_names(bucket: Bucket) -> None:
+    """Each tells of itself before it looks: where the other has, it takes another name."""
+    from torchlift._store import place_of
+    from torchlift.distributed.folder import KeptFolder
+
+    folders = [KeptFolder(place_of(bucket.url, bucket.options), [LatestN(3)]) for _ in range(2)]
+    names = [folder.new_path(5, None, True)[0] for folder in folders]
+    assert names == ["step-000000005.pt", "step-000000005-1.pt"]
+    for folder in folders:
+        folder.close()
+    assert bucket.names() == []
+
+
+def test_what_a_killed_job_left_is_removed_by_the_next_one(bucket: Bucket) -> None:
+    """A folder without its marker, and a claim: by the first save after a resume."""
+    model, options = nn.Linear(2, 1), bucket.options
+    bucket.put("step-000000007/__0_0-1234abcd.distcp", b"half")
+    bucket.put(".step-000000007.pt.torchlift-1234abcd.part", b"")
+    bucket.put("notes.txt", b"somebody's")
+    with torchlift.Keeper(bucket.url, storage_options=options) as keeper:
+        assert keeper.resume(model=model) is None
+        keeper.save(1, model=model)
+        keeper.wait()
+    assert bucket.names() == ["notes.txt", "step-000000001.pt"]
+
+
+def test_a_save_that_a_server_refuses_is_raised_and_the_last_one_stays(server: S3Server) -> None:
+    """By the next call; and a later save is as if that had not been."""
+    bucket = server.bucket()
+    model = nn.Linear(2, 1)
+    with torchlift.Keeper(bucket.url, storage_options=bucket.options) as keeper:
+        keeper.save(1, model=model)
+        keeper.wait()
+        bucket.broken = lambda method, query, sent: method == "PUT"
+        with pytest.raises(CheckpointError) as caught:
+            _saved(keeper, 2, model)
+        assert "secret" not in str(caught.value)
+        bucket.broken = lambda *_: False
+        assert keeper.steps() == [1]
+        keeper.save(3, model=model)
+        keeper.wait()
+        assert keeper.steps() == [1, 3]
+    assert bucket.names() == ["step-000000001.pt", "step-000000003.pt"]
+
+
+def test_a_keeper_of_http_is_an_error_at_once() -> None:
+    """Nothing can be written there."""
+    with pytest.raises(PlacementError, match="over HTTP"):
+        torchlift.Keeper("https://127.0.0.1/run")
+
+
+_KILLED = """
+import os, signal, torch, torchlift
+from torchlift._store import uploads
+real = uploads._send_by_commit
+
+def killed(fs, path, parts, size, is_small):
+    def some():
+        yield next(parts)
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(fs, path, parts if is_small else some(), size, is_small)
+
+uploads._send_by_commit = killed
+with torchlift.Keeper({url!r}, storage_options={options!r}, background=False) as keeper:
+    keeper.save(1, weights=torch.zeros(10))
+    keeper.save(2, weights=torch.zeros(6_000_000))
+"""
+
+
+def test_a_job_that_is_killed_while_it_sends_has_its_last_complete_checkpoint(
+    server: S3Server,
+) -> None:
+    """The parts of what it was sending show nowhere, and go with the next one's first save."""
+    bucket = server.bucket()
+    code = _KILLED.format(url=bucket.url, options=bucket.options)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert bucket.unfinished() == ["run/step-000000002.pt"]
+    with torchlift.Keeper(bucket.url, storage_options=bucket.options) as keeper:
+        assert keeper.steps() == [1]
+        assert keeper.resume(weights=torch.zeros(10)) == 1
+        keeper.save(2, weights=torch.ones(10))
+        keeper.wait()
+        assert keeper.steps() == [1, 2]
+    assert all(name.startswith("step-") for name in bucket.names())
+    assert bucket.unfinished() == []
+
+
+def _on_two_ranks(url: str, options: dict[str, Any]) -> list[Any]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(4, 6)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(24.0).view(6, 4))
+        model.bias.zero_()
+    for name in ("weight", "bias"):
+        whole = getattr(model, name).detach()
+        setattr(model, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+    found: list[Any] = []
+    with torchlift.Keeper(url, keep=2, storage_options=options) as keeper:
+        found.append(keeper.resume(model=model))
+        for step in (1, 2, 3):
+            with torch.no_grad():
+                model.bias.add_(1)
+            keeper.save(step, model=model, place=dist.get_rank())
+        keeper.wait()
+        found.append(keeper.steps())
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    with torchlift.Keeper(url, storage_options=options) as keeper:
+        found.append(keeper.resume(model=model))
+    full = [getattr(model, name).full_tensor().tolist() for name in ("weight", "bias")]
+    found.append(full == [torch.arange(24.0).view(6, 4).tolist(), [3.0] * 6])
+    try:
+        torchlift.save(model, f"{url}/one.safetensors", storage_options=options)
+    except PlacementError as error:
+        found.append("several ranks cannot write into one object" in str(error))
+    report = torchlift.save(model, f"{url}/dcp", format="dcp", storage_options=options)
+    found.append((len(report.files), report.written))
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    writer = CheckpointWriter(f"{url}/torch", storage_options=options)
+    dcp.save({"model": model.state_dict(), "n": 7}, storage_writer=writer)
+    try:
+        dcp.save(
+            {"model": model.state_dict()},
+            storage_writer=CheckpointWriter(f"{url}/x.safetensors", storage_options=options),
+        )
+    except CheckpointException as error:
+        found.append("several ranks cannot write into one object" in str(error))
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("by", ["s3fs", "obstore"])
+def test_two_ranks_keep_a_run_in_a_bucket(server: S3Server, by: str, tmp_path: Any) -> None:
+    """Each sends objects of its own; the marker is last; one object for both is refused."""
+    bucket = server.bucket(by)
+    results = torchlift.distributed.on_ranks(2, _on_two_ranks, bucket.url, bucket.options)
+    for found in results:
+        assert found[:5] == [None, [2, 3], 3, True, True]
+        assert found[5] == (3, 60)
+        assert found[6] is True
+    names = bucket.names()
+    assert [name for name in names if name.endswith(".metadata")] == [
+        "dcp/.metadata", "step-000000002/.metadata", "step-000000003/.metadata", "torch/.metadata",
+    ]  # fmt: skip
+    assert len(names) == 12
+    assert bucket.unfinished() == []
+    for name in ("dcp", "torch", "step-000000003"):
+        assert torchlift.verify(bucket.fetched(name, tmp_path)).ok
+        assert all(b"secret" not in bucket.data(each) for each in names)
+    with torchlift.open(str(tmp_path / "torch")) as ckpt:
+        assert ckpt["model.bias"].tolist() == [3.0] * 6
+        assert ckpt.objects["n"] == 7
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "folder"])
+@pytest.mark.filterwarnings("ignore:.*torch.distributed is")
+def test_dcp_saves_to_a_url_from_one_process(bucket: Bucket, name: str, tmp_path: Any) -> None:
+    """Through `CheckpointWriter`, which checks and writes as `torchlift.save` does."""
+    import torch.distributed.checkpoint as dcp
+
+    state: dict[str, Any] = {"w": torch.randn(3_000_000), "b": torch.ones(3)}
+    if name != "x.safetensors":
+        state["epoch"] = {"n": 7}
+    writer = CheckpointWriter(bucket / name, storage_options=bucket.options)
+    dcp.save(state, storage_writer=writer)
+    there = bucket.fetched(name, tmp_path)
+    assert torchlift.verify(there).ok
+    with torchlift.open(there) as ckpt:
+        assert torch.equal(ckpt["w"], state["w"])
+        assert ckpt.objects.get("epoch.n") == (None if name == "x.safetensors" else 7)
+    assert bucket.unfinished() == []

@@ -1,0 +1,351 @@
+"""Saving and converting to URLs: the bytes of a file, whole or not there, and no debris."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stores import Bucket, S3Server, memory_bucket, s3_server
+
+import torchlift
+from torchlift.errors import CheckpointError, IntegrityError, PlacementError
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as made:
+        yield made
+
+
+@pytest.fixture(params=["memory", "s3fs", "obstore"])
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    if request.param == "memory":
+        return memory_bucket()
+    made: Bucket = request.getfixturevalue("server").bucket(request.param)
+    return made
+
+
+@pytest.fixture(params=["s3fs", "obstore"])
+def s3(request: pytest.FixtureRequest, server: S3Server) -> Bucket:
+    return server.bucket(request.param)
+
+
+def _state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    big = torch.randn(3_000, 1_500)  # 18 MB: three parts
+    return {"model": {"a": big, "few": torch.arange(7), "b": big.t()[:5].bfloat16()}}
+
+
+NAMES = {
+    "x.pt": {}, "x.safetensors": {}, "folder": {"format": "dcp"},
+    "x.safetensors.index.json": {"max_shard_size": "10MB"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("checksum", [True, False])
+def test_what_is_saved_to_a_url_is_what_a_file_would_be(
+    bucket: Bucket, name: str, checksum: bool, tmp_path: Path
+) -> None:
+    """With the same sums, and nothing beside it."""
+    options: Any = {**NAMES[name], "checksum": checksum}
+    report = torchlift.save(_state(), bucket / name, storage_options=bucket.options, **options)
+    local = torchlift.save(_state(), str(tmp_path / "local" / name), **options)
+    # Objects of a set have names of their own; else all is the same.
+    assert len(report.files) == len(local.files)
+    assert sorted(bucket.url + "/" + each for each in bucket.names()) == sorted(report.files)
+    there = bucket.fetched(name, tmp_path)
+    for each in report.files:
+        bucket.fetched(each.removeprefix(bucket.url + "/"), tmp_path)
+    assert torchlift.verify(there).failed == ()
+    assert bool(torchlift.verify(there).checked) == checksum
+    assert torchlift.diff(there, local.path).equal
+    if len(report.files) == 1:
+        assert Path(there).read_bytes() == Path(local.path).read_bytes()
+    assert (report.nbytes, report.format) == (local.nbytes, local.format)
+    assert bucket.unfinished() == []
+
+
+def test_an_object_is_sent_in_parts_as_its_bytes_are_made(s3: Bucket) -> None:
+    """One upload of three parts, which is complete with the last request."""
+    torchlift.save(_state(), s3 / "x.pt", storage_options=s3.options)
+    sent = [(method, query.split("=")[0]) for method, query, _ in s3.requests]
+    sent = [each for each in sent if each[0] != "GET"]
+    assert sent == [
+        ("POST", "uploads"), *[("PUT", "partNumber")] * 3, ("POST", "uploadId"),
+    ]  # fmt: skip
+
+
+def test_what_fits_into_one_part_is_one_request(s3: Bucket) -> None:
+    """Nothing has to be put together."""
+    torchlift.save({"a": torch.ones(3)}, s3 / "x.pt", storage_options=s3.options)
+    assert [method for method, _, _ in s3.requests if method != "GET"] == ["PUT"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("part", ["", "partNumber=2", "partNumber=3"])
+def test_a_server_that_refuses_in_the_middle_leaves_the_older_checkpoint(
+    s3: Bucket, name: str, part: str
+) -> None:
+    """No part of an upload stays, and no object that no head names."""
+    options: Any = NAMES[name]
+    torchlift.save({"old": torch.ones(3)}, s3 / name, storage_options=s3.options, **options)
+    before = {each: s3.data(each) for each in s3.names()}
+    s3.requests.clear()
+    s3.broken = lambda method, query, sent: method == "PUT" and part in query
+    with pytest.raises(CheckpointError) as caught:
+        torchlift.save(_state(), s3 / name, storage_options=s3.options, **options)
+    assert isinstance(caught.value, PermissionError)
+    assert "secret" not in str(caught.value)
+    s3.broken = lambda *_: False
+    assert {each: s3.data(each) for each in s3.names()} == before
+    assert s3.unfinished() == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_that_fails_in_the_middle_has_the_older_checkpoint(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun has another name, and loses it."""
+    from fsspec.implementations.memory import MemoryFile
+
+    bucket, options = memory_bucket(), dict[str, Any](NAMES[name])
+    torchlift.save({"old": torch.ones(3)}, bucket / name, **options)
+    before = {each: bucket.data(each) for each in bucket.names()}
+    sent = 0
+
+    def write(self: MemoryFile, data: bytes) -> int:
+        nonlocal sent
+        sent += len(data)
+        if sent > 9_000_000:
+            raise OSError("no more")
+        return super(MemoryFile, self).write(data)
+
+    monkeypatch.setattr(MemoryFile, "write", write, raising=False)
+    with pytest.raises(CheckpointError, match="no more"):
+        torchlift.save(_state(), bucket / name, **options)
+    monkeypatch.undo()
+    assert {each: bucket.data(each) for each in bucket.names()} == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_interrupt_while_bytes_are_sent_ends_the_upload(
+    bucket: Bucket, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older checkpoint stays, without parts or objects of the new one."""
+    options: Any = NAMES[name]
+    torchlift.save({"old": torch.ones(3)}, bucket / name, storage_options=bucket.options, **options)
+    before = {each: bucket.data(each) for each in bucket.names()}
+    state = _state()
+
+    calls = 0
+    real = torch.Tensor.cpu
+
+    def cpu(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(tensor, *args)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    with pytest.raises(KeyboardInterrupt):
+        torchlift.save(state, bucket / name, storage_options=bucket.options, **options)
+    monkeypatch.undo()
+    assert calls
+    assert {each: bucket.data(each) for each in bucket.names()} == before
+    assert bucket.unfinished() == []
+    assert not [each for each in threading.enumerate() if each.name == "torchlift-upload"]
+
+
+def test_a_set_replaces_the_objects_of_the_older_one(bucket: Bucket) -> None:
+    """What no head names any more goes; what others have put beside it stays."""
+    options: Any = {"format": "dcp", "storage_options": bucket.options}
+    torchlift.save(_state(), bucket / "folder", **options)
+    bucket.put("folder/__9_0.distcp", b"somebody's")
+    first = bucket.names()
+    torchlift.save(_state(), bucket / "folder", **options)
+    assert len(bucket.names()) == len(first) == 3
+    assert len({*bucket.names()} & {*first}) == 2  # the head, and somebody's
+
+
+def test_shards_and_one_file_supersede_each_other(bucket: Bucket) -> None:
+    """As files do: a reader that looks for the other one would take older weights."""
+    options: Any = {"storage_options": bucket.options}
+    one, index = bucket / "x.safetensors", bucket / "x.safetensors.index.json"
+    torchlift.save(_state(), one, **options)
+    torchlift.save(_state(), index, max_shard_size="10MB", **options)
+    names = bucket.names()
+    assert len(names) == 3
+    assert "x.safetensors" not in names
+    torchlift.save(_state(), one, **options)
+    assert bucket.names() == ["x.safetensors"]
+
+
+def test_the_head_comes_last_and_objects_go_beside_each_other(s3: Bucket) -> None:
+    """A reader never finds a head whose objects are not there."""
+    options: Any = {"format": "dcp", "max_shard_size": "1MB", "storage_options": s3.options}
+    state = {str(n): torch.full((200_000,), n) for n in range(6)}
+    torchlift.save(state, s3 / "folder", **options)
+    assert len(s3.names()) == 7
+    sizes = [nbytes for method, _, nbytes in s3.requests if method == "PUT"]
+    assert sizes[-1] == len(s3.data("folder/.metadata"))
+
+
+def test_conversion_to_a_url_replaces_nothing_unless_asked(bucket: Bucket, tmp_path: Path) -> None:
+    """And then all of it, or nothing."""
+    source = str(tmp_path / "x.pt")
+    torchlift.save(_state(), source)
+    options: Any = {"storage_options": bucket.options}
+    report = torchlift.convert(source, bucket / "x.safetensors", dtype="bfloat16", **options)
+    assert report.path == bucket / "x.safetensors"
+    assert torchlift.verify(bucket.fetched("x.safetensors", tmp_path)).ok
+    with pytest.raises(CheckpointError, match=r"something of this name.*overwrite=True"):
+        torchlift.convert(source, bucket / "x.safetensors", **options)
+    torchlift.convert(source, bucket / "x.safetensors", overwrite=True, **options)
+    assert torchlift.diff(bucket.fetched("x.safetensors", tmp_path), source).equal
+    assert torchlift.convert(source, bucket / "y.pt", dry_run=True, **options).nbytes
+    assert bucket.names() == ["x.safetensors"]
+
+
+def test_a_transform_makes_values_for_a_url(bucket: Bucket, tmp_path: Path) -> None:
+    """They wait in a temporary file, since the places of all depend on them."""
+    source = str(tmp_path / "x.pt")
+    torchlift.save(_state(), source)
+    options: Any = {"storage_options": bucket.options}
+    torchlift.convert(source, bucket / "x.pt", transform=lambda key, t: t[:2] * 2, **options)
+    with torchlift.open(bucket.fetched("x.pt", tmp_path)) as found:
+        assert torch.equal(found["model.a"], _state()["model"]["a"][:2] * 2)
+
+
+def test_a_damaged_source_does_not_become_an_object(bucket: Bucket, tmp_path: Path) -> None:
+    """Its sum is compared on the way: what was sent is given up."""
+    source = tmp_path / "x.pt"
+    torchlift.save(_state(), str(source))
+    with torchlift.open(source) as found:
+        offset = found.entries["model.a"].chunks[0].offset
+    with open(source, "r+b") as file:
+        file.seek(offset + 5)
+        file.write(b"?")
+    with pytest.raises(IntegrityError, match=r"model\.a.*checksum"):
+        torchlift.convert(str(source), bucket / "x.safetensors", storage_options=bucket.options)
+    assert bucket.names() == []
+    assert bucket.unfinished() == []
+
+
+def test_values_that_change_while_they_are_sent_are_an_error(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of safetensors stand in front, and are made before: the bytes would not have them."""
+    tensor = torch.zeros(3_000_000)
+    calls = 0
+    real = torch.Tensor.cpu
+
+    def cpu(self: torch.Tensor, *args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            tensor[7] = 1
+        return real(self, *args)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    with pytest.raises(IntegrityError, match="changed"):
+        torchlift.save({"w": tensor}, bucket / "x.safetensors", storage_options=bucket.options)
+    assert bucket.names() == []
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1/x.pt", "https://me:pass@127.0.0.1/x.pt?token=1"])
+def test_nothing_is_written_over_http(url: str) -> None:
+    """It has no upload that is whole or not there; and says so before anything happens."""
+    with pytest.raises(PlacementError, match="over HTTP") as caught:
+        torchlift.save({"w": torch.ones(1)}, url)
+    assert "token" not in str(caught.value)
+    assert "pass@" not in str(caught.value)
+
+
+def test_a_state_that_no_file_can_hold_is_an_error_before_the_first_byte(s3: Bucket) -> None:
+    """All that is checked of a local save is checked here."""
+    for name in ("x.pt", "x.safetensors"):
+        with pytest.raises(PlacementError):
+            torchlift.save({"w": object()}, s3 / name, storage_options=s3.options)
+    assert [each for each in s3.requests if each[0] not in ("GET", "HEAD")] == []
+
+
+def test_a_report_of_a_url_has_no_credentials(bucket: Bucket) -> None:
+    """Its paths are text, which may be kept, shown and sent."""
+    options: Any = {"storage_options": bucket.options, "format": "dcp"}
+    report = torchlift.save({"w": torch.ones(1)}, bucket / "folder", **options)
+    assert {type(each) for each in (report.path, *report.files)} == {str}
+    for name in bucket.names():
+        assert b"secret" not in bucket.data(name)
+
+
+def test_a_scheme_that_fsspec_does_not_know_is_an_error_of_ours() -> None:
+    """Before anything happens."""
+    with pytest.raises(CheckpointError, match="nowhere"):
+        torchlift.save({"w": torch.ones(1)}, "nowhere://x/y.pt")
+
+
+def test_conversion_from_a_url_to_a_url_keeps_values_and_says_what_is_the_source(
+    bucket: Bucket,
+) -> None:
+    """Both with the options that one call is given, and the source is not replaced unasked."""
+    options: Any = {"storage_options": bucket.options}
+    torchlift.save(_state(), bucket / "x.pt", **options)
+    torchlift.convert(bucket / "x.pt", bucket / "folder", format="dcp", **options)
+    torchlift.convert(bucket / "folder", bucket / "y.safetensors", **options)
+    with pytest.raises(CheckpointError, match="it is the source itself"):
+        torchlift.convert(bucket / "x.pt", bucket / "x.pt", dtype="bfloat16", **options)
+    torchlift.convert(bucket / "x.pt", bucket / "x.pt", overwrite=True, **options)
+    found = torchlift.open(bucket / "y.safetensors", **options)
+    assert torchlift.diff(found, torchlift.open(bucket / "x.pt", **options)).equal
+
+
+def test_the_command_converts_to_a_bucket_with_credentials_of_the_environment(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """They are never arguments, and stand in nothing that it prints."""
+    from torchlift.cli import main
+
+    bucket, source = server.bucket(), str(tmp_path / "x.pt")
+    torchlift.save(_state(), source)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket.options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", bucket.options["secret"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    assert main(["convert", source, bucket / "x.safetensors"]) == 0
+    assert main(["convert", source, bucket / "x.safetensors"]) == 1
+    printed = capsys.readouterr()
+    assert bucket / "x.safetensors" in printed.out
+    assert "overwrite" in printed.err
+    assert bucket.options["secret"] not in printed.out + printed.err
+    assert torchlift.verify(bucket.fetched("x.safetensors", tmp_path)).ok
+
+
+def test_a_large_object_is_sent_in_more_bytes_at_a_time() -> None:
+    """S3 takes 10,000 parts, so those of a terabyte are larger."""
+    from torchlift._store import place_of
+    from torchlift._store.uploads import PART, Upload
+
+    place: Any = place_of("memory://x/y")
+    assert Upload(place)._size == PART
+    assert 10**12 / Upload(place, 10**12)._size < 10_000
+
+
+def test_small_tensors_of_a_url_are_converted_with_few_requests(s3: Bucket) -> None:
+    """Those that lie beside each other are read together, however many they are."""
+    options: Any = {"storage_options": s3.options}
+    state = {f"layers.{n}.weight": torch.full((n % 7 + 1, 100), float(n)) for n in range(400)}
+    torchlift.save(state, s3 / "x.safetensors", **options)
+    for name in ("x.safetensors", "folder"):
+        torchlift.save(state, s3 / name, **options, format="dcp" if name == "folder" else None)
+        s3.requests.clear()
+        torchlift.convert(s3 / name, s3 / "y.pt", overwrite=True, **options)
+        asked = [each for each in s3.requests if each[0] == "GET"]
+        assert len(asked) < (20 if name == "x.safetensors" else 420)  # of DCP, one for each item
+    assert torchlift.diff(torchlift.open(s3 / "y.pt", **options), state).equal
