@@ -508,22 +508,31 @@ def test_two_ranks_together_read_the_bytes_of_a_file_once(
                 assert torch.equal(value, want[key].to(dtype or value.dtype)), key
 
 
-def _fail_on_rank(url: str) -> list[Any]:
-    model = nn.Linear(3000, 2000)
+def _fail_on_rank(url: str, width: int) -> list[Any]:
+    """Load what the server refuses; on the last rank, into a model of another width."""
+    rank = torch.distributed.get_rank()
+    model = nn.Linear(3000, width if rank else 2000)
     before = model.weight.detach().clone()
     with pytest.raises(CheckpointError) as caught:
         torchlift.load(model, url, collective=True, storage_options={"tries": 1, "timeout": 5})
     return [str(caught.value), torch.equal(model.weight, before)]
 
 
-def test_ranks_that_fetch_together_fail_together(tmp_path: Path, server: RangeServer) -> None:
-    """Bytes that only one rank asked for fail on both, with one error, and neither is changed."""
+@pytest.mark.parametrize(
+    ("width", "what"), [(2000, "nothing is there"), (10, "on rank 1: the che")]
+)
+def test_ranks_that_fetch_together_fail_together(
+    width: int, what: str, tmp_path: Path, server: RangeServer
+) -> None:
+    """Of bytes that one asked for, or a model that does not fit, both hear; neither is changed."""
     saved(tmp_path, "m.safetensors", nn.Linear(3000, 2000).state_dict())
 
     def failing(asked: Asked, answer: Answer) -> None:
         if asked.start > 8 * MIB:
             _gone(asked, answer)
 
-    server.fault = failing
-    found = on_ranks(2, _fail_on_rank, server.url("m.safetensors"), timeout=60)
-    assert all("nothing is there" in text and same for text, same in found), found
+    server.fault = failing if width == 2000 else None
+    found = on_ranks(2, _fail_on_rank, server.url("m.safetensors"), width, timeout=60)
+    assert all(same for _, same in found)
+    assert what in found[0][0]
+    assert all("does not fit" in text or "nothing is there" in text for text, _ in found), found
