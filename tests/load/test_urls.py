@@ -21,6 +21,8 @@ from torch import nn
 from valid_files import FORMATS
 
 import torchlift
+from torchlift._checkpoint import MappedViews
+from torchlift._sources import Copy, FileTensor, copy_values
 from torchlift.distributed import CheckpointReader, load_optimizer, on_ranks
 from torchlift.errors import CheckpointError, IntegrityError, PlacementError
 
@@ -195,6 +197,37 @@ def test_a_large_tensor_comes_in_ranges_that_are_worth_an_answer(
         assert server.requests == report.requests == count
         assert taken(server, tmp_path / "m.safetensors") == want.nbytes
         assert torch.equal(model.w, want.to(dtype or want.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(900, 3000), (3, 2 * MIB), (40, 50, 60)], ids=str)
+def test_slices_of_a_url_are_what_they_are_of_the_file(
+    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path, server: RangeServer
+) -> None:
+    """Columns near each other and far apart, blocks and single ones, into rows or columns."""
+    want = saved(tmp_path, "m.safetensors", {"w": torch.randn(shape)})["w"]
+    ckpt = torchlift.open(server.url("m.safetensors"))
+    views = MappedViews(ckpt._index)
+    source = FileTensor("w", ckpt.entries["w"], views)
+    for share in (2, 3, 7, shape[-1]):
+        spans = [(size // (share + 1), max(size // 2, size // (share + 1) + 1)) for size in shape]
+        spans[-1] = (shape[-1] // share, shape[-1] // share + max(1, shape[-1] // share // 2))
+        sizes = [stop - start for start, stop in spans]
+        expected = want[tuple(slice(*span) for span in spans)].to(dtype)
+        for target in (torch.zeros(sizes, dtype=dtype), torch.zeros(sizes[::-1], dtype=dtype)):
+            into = (
+                target if list(target.shape) == sizes else target.permute(*range(len(sizes))[::-1])
+            )
+            copy_values([Copy(source, into, tuple((span,) for span in spans))])
+            assert torch.equal(into, expected), (share, into.stride())
+    server.forget()
+    half = torch.zeros(shape[0], *shape[1:-1], shape[-1] // 2, dtype=dtype)
+    whole = [((0, size),) for size in shape[:-1]]
+    copy_values([Copy(source, half, (*whole, ((0, shape[-1] // 2),)))])
+    assert torch.equal(half, want[..., : shape[-1] // 2].to(dtype))
+    far = (shape[-1] + 1) // 2 * 4 > MIB
+    size = half.nbytes * 4 // half.itemsize if far else want.nbytes
+    assert taken(server, tmp_path / "m.safetensors") <= size
 
 
 def test_what_a_url_has_is_never_mapped(tmp_path: Path, server: RangeServer) -> None:
