@@ -23,6 +23,7 @@ from valid_files import FORMATS
 import torchlift
 from torchlift._checkpoint import MappedViews
 from torchlift._sources import Copy, FileTensor, copy_values
+from torchlift._transfer import read, requests_for
 from torchlift.distributed import CheckpointReader, load_optimizer, on_ranks
 from torchlift.errors import CheckpointError, IntegrityError, PlacementError
 
@@ -238,6 +239,23 @@ def test_what_a_url_has_is_never_mapped(tmp_path: Path, server: RangeServer) -> 
             torchlift.load(on_meta(), server.url("m.pt"), **options)
 
 
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+def test_a_bar_of_a_url_counts_the_bytes_of_the_tensors(
+    name: str, tmp_path: Path, server: RangeServer
+) -> None:
+    """And neither headers of records nor gaps, which come with them."""
+    want, counts = saved(tmp_path, name), list[int]()
+    ckpt = torchlift.open(server.url(name))
+    views = MappedViews(ckpt._index)
+    requests = [
+        request
+        for key, entry in ckpt.entries.items()
+        for request in requests_for(entry, torch.empty_like(want[key]), want[key].dtype)
+    ]
+    assert read(requests, views.files, advance=counts.append) == sum(counts)
+    assert sum(counts) == sum(tensor.nbytes for tensor in want.values())
+
+
 def test_aliases_of_a_url_stay_aliases_and_nothing_else_is_kept(
     tmp_path: Path, server: RangeServer
 ) -> None:
@@ -347,14 +365,14 @@ def test_a_record_that_is_not_where_its_neighbours_say_gives_no_values(
     ckpt = torchlift.open(server.url("m.pt"))
     model = nn.Module()
     model.register_buffer("t7", torch.zeros(5000))
-    for read in (
+    for take in (
         lambda: torchlift.load(model, ckpt, include=["t7"]),
         lambda: ckpt["t7"],
         ckpt.state_dict,
         lambda: ckpt.stats("t7"),
     ):
         with pytest.raises(IntegrityError, match="does not begin where"):
-            read()
+            take()
     assert not model.t7.any()
     assert ckpt["t3"].eq(3).all()
 

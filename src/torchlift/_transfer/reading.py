@@ -30,7 +30,7 @@ from operator import attrgetter
 
 import torch
 
-from torchlift._store import Opened, Store, Url
+from torchlift._store import Opened, Store, Url, in_parallel
 from torchlift._transfer.direct import DEPTH, MOST, OpenFile, OwnStage
 from torchlift._transfer.files import Files
 from torchlift._transfer.pages import Pages, allocate
@@ -109,7 +109,16 @@ def read(
     asked: Counter[str] = Counter()
     for request in todo:
         asked[request.file] += request.nbytes
-    report, own = advance or (lambda _: None), OwnStage()
+    own, left = OwnStage(), total
+
+    def report(nbytes: int) -> None:
+        """Tell of bytes that were asked for: what is read with them is more than all."""
+        nonlocal left
+        nbytes = min(nbytes, left)
+        left -= nbytes
+        if advance is not None:
+            advance(nbytes)
+
     free = [] if stages is None else stages
     with ExitStack() as stack:
         here = {
@@ -141,8 +150,8 @@ def read(
     for header in headers:
         data = bytes(_buffer(header.destination, 0, header.nbytes))
         files.confirm(header.file, header.end, data)
-    for file in {job.file for job in away}:
-        files.opened(file).check()
+    if urls := sorted({job.file for job in away}):
+        in_parallel(urls[0], lambda file: files.opened(file).check(), urls)
     return total
 
 
