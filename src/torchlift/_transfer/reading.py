@@ -56,8 +56,9 @@ STAGING = min(_STAGES, THREADS) * BLOCK
 #: How many ranges of URLs are asked for at a time, and bytes of one. Of 2.1 GB over the loopback 4,
 #: 8 and 32 at a time take 1.3 s each: what is far away answers late, and needs more of them.
 _AT_ONCE, _RANGE = 32, 8 << 20
-#: How many of them are staged at a time, of `STAGE` bytes each.
+#: How many of them are staged at a time, of `STAGE` bytes each, and the memory that it takes.
 _STAGED = 12
+STAGING_AWAY = _STAGED * STAGE
 _SOON = 0.02  # seconds until what is still running is ended again
 #: Bytes between two ranges of a URL that are here sooner than the answer to another request.
 _NEAR = 1 << 20
