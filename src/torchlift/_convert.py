@@ -118,7 +118,8 @@ def convert(
     Args:
         src: what `torchlift.open` reads, a checkpoint that is open, a state dict in memory, or a
             list of these, of which a later one wins; but for one file, names are flat.
-        dst: the file or folder to write; see `torchlift.save` for what its suffix says.
+        dst: the file or folder to write, or its URL; see `torchlift.save` for what its suffix says,
+            and how it writes to a store.
         format: ``"torch-zip"``, ``"safetensors"``, ``"sharded"`` or ``"dcp"``. None: the suffix.
         root: keep only what is under this container, and strip it.
         include: patterns of keys, below `root` and before they are renamed; ``*`` stands for any

@@ -349,3 +349,22 @@ def test_small_tensors_of_a_url_are_converted_with_few_requests(s3: Bucket) -> N
         asked = [each for each in s3.requests if each[0] == "GET"]
         assert len(asked) < (20 if name == "x.safetensors" else 420)  # of DCP, one for each item
     assert torchlift.diff(torchlift.open(s3 / "y.pt", **options), state).equal
+
+
+def _converted(source: str, url: str, options: dict[str, Any]) -> int:
+    torchlift.save(
+        {"w": torch.ones(3)}, f"{url}.first", format="torch-zip", storage_options=options
+    )
+    with torchlift.measure.memory() as used:
+        torchlift.convert(source, url, storage_options=options)
+    return int(used.added_anonymous)
+
+
+def test_a_conversion_to_a_bucket_takes_the_memory_of_some_parts(
+    s3: Bucket, tmp_path: Path
+) -> None:
+    """However large the file is: it waits for nothing, on no disk and in no memory."""
+    source = str(tmp_path / "x.pt")
+    torchlift.save({str(n): torch.full((10_000_000,), float(n)) for n in range(8)}, source)
+    child = torchlift.measure.in_child(_converted, source, s3 / "x.safetensors", s3.options)
+    assert child.value < 160 << 20 < os.path.getsize(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import threading
@@ -14,7 +15,7 @@ from failing_reads import failing, opened, readers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchlift._transfer import Files, Request, read
+from torchlift._transfer import Files, Request, direct, read
 from torchlift._transfer import reading as transfer
 from torchlift.errors import IntegrityError
 
@@ -113,12 +114,13 @@ def test_casts_on_the_way_are_those_of_torch(tmp_path_factory, wanted, piece):
     kind=st.sampled_from([torch.uint8, torch.int16, torch.float32]),
     wish=st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.float64]),
     piece=st.sampled_from([64, 256, 8 << 20]),
+    short_rows=st.sampled_from([0, 8 << 10]),
     seed=st.integers(0, 99),
 )
 def test_rows_of_a_matrix_arrive_as_one_range(
-    tmp_path_factory, rows, row, gap, apart, start, kind, wish, piece, seed
+    tmp_path_factory, rows, row, gap, apart, start, kind, wish, piece, short_rows, seed
 ):
-    """Rows apart, close or overlapping, on both sides, with casts, small pieces and short reads."""
+    """Apart, close or overlapping, on both sides, mapped or read, cast, in small pieces."""
     values = torch.randint(0, 100, (3000,), generator=torch.Generator().manual_seed(seed))
     values = values.to(kind)
     path = tmp_path_factory.mktemp("rows") / "numbers"
@@ -133,12 +135,13 @@ def test_rows_of_a_matrix_arrive_as_one_range(
     )
     dice, true, arrived = random.Random(seed), os.preadv, []
 
-    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        return true(descriptor, [buffers[0][: dice.randint(1, len(buffers[0]))]], offset)
+    def short(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        return true(descriptor, [buffers[0][: dice.randint(1, len(buffers[0]))]], offset, flags)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "BLOCK", piece)
         patch.setattr(transfer, "_WHOLE", 1)
+        patch.setattr(transfer, "_SHORT", short_rows)
         patch.setattr(os, "preadv", short)
         total = read([wanted, other], opened(path), advance=arrived.append)
     assert total == sum(arrived) == wanted.nbytes + 70
@@ -176,12 +179,68 @@ def test_thousands_of_small_ranges_stay_below_the_kernels_limit(files):
     assert max(calls) <= 1024
 
 
+def test_short_rows_are_copied_out_of_a_map(tmp_path, monkeypatch):
+    """With no call for any of them, at any place, of any length, into memory with gaps too."""
+    values = torch.randint(0, 256, (600 * 4096 + 5,), dtype=torch.uint8)
+    path = tmp_path / "matrix"
+    path.write_bytes(values.numpy().tobytes())
+    flags: set[int] = set()
+    true = os.preadv
+
+    def listing(descriptor: int, buffers: list[memoryview], offset: int, flag: int = 0) -> int:
+        flags.add(flag)
+        return true(descriptor, buffers, offset, flag)
+
+    monkeypatch.setattr(os, "preadv", listing)
+    for offset, row, apart in ((0, 2048, 0), (5, 513, 0), (3, 66, 7), (1, 1001, 3), (4, 4092, 4)):
+        wide = torch.zeros(600, row + apart, dtype=torch.uint8)
+        made = wide[:, :row] if apart else wide.view(-1)
+        wanted = Request(str(path), offset, 600 * row, made, torch.uint8, rows=600, step=4096)
+        assert read([wanted], opened(path)) == 600 * row
+        assert torch.equal(made.reshape(600, row), values.as_strided((600, row), (4096, 1), offset))
+        assert not wide[:, row:].any()
+    assert flags == {os.RWF_NOWAIT}  # which asks what of a range the page cache has
+
+
+def test_a_file_that_is_cut_off_while_its_rows_are_mapped_is_an_error(tmp_path, monkeypatch):
+    """Its pages are asked for before they are touched, which would be a SIGBUS."""
+    path = tmp_path / "matrix"
+    path.write_bytes(bytes(600 * 4096))
+    true = os.posix_fadvise
+
+    def cut(descriptor: int, start: int, length: int, advice: int) -> None:
+        os.truncate(path, 300 * 4096)
+        true(descriptor, start, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", cut)
+    made = torch.zeros(600 * 512, dtype=torch.uint8)
+    wanted = Request(str(path), 0, 600 * 512, made, torch.uint8, rows=600, step=4096)
+    with pytest.raises(IntegrityError, match="the file ends early"):
+        read([wanted], opened(path))
+
+
+def no_map(*_: object, **__: object) -> None:
+    """Refuse to map a file, as some file systems do."""
+    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "instead"),
+    [
+        (direct, "is_network", lambda _: True),
+        (direct, "_POPULATE_READ", 99),
+        (mmap, "mmap", no_map),
+    ],
+    ids=["behind a network", "an older Linux", "no maps"],
+)
 @pytest.mark.parametrize(
     ("row", "step", "calls"),
     [(2048, 8192, 3), (4096, 8192, 3), (4096, 4096, 3), (4096, 65536, 600)],
 )
 @pytest.mark.parametrize("apart", [0, 64])
-def test_rows_close_together_are_read_in_few_calls(tmp_path, monkeypatch, row, step, calls, apart):
+def test_rows_that_cannot_be_mapped_are_read_in_few_calls(
+    tmp_path, monkeypatch, room, name, instead, row, step, calls, apart
+):
     """What lies between them is read and dropped, unless it is more than a call is worth."""
     values = torch.randint(0, 256, (600 * step,), dtype=torch.uint8)
     path = tmp_path / "matrix"
@@ -191,10 +250,13 @@ def test_rows_close_together_are_read_in_few_calls(tmp_path, monkeypatch, row, s
     seen: list[int] = []
     true = os.preadv
 
-    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        seen.append(true(descriptor, buffers, offset))
-        return seen[-1]
+    def counting(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        got = true(descriptor, buffers, offset, flags)
+        if not flags:
+            seen.append(got)
+        return got
 
+    monkeypatch.setattr(room, name, instead)
     monkeypatch.setattr(os, "preadv", counting)
     read([Request(str(path), 0, 600 * row, made, torch.uint8, rows=600, step=step)], opened(path))
     assert torch.equal(made.reshape(600, row), values.view(600, step)[:, :row])

@@ -868,12 +868,12 @@ def _few(values: Sequence[Value]) -> Iterator[bytes | bytearray | None]:
     at = 0
     while at < len(values):
         stop, nbytes, views = at, 0, values[at].views
-        while stop < len(values) and values[stop].is_few_of_url and values[stop].views is views:
+        while views is not None and stop < len(values) and values[stop].is_few_of_url:
             nbytes += values[stop].stored.nbytes
-            if nbytes > _BLOCK:
+            if nbytes > _BLOCK or values[stop].views is not views:
                 break
             stop += 1
-        if stop > at and views is not None:
+        if views is not None and stop > at:
             part = values[at:stop]
             entries = [each.source for each in part if isinstance(each.source, TensorEntry)]
             yield from few_of_url(entries, [each.dtype for each in part], views)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from types import FunctionType
@@ -108,9 +108,9 @@ _LOOKS = frozenset({
 _SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.memory_format})
 _CONSTRUCTORS = frozenset(device_constructors())
 _FILLED = frozenset({torch.full, torch.ones, torch.zeros})
-#: What a call makes that only writes, and arguments by name of one without: nobody changes them.
-_NOTHING: dict[int, Ref] = {}
+#: Arguments by name of a call without, and of one that only has a dtype: nobody changes them.
 _NO_KWARGS: Kwargs = {}
+_TYPED: dict[torch.dtype, Kwargs] = {}
 _DEVICE = torch.Tensor.device.__get__
 _IS_ON: dict[Func, str] = {
     torch.Tensor.is_meta.__get__: "meta",  # type: ignore[attr-defined]
@@ -136,6 +136,7 @@ class Recorder(TorchFunctionMode):
         self._alive: list[torch.UntypedStorage] = []  # keeps their addresses from being used again
         self._stand_ins: dict[Key, torch.UntypedStorage] = {}  # for real storages
         self._refs: dict[Key, Ref] = {}  # the last one to each storage
+        self._alike: dict[torch.device, Storage] = {}
         self._generators: dict[torch.Generator, GeneratorState] = {}
         # The source of random numbers since the constructor seeded torch's default generator; None
         # while it draws the caller's numbers, in whatever order a replay needs them.
@@ -237,7 +238,8 @@ class Recorder(TorchFunctionMode):
         device = self._device_from(kwargs.pop("device", None))
         # clone: as_tensor shares memory with the array it was given.
         made = self.adopt(func(*args, device="cpu", **kwargs).clone())
-        self._storages[_key_of(made)].device = device
+        key = _key_of(made)
+        self._storages[key] = self._storages[key]._replace(device=device)
         return made
 
     def _move(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -275,13 +277,18 @@ class Recorder(TorchFunctionMode):
         storage, calls = made.untyped_storage(), self.recording.calls
         self._alive.append(storage)
         key = key_of(storage)
-        self._storages[key] = Storage(self._device_from(kwargs.get("device")), [len(calls)])
+        self._storages[key] = self._storage_on(self._device_from(kwargs.get("device")))
         # What torch's default was is told by what it made: a replay has other threads beside it,
         # and their default is theirs.
-        rest |= {"device": Device, "dtype": made.dtype}
+        typed = _TYPED.setdefault(made.dtype, {"device": Device, "dtype": made.dtype})
+        rest = typed if rest.keys() <= typed.keys() else {**rest, **typed}
         self._refs[key] = ref = _ref(key, made)
-        calls.append(Call(func, args, rest, (), (key,), {0: ref}, False, None))
+        calls.append(Call(func, args, rest, (), (key,), (ref,), False, None))
         return made
+
+    def _storage_on(self, device: torch.device) -> Storage:
+        """Return what is known of a storage on a device: one object for all of them."""
+        return self._alike.get(device) or self._alike.setdefault(device, Storage(device))
 
     def _overwrite(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Record what only overwrites one tensor, from plain arguments."""
@@ -306,8 +313,7 @@ class Recorder(TorchFunctionMode):
         else:
             rest = {**rest, "tensor": ref}
         calls, keys = self.recording.calls, (ref.key,)
-        self._storages[ref.key].writers.append(len(calls))
-        calls.append(Call(func, args, rest, keys, keys, _NOTHING, name in _RANDOM, None))
+        calls.append(Call(func, args, rest, keys, keys, (), name in _RANDOM, None))
         return tensor
 
     def _record(self, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -323,7 +329,7 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if given and _only_fills(func, name, given[0].meta):
             if given[0].meta.numel():
-                self._write_down(func, name, recorded, reads, [given[0].key], {})
+                self._write_down(func, name, recorded, reads, [given[0].key], ())
             return given[0].tensor
         if any(item.meta is not item.tensor for item in given):
             metas = {id(item.tensor): item.meta for item in given}
@@ -354,7 +360,7 @@ class Recorder(TorchFunctionMode):
         made = self._made(result, device, given)
         if func is torch.empty_like:
             # It reads no values: what made those need not be run for it.
-            (ref,) = made.values()
+            (ref,) = filter(None, made)
             func, reads = torch.empty_strided, {}
             recorded = (ref.shape, ref.stride), {"dtype": ref.dtype, "device": Device}
         self._write_down(func, name, recorded, reads, written, made)
@@ -425,11 +431,11 @@ class Recorder(TorchFunctionMode):
         recorded: tuple[Args, Kwargs],
         reads: dict[Key, None],
         written: list[Key],
-        made: dict[int, Ref],
+        made: Sequence[Ref | None],
     ) -> None:
         """Add a call to the recording, unless it only looked or made a view."""
         writes = dict.fromkeys(filter(None, written))
-        for ref in made.values():
+        for ref in filter(None, made):
             writes[ref.key] = None
         if not writes:
             return
@@ -440,10 +446,8 @@ class Recorder(TorchFunctionMode):
         for key in reads:
             if key < 0:  # a draw changes what comes after it
                 writes[key] = None
-        calls = self.recording.calls
-        for key in writes:
-            self._storages[key].writers.append(len(calls))
-        calls.append(Call(func, *recorded, tuple(reads), tuple(writes), made, random, stream))
+        call = Call(func, *recorded, tuple(reads), tuple(writes), tuple(made), random, stream)
+        self.recording.calls.append(call)
 
     def _recorded(self, value: Any, given: list[Given], reads: dict[Key, None]) -> Any:
         """Return a value with tensors, devices and generators replaced by what stands for them.
@@ -523,18 +527,21 @@ class Recorder(TorchFunctionMode):
             return storage.device
         return self.default_device if tensor.is_meta else tensor.device
 
-    def _made(self, result: Any, device: torch.device | None, given: list[Given]) -> dict[int, Ref]:
-        """Return the storages that a call has made, by their position in its result."""
-        made: dict[int, Ref] = {}
+    def _made(
+        self, result: Any, device: torch.device | None, given: list[Given]
+    ) -> list[Ref | None]:
+        """Return the storages that a call has made, each for a tensor of its result, or None."""
+        made: list[Ref | None] = []
         tensors = (result,) if isinstance(result, torch.Tensor) else tensors_in(result)
-        for position, tensor in enumerate(tensors):
+        for tensor in tensors:
             key = _key_of(tensor)
+            made.append(None)
             if key and key not in self._storages and tensor.is_meta:
                 if device is None:
                     device = self._device_of(given[0].meta) if given else self.default_device
                 self._alive.append(tensor.untyped_storage())
-                self._storages[key] = Storage(device)
-                made[position] = _ref(key, tensor)
+                self._storages[key] = self._storage_on(device)
+                made[-1] = _ref(key, tensor)
         return made
 
     def _answer(

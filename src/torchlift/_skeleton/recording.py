@@ -54,7 +54,7 @@ class Call:
         func: what to call; tensors among the arguments are `Ref`, devices `Device`.
         reads: storages it looks at.
         writes: storages it makes or changes.
-        made: its tensor results with a storage of their own, by position among its results.
+        made: its tensor results, in their order: those with a storage of their own, else None.
         random: whether it draws from torch's default generator.
         stream: the key in `Recording.seeds` if it draws after the constructor had seeded that.
     """
@@ -64,23 +64,20 @@ class Call:
     kwargs: dict[str, Any]
     reads: tuple[Key, ...]
     writes: tuple[Key, ...]
-    made: dict[int, Ref]
+    made: tuple[Ref | None, ...]
     random: bool
     stream: Key | None
 
 
-@dataclass(slots=True)
-class Storage:
-    """What a recording knows of one storage.
+class Storage(NamedTuple):
+    """What a recording knows of one storage, or of many that are alike.
 
     Attributes:
         device: where the constructor believes it to be.
-        writers: positions in `Recording.calls` of the calls that wrote it.
         real: the tensor whose memory it stands for, if it came from outside the torch API.
     """
 
     device: torch.device
-    writers: list[int] = field(default_factory=list)
     real: torch.Tensor | None = None
 
 
@@ -99,6 +96,16 @@ class Recording:
     storages: dict[Key, Storage] = field(default_factory=dict)
     seeds: dict[Key, int] = field(default_factory=dict)
     tensors: int = 0
+    _writers: dict[Key, list[int]] = field(default_factory=dict)
+    _listed: int = 0
+
+    def writers(self) -> dict[Key, list[int]]:
+        """Return storage -> positions of the calls that wrote it; listed when a replay asks."""
+        for at in range(self._listed, len(self.calls)):
+            for key in self.calls[at].writes:
+                self._writers.setdefault(key, []).append(at)
+        self._listed = len(self.calls)
+        return self._writers
 
     def new_source(self) -> Key:
         """Add a storage that stands for a source of random numbers: each draw writes it."""

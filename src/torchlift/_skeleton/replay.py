@@ -53,8 +53,7 @@ class Run:
         if call.random and call.stream != self._stream:
             self._draw_from(call.stream)
         result = call.func(*self.value(call.args), **self.value(call.kwargs))
-        for position, tensor in enumerate(tensors_in(result) if call.made else ()):
-            ref = call.made.get(position)
+        for ref, tensor in zip(call.made, tensors_in(result) if call.made else (), strict=False):
             if ref is not None:
                 self.memory[ref.key] = _laid_out(tensor, ref).untyped_storage()
 
@@ -150,14 +149,14 @@ def _is_real(recording: Recording, call: Call) -> bool:
 def calls_behind(recording: Recording, storages: Iterable[tuple[Key, int]]) -> list[int]:
     """Return positions of the calls that decide these storages' contents before these times."""
     needed: set[int] = set()
-    known: dict[Key, int] = {}
+    known, writers = dict[Key, int](), recording.writers()
     todo = list(storages)
     while todo:
         key, before = todo.pop()
         if known.get(key, -1) >= before:
             continue
         known[key] = before
-        for at in recording.storages[key].writers:
+        for at in writers.get(key, ()):
             if at >= before:
                 break
             if at not in needed:

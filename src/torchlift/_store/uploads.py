@@ -26,7 +26,7 @@ _MOST = 9_000
 #: Parts that wait for the thread that sends them, and that obstore has on their way.
 _WAITING, _AT_ONCE = 1, 4
 #: Seconds that an upload which is given up has to delete its parts; after that it goes on alone.
-_PATIENCE = 20.0
+_PATIENCE = 10.0
 #: Schemes of which fsspec's files are in parts, which become an object when they are committed.
 _COMMITS = ("s3", "s3a", "gs", "gcs")
 
@@ -55,7 +55,7 @@ class Upload:
         """Prepare an object of about so many bytes; nothing is sent yet."""
         self.place = place
         self.nbytes = 0
-        self._size = max(PART, -(-nbytes // _MOST))
+        self._size = max(PART, (nbytes // _MOST >> 20) + 1 << 20)  # gcsfs takes whole 256 KiB
         self._part = bytearray()
         self._parts: Queue[bytearray | None] = Queue(_WAITING)
         self._is_whole = self._is_left = False
@@ -173,7 +173,7 @@ def require_writable(place: str) -> None:
     """Refuse a URL to which nothing can be written in parts.
 
     Raises:
-        PlacementError: it is one of HTTP, or not of a known scheme.
+        PlacementError: it is one of HTTP, or of a hub.
     """
     if isinstance(place, Url) and place.startswith(("http://", "https://", "hf://")):
         raise PlacementError(

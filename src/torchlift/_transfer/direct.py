@@ -40,7 +40,8 @@ _SWITCH = "TORCHLIFT_DIRECT_IO"
 _CACHESTAT = 451  # the same number on every machine
 _PROBES = 8  # places of a range that are looked at
 _SMALL = 4 << 20  # what is not worth asking for
-_SYSCALL = c_function("syscall")
+_SYSCALL, _MADVISE = c_function("syscall"), c_function("madvise")
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, of which Python has no name
 
 
 class OpenFile:
@@ -59,7 +60,8 @@ class OpenFile:
         self._is_shared = self._choice == "auto" and _is_shared(descriptor, nbytes)
         self._passing: list[tuple[int, int]] = []
         self._direct: int | None = None
-        if self._choice == "never" or self._is_shared or is_network(file):
+        self._is_far = is_network(file)
+        if self._choice == "never" or self._is_shared or self._is_far:
             self._direct = -1
 
     def is_cold(self, offset: int, nbytes: int) -> bool:
@@ -71,6 +73,38 @@ class OpenFile:
         if self._direct is None:  # not before: of a thousand files there is one descriptor already
             self._direct = _open_direct(self.descriptor)
         return True
+
+    def mapped(self, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Return a range as bytes of a map of its own, all of whose pages are there.
+
+        Copying out of it costs no call for each of many short runs, and none of what lies between
+        them. The pages are asked for at once, so that a disk that fails, or a file that ends early,
+        is an answer here and not a SIGBUS afterwards.
+
+        Returns:
+            None where the range has to be read: behind a network, on another system, on a Linux
+            before 5.14; and where reading it will fail, too, with an error that says why.
+        """
+        if self._is_far:
+            return None
+        lead = offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            # Writable, because torch warns of a buffer that is not; nothing is written there.
+            area = mmap.mmap(
+                self.descriptor,
+                lead + nbytes,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=offset - lead,
+            )
+        except (AttributeError, OSError, ValueError):
+            return None
+        if not _is_cached(self.descriptor, offset, nbytes):
+            os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        found = torch.frombuffer(area, dtype=torch.uint8, offset=lead)
+        start = ctypes.c_void_p(found.data_ptr() - lead)
+        failed = _MADVISE(start, ctypes.c_size_t(lead + nbytes), _POPULATE_READ)
+        return found if failed == 0 else None
 
     def read_direct(self, offset: int, nbytes: int) -> int | None:
         """Read a range into this thread's memory; return where in it that begins.

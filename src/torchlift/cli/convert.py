@@ -24,8 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "2 for wrong usage; 3 when a value could only be had by running code: leave it out with\n"
         "--exclude. Safetensors hold tensors only: a value without any is listed as not kept."
     )
-    parser.add_argument("src", metavar="SRC", help="a checkpoint file or directory")
-    parser.add_argument("dst", metavar="DST", help="the file or folder to write")
+    parser.add_argument("src", metavar="SRC", help="a checkpoint file, directory or URL")
+    parser.add_argument("dst", metavar="DST", help="the file, folder or URL to write")
     parser.add_argument("--format", metavar="FORMAT", help="torch-zip, safetensors, sharded or dcp")
     parser.add_argument("--root", metavar="KEY", help="only this container of the file")
     parser.add_argument(

@@ -298,7 +298,8 @@ class RunFolder:
             return None
         kept = self.kept()
         found = self._best.ranked(kept)
-        unread = [one.path for one in kept if one.metrics is None and _is_there(one.path)]
+        look = _is_there if is_url(self.directory) else os.path.exists
+        unread = [one.path for one in kept if one.metrics is None and look(one.path)]
         if unread:
             warnings.warn(
                 f"metrics cannot be read, so another may be the best: {clipped_list(unread)}",
@@ -468,8 +469,10 @@ class KeptFolder(RunFolder):
             # Before the look: of two jobs that look and then write, neither would see the other.
             claim: Callable[[str], _Claim | AtomicFile] = _Claim if is_url(file) else AtomicFile
             self._claim = self._use(claim, file)
+            # And those before what is there: who is done removes its claim last.
+            is_alone = self._is_alone(file)
             there = {each for each in markers if self._use(_is_there, markers[each])}
-            if self._is_alone(file) and there <= self._own:
+            if is_alone and there <= self._own:
                 break
             generation += 1  # it is another job's
         if self._use(_is_there, path) and path not in [one.path for one in kept]:
