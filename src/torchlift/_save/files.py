@@ -336,8 +336,10 @@ class Sums(NamedTuple):
     shares: array[int]
 
     def with_more(self, more: Sums) -> Sums:
-        """Return this with the sums of the next file."""
-        return Sums(self.nbytes + more.nbytes, self.crcs + more.crcs, self.shares + more.shares)
+        """Take in the sums of the next file, and return this with its bytes."""
+        self.crcs.extend(more.crcs)
+        self.shares.extend(more.shares)
+        return self._replace(nbytes=self.nbytes + more.nbytes)
 
 
 class Begun(NamedTuple):
