@@ -72,7 +72,10 @@ def test_notebook_metadata_does_not_depend_on_the_machine(script: Path) -> None:
 
 
 def test_first_cell_installs_by_name_what_no_extra_does() -> None:
-    """A package that a recipe looks for is installed with torchlift, or by its own name."""
+    """A package that a recipe looks for is installed with torchlift, or by its own name.
+
+    torch brings fsspec.
+    """
     extra = tomllib.loads(notebooks.ROOT.joinpath("pyproject.toml").read_text(encoding="utf-8"))
     installed = {
         re.split(r"[^\w.-]", name)[0]
@@ -83,7 +86,10 @@ def test_first_cell_installs_by_name_what_no_extra_does() -> None:
         first = code_cells(committed(script))[0].source
         names = re.findall(r"^ *(?:import|from) (\w+)", text, re.M)
         for name in {*names, *re.findall(r'find_spec\("(\w+)"\)', text)}:
-            known = name in sys.stdlib_module_names or name in {"torch", "torchlift"} | installed
+            known = (
+                name in sys.stdlib_module_names
+                or name in {"torch", "torchlift", "fsspec"} | installed
+            )
             assert known or name in first, f"{script.name}: {name}"
 
 

@@ -171,13 +171,7 @@ axes.plot(after, resumed_losses, "C1-", linewidth=2, label="with the optimizer")
 axes.axvline(300, color="C0", linewidth=1, linestyle=":")
 axes.set(xlim=(250, 400), yscale="log", xlabel="step", ylabel="loss (mean square)")
 axes.set_ylim(min(straight) / 2, 2 * max(jumping))
-figure.legend(
-    loc="outside upper center",
-    ncols=3,
-    columnspacing=1,
-    handlelength=1.2,
-    fontsize=11,
-)
+figure.legend(loc="outside upper center", ncols=3, fontsize=11)
 plt.show()
 
 # %%
