@@ -629,6 +629,14 @@ def test_a_bad_file_is_status_1(tmp_path, capsys) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_url_is_refused_without_its_query(capsys: pytest.CaptureFixture[str]) -> None:
+    """Most loaders read no URLs, so that there is nothing to compare."""
+    assert main(["bench", "http://localhost:9/m.pt?token=secret"]) != 0
+    error = capsys.readouterr().err
+    assert "http://localhost:9/m.pt: loaders are compared on a file" in error
+    assert "secret" not in error
+
+
 def test_a_way_that_fails_makes_the_status_1(tmp_path, capsys, monkeypatch) -> None:
     """A script can tell from the status that something in the table failed."""
     monkeypatch.setattr(Foreign, "__module__", "builtins")

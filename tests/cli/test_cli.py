@@ -406,7 +406,7 @@ def test_an_error_is_json_too_when_json_is_asked_for(tmp_path) -> None:
         (["inspect", "x", "--sort", "beauty", "--json"], 2, "UsageError"),
         (["plan", "x", "--rename", "x", "--json"], 2, "UsageError"),
         (["plan", "x", "--device-map", str(tmp_path / "map"), "--json"], 1, "FileNotFoundError"),
-        (["inspect", str(tmp_path / "x"), "--json"], 1, "FormatError"),
+        (["inspect", str(tmp_path / "x"), "--json"], 1, "NotFound"),
     ]:
         done = torchlift(*words)
         error = json.loads(done.stdout)["error"]

@@ -155,7 +155,8 @@ def load(
         process_group: the ranks that load together instead of those; over gloo, what they agree
             on travels beside NCCL, whose watchdog ends ranks that wait for long.
         storage_options: of URLs, as for `torchlift.open`. What is live gets its values when all of
-            them are here, so that it takes memory for them meanwhile.
+            them are here, so that it takes memory for them meanwhile. Ranks that load together
+            fetch once what several of one machine need, unless it goes through a transform.
 
     Returns:
         What was done, key by key; on a mesh, what this rank did.

@@ -13,7 +13,7 @@ import platform
 import secrets
 import struct
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -130,9 +130,10 @@ class Neighbours:
         alone += [r for some in spans.values() for r in some if id(r) not in shared]
         read(alone, files, advance=advance)
         own, names = self._own, {_file_of(r.file, files): r.file for r in requests if shared}
-        rounds = 1 + max((slot.number for slot in slots), default=-1) // _SLOTS
-        for number in range(rounds):
-            now = [slot for slot in slots if slot.number // _SLOTS == number]
+        rounds = defaultdict[int, list[_Slot]](list)
+        for slot in slots:
+            rounds[slot.number // _SLOTS].append(slot)
+        for number, now in sorted(rounds.items()):
             assert own is not None
             mine = [slot for slot in now if self._all[slot.owner] is own]
             read([_fetching(names[slot.file], slot, own) for slot in mine], files)
@@ -166,9 +167,11 @@ class Neighbours:
 
     def _wait(self, done: int) -> int:
         """Wait until all ranks have done something; return the least that one has."""
+        end = time.monotonic() + self._ranks.patience
         for memory in self._all:
             while memory.done < done and memory.done != _ALONE:
-                if memory.done == _FAILED or not memory.is_alive():
+                is_late = time.monotonic() > end
+                if memory.done == _FAILED or is_late or not memory.is_alive():
                     self._ranks.run(lambda: (None, None))  # which raises what has happened there
                     raise CheckpointError("another rank of this machine has stopped")
                 time.sleep(_PAUSE)
@@ -212,8 +215,10 @@ class _Memory:
         self.map[:8] = struct.pack("q", value)
 
     def is_alive(self) -> bool:
-        """Return whether its process is there."""
-        return os.path.exists(f"/proc/{self._process}")
+        """Return whether its process runs: it does not while it only waits to be buried."""
+        with suppress(OSError), open(f"/proc/{self._process}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] not in b"ZX"
+        return False
 
 
 def _machine() -> str:
@@ -246,8 +251,11 @@ def _slots_of(
     """Divide what several ranks need to slots, alike on all of them."""
     slots, counts = list[_Slot](), Counter[int]()
     spans = sorted((span, who) for who, some in enumerate(everybody) for span in some)
+    readers = defaultdict[_File, set[int]](set)
+    for span, who in spans:
+        readers[span[0]].add(who)
     for file, of_file in groupby(spans, lambda item: item[0][0]):
-        owners = [who for who, some in enumerate(everybody) if any(s[0] == file for s in some)]
+        owners = sorted(readers[file])
         slot: _Slot | None = None
         for cluster in _clusters(of_file):
             mine = [request for span, _ in cluster for request in own.get(span, ())]

@@ -61,7 +61,7 @@ from torchlift._plan.suggest import look_alikes, suggestion
 from torchlift._sources import FileTensor, Given, MemoryTensor, Origin, SourceTensor, sources
 from torchlift._store import Url
 from torchlift._system import Facts, clipped_list, count_of, human, uninterrupted
-from torchlift._transfer import BUDGET, STAGING, count_ranges
+from torchlift._transfer import BUDGET, STAGING, STAGING_AWAY, count_ranges
 from torchlift.errors import Argument, Hint, MismatchError, PlacementError, answers_keywords
 from torchlift.formats import Records, TensorEntry
 
@@ -495,7 +495,8 @@ def _peak(work: Work, steps: Sequence[Step], origin: Origin) -> int:
         if step.group.tensor.device.type == "cpu"
     )
     new = sum(_new_bytes(step) for step in steps if step.owned)
-    return new + made + kept + min(staged, STAGING) + _inflated_bytes(steps, origin)
+    staged = min(staged, STAGING_AWAY if origin.is_away else STAGING)
+    return new + made + kept + staged + _inflated_bytes(steps, origin)
 
 
 def _requests(steps: Sequence[Step], origin: Origin) -> int:

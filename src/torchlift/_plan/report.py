@@ -93,7 +93,8 @@ class LoadReport(Summary):
             left for a later load got no dtype; else None.
         seconds: wall time of the load.
         bytes_read: bytes copied out of the files; what stays mapped counts nothing.
-        requests: ranges of URLs that were asked for, once those were open.
+        requests: ranges of URLs that were asked for, once those were open. A plan counts those of
+            a rank that shares them with no other.
         unchecked_nbytes: bytes of the files that ``verify=True`` found no checksum for.
     """
 

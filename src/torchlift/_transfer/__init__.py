@@ -8,6 +8,7 @@ from torchlift._transfer.pages import allocate as allocate
 from torchlift._transfer.pinned import Sender as Sender
 from torchlift._transfer.reading import BUDGET as BUDGET
 from torchlift._transfer.reading import STAGING as STAGING
+from torchlift._transfer.reading import STAGING_AWAY as STAGING_AWAY
 from torchlift._transfer.reading import Request as Request
 from torchlift._transfer.reading import Seen as Seen
 from torchlift._transfer.reading import count_ranges as count_ranges

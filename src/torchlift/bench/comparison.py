@@ -15,8 +15,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from torchlift._store import is_url, place_of
 from torchlift.bench import machine
 from torchlift.bench.ways import WAYS, Task, Way
+from torchlift.errors import FormatError
 from torchlift.formats import Index, read_index
 from torchlift.measure import ChildError, in_child, memory
 
@@ -243,6 +245,12 @@ def compare(
     """
     if repeat < 1:
         raise ValueError(f"repeat must be at least 1, not {repeat}")
+    if is_url(path):
+        raise FormatError(
+            "loaders are compared on a file of this machine: most of them read no URLs",
+            file=place_of(path),
+            hint="Copy it here first; torchlift.load says in its report what a URL takes.",
+        )
     index = read_index(path)
     kind = _kind(index)
     ways = _select(kind, only, baseline, peers, device, cast)

@@ -34,7 +34,8 @@ class CheckpointReader(StorageReader):
 
     The state dict may be laid out over any mesh. Each rank reads the byte ranges of its own shards,
     whether the checkpoint is one ``.pt`` file, sharded safetensors, or a DCP directory that was
-    saved on another number of ranks; nothing in it is executed.
+    saved on another number of ranks; nothing in it is executed. Of a URL, ranks that need the same
+    bytes fetch them each: DCP leaves no place for them to agree on one.
 
     Args:
         path: a path that `torchlift.open` reads, or the checkpoint itself.

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from torchlift._store import Opened, relative, shared_folder
+from torchlift._store import Opened, Url, relative, shared_folder
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.crc import PartialCrc, register_of, whole_crc
@@ -25,6 +25,9 @@ from torchlift.formats.zip_archive import DEFLATED, STORED, inflated, read_direc
 
 _BLOCK = 1 << 20  # bytes read at a time: they are still in the processor's cache when summed up
 _BATCH = 32 << 20  # bytes that a thread takes on at a time
+#: The same for URLs: bytes of a request, how many are made at a time, and what may lie between two
+#: ranges that one request asks for.
+_RANGE, _AT_ONCE, _NEAR = 8 << 20, 8, 1 << 20
 
 
 #: Returns the register of a CRC-32 after blocks of bytes, as `torchlift.formats.register_of` does.
@@ -213,12 +216,19 @@ def sums_of(
     seen = seen or RangeSums()
     ranges, sums = seen.left(with_sum)
     batches = itertools.islice(_batches(ranges), part[0], None, part[1])
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for done in pool.map(partial(_crc32, index, seen.sum), batches):
-            for number, _, value in done:
-                sums[number] = _both(sums[number], value)
-            if advance is not None:
-                advance(sum(nbytes for _, nbytes, _ in done))
+    stores = {file.store for file in index.files if isinstance(file, Url)}
+    with ThreadPoolExecutor(_AT_ONCE if stores else os.cpu_count() or 1) as pool:
+        try:
+            for done in pool.map(partial(_crc32, index, seen.sum), batches):
+                for number, _, value in done:
+                    sums[number] = _both(sums[number], value)
+                if advance is not None:
+                    advance(sum(nbytes for _, nbytes, _ in done))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for store in stores:  # else an interrupt waits for a host that is silent
+                store.cancel()
+            raise
     return sums
 
 
@@ -311,27 +321,50 @@ def _batches(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
 def _crc32(index: Index, sum: Sum, batch: Sequence[_Range]) -> list[tuple[int, int, int | None]]:
     """Return the number, the bytes and the sum of each range; see `PartialCrc`."""
     found: list[tuple[int, int, int | None]] = []
-    buffer = memoryview(bytearray(_BLOCK))
-    for path, ranges in groupby(batch, key=lambda item: item.storage.file):
+    for path, of_file in groupby(batch, key=lambda item: item.storage.file):
         with _opened(index, path) as file:
+            ranges = [*of_file]
+            ahead = _Ahead(file, [(s.offset + a, s.offset + b) for _, s, a, b in ranges])
             for number, storage, start, stop in ranges:
                 if storage.packed is not None:
                     found.append((number, stop, _inflated_crc(file, storage.packed)))
                     continue
                 crc = PartialCrc(storage.nbytes)
-                crc.add_sum(stop, sum(_blocks(file, storage.offset + start, stop - start, buffer)))
+                crc.add_sum(stop, sum(ahead.blocks(storage.offset + start, storage.offset + stop)))
                 found.append((number, stop - start, crc.value()))
     return found
 
 
-def _blocks(file: Opened, at: int, nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield bytes of a file, in the buffer."""
-    while nbytes:
-        got = file.read_into([buffer[:nbytes]], at)
-        if not got:
-            raise IntegrityError("the file ends early", file=file.place)
-        yield buffer[:got]
-        at, nbytes = at + got, nbytes - got
+class _Ahead:
+    """Ranges of a file, of which near ones are read together.
+
+    Args:
+        file: the file.
+        ranges: first byte and end of each, in the order in which they are asked for.
+    """
+
+    def __init__(self, file: Opened, ranges: Sequence[tuple[int, int]]) -> None:
+        self._file, self._ends = file, dict[int, int]()
+        self._buffer = memoryview(bytearray(_BLOCK if file.is_local else _RANGE))
+        self._at = self._got = 0  # of what is in the buffer
+        end, following = 0, -1
+        for start, stop in reversed(ranges):
+            end = end if 0 <= following - stop <= _NEAR else stop
+            self._ends[start], following = end, start
+
+    def blocks(self, at: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes of one range, in memory that is written over afterwards."""
+        end = self._ends[at]
+        while at < stop:
+            if not self._at <= at < self._at + self._got:
+                self._at = at
+                self._got = self._file.read_into([self._buffer[: end - at]], at)
+                if not self._got:
+                    raise IntegrityError("the file ends early", file=self._file.place)
+            first = at - self._at
+            block = self._buffer[first : min(first + stop - at, self._got)]
+            yield block
+            at += len(block)
 
 
 @contextmanager
