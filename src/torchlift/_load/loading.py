@@ -340,11 +340,13 @@ def place(
         (str, str) if work.naming is None else (work.naming.key, work.naming.canonical)
     )
     missing, unexpected = (list(map(key_of, names)) for names in lists)
+    watch = None
     if work.hooked:
         before = [(group.fqn, group.tensor) for group in tree.groups]  # others may still hold them
         tree.walk()
         watch = commit.watch(tree, before)
-        run_post_hooks(tree, missing, unexpected, work.given, watch)
+    # FSDP's own, which is no code of the model's, has the next forward pass use what was loaded.
+    run_post_hooks(tree, missing, unexpected, work.given, watch)
     missing, unexpected = (list(map(name_of, names)) for names in (missing, unexpected))
     if work.match.open:
         _judge(plan, missing, unexpected, judge)
