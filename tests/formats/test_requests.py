@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -229,6 +230,17 @@ def test_a_dcp_folder_takes_its_metadata(server: RangeServer) -> None:
     assert facts(resolved(two)) == facts(local)
     assert server.requests <= 31
     assert server.sent <= 31 * 4096
+
+
+def test_a_dcp_folder_of_a_url_is_pickled(server: RangeServer) -> None:
+    """Before its data was looked at, and after."""
+    distributed(server.folder / "step4")
+    found = torchlift.open(server.url("step4"))
+    again = pickle.loads(pickle.dumps(found))
+    assert list(again.entries) == list(found.entries)
+    assert torch.equal(found["model.w3"], torchlift.open(server.folder / "step4")["model.w3"])
+    again = pickle.loads(pickle.dumps(found))
+    assert torch.equal(again["model.w3"], found["model.w3"])
 
 
 def test_items_that_are_not_what_the_metadata_says_are_refused(server: RangeServer) -> None:

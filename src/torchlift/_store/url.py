@@ -146,7 +146,8 @@ class UrlStamp:
         """
         assert isinstance(file, Url)
         store = file.store
-        store.patiently(file, lambda: store.transport.check(file, self))
+        if self.size >= 0:  # what nobody has asked for yet cannot have changed
+            store.patiently(file, lambda: store.transport.check(file, self))
 
     def open(self, file: str) -> Opened:
         """Open the object that was indexed; each read looks at whether it still is."""
