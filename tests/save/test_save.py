@@ -115,7 +115,8 @@ def test_of_small_tensors_each_is_read_by_one_call(
     with monkeypatch.context() as patch:
         patch.setattr(Files, "mapped", None)
         calls = Calls(patch, "preadv", "pwrite")
-        torchlift.convert(src, dst, dtype="bfloat16")
+        # Their checksums, which a cast does not have compared on the way, are another read.
+        torchlift.convert(src, dst, dtype="bfloat16", verify=False)
         assert calls.sizes["preadv"].count(1024) == 500
         assert len(calls.sizes["pwrite"]) < 12
         torchlift.convert(src, dst, overwrite=True)

@@ -26,6 +26,7 @@ from torchlift._save.values import Taken, Value, filled, storages_of, ties_of
 from torchlift._store import (
     Upload,
     inside,
+    is_object,
     is_url,
     listed,
     name_of,
@@ -336,8 +337,10 @@ class Sums(NamedTuple):
     shares: array[int]
 
     def with_more(self, more: Sums) -> Sums:
-        """Return this with the sums of the next file."""
-        return Sums(self.nbytes + more.nbytes, self.crcs + more.crcs, self.shares + more.shares)
+        """Take in the sums of the next file, and return this with its bytes."""
+        self.crcs.extend(more.crcs)
+        self.shares.extend(more.shares)
+        return self._replace(nbytes=self.nbytes + more.nbytes)
 
 
 class Begun(NamedTuple):
@@ -495,7 +498,7 @@ class Objects:
         expected, found = self.output.nbytes, sum(sums.nbytes for sums in written)
         if found != expected:
             raise nobodys(None, expected, found, self.place)
-        if self.output.kind is not None:
+        if len({*self.output.owners.values()}) > 1:  # what this process has sent is there
             gone = {*self.names}.difference(listed(parent(self.place)))
             if gone:
                 raise PlacementError(
@@ -517,8 +520,8 @@ class Objects:
             kind = shards_of_kind(output.replaces[0])
         heads, old = list[str](), set[str]()
         if kind is not None:
-            there = {*listed(folder)}
-            heads = [each for each in (self.place, *output.replaces) if name_of(each) in there]
+            # One by one: the folder may be that of a million other objects.
+            heads = [each for each in (self.place, *output.replaces) if is_object(each)]
             for each in heads:
                 old |= (_named(each, kind) if kind.is_head(name_of(each)) else None) or set()
         if output.content is None:

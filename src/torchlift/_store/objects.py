@@ -16,6 +16,7 @@ _NAMES = {
     "endpoint_url": "endpoint", "anon": "skip_signature", "region_name": "region",
 }  # fmt: skip
 _SCHEMES = ("s3", "gs", "az")
+_first: dict[str, int] = {}
 
 
 def object_store(url: Url) -> tuple[Any, str] | None:
@@ -30,7 +31,8 @@ def object_store(url: Url) -> tuple[Any, str] | None:
         return None
     bucket, _, path = rest.partition("/")
     options = _options(url.store.rest) if scheme == "s3" else None if url.store.rest else {}
-    if options is None or not path:
+    # Its threads are not in a process that was forked off from one which has used it.
+    if options is None or not path or _first.setdefault("process", os.getpid()) != os.getpid():
         return None
     from obstore.store import from_url
 

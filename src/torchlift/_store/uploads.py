@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from torchlift._store.objects import object_store
 from torchlift._store.others import Others
-from torchlift._store.places import names_in
+from torchlift._store.places import names_in, stamp_now
 from torchlift._store.url import Failed, Url
 from torchlift._system import Interruptible
 from torchlift.errors import CheckpointError, NotFound, PlacementError
@@ -190,6 +190,15 @@ def listed(folder: str) -> list[str]:
         return names_in(folder)
     except NotFound:
         return []
+
+
+def is_object(place: str) -> bool:
+    """Return whether an object is there now, whatever was known of it."""
+    try:
+        stamp_now(place)
+    except NotFound:
+        return False
+    return True
 
 
 def remove(place: str) -> None:

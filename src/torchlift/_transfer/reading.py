@@ -610,10 +610,12 @@ _MAX_GAP = 4096  # padding between two small tensors that is cheaper to read tha
 #: What lies between the rows of one request up to which they are read in one call: it is copied to
 #: nowhere in the time of a call, which Python takes 0.7 us for.
 _MAX_THROUGH = 12 << 10
-#: Shorter rows, at most so far apart, are copied out of a map instead of being read. Of 1 GiB, a
-#: quarter of each row by each of 4 processes: rows of 4 KiB 91 ms (178 with what lies between them,
-#: 64 for whole rows) where the page cache has them in huge pages, and 535 (449, 146) where not; of
-#: 16 KiB 97 and 310, which calls of their own read in 72 and 104.
+#: Shorter rows, at most so far apart, are copied out of a map instead of being read. Of 1.05 GiB
+#: under `dcp.load`, a half of each row by each of 2 ranks: 109 to 128 ms, 145 to 151 where what
+#: lies between the rows was read, too; a quarter by each of 4: 163 to 256, and 275 to 314; whole
+#: rows 80 to 88, and 102 to 149. That is where the page cache has the file in huge pages. In small
+#: ones a half took 402 ms in place of 340, a quarter as long in either way; and rows of 16 KiB,
+#: which calls of their own read in 104, 310 in a loop in C.
 _SHORT, _CLOSE = 8 << 10, 64 << 10
 _MAPPED = 32 << 20  # bytes of one map, which what lies between the rows is a share of
 _MAX_WASTE = 0.01  # but no more of what is asked for than this, once it is more than a header

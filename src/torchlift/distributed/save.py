@@ -21,6 +21,7 @@ def save_consolidated(
     metadata: Mapping[str, str] | None = None,
     replicated: Literal["equal", "rank0"] = "equal",
     process_group: torch.distributed.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> int:
     """Save from a mesh: `torchlift.save` on all ranks, which returns what this one wrote.
 
@@ -36,6 +37,7 @@ def save_consolidated(
             Rank 0's is recorded; that of the others may differ, or be None.
         replicated: ``"equal"`` or ``"rank0"``; see `torchlift.save`.
         process_group: the ranks that save, which all call this; by default all.
+        storage_options: of a URL, to which several ranks save as DCP; see `torchlift.save`.
 
     Returns:
         Bytes of tensors that this rank wrote.
@@ -61,5 +63,6 @@ def save_consolidated(
     """
     group = process_group or (torch.distributed.group.WORLD if has_group() else None)
     return save(
-        obj, path, format=format, metadata=metadata, replicated=replicated, process_group=group
-    ).written
+        obj, path, format=format, metadata=metadata, replicated=replicated, process_group=group,
+        storage_options=storage_options,
+    ).written  # fmt: skip
