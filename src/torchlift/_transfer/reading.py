@@ -166,19 +166,21 @@ def values_at(
     """
     if not isinstance(file, Url):
         return files.mapped(file, offset, nbytes, dtype)
-    found = files.ahead.pop((file, offset, nbytes), None)
-    if found is None:
-        read_ahead(files, [(file, offset, nbytes)])
-        found = files.ahead.pop((file, offset, nbytes))
-    return found.view(dtype)
+    place = file, offset, nbytes
+    found = files.ahead.pop(place, None)
+    return (_in_memory(files, [place])[place] if found is None else found).view(dtype)
 
 
-def read_ahead(files: Files, places: Iterable[tuple[str, int, int]]) -> None:
-    """Read bytes of URLs, given as (file, first byte, number), in one transfer; see `values_at`."""
-    places, host = [*places], torch.device("cpu")
+def read_ahead(files: Files, places: Iterable[Place]) -> None:
+    """Read bytes of URLs in one transfer, before `values_at` is asked for them."""
+    files.ahead.update(_in_memory(files, places))
+
+
+def _in_memory(files: Files, places: Iterable[Place]) -> dict[Place, torch.Tensor]:
+    host = torch.device("cpu")
     into = {place: allocate(place[2], torch.uint8, host) for place in places}
-    read([Request(*place, into[place], torch.uint8, True) for place in places], files)
-    files.ahead.update(into)
+    read([Request(*place, memory, torch.uint8, True) for place, memory in into.items()], files)
+    return into
 
 
 def _by_place(jobs: Iterable[Job], opened: Mapping[str, OpenFile]) -> tuple[list[Job], list[Job]]:
@@ -593,6 +595,8 @@ def _buffer(tensor: torch.Tensor, start: int, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr() + start)).cast("B")
 
 
+#: A file, the first of some bytes of it, and how many.
+Place = tuple[str, int, int]
 #: Called with a file, the first and the end of some bytes of it, and what yields them.
 Seen = Callable[[str, int, int, Iterable[memoryview]], object]
 #: Bytes of a block that is shown at a time, huge pages of which are not divided. Of 2.1 GB with
