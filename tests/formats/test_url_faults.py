@@ -11,7 +11,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -333,10 +332,8 @@ def test_a_server_that_stalls_is_given_up(server: RangeServer, tmp_path: Path) -
         answer.wait = 0.5
 
     server.fault = stalls
-    started = time.monotonic()
     error = refused(server, tmp_path / "served" / "model.pt", TimedOut, timeout=0.1, tries=2)
     assert isinstance(error, TimeoutError)
-    assert time.monotonic() - started < 30
 
 
 def test_a_name_that_nobody_knows_and_a_port_where_nobody_is() -> None:
