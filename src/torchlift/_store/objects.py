@@ -16,15 +16,22 @@ _NAMES = {
     "endpoint_url": "endpoint", "anon": "skip_signature", "region_name": "region",
 }  # fmt: skip
 _SCHEMES = ("s3", "gs", "az")
+#: Times that a request may take what a server may be silent: 32 of 8 MiB share a slow line.
+_SLOWEST = 20
 _first: dict[str, int] = {}
 
 
-def object_store(url: Url) -> tuple[Any, str] | None:
+def object_store(url: Url, *, reads: bool = False) -> tuple[Any, str] | None:
     """Return obstore's store of a URL, and what the object is called in it; None: fsspec has it.
 
     s3fs reads configuration files, and finds out in which region a bucket is. obstore is asked only
     where it needs neither: options or the environment have the credentials, and a region or an
     endpoint.
+
+    Args:
+        url: of the object.
+        reads: whether it is read: an answer that stalls is given up then, however long all of it
+            takes.
     """
     scheme, _, rest = url.target.partition("://")
     if scheme not in _SCHEMES or find_spec("obstore") is None:
@@ -36,10 +43,13 @@ def object_store(url: Url) -> tuple[Any, str] | None:
         return None
     from obstore.store import from_url
 
-    plain = str(options.get("endpoint", "")).startswith("http://")
+    client: Any = {"allow_http": str(options.get("endpoint", "")).startswith("http://")}
+    client["timeout"] = timedelta(seconds=_SLOWEST * url.store.timeout)  # of a whole request
+    if reads:
+        client["read_timeout"] = timedelta(seconds=url.store.timeout)
     store = from_url(
         f"{scheme}://{bucket}",
-        client_options={"timeout": timedelta(seconds=url.store.timeout), "allow_http": plain},
+        client_options=client,
         retry_config={"max_retries": url.store.tries, "retry_timeout": timedelta(seconds=60)},
         **options,
     )

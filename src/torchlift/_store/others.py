@@ -1,4 +1,8 @@
-"""Every scheme but HTTP: by fsspec, one `cat_file` a range, from whichever thread asks."""
+"""Every scheme but HTTP: by fsspec, one `cat_file` a range, from whichever thread asks.
+
+Ranges of object stores by obstore, where that has what it needs: fsspec's file systems receive all
+answers in one thread of Python.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from torchlift._store.objects import object_store
 from torchlift._store.url import HEAD, Failed, Store, Url, UrlStamp
 from torchlift.errors import (
     CheckpointError,
@@ -36,6 +41,7 @@ class Others:
         self._store = store
         self._process, self._lock = 0, threading.Lock()
         self._made: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
         self._infos: dict[str, Mapping[str, Any]] = {}
         self._listed: set[str] = set()
 
@@ -60,7 +66,7 @@ class Others:
     ) -> int:
         """Fill buffers with bytes of an object from a place on; return how many came."""
         end = offset + sum(map(len, buffers))
-        data = self.call(url, lambda fs, path: fs.cat_file(path, start=offset, end=end))
+        data = self._range(url, offset, end)
         self._store.count(0, len(data))
         if len(data) > end - offset:
             what = "the store answers with other bytes than it was asked for"
@@ -74,6 +80,24 @@ class Others:
             buffer[: len(part)] = part
             at += len(part)
         return len(data)
+
+    def _range(self, url: Url, start: int, end: int) -> bytes | memoryview:
+        bucket = url.target.partition("://")[2].partition("/")[0]
+        self._look_for_process()
+        with self._lock:
+            if bucket not in self._objects:
+                self._objects[bucket] = (object_store(url, reads=True) or [None])[0]
+            store = self._objects[bucket]
+        if store is None:
+            return self.call(url, lambda fs, path: bytes(fs.cat_file(path, start=start, end=end)))
+        import obstore
+
+        def get(fs: Any, path: str) -> memoryview:
+            return memoryview(
+                obstore.get_range(store, path.partition("/")[2], start=start, end=end)
+            )
+
+        return self.call(url, get)
 
     def known(self, url: Url) -> UrlStamp | None:
         """Return what identifies an object, where that was listed."""
@@ -156,10 +180,8 @@ class Others:
     def file_system(self, url: Url) -> Any:
         """Return fsspec's, of this process."""
         scheme = url.partition("://")[0]
+        self._look_for_process()
         with self._lock:
-            if self._process != os.getpid():  # its thread is in the other process
-                self._process = os.getpid()
-                self._made.clear()
             if scheme not in self._made:
                 from fsspec.core import url_to_fs
 
@@ -167,6 +189,13 @@ class Others:
                 options = {"use_listings_cache": False, **self._store.rest}
                 self._made[scheme] = url_to_fs(url.target, **options)[0]
             return self._made[scheme]
+
+    def _look_for_process(self) -> None:
+        """Forget, in a process that was forked off, what has its threads in the other one."""
+        if self._process != os.getpid():
+            self._process, self._lock = os.getpid(), threading.Lock()
+            self._made.clear()
+            self._objects.clear()
 
     def failure(self, url: Url, error: BaseException) -> tuple[CheckpointError, float | None]:
         """Return our error for one of a file system, and after how many seconds it may pass."""
