@@ -352,6 +352,19 @@ def test_a_name_that_nobody_knows_and_a_port_where_nobody_is() -> None:
         shows_no_secret(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [("m.safetensors", f"{SECRET}\n"), (f"m\u00e9.pt?sig={SECRET}", ""), (f"m m.pt?{SECRET}", "")],
+)
+def test_what_http_cannot_carry_is_not_shown(server: RangeServer, name: str, token: str) -> None:
+    """A token with the end of the line of its file, say, which http.client puts into its error."""
+    options = {"tries": 3, "headers": {"Authorization": token} if token else {}}
+    with pytest.raises(CheckpointError, match="HTTP cannot carry") as caught:
+        torchlift.open(server.url(name), storage_options=options)
+    shows_no_secret(caught.value)
+    assert not server.requests
+
+
 def test_a_range_is_resumed_where_it_ended(server: RangeServer, tmp_path: Path) -> None:
     """What came counts; only the rest is asked for again, however often the connection ends."""
     content = os.urandom(3 << 20)

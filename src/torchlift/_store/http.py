@@ -337,7 +337,9 @@ class Http:
         while True:
             connection, is_kept = self._take(key), True
             if connection is None:
-                connection, is_kept = self._connection(parts, proxy), False
+                with _failing(self._store, url):
+                    connection, is_kept = self._connection(parts, proxy), False
+            assert connection is not None
             with self._lock:
                 self._busy.add(connection)
             try:
@@ -418,7 +420,7 @@ def _failing(store: Store, url: Url, passing: bool = False) -> Iterator[None]:
     """Say of an error of the system or of the protocol what it means for a URL."""
     try:
         yield
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         if passing and isinstance(error, (ConnectionError, http.client.BadStatusLine)):
             raise _Stale from None
         raise _failed(store, url, error) from None
@@ -430,6 +432,11 @@ def _failed(store: Store, url: Url, error: Exception) -> Failed:
         hint = "Where it is your own authority's, name its certificates in SSL_CERT_FILE."
         what = "the server's certificate is not trusted"
         return Failed(Unreachable(what, file=url, found=error.verify_message, hint=hint), None)
+    if isinstance(error, (ValueError, http.client.InvalidURL)):
+        # Its text has the header, which is a token that somebody read with the end of its line.
+        what = "a URL, or a header for it, that HTTP cannot carry"
+        hint = "Percent-encode the URL; a header is one line of Latin-1, so strip() what is read."
+        return Failed(Unreachable(what, file=url, hint=hint), None)
     if isinstance(error, socket.gaierror):
         what = "the name of the host cannot be resolved"
         hint = "Check the URL, and the network."
