@@ -19,7 +19,8 @@ from range_server import Answer, Asked, RangeServer, facts, serving
 from valid_files import FORMATS
 
 import torchlift
-from torchlift._store import Url, open_place, place_of
+from torchlift._store import Store, Url, open_place, place_of
+from torchlift._store.http import Http
 from torchlift.errors import (
     CheckpointError,
     FormatError,
@@ -426,6 +427,18 @@ def test_a_forked_process_has_connections_of_its_own(server: RangeServer, tmp_pa
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert opened.read(300, 50) == content[300:350]
+
+
+def test_threads_of_a_forked_process_take_no_connection_of_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are closed before any thread is told that all that is kept is of this process."""
+    transport, seen = Http(Store(Http, {})), list[int]()
+    monkeypatch.setattr(Http, "_drop_idle", lambda self: seen.append(self._process))
+    transport._process = -1
+    assert transport._take(("http", "host")) is None
+    assert seen == [-1]
+    assert transport._process == os.getpid()
 
 
 def test_the_proxy_of_the_environment_is_asked(

@@ -372,9 +372,9 @@ class Http:
     def _take(self, key: tuple[str, str]) -> http.client.HTTPConnection | None:
         """Return a connection that was kept, which is the caller's alone from then on."""
         if self._process != os.getpid():  # two processes on one connection would mix up answers
-            self._process, self._lock = os.getpid(), threading.Lock()
-            self._drop_idle()
+            self._drop_idle()  # before another thread takes one of them
             self._busy.clear()
+            self._process, self._lock = os.getpid(), threading.Lock()
         with self._lock:
             kept = self._idle.get(key)
             return kept.pop() if kept else None
@@ -403,8 +403,8 @@ class Http:
         connection.close()
 
     def _drop_idle(self) -> None:
-        while self._idle:
-            for connection in self._idle.popitem()[1]:
+        for key in [*self._idle]:
+            for connection in self._idle.pop(key, ()):
                 connection.close()
 
 

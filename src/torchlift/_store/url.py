@@ -293,8 +293,9 @@ class Store:
 
     def keep_head(self, url: Url) -> bytes:
         """Return the head of an object, which is there for whoever opens it next."""
-        self._heads[url.target] = self.head(url)
-        return self._heads[url.target][1]
+        # Another thread may take it from there at once.
+        found = self._heads[url.target] = self.head(url)
+        return found[1]
 
     def patiently(self, url: Url, call: Callable[[], _T]) -> _T:
         """Return what a call returns, which is tried again where its failure may pass.
