@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from range_server import Answer, Asked, RangeServer, facts, serving
 from valid_files import FORMATS
@@ -198,6 +199,25 @@ def test_a_server_without_ranges_is_read_as_a_stream_when_that_is_asked_for(
     assert read(server, place, stream=True) == facts(resolved(read_index(place)))
     names = [asked.path for asked in server.asked if (server.folder / asked.path).is_file()]
     assert len(names) == len(set(names))
+
+
+def test_what_was_received_whole_is_received_again_where_it_is_opened_again(
+    server: RangeServer,
+) -> None:
+    """By the path that a checkpoint says it has; and who has the old one open is told."""
+    path = server.folder / "m.npz"
+
+    def whole(asked: Asked, answer: Answer) -> None:
+        answer.status, answer.body = 200, memoryview(path.read_bytes())
+        answer.headers.pop("Content-Range", None)
+
+    server.fault = whole
+    np.savez(path, w=np.zeros(3))
+    old = torchlift.open(server.url("m.npz"), storage_options={"stream": True})
+    np.savez(path, w=np.ones(3))
+    assert torchlift.open(old.path)["w"].tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(IntegrityError, match="changed"):
+        old["w"]
 
 
 def replaced_after(server: RangeServer, number: int) -> None:

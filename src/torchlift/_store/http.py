@@ -67,15 +67,18 @@ class Http:
         self._located: dict[str, str] = {}  # where redirects led
         self._versions: dict[tuple[str, str], str] = {}  # of a URL, as a host calls it
         self._copies: dict[str, tuple[UrlStamp, BinaryIO]] = {}
+        self._received: list[BinaryIO] = []
         self._folders: dict[str, list[str]] = {}
 
     def __del__(self) -> None:
         self._drop_idle()
-        for _, copy in self._copies.values():
+        for copy in (*self._received, *(copy for _, copy in self._copies.values())):
             copy.close()
 
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
         """Return what identifies an object, and its first bytes."""
+        if (copy := self._copies.pop(url.target, None)) is not None:
+            self._received.append(copy[1])  # of an earlier look; a thread may be reading it
         data = bytearray(HEAD)
         stamp, got = self._ranged(url, None, [memoryview(data)], 0)
         return stamp, bytes(memoryview(data)[:got])
