@@ -14,12 +14,14 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from range_server import Answer, Asked, RangeServer, facts, serving
 from valid_files import FORMATS
 
 import torchlift
-from torchlift._store import Url, open_place, place_of
+from torchlift._store import Store, Url, open_place, place_of
+from torchlift._store.http import Http
 from torchlift.errors import (
     CheckpointError,
     FormatError,
@@ -199,6 +201,25 @@ def test_a_server_without_ranges_is_read_as_a_stream_when_that_is_asked_for(
     assert len(names) == len(set(names))
 
 
+def test_what_was_received_whole_is_received_again_where_it_is_opened_again(
+    server: RangeServer,
+) -> None:
+    """By the path that a checkpoint says it has; and who has the old one open is told."""
+    path = server.folder / "m.npz"
+
+    def whole(asked: Asked, answer: Answer) -> None:
+        answer.status, answer.body = 200, memoryview(path.read_bytes())
+        answer.headers.pop("Content-Range", None)
+
+    server.fault = whole
+    np.savez(path, w=np.zeros(3))
+    old = torchlift.open(server.url("m.npz"), storage_options={"stream": True})
+    np.savez(path, w=np.ones(3))
+    assert torchlift.open(old.path)["w"].tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(IntegrityError, match="changed"):
+        old["w"]
+
+
 def replaced_after(server: RangeServer, number: int) -> None:
     """Replace every file by another one of its size after some answers."""
 
@@ -352,6 +373,19 @@ def test_a_name_that_nobody_knows_and_a_port_where_nobody_is() -> None:
         shows_no_secret(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [("m.safetensors", f"{SECRET}\n"), (f"m\u00e9.pt?sig={SECRET}", ""), (f"m m.pt?{SECRET}", "")],
+)
+def test_what_http_cannot_carry_is_not_shown(server: RangeServer, name: str, token: str) -> None:
+    """A token with the end of the line of its file, say, which http.client puts into its error."""
+    options = {"tries": 3, "headers": {"Authorization": token} if token else {}}
+    with pytest.raises(CheckpointError, match="HTTP cannot carry") as caught:
+        torchlift.open(server.url(name), storage_options=options)
+    shows_no_secret(caught.value)
+    assert not server.requests
+
+
 def test_a_range_is_resumed_where_it_ended(server: RangeServer, tmp_path: Path) -> None:
     """What came counts; only the rest is asked for again, however often the connection ends."""
     content = os.urandom(3 << 20)
@@ -413,6 +447,18 @@ def test_a_forked_process_has_connections_of_its_own(server: RangeServer, tmp_pa
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert opened.read(300, 50) == content[300:350]
+
+
+def test_threads_of_a_forked_process_take_no_connection_of_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are closed before any thread is told that all that is kept is of this process."""
+    transport, seen = Http(Store(Http, {})), list[int]()
+    monkeypatch.setattr(Http, "_drop_idle", lambda self: seen.append(self._process))
+    transport._process = -1
+    assert transport._take(("http", "host")) is None
+    assert seen == [-1]
+    assert transport._process == os.getpid()
 
 
 def test_the_proxy_of_the_environment_is_asked(

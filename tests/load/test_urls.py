@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import email.utils
 import hashlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -17,11 +20,13 @@ import torch.distributed.checkpoint as dcp
 from failing_reads import readers
 from in_code import in_code
 from range_server import Answer, Asked, RangeServer, serving
+from safetensors.torch import save_file
 from torch import nn
 from valid_files import FORMATS
 
 import torchlift
 from torchlift._checkpoint import MappedViews
+from torchlift._load.sharing import Neighbours
 from torchlift._sources import Copy, FileTensor, copy_values
 from torchlift._transfer import read, requests_for
 from torchlift.distributed import CheckpointReader, load_optimizer, on_ranks
@@ -590,3 +595,61 @@ def test_ranks_that_fetch_together_fail_together(
     assert all(same for _, same in found)
     assert what in found[0][0]
     assert all("does not fit" in text or "nothing is there" in text for text, _ in found), found
+
+
+def _load_of_three(url: str) -> float:
+    """Load what the first two ranks have in common, or what only the last one has."""
+    only_last = torch.distributed.get_rank() == 2
+    key, size = ("own", 1000) if only_last else ("both", 6 * MIB)
+    model = nn.ParameterDict({key: nn.Parameter(torch.zeros(size))})
+    torchlift.load(model, url, collective=True, strict=False, storage_options=QUICK)
+    return float(next(model.parameters()).detach().mean())
+
+
+def test_a_rank_fetches_for_two_others_what_it_does_not_need(
+    tmp_path: Path, server: RangeServer
+) -> None:
+    """Such as a stage of a pipeline that nobody repeats, beside one that somebody does."""
+    saved(tmp_path, "m.safetensors", {"both": torch.ones(6 * MIB), "own": torch.full((1000,), 3.0)})
+    assert on_ranks(3, _load_of_three, server.url("m.safetensors"), timeout=60) == [1.0, 1.0, 3.0]
+
+
+def test_a_rank_that_is_ahead_hears_of_one_that_failed() -> None:
+    """And tells of it before it asks the others, one of which may wait for this one."""
+    asked = list[int]()
+    ranks: Any = SimpleNamespace(patience=float("inf"), run=lambda _: asked.append(first.done))
+    three = [Neighbours(ranks, is_away=True) for _ in range(3)]
+    abouts = {number: each.about for number, each in enumerate(three)}
+    for each in three:
+        each.meet(abouts)
+    first, second, third = three[0]._all
+    second.done, third.done = 4, -2
+    first.done = 5
+    with pytest.raises(CheckpointError, match="another rank"):
+        three[0]._wait(5)
+    assert asked == [-2]
+
+
+def test_urls_that_differ_in_what_is_not_shown_are_two_files(
+    tmp_path: Path, server: RangeServer
+) -> None:
+    """Of the same size and date, from a server that has no versions."""
+    for number, name in enumerate(("one", "two")):
+        save_file({name: torch.full((1000,), float(number))}, tmp_path / f"{name}.safetensors")
+        os.utime(tmp_path / f"{name}.safetensors", (1e9, 1e9))
+
+    def chosen(asked: Asked, answer: Answer) -> None:
+        path = tmp_path / f"{asked.query}.safetensors"
+        answer.status, size = 206, path.stat().st_size
+        stop = min(size, asked.stop or size)
+        answer.body = memoryview(path.read_bytes()[asked.start : stop])
+        answer.headers["Content-Range"] = f"bytes {asked.start}-{stop - 1}/{size}"
+        answer.headers["Last-Modified"] = email.utils.formatdate(1e9, usegmt=True)
+
+    server.fault, server.etags = chosen, False
+    urls = [server.url(f"download?{name}") for name in ("one", "two")]
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(1000) * 5) for name in ("one", "two")})
+    torchlift.load(model, urls)
+    torchlift.convert(urls, tmp_path / "both.safetensors")
+    for found in (model.state_dict(), torchlift.open(tmp_path / "both.safetensors")):
+        assert [float(found[name][0]) for name in ("one", "two")] == [0.0, 1.0]

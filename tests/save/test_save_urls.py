@@ -368,3 +368,14 @@ def test_a_conversion_to_a_bucket_takes_the_memory_of_some_parts(
     torchlift.save({str(n): torch.full((10_000_000,), float(n)) for n in range(8)}, source)
     child = torchlift.measure.in_child(_converted, source, s3 / "x.safetensors", s3.options)
     assert child.value < 160 << 20 < os.path.getsize(source)
+
+
+def test_a_name_with_signs_of_a_pattern_is_a_name() -> None:
+    """fsspec's move takes the one it gets for a pattern, and the other for a folder."""
+    bucket = memory_bucket()
+    names = ["model[1].safetensors", "a*b.pt"]
+    for number, name in enumerate(names):
+        torchlift.save({"w": torch.full((3,), float(number))}, bucket / name)
+    assert sorted(bucket.names()) == sorted(names)
+    for number, name in enumerate(names):
+        assert float(torchlift.open(bucket / name)["w"][0]) == number

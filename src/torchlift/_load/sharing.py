@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import groupby
 
 import torch
@@ -129,7 +130,8 @@ class Neighbours:
         shared = {id(request) for slot in slots for *_, request in slot.takes}
         alone += [r for some in spans.values() for r in some if id(r) not in shared]
         read(alone, files, advance=advance)
-        own, names = self._own, {_file_of(r.file, files): r.file for r in requests if shared}
+        # Of all: what a rank fetches for others may be none of what it shares itself.
+        own, names = self._own, {_file_of(r.file, files): r.file for r in requests if slots}
         rounds = defaultdict[int, list[_Slot]](list)
         for slot in slots:
             rounds[slot.number // _SLOTS].append(slot)
@@ -167,15 +169,24 @@ class Neighbours:
 
     def _wait(self, done: int) -> int:
         """Wait until all ranks have done something; return the least that one has."""
-        end = time.monotonic() + self._ranks.patience
-        for memory in self._all:
-            while memory.done < done and memory.done != _ALONE:
-                is_late = time.monotonic() > end
-                if memory.done == _FAILED or is_late or not memory.is_alive():
-                    self._ranks.run(lambda: (None, None))  # which raises what has happened there
-                    raise CheckpointError("another rank of this machine has stopped")
-                time.sleep(_PAUSE)
-        return min(memory.done for memory in self._all)
+        end, own = time.monotonic() + self._ranks.patience, self._own
+        while True:
+            found = [memory.done for memory in self._all]
+            late = [
+                memory
+                for memory, at in zip(self._all, found, strict=True)
+                if at < done and at != _ALONE
+            ]
+            if _FAILED not in found and not late:
+                return min(found)
+            is_over = _FAILED in found or time.monotonic() > end
+            if is_over or not late[0].is_alive():
+                # Before the ranks talk: one that is ahead may be waiting for this one here.
+                assert own is not None
+                own.done = _FAILED
+                self._ranks.run(lambda: (None, None))  # which raises what has happened there
+                raise CheckpointError("another rank of this machine has stopped")
+            time.sleep(_PAUSE)
 
 
 class _Memory:
@@ -233,7 +244,9 @@ def _file_of(file: str, files: Files) -> _File | None:
     stamp = files.stamps[file]
     if not isinstance(stamp, UrlStamp) or not (stamp.version or stamp.modified):
         return None
-    return str(file), stamp.size, stamp.version, stamp.modified
+    # Without a version, one date may be that of two files, which what is not shown tells apart.
+    version = stamp.version or sha256(getattr(file, "target", file).encode()).hexdigest()
+    return str(file), stamp.size, version, stamp.modified
 
 
 def _span_of(request: Request, files: Files) -> _Span | None:

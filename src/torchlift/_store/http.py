@@ -67,15 +67,18 @@ class Http:
         self._located: dict[str, str] = {}  # where redirects led
         self._versions: dict[tuple[str, str], str] = {}  # of a URL, as a host calls it
         self._copies: dict[str, tuple[UrlStamp, BinaryIO]] = {}
+        self._received: list[BinaryIO] = []
         self._folders: dict[str, list[str]] = {}
 
     def __del__(self) -> None:
         self._drop_idle()
-        for _, copy in self._copies.values():
+        for copy in (*self._received, *(copy for _, copy in self._copies.values())):
             copy.close()
 
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
         """Return what identifies an object, and its first bytes."""
+        if (copy := self._copies.pop(url.target, None)) is not None:
+            self._received.append(copy[1])  # of an earlier look; a thread may be reading it
         data = bytearray(HEAD)
         stamp, got = self._ranged(url, None, [memoryview(data)], 0)
         return stamp, bytes(memoryview(data)[:got])
@@ -337,7 +340,9 @@ class Http:
         while True:
             connection, is_kept = self._take(key), True
             if connection is None:
-                connection, is_kept = self._connection(parts, proxy), False
+                with _failing(self._store, url):
+                    connection, is_kept = self._connection(parts, proxy), False
+            assert connection is not None
             with self._lock:
                 self._busy.add(connection)
             try:
@@ -370,9 +375,9 @@ class Http:
     def _take(self, key: tuple[str, str]) -> http.client.HTTPConnection | None:
         """Return a connection that was kept, which is the caller's alone from then on."""
         if self._process != os.getpid():  # two processes on one connection would mix up answers
-            self._process, self._lock = os.getpid(), threading.Lock()
-            self._drop_idle()
+            self._drop_idle()  # before another thread takes one of them
             self._busy.clear()
+            self._process, self._lock = os.getpid(), threading.Lock()
         with self._lock:
             kept = self._idle.get(key)
             return kept.pop() if kept else None
@@ -401,8 +406,8 @@ class Http:
         connection.close()
 
     def _drop_idle(self) -> None:
-        while self._idle:
-            for connection in self._idle.popitem()[1]:
+        for key in [*self._idle]:
+            for connection in self._idle.pop(key, ()):
                 connection.close()
 
 
@@ -418,7 +423,7 @@ def _failing(store: Store, url: Url, passing: bool = False) -> Iterator[None]:
     """Say of an error of the system or of the protocol what it means for a URL."""
     try:
         yield
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         if passing and isinstance(error, (ConnectionError, http.client.BadStatusLine)):
             raise _Stale from None
         raise _failed(store, url, error) from None
@@ -430,6 +435,11 @@ def _failed(store: Store, url: Url, error: Exception) -> Failed:
         hint = "Where it is your own authority's, name its certificates in SSL_CERT_FILE."
         what = "the server's certificate is not trusted"
         return Failed(Unreachable(what, file=url, found=error.verify_message, hint=hint), None)
+    if isinstance(error, (ValueError, http.client.InvalidURL)):
+        # Its text has the header, which is a token that somebody read with the end of its line.
+        what = "a URL, or a header for it, that HTTP cannot carry"
+        hint = "Percent-encode the URL; a header is one line of Latin-1, so strip() what is read."
+        return Failed(Unreachable(what, file=url, hint=hint), None)
     if isinstance(error, socket.gaierror):
         what = "the name of the host cannot be resolved"
         hint = "Check the URL, and the network."

@@ -293,6 +293,8 @@ def _send_by_move(
     fs: Any, path: str, parts: Iterator[bytearray], size: int, is_small: bool
 ) -> None:
     """Write a file of fsspec that has another name until it is whole."""
+    from fsspec.spec import AbstractFileSystem
+
     folder, _, name = path.rpartition("/")
     temporary = f"{folder}/.{name}.torchlift-{secrets.token_hex(4)}.part"
     fs.makedirs(folder, exist_ok=True)
@@ -300,7 +302,11 @@ def _send_by_move(
         with fs.open(temporary, "wb") as file:
             for part in parts:
                 file.write(part)
-        fs.mv(temporary, path)
+        if type(fs).mv is AbstractFileSystem.mv:  # which takes "[1]" in a name for a pattern
+            fs.cp_file(temporary, path)
+            fs.rm_file(temporary)
+        else:
+            fs.mv(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):
             fs.rm_file(temporary)

@@ -57,6 +57,23 @@ class Url(str):
     def __reduce__(self) -> tuple[object, ...]:
         return Url, (self.target, self.store)
 
+    # What is not shown may be what tells two files apart: ?id=1 and ?id=2, or two servers.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Url):
+            return str.__eq__(self, other) is True
+        same = self.target == other.target and self.store.reads_as(other.store)
+        return self is other or same
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: str) -> bool:
+        if str.__eq__(self, other) and isinstance(other, Url):  # so that each has its own place
+            return (self.target, id(self.store)) < (other.target, id(other.store))
+        return str.__lt__(self, other)
+
+    __hash__ = str.__hash__
+
     def inside(self, name: str) -> Url:
         """Return the place of a name in this folder, at the same server with the same signature."""
         from urllib.parse import quote
@@ -255,6 +272,10 @@ class Store:
     def __reduce__(self) -> tuple[object, ...]:
         return Store, self._made_by
 
+    def reads_as(self, other: Store) -> bool:
+        """Return whether another store reads the same behind a URL."""
+        return self is other or self._made_by == other._made_by
+
     def count(self, requests: int, received: int) -> None:
         """Note requests that were made, and bytes that came."""
         with self._lock:
@@ -272,8 +293,9 @@ class Store:
 
     def keep_head(self, url: Url) -> bytes:
         """Return the head of an object, which is there for whoever opens it next."""
-        self._heads[url.target] = self.head(url)
-        return self._heads[url.target][1]
+        # Another thread may take it from there at once.
+        found = self._heads[url.target] = self.head(url)
+        return found[1]
 
     def patiently(self, url: Url, call: Callable[[], _T]) -> _T:
         """Return what a call returns, which is tried again where its failure may pass.
