@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -113,3 +113,16 @@ def test_verify_takes_the_options_of_open(tmp_path: Path, server: RangeServer) -
     options = {"headers": {"Authorization": "Bearer t"}}
     assert torchlift.verify(server.url("model.pt"), storage_options=options).ok
     assert all(asked.headers["authorization"] == "Bearer t" for asked in server.asked)
+
+
+@pytest.mark.parametrize("call", [torchlift.open, torchlift.verify])
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [("~/x.pt", "expand it"), ("org/name", "hf://org/name"), (Path("s3://b/x.pt"), "one slash")],
+)
+def test_a_path_that_means_something_else_says_what(
+    call: Callable[[object], object], path: object, hint: str
+) -> None:
+    """A home, a repository, a URL that was made a path of."""
+    with pytest.raises(NotFound, match=hint):
+        call(path)
