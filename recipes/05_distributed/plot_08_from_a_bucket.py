@@ -165,7 +165,8 @@ server.server_close()
 # Remember
 # --------
 #
-# - Bytes from the store are those of the file, whatever the number of ranks.
+# - Bytes from the store are those of the file, whatever the number of ranks, where a rank's part of
+#   a tensor is more than 1 MiB from its part of the next: what is nearer comes in one request.
 # - No rank ever has the whole file, in memory or on its disk.
 # - A DCP folder, shards with an index or one torch file: any of them, on any mesh.
 #

@@ -343,6 +343,7 @@ def test_a_status_is_an_error_of_ours_and_of_python(
     error = refused(server, place, kind)
     assert isinstance(error, own)
     assert f"HTTP {status}" in str(error)
+    assert error.file == server.url(str(place.relative_to(server.folder)))
 
 
 def test_a_server_that_stalls_is_given_up(server: RangeServer, tmp_path: Path) -> None:

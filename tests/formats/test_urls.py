@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,3 +78,51 @@ def test_a_checkpoint_of_a_url_is_pickled_with_its_url(tmp_path: Path, server: R
     (tmp_path / "served" / "model.safetensors").write_bytes(b"other")
     with pytest.raises(torchlift.IntegrityError, match="the object changed"):
         pickle.loads(pickle.dumps(again))
+
+
+def test_a_name_with_spaces_is_the_one_that_is_quoted(tmp_path: Path, server: RangeServer) -> None:
+    """Both ways of writing it, and letters of any alphabet."""
+    import torch
+
+    for name in ("a b.pt", "\u03b1.pt"):
+        torch.save({"w": torch.ones(2)}, tmp_path / "served" / name)
+        assert list(torchlift.open(server.url() + name)) == ["w"]
+    assert list(torchlift.open(server.url("a%20b.pt"))) == ["w"]
+
+
+@pytest.mark.parametrize("url", ["http://host:99999/x.pt", "http://host:port/x", "https:///x.pt"])
+def test_a_url_without_a_host_or_a_port_makes_no_sense(url: str) -> None:
+    """It is no damaged file, and no server that may answer later."""
+    with pytest.raises(FormatError, match="makes no sense"):
+        torchlift.open(url)
+
+
+def test_the_url_of_a_file_is_its_path(tmp_path: Path) -> None:
+    """However many slashes and quoted characters are in it."""
+    import torch
+
+    torch.save({"w": torch.ones(2)}, tmp_path / "a b.pt")
+    assert torchlift.open((tmp_path / "a b.pt").as_uri()).path == str(tmp_path / "a b.pt")
+
+
+def test_verify_takes_the_options_of_open(tmp_path: Path, server: RangeServer) -> None:
+    """Such as a token."""
+    import torch
+
+    torch.save({"w": torch.ones(2)}, tmp_path / "served" / "model.pt")
+    options = {"headers": {"Authorization": "Bearer t"}}
+    assert torchlift.verify(server.url("model.pt"), storage_options=options).ok
+    assert all(asked.headers["authorization"] == "Bearer t" for asked in server.asked)
+
+
+@pytest.mark.parametrize("call", [torchlift.open, torchlift.verify])
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [("~/x.pt", "expand it"), ("org/name", "hf://org/name"), (Path("s3://b/x.pt"), "one slash")],
+)
+def test_a_path_that_means_something_else_says_what(
+    call: Callable[[object], object], path: object, hint: str
+) -> None:
+    """A home, a repository, a URL that was made a path of."""
+    with pytest.raises(NotFound, match=hint):
+        call(path)

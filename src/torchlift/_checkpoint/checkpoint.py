@@ -790,7 +790,9 @@ def open(
     allowed = classes(allow_classes)
     if isinstance(path, (str, bytes, os.PathLike)):
         place = place_of(path, storage_options) if path else ""
-        made = Checkpoint(read_index(place), root=root, allowed=allowed)
+        # A path as it was given: what it may mean instead is only to be seen there.
+        index = read_index(place if isinstance(place, Url) else path)
+        made = Checkpoint(index, root=root, allowed=allowed)
         made._given = place
         return made
     if not hasattr(path, "read"):

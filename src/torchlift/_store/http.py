@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import BinaryIO
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
 from torchlift._store.url import HEAD, Failed, Store, Url, UrlStamp
 from torchlift.errors import (
@@ -119,9 +119,13 @@ class Http:
             return False
         except (NotFound, FormatError) as error:
             failure = error
-        if not self.names(url):
-            raise failure
-        return True
+        try:
+            if self.names(url):
+                return True
+        except FormatError as error:
+            # What is refused in one way and the other is what was asked for.
+            failure = failure if type(failure) is type(error) else error
+        raise failure
 
     def names(self, url: Url) -> list[str]:
         """Return the first one that is there of the names that count in a folder."""
@@ -333,6 +337,7 @@ class Http:
         if version and not version.startswith("W/"):
             headers["If-Match"] = version
         path = f"{parts.path or '/'}{'?' * bool(parts.query)}{parts.query}"
+        path = re.sub("[^!-~]+", lambda found: quote(found[0]), path)  # as a browser does it
         if proxy is not None and parts.scheme == "http":
             path = f"http://{parts.netloc.rpartition('@')[2]}{path}"
             headers |= _proxy_headers(proxy)

@@ -25,7 +25,7 @@ from torchlift.errors import (
 _T = TypeVar("_T")
 
 #: Classes of obstore.
-_REFUSED = ("PermissionDeniedError", "UnauthenticatedError")
+_REFUSED = ("PermissionDeniedError", "UnauthenticatedError", "NoCredentialsError")
 
 #: What file systems call the version of an object, and the time of its change.
 _VERSIONS = "ETag", "etag", "VersionId", "version_id", "generation", "oid", "blob_id", "md5Hash"

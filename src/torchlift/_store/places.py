@@ -55,7 +55,7 @@ def place_of(
     if match := _URL.match(name):
         from urllib.parse import unquote, urlsplit
 
-        name = unquote(urlsplit(name[match.end() - 3 :]).path)
+        name = unquote(urlsplit(name[match.end() - 2 :]).path)
     return os.path.abspath(name)
 
 

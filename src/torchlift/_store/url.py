@@ -119,9 +119,10 @@ def shown(target: str) -> str:
     """
     try:
         parts = _split(target)
+        makes_sense = not _is_http(target) or (parts.port != 0 and parts.hostname)
     except ValueError:
-        parts = None
-    if parts is None:
+        makes_sense = None
+    if not makes_sense:
         scheme = target.partition("://")[0]
         raise FormatError("a URL that makes no sense", file=f"{scheme}://...")
     host = parts.netloc

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchlift._store import Opened, Url, relative, shared_folder
 from torchlift._system import Facts, Summary, count_of, human, printable
@@ -118,12 +118,18 @@ class VerifyReport(Summary):
         return f"{self.path}: {verdict}", facts
 
 
-def verify(path: str | os.PathLike[str]) -> VerifyReport:
+def verify(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> VerifyReport:
     """Check a checkpoint's structure and recompute every checksum it records.
 
     torch's zip format stores a CRC-32 per record, which torch itself never reads back; what
     torchlift writes has them in safetensors, too. Other safetensors and torch files from before 1.6
     store none, so there only the structure is checked.
+
+    Args:
+        path: a file or a directory, or its URL.
+        storage_options: of a URL, as for `torchlift.open`.
 
     Raises:
         FormatError: the structure is wrong.
@@ -136,7 +142,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         >>> torchlift.verify(path).ok
         True
     """
-    return verify_index(resolved(read_index(path)))
+    return verify_index(resolved(read_index(path, storage_options=storage_options)))
 
 
 def checksums(index: Index) -> Checksums:
