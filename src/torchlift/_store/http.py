@@ -56,6 +56,7 @@ class Http:
     """
 
     is_exact = True
+    at_once = 32
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -27,9 +27,6 @@ _T = TypeVar("_T")
 #: Classes of obstore.
 _REFUSED = ("PermissionDeniedError", "UnauthenticatedError", "NoCredentialsError")
 
-#: Ranges that are in memory beside where they go: of 8 MiB, which s3fs has twice for a moment.
-_AT_ONCE = 4
-
 #: What file systems call the version of an object, and the time of its change.
 _VERSIONS = "ETag", "etag", "VersionId", "version_id", "generation", "oid", "blob_id", "md5Hash"
 _TIMES = "LastModified", "last_modified", "mtime", "updated", "modified", "created"
@@ -39,13 +36,13 @@ class Others:
     """Reads by a file system of fsspec, which has a thread of its own for what is asynchronous."""
 
     is_exact = False
+    at_once = 4  # each is in memory beside where it goes, and in s3fs twice for a moment
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._process, self._lock = os.getpid(), threading.Lock()
         self._made: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
-        self._room = threading.BoundedSemaphore(_AT_ONCE)
         self._infos: dict[str, Mapping[str, Any]] = {}
         self._listed: set[str] = set()
 
@@ -70,17 +67,11 @@ class Others:
     ) -> int:
         """Fill buffers with bytes of an object from a place on; return how many came."""
         end = offset + sum(map(len, buffers))
-        self._look_for_process()
-        with self._room:
-            return self._copied(url, self._range(url, offset, end), buffers, end - offset)
-
-    def _copied(
-        self, url: Url, data: bytes | memoryview, buffers: Sequence[memoryview], most: int
-    ) -> int:
+        data = self._range(url, offset, end)
         self._store.count(0, len(data))
-        if len(data) > most:
+        if len(data) > end - offset:
             what = "the store answers with other bytes than it was asked for"
-            raise FormatError(what, file=url, expected=most, found=len(data))
+            raise FormatError(what, file=url, expected=end - offset, found=len(data))
         if not data:
             error = Unreachable("the store gives no bytes", file=url, hint="Try again later.")
             raise Failed(error)
@@ -93,6 +84,7 @@ class Others:
 
     def _range(self, url: Url, start: int, end: int) -> bytes | memoryview:
         bucket = url.target.partition("://")[2].partition("/")[0]
+        self._look_for_process()
         with self._lock:
             store = self._objects.get(bucket, self)
             if store is self:  # not looked for yet
@@ -203,7 +195,6 @@ class Others:
         """Forget, in a process that was forked off, what has its threads in the other one."""
         if self._process != os.getpid():
             self._process, self._lock = os.getpid(), threading.Lock()
-            self._room = threading.BoundedSemaphore(_AT_ONCE)
             self._made.clear()
             self._objects.clear()
 

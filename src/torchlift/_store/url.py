@@ -205,6 +205,9 @@ class Transport(Protocol):
 
     #: Whether each answer says of which version it is.
     is_exact: bool
+    #: Large ranges that are asked for at a time: where they come straight to where they belong,
+    #: as many as a server that is far away takes; else those that memory is left for.
+    at_once: int
 
     def __init__(self, store: Store) -> None: ...
 

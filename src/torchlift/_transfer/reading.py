@@ -53,9 +53,9 @@ _STAGES = 4  # staging buffers of BLOCK bytes each: half the budget, the rest is
 _SERIAL = 32_704
 #: Anonymous memory, in bytes, that `read` takes at most to stage what is cast or moved.
 STAGING = min(_STAGES, THREADS) * BLOCK
-#: How many ranges of URLs are asked for at a time, and bytes of one. Of 2.1 GB over the loopback 4,
-#: 8 and 32 at a time take 1.3 s each: what is far away answers late, and needs more of them.
-_AT_ONCE, _RANGE = 32, 8 << 20
+#: Bytes of a range of a URL. Of 2.1 GB by HTTP over the loopback 4, 8 and 32 at a time take 1.3 s
+#: each: what is far away answers late, and needs more of them.
+_RANGE = 8 << 20
 #: How many of them are staged at a time, of `STAGE` bytes each, and the memory that it takes.
 _STAGED = 12
 STAGING_AWAY = _STAGED * STAGE
@@ -139,7 +139,9 @@ def read(
         depth = (
             DEPTH if kinds == {"cpu"} else DEPTH // 2
         )  # beside the memory that devices fetch from
-        for some, threads in (cold, depth), (warm, THREADS), (away, _AT_ONCE):
+        stores = [job.file.store for job in away if isinstance(job.file, Url)]
+        far = min((store.transport.at_once for store in stores), default=1)
+        for some, threads in (cold, depth), (warm, THREADS), (away, far):
             if len(some) == 1:  # on this thread: starting others takes longer than reading a little
                 (job,) = some
                 stage = free[0] if job.staged else None
