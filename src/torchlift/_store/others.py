@@ -1,7 +1,7 @@
 """Every scheme but HTTP: by fsspec, one `cat_file` a range, from whichever thread asks.
 
 Ranges of object stores by obstore, where that has what it needs: fsspec's file systems receive all
-answers in one thread of Python.
+answers in one thread of Python: 2.1 GB over the loopback take 2.0 to 2.5 s, by s3fs 3.3 to 6.8.
 """
 
 from __future__ import annotations
