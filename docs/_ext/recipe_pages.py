@@ -1,7 +1,8 @@
 """What the site adds to the page of a recipe, and the recipe itself does without.
 
-The code that only draws is folded. What it printed stands above the figure, the caption beneath,
-which is also the figure's text alternative. Titles of other recipes are links. One row below the
+The code that only draws is folded, and a cell that begins with ``# fold: what it does``. The figure
+stands below what the first cell printed, with its caption, which is also its text alternative.
+Titles of other recipes are links. One row below the
 title leads to the notebook and the script, and one line at the end says what the numbers on the
 page were measured with.
 """
@@ -14,6 +15,7 @@ import os
 import shutil
 import sys
 from functools import cache
+from html import escape
 from pathlib import Path
 
 import site_address
@@ -29,6 +31,8 @@ import torchlift
 
 _logger = logging.getLogger(__name__)
 DRAWS = "import matplotlib.pyplot as plt"
+FOLD = "# fold: "
+ANSWER = "In short"
 FITS = 88  # characters of an output that the page shows in one line, beside both sidebars
 
 
@@ -47,14 +51,18 @@ class RecipePage(SphinxTransform):
             comment.parent.remove(comment)  # "GENERATED FROM ..." stands between the blocks
         for code in list(self.document.findall(nodes.literal_block)):
             if "plt.show()" in code.astext():
-                fold(code)
+                fold_drawing(code)
+            elif code.astext().startswith(FOLD):
+                summary, _, rest = code.astext().removeprefix(FOLD).partition("\n")
+                code.parent.replace(code, shown := block_of(code, rest.lstrip("\n")))
+                fold(shown, summary)
         for output in self.document.findall(is_output):
             if max(map(len, output.astext().splitlines()), default=0) > FITS:
                 output["classes"].append("tl-wrap")
         figures = list(self.document.findall(is_figure))
         for figure in figures:
             put_output_above(figure)
-            set_caption(figure, self.env.docname)
+            set_caption(figure, self.document, self.env.docname)
         titles = titles_of(Path(self.app.srcdir))
         for emphasis in list(self.document.findall(nodes.emphasis)):
             link(emphasis, titles, self.env.docname)
@@ -110,24 +118,30 @@ def following(node: nodes.Element) -> list[nodes.Node]:
     return siblings[siblings.index(node) + 1 :]
 
 
-def fold(code: nodes.literal_block) -> None:
-    """Put the part of a cell that draws into a ``<details>``."""
+def block_of(code: nodes.literal_block, text: str) -> nodes.literal_block:
+    """Return a block of code like another one, with a text of its own."""
+    block = nodes.literal_block("", text)
+    block.attributes.update({**code.attributes, "ids": [], "names": []})
+    block.rawsource, block.source, block.line = text, code.source, code.line
+    return block
+
+
+def fold(code: nodes.literal_block, summary: str) -> None:
+    """Put a block of code into a ``<details>``."""
+    at = code.parent.index(code)
+    code.parent.insert(at + 1, nodes.raw("", "</details>", format="html"))
+    opening = f'<details class="tl-fold"><summary>{escape(summary)}</summary>'
+    code.parent.insert(at, nodes.raw("", opening, format="html"))
+
+
+def fold_drawing(code: nodes.literal_block) -> None:
+    """Fold the part of a cell that draws."""
     before, begins, after = code.astext().partition(DRAWS)
-    parent, at = code.parent, code.parent.index(code)
-    drawing = code
     if begins and before.strip():
-        code.parent.remove(code)
-        drawing = nodes.literal_block("", begins + after)
-        first = nodes.literal_block("", before.rstrip() + "\n")
-        for block in first, drawing:
-            block.attributes.update({**code.attributes, "ids": [], "names": []})
-            block.rawsource = block.astext()
-            block.source, block.line = code.source, code.line
-        parent.insert(at, [first, drawing])
-        at += 1
-    parent.insert(at + 1, nodes.raw("", "</details>", format="html"))
-    opening = '<details class="tl-fold"><summary>Code of the figure</summary>'
-    parent.insert(at, nodes.raw("", opening, format="html"))
+        first, drawing = block_of(code, before.rstrip() + "\n"), block_of(code, begins + after)
+        code.parent.replace(code, [first, drawing])
+        code = drawing
+    fold(code, "Code of the figure")
 
 
 def put_output_above(figure: nodes.container) -> None:
@@ -145,8 +159,8 @@ def put_output_above(figure: nodes.container) -> None:
     figure.parent.insert(at, output)
 
 
-def set_caption(figure: nodes.container, docname: str) -> None:
-    """Take the italic paragraph that follows as caption and text alternative."""
+def set_caption(figure: nodes.container, document: nodes.document, docname: str) -> None:
+    """Take the italic paragraph that follows as caption, and put both below the first answer."""
     rest = following(figure)
     if not rest or not begins_in_italics(rest[0]):
         _logger.warning("no caption, a paragraph in *...*, follows the figure", location=docname)
@@ -166,8 +180,19 @@ def set_caption(figure: nodes.container, docname: str) -> None:
         caption,
         nodes.raw("", "</figcaption></figure>", format="html"),
     ]
-    at = figure.parent.index(figure)
-    figure.parent[at : at + 1] = frame
+    parent, at = figure.parent, figure.parent.index(figure)
+    parent.remove(figure)
+    for section in filter(is_answer, document.findall(nodes.section)):
+        parent, shown = section, [node for node in section.children if is_output(node)]
+        code = section.first_child_matching_class(nodes.literal_block)
+        at = 1 + (section.index(shown[0]) if shown else code)
+        break
+    parent[at:at] = frame
+
+
+def is_answer(section: nodes.section) -> bool:
+    """Whether it is the section that begins with the answer."""
+    return section[0].astext() == ANSWER
 
 
 @cache
