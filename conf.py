@@ -34,6 +34,7 @@ extensions = [
     "sphinxcontrib.programoutput",
     "landing",
     "measured_runs",
+    "mending",
     "public_names",
     "recipe_cards",
     "recipe_pages",
@@ -146,7 +147,7 @@ html_favicon = "docs/_static/mark.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
-html_sidebars = {page: [] for page in ("index", "404", "installation", "cluster")}
+html_sidebars = {page: [] for page in ("index", "404", "auto_recipes/index")}
 html_theme_options = {
     "logo": {
         "text": "torchlift",
@@ -154,6 +155,7 @@ html_theme_options = {
         "image_dark": "_static/mark.svg",
     },
     "navbar_align": "left",
+    "navbar_center": ["tl-links"],
     "navbar_end": ["theme-switcher"],
     "navbar_persistent": ["search-button"],
     "github_url": ADDRESSES.get("repository", ""),

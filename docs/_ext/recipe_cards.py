@@ -1,8 +1,9 @@
 """Cards that lead to recipes: the question, how hard, how long, and what it is about.
 
 ``recipe-card`` takes the place of sphinx-gallery's thumbnail, in the gallery and wherever recipes
-are listed. ``recipes-using`` ends an API page with the recipes that use a name most. The question
-and the minutes come from the script, level and tags from ``recipes/cards.toml``.
+are listed; the gallery filters its cards by sphinx-gallery's own script. ``chapters`` lists the
+chapters above them. ``recipes-using`` ends an API page with the recipes that use a name most. The
+question and the minutes come from the script, level and tags from ``recipes/cards.toml``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import functools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +30,10 @@ from sphinx.util.typing import ExtensionMetadata
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST = 4  # recipes that an API page names
+GALLERY = "auto_recipes/index"
+LEVELS = "Beginner", "Intermediate", "Advanced"
+#: What the gallery can be filtered by beside levels and tags: the minutes that a recipe takes.
+TIMES = {5: "up to 5 min", 10: "6 to 10 min", 99: "longer"}
 
 
 class Recipe(NamedTuple):
@@ -66,13 +73,70 @@ def minutes_of(script: str) -> int:
     return math.ceil(words / 200 + len(code) / 40)
 
 
+def keywords_of(name: str) -> list[str]:
+    """What the search finds a recipe by, beside its text: tags, and words that it does not say."""
+    fact = facts().get(name, {})
+    return [*fact.get("tags", ()), *fact.get("keywords", ())]
+
+
+def filters_of(name: str) -> list[str]:
+    """What finds a recipe in the gallery: level, time, tags that it shares with another one."""
+    known = recipe(name)
+    time = next(label for most, label in TIMES.items() if known.minutes <= most)
+    return [known.level, time, *(tag for tag in known.tags if tag in shared_tags())]
+
+
+@functools.cache
+def shared_tags() -> list[str]:
+    """The tags of two recipes or more, those of most recipes first."""
+    counts = Counter(tag for fact in facts().values() for tag in fact["tags"])
+    return [tag for tag, count in counts.most_common() if count > 1]
+
+
+def with_filters(filters: list[str], card: nodes.Node | None = None) -> list[nodes.Node]:
+    """What sphinx-gallery's script looks for, around a card, or alone: the order of its buttons."""
+    kind = "hidden" if card is None else 'class="sphx-glr-thumbcontainer"'
+    opening = f"<div {kind} data-sgtags='{escape(json.dumps(filters), quote=False)}'>"
+    inside = [] if card is None else [card]
+    return [
+        nodes.raw("", opening, format="html"),
+        *inside,
+        nodes.raw("", "</div>", format="html"),
+    ]
+
+
 class RecipeCard(SphinxDirective):
     """A card for the recipe whose page is named."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        return [make_card(self.arguments[0].strip("/"), Path(self.env.srcdir))]
+        name = self.arguments[0].strip("/")
+        card = make_card(name, Path(self.env.srcdir))
+        if self.env.docname != GALLERY:
+            return [card]
+        return with_filters(filters_of(name.removeprefix("auto_recipes/")), card)
+
+
+class Chapters(SphinxDirective):
+    """The chapters of the gallery: what each is about, and how many recipes it has."""
+
+    def run(self) -> list[nodes.Node]:
+        grid = nodes.container(classes=["tl-chapters"])
+        for header in sorted(ROOT.glob("recipes/*/GALLERY_HEADER.rst")):
+            folder = header.parent
+            title, _, about = header.read_text(encoding="utf-8").split("\n", 2)
+            count = len(list(folder.glob("plot_*.py")))
+            link = nodes.reference("", title, refuri=f"#{nodes.make_id(title)}", internal=True)
+            card = nodes.container(classes=["tl-card"])
+            card += nodes.paragraph("", "", link, classes=["tl-card-title"])
+            asked = nodes.paragraph(classes=["tl-card-question"])
+            text = " ".join(about.split()).partition(". ")[0].rstrip(".")
+            asked += nodes.Text(f"{re.sub(':doc:|`', '', text)}. {count} pages.")
+            card += asked
+            grid += card
+        order = [*LEVELS, *TIMES.values(), *shared_tags()]
+        return [grid, *with_filters(order)]
 
 
 def make_card(docname: str, source: Path) -> nodes.container:
@@ -146,6 +210,7 @@ def setup(app: Sphinx) -> ExtensionMetadata:
     """Sphinx calls this."""
     app.add_directive("recipe-card", RecipeCard)
     app.add_directive("recipes-using", RecipesUsing)
+    app.add_directive("chapters", Chapters)
     # sphinx-gallery's own card cannot be given words of ours by any setting.
     for name in "THUMBNAIL_TEMPLATE", "BACKREF_THUMBNAIL_TEMPLATE":
         assert "{doc_name}" in getattr(sphinx_gallery.backreferences, name)

@@ -21,6 +21,7 @@ from pathlib import Path
 import site_address
 import torch
 from docutils import nodes
+from recipe_cards import GALLERY, keywords_of
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
@@ -42,9 +43,9 @@ class RecipePage(SphinxTransform):
     default_priority = 450
 
     def apply(self, **kwargs: object) -> None:
-        for raw in list(self.document.findall(nodes.raw)):
-            if "sg-tag-list" in raw.astext():  # once a chapter, with the same id
-                raw.parent.remove(raw)
+        filters = [raw for raw in self.document.findall(nodes.raw) if "sg-tag-list" in raw.astext()]
+        for raw in filters[self.env.docname == GALLERY :]:  # once a chapter, with the same id
+            raw.parent.remove(raw)
         if not is_recipe(self.env.docname):
             return
         for comment in list(self.document.findall(nodes.comment)):
@@ -63,6 +64,8 @@ class RecipePage(SphinxTransform):
         for figure in figures:
             put_output_above(figure)
             set_caption(figure, self.document, self.env.docname)
+        words = keywords_of(self.env.docname.removeprefix("auto_recipes/"))
+        self.document.insert(0, nodes.meta(name="keywords", content=", ".join(words)))
         titles = titles_of(Path(self.app.srcdir))
         for emphasis in list(self.document.findall(nodes.emphasis)):
             link(emphasis, titles, self.env.docname)
