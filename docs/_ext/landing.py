@@ -88,7 +88,7 @@ def picture(run: dict[str, Any]) -> str:
         if most < copy / 10:
             at, kind = end, ""
         drawn.append(
-            f'<text class="tl-name tl-name-{number}{kind}" x="{x(at) + (12 if kind else -12)}" '
+            f'<text class="tl-name tl-name-{number}{kind}" x="{x(at) + (12 if kind else -36)}" '
             f'y="{y(most) + up}">{label}: {seconds:.2g} s</text>'
         )
         told.append(f"{label}: {seconds:.2g} seconds, at most {most / copy:.1f} copies")
