@@ -39,6 +39,31 @@ MIB = 1 << 20
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+#: What somebody types -> a part of the address of the page that answers.
+FOUND = {
+    "OOM": "plot_01_memory_twice",
+    "EMA": "auto_recipes/",
+    "cheatsheet": "guide/cheatsheet",
+    "quantization": "plot_04_quantise_while_loading",
+    "optimizer not learning": "plot_01_ghost",
+    "timm": "guide/frameworks",
+    "diffusers": "guide/frameworks",
+    "vLLM": "guide/frameworks",
+    "LoRA": "plot_02_lora",
+}
+#: One click from the first page.
+NEAREST = (
+    "guide/quickstart.html",
+    "guide/which_way.html",
+    "guide/troubleshooting.html",
+    "guide/cheatsheet.html",
+    "guide/frameworks.html",
+    "auto_recipes/00_tutorial/plot_01_the_file.html",
+    "auto_recipes/01_loading/plot_09_resume.html",
+    "auto_recipes/03_devices/plot_05_larger_than_memory.html",
+)
+
+
 class Page(HTMLParser):
     """What a page names: its ids, where its links lead, its pictures, the files it loads."""
 
@@ -172,6 +197,13 @@ def test_first_page_can_be_read_without_scripts() -> None:
         assert words in text
 
 
+def test_what_is_asked_for_most_is_one_click_from_the_first_page() -> None:
+    """And most of it from every page, in the bar."""
+    assert set(NEAREST) <= {link.partition("#")[0] for link in pages()[SITE / "index.html"].links}
+    somewhere = pages()[SITE / "guide" / "migration.html"].links
+    assert {"quickstart.html", "which_way.html", "troubleshooting.html"} <= set(somewhere)
+
+
 # ---- in a browser
 
 
@@ -278,6 +310,57 @@ def test_search_finds_the_page_of_an_error_with_names_of_its_own(
     error = "ModuleNotFoundError: No module named 'ultralytics'"
     browser.open(address + "search.html?q=" + quote(error))
     browser.wait_for("document.querySelector('#search-results li a[href*=troubleshooting]')")
+
+
+@pytest.mark.parametrize(("words", "page"), FOUND.items())
+def test_search_finds_the_page_by_the_words_of_those_who_have_the_problem(
+    words: str, page: str, browser: Browser, address: str
+) -> None:
+    """Among the first five, also where the page says it in other words."""
+    browser.open(address + "search.html?q=" + quote(words))
+    results = "[...document.querySelectorAll('#search-results li > a')].map(link => link.href)"
+    browser.wait_for(
+        f"({results}).length && !document.querySelector('#search-progress')?.offsetParent"
+    )
+    browser.wait_for(f"({results}).slice(0, 5).some(link => link.includes('{page}'))")
+
+
+def test_gallery_is_filtered_from_the_keyboard(browser: Browser, address: str) -> None:
+    """By a level, then by a level and a tag; a chapter of which nothing is left goes, too."""
+    browser.show(1440, "light")
+    browser.open(address + KINDS["gallery"])
+    shown = "[...document.querySelectorAll('.tl-card-facts')].filter(card => card.offsetParent)"
+    everything = browser.run(f"{shown}.length")
+
+    def press(label: str) -> None:
+        browser.run(f"""[...document.querySelectorAll('.sphx-glr-tag')]
+          .find(tag => tag.textContent === '{label}').focus()""")
+        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+        browser.call("Input.dispatchKeyEvent", type="keyDown", **key)
+        browser.call("Input.dispatchKeyEvent", type="keyUp", **key)
+
+    press("Advanced")
+    advanced = browser.run(f"{shown}.map(card => card.textContent)")
+    assert 0 < len(advanced) < everything
+    assert all("Advanced" in facts for facts in advanced)
+    assert browser.run("document.querySelector('.sphx-glr-tag.active').ariaPressed") == "true"
+    press("optimizer")
+    assert 0 < browser.run(f"{shown}.length") < len(advanced)
+    assert browser.run("[...document.querySelectorAll('article h2')].some(h => !h.offsetParent)")
+    press("Advanced")
+    press("optimizer")
+    assert browser.run(f"{shown}.length") == everything
+
+
+def test_gallery_is_looked_over_in_a_few_screens(browser: Browser, address: str) -> None:
+    """Its chapters come first, on one screen; all of it takes at most 4,000 pixels."""
+    browser.show(1440, "light")
+    browser.open(address + KINDS["gallery"])
+    browser.run("for (const image of document.images) image.loading = 'eager'")
+    browser.wait_for("[...document.images].every(image => image.complete)")
+    top = "document.querySelector('.sphx-glr-thumbnails').getBoundingClientRect().top + scrollY"
+    assert browser.run(top) < 900
+    assert browser.run("document.documentElement.scrollHeight") <= 4000
 
 
 def test_theme_is_switched_and_kept(browser: Browser, address: str) -> None:

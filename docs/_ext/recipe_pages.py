@@ -65,7 +65,8 @@ class RecipePage(SphinxTransform):
             put_output_above(figure)
             set_caption(figure, self.document, self.env.docname)
         words = keywords_of(self.env.docname.removeprefix("auto_recipes/"))
-        self.document.insert(0, nodes.meta(name="keywords", content=", ".join(words)))
+        single = dict.fromkeys(word for text in words for word in text.split())  # as it is indexed
+        self.document.insert(0, nodes.meta(name="keywords", content=", ".join(single)))
         titles = titles_of(Path(self.app.srcdir))
         for emphasis in list(self.document.findall(nodes.emphasis)):
             link(emphasis, titles, self.env.docname)
