@@ -496,7 +496,7 @@ def _damaged(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:
         f"checksums are wrong in {len(report.failed)} of {total} records",
         file=(stamp and stamp.shown) or where,
         entry=first.name,
-        expected=f"crc32 {first.expected:08x}",
+        expected=first.right,
         found=first.what,
         hint="The file is damaged: fetch it again, or restore it from a copy.",
     )
