@@ -107,7 +107,7 @@ def digest(
         >>> torchlift.digest(path) == torchlift.digest(model)
         False
         >>> torchlift.digest({"step": torch.tensor(7)})
-        '9d3bb6bb1ce5fd4a'
+        'b905064bab325007'
     """
     if isinstance(obj, (Checkpoint, str, bytes, os.PathLike)) or hasattr(obj, "read"):
         if process_group is not None:
@@ -214,7 +214,6 @@ def _of_memory(obj: Any, root: str | None, process_group: Any) -> int:
 
 def _of_tensor(key: str, tensor: torch.Tensor, path: str) -> Iterator[int]:
     """Yield what this process adds for a tensor in memory, or for each of those it is made of."""
-    tensor = tensor.detach()
     odd = "a lazy one, which has no shape yet" if is_lazy(tensor) else ""
     if odd or tensor.is_meta:
         raise PlacementError(
@@ -224,6 +223,7 @@ def _of_tensor(key: str, tensor: torch.Tensor, path: str) -> Iterator[int]:
             found=odd or "one on meta",
             hint="Load the model first, or run it once where a module is lazy.",
         )
+    tensor = tensor.detach()
     if is_dtensor(tensor):
         spans, local = spans_of(tensor, key), local_tensor(tensor)
         coordinate = tensor.device_mesh.get_coordinate() or ()
