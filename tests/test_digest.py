@@ -222,7 +222,7 @@ def test_the_number_is_the_sum_that_it_is_said_to_be(tensor: torch.Tensor) -> No
     )
     name = repr(("a", str(tensor.dtype), tuple(tensor.shape))).encode()
     factor, term = struct.unpack("<2Q", hashlib.blake2b(name, digest_size=16).digest())
-    assert torchlift.digest({"a": tensor}) == f"{((factor | 1) * total + term) % 2**64:016x}"
+    assert torchlift.digest({"a": tensor}) == f"{mixed((factor | 1) * total + term):016x}"
 
 
 def test_zeros_nothing_and_no_tensor_differ() -> None:
@@ -250,7 +250,7 @@ def test_large_tensors_are_summed_up_in_blocks(threads: int, tmp_path: Path) -> 
         assert torchlift.digest(tmp_path / "m.safetensors") == found
     finally:
         torch.set_num_threads(before)
-    assert found == "09ccf5df7480184a"
+    assert found == "8d5e847295be7f7e"
     values[4_000_000, 1] += 1
     assert torchlift.digest(state) != found
 
@@ -260,7 +260,7 @@ def test_tensors_of_other_kinds_count_by_what_they_are_made_of(tmp_path: Path) -
     dense = torch.eye(4)
     kinds = {
         "coo": dense.to_sparse(),
-        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     }  # fmt: skip
     torch.save(kinds, tmp_path / "m.pt")
     found = torchlift.digest(kinds)

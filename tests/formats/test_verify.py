@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,6 +16,7 @@ import pytest
 import torch
 from checkpoint_files import deflated, tensor, write_zip
 from damaged_files import flip
+from range_server import Answer, Asked, serving
 from safetensors.torch import save_file
 from small_models import saved
 
@@ -297,3 +299,36 @@ def test_only_links_into_blobs_name_their_checksum(tmp_path: Path) -> None:
         assert (report.ok, report.files, len(report.unchecked)) == (True, {}, 1)
     (tmp_path / "named").symlink_to(blobs / ("0" * 64))
     assert not torchlift.verify(tmp_path / "named").ok
+
+
+@pytest.mark.parametrize("redirects", [True, False])
+def test_a_file_of_the_hub_is_compared_with_what_the_hub_says(
+    tmp_path: Path, redirects: bool
+) -> None:
+    """Where a redirect leads, an ETag may be anything: the Hub's own answer counts."""
+    pytest.importorskip("huggingface_hub")
+    content = hub_files(tmp_path)["model-00001-of-00002.safetensors"]
+    path = tmp_path / "org/name/resolve/main/model.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    shutil.copy(path, tmp_path / "stored")
+    recorded = hashlib.sha256(content).hexdigest()
+
+    def hub(asked: Asked, answer: Answer) -> None:
+        if asked.path.startswith("org/"):
+            answer.headers["X-Linked-ETag"] = f'"{recorded}"'
+            if redirects:
+                answer.status, answer.body = 302, memoryview(b"")
+                answer.headers["Location"] = server.url("stored").replace("127.0.0.1", "localhost")
+
+    with serving(tmp_path, hub) as server:
+        options = {"endpoint": server.url()[:-1], "token": "hf_secret"}
+        url = "hf://org/name/model.safetensors"
+        report = torchlift.verify(url, storage_options=options)
+        assert report.files == {url: f"sha256 {recorded}"}
+        assert (report.ok, report.unchecked, report.nbytes) == (True, (), len(content))
+        for name in (path, tmp_path / "stored"):
+            name.write_bytes(content[:-4] + b"\1\2\3\4")
+        (failure,) = torchlift.verify(url, storage_options=options).failed
+        assert (failure.name, failure.right) == (url, f"sha256 {recorded}")
+        assert torchlift.verify(server.url("stored")).files == {}  # whose ETag is nobody's promise

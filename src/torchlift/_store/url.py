@@ -208,10 +208,12 @@ class Transport(Protocol):
     #: Large ranges that are asked for at a time: where they come straight to where they belong,
     #: as many as a server that is far away takes; else those that memory is left for.
     at_once: int
-    #: Target of a URL -> what the Hub calls its content.
-    etags: Mapping[str, str]
 
     def __init__(self, store: Store) -> None: ...
+
+    @property
+    def etags(self) -> Mapping[str, str]:
+        """Return target of a URL -> what the Hub calls its content."""
 
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
         """Return what identifies an object, and its first bytes."""
