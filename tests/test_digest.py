@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from range_server import serving
 from safetensors.torch import save_file
@@ -21,6 +21,7 @@ from torch import nn
 import torchlift
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
 
+any_time = settings(deadline=None)
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8,
     torch.int16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16,
@@ -136,6 +137,7 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     )
 
 
+@any_time
 @given(tensors(), tensors())
 def test_only_equal_tensors_have_equal_numbers(one: torch.Tensor, two: torch.Tensor) -> None:
     """By dtype, shape and all bits, NaN and the sign of zero among them."""
@@ -143,6 +145,7 @@ def test_only_equal_tensors_have_equal_numbers(one: torch.Tensor, two: torch.Ten
     assert found == same_bits(one, two)
 
 
+@any_time
 @given(tensors(), st.data())
 def test_every_change_of_one_bit_or_two_elements_is_seen(
     tensor: torch.Tensor, data: st.DataObject
@@ -169,6 +172,7 @@ def test_every_change_of_one_bit_or_two_elements_is_seen(
             assert (torchlift.digest({"a": made}) == before) == same
 
 
+@any_time
 @given(st.integers(2, 40), st.integers(2, 40), st.integers(0, 2**32), st.data())
 def test_what_a_sum_would_not_see_is_seen(
     rows: int, columns: int, seed: int, data: st.DataObject
@@ -192,6 +196,7 @@ def test_what_a_sum_would_not_see_is_seen(
     assert torchlift.digest({"a": values.T.contiguous().T}) == before
 
 
+@any_time
 @given(st.permutations(range(5)))
 def test_tensors_of_equal_shape_cannot_change_names(order: list[int]) -> None:
     """Which name has which values counts, and names themselves do."""
@@ -210,6 +215,7 @@ def mixed(number: int) -> int:
     return number ^ number >> 31
 
 
+@any_time
 @given(tensors())
 def test_the_number_is_the_sum_that_it_is_said_to_be(tensor: torch.Tensor) -> None:
     """Word by word, in plain Python, so that another program can compute it, too."""

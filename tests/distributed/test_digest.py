@@ -12,6 +12,7 @@ CHECKS = [
     "every_wrapper_has_the_number_of_the_model",
     "stages_are_added_up",
     "what_one_rank_cannot_add_ends_all",
+    "values_that_are_not_finite_end_all",
 ]
 
 

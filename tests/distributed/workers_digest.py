@@ -128,6 +128,26 @@ def what_one_rank_cannot_add_ends_all() -> None:
         torchlift.digest({"w": partial})
 
 
+def values_that_are_not_finite_end_all() -> None:
+    """A NaN in the shard of one rank: one error names the rank and the tensor; nothing changes."""
+    model = fully_shard(bare(), mesh=cpu_mesh())
+    whole = bare().state_dict()
+    last = torch.zeros(7, 5)
+    last[-1, -1] = torch.nan
+    path = FOLDER / f"nan-{dist.get_rank()}.pt"
+    torch.save({**whole, "0.weight": last}, path)
+    before = torchlift.digest(model)
+    with pytest.raises(CheckpointError) as caught:
+        torchlift.load(model, path, check="finite")
+    holder = 3 if dist.get_world_size() == 4 else 1
+    assert caught.value.not_finite == {"0.weight": (1, 0)}, caught.value
+    if dist.get_rank() != holder:
+        assert f"on rank {holder}: 1 tensor to load" in str(caught.value), caught.value
+    assert torchlift.digest(model) == before
+    torchlift.load(model, whole, check="finite")
+    assert torchlift.digest(model) == torchlift.digest(bare())
+
+
 if __name__ == "__main__":
     main(
         {
@@ -137,6 +157,7 @@ if __name__ == "__main__":
                 every_wrapper_has_the_number_of_the_model,
                 stages_are_added_up,
                 what_one_rank_cannot_add_ends_all,
+                values_that_are_not_finite_end_all,
             )
         }
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -113,6 +113,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.sampled_from(DTYPES), st.data())
 def test_each_bad_value_is_counted(dtype: torch.dtype, data: st.DataObject) -> None:
     """Wherever they are, in tensors of any dtype that has them, in any strides."""
