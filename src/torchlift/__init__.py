@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchlift._checkpoint import diff as diff
     from torchlift._checkpoint import open as open
     from torchlift._convert import convert as convert
+    from torchlift._digest import digest as digest
     from torchlift._load import load as load
     from torchlift._plan import LoadPlan as LoadPlan
     from torchlift._plan import LoadReport as LoadReport
@@ -44,6 +45,7 @@ __getattr__, __dir__, __all__ = lazy(
     {
         "_checkpoint": "Checkpoint CheckpointDiff diff open",
         "_convert": "convert",
+        "_digest": "digest",
         "_load": "load",
         "_plan": "LoadPlan LoadReport plan",
         "_save": "SaveReport save",

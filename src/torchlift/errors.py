@@ -81,6 +81,7 @@ class CheckpointError(Exception):
         expected: what would have been right, or None.
         found: what was there instead, or None.
         hint: the way out, or None.
+        lists: what there is more than one of, a line for each.
 
     Example:
         >>> import os, tempfile, torchlift
@@ -105,6 +106,7 @@ class CheckpointError(Exception):
         expected: object = None,
         found: object = None,
         hint: str | None = None,
+        lists: Iterable[str] = (),
     ) -> None:
         self.reason = reason
         # Of a URL only the text: what travels with it is nobody's business who reads errors.
@@ -113,6 +115,7 @@ class CheckpointError(Exception):
         self.expected = expected
         self.found = found
         self.hint = hint
+        self.lists = list(lists)
         super().__init__(reason)
 
     def __str__(self) -> str:
@@ -123,7 +126,8 @@ class CheckpointError(Exception):
             text += f"; expected {printable(str(self.expected), _LONGEST)}"
         if self.found is not None:
             text += f"; found {printable(str(self.found), _LONGEST)}"
-        return printable(text if self.hint is None else f"{text}. {self.hint}")
+        text = printable(text if self.hint is None else f"{text}. {self.hint}")
+        return "\n  ".join([text, *map(printable, self.lists)])
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions travel between processes (ranks, data loader workers) by pickle; the default
@@ -232,17 +236,12 @@ class MismatchError(CheckpointError):
         missing_keys: Iterable[str] = (),
         unexpected_keys: Iterable[str] = (),
         mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
-        lists: Iterable[str] = (),
         **context: Any,
     ) -> None:
         super().__init__(reason, **context)
         self.missing_keys = list(missing_keys)
         self.unexpected_keys = list(unexpected_keys)
         self.mismatched = dict(mismatched or {})
-        self.lists = list(lists)
-
-    def __str__(self) -> str:
-        return "\n  ".join([super().__str__(), *map(printable, self.lists)])
 
 
 class StateDictMismatch(MismatchError, RuntimeError):
@@ -274,6 +273,11 @@ class PlacementError(CheckpointError):
 class IntegrityError(CheckpointError):
     """Bytes are not what a checksum, or the file as it was opened, says they should be.
 
+    Or values are not what ``torchlift.load(check="finite")`` asks for.
+
+    Attributes:
+        not_finite: name in the model -> how many of its values are NaN, and how many infinite.
+
     Example:
         >>> import os, tempfile, torch, torchlift
         >>> path = os.path.join(tempfile.mkdtemp(), "model.pt")
@@ -287,6 +291,8 @@ class IntegrityError(CheckpointError):
         ...     print(error.entry, error.reason, error.expected, error.found, sep="; ")
         weight; the checksum of its bytes is wrong; crc32 e8681456; crc32 513ffeba
     """
+
+    not_finite: Mapping[str, tuple[int, int]] = {}
 
 
 #: Keywords of torch's and other libraries' functions -> what there is in their place.

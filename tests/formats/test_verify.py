@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,6 +16,7 @@ import pytest
 import torch
 from checkpoint_files import deflated, tensor, write_zip
 from damaged_files import flip
+from range_server import Answer, Asked, serving
 from safetensors.torch import save_file
 from small_models import saved
 
@@ -206,3 +209,126 @@ def test_what_was_read_is_added_up_with_the_rest(tmp_path: Path) -> None:
         assert compared(index, known, [sums_of(index, known, seen=seen)]).ok, ranges
     seen.add(file, first, first + 15, [memoryview(b"another 8 bytes")])
     assert not compared(index, known, [sums_of(index, known, seen=seen)]).ok
+
+
+def hub_cache(folder: Path, files: dict[str, bytes]) -> Path:
+    """Lay files out as the cache of Hugging Face's libraries has them; return the snapshot."""
+    snapshot, blobs = folder / "models--org--name/snapshots/abc", folder / "models--org--name/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name, content in files.items():
+        sha = hashlib.sha256(content).hexdigest()
+        if name.endswith(".json"):
+            sha = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        (blobs / sha).write_bytes(content)
+        (snapshot / name).symlink_to(f"../../blobs/{sha}")
+    return snapshot
+
+
+def hub_files(tmp_path: Path) -> dict[str, bytes]:
+    """Two shards without checksums of their own, and their index."""
+    contents = {}
+    for number, key in enumerate("ab", 1):
+        save_file({key: torch.arange(3e5) + number}, tmp_path / "shard")
+        contents[f"model-0000{number}-of-00002.safetensors"] = (tmp_path / "shard").read_bytes()
+    index = {"metadata": {}, "weight_map": dict(zip("ab", contents, strict=True))}
+    return {**contents, "model.safetensors.index.json": json.dumps(index).encode()}
+
+
+def test_files_of_a_hub_cache_are_compared_with_what_the_hub_records(tmp_path: Path) -> None:
+    """The name of a blob is the SHA-256 of a large file, and of a small one what git calls it."""
+    files = hub_files(tmp_path)
+    snapshot = hub_cache(tmp_path, files)
+    report = torchlift.verify(snapshot)
+    assert report.ok
+    assert {Path(file).name: text for file, text in report.files.items()} == {
+        name: f"git-sha1 {hashlib.sha1(b'blob %d' % len(content) + bytes(1) + content).hexdigest()}"
+        if name.endswith(".json")
+        else f"sha256 {hashlib.sha256(content).hexdigest()}"
+        for name, content in files.items()
+    }
+    assert (len(report.checked), report.unchecked, report.unchecked_nbytes) == (2, (), 0)
+    assert report.nbytes == sum(map(len, files.values()))
+    assert "as a whole: 3 files, git-sha1 and sha256 as the hub records it" in str(report)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_damaged_file_of_a_hub_cache_is_named_with_both_sums(tmp_path: Path, number: int) -> None:
+    """Which of them it is, what the hub records and what the bytes have."""
+    files = hub_files(tmp_path)
+    snapshot = hub_cache(tmp_path, files)
+    path = snapshot / [*files][number]
+    expected, content = os.path.basename(os.readlink(path)), bytearray(path.read_bytes())
+    at = content.index(b"{}") if number == 2 else len(content) // 2
+    content[at : at + 2] = b"{ }"[:1] + content[at + 1 : at + 2] if number == 2 else b"\1\2"
+    content = bytearray(bytes(content) + b" " * (number == 2))
+    path.resolve().write_bytes(content)
+    report = torchlift.verify(snapshot)
+    (failure,) = report.failed
+    assert failure.name == str(path)
+    algorithm = "git-sha1" if number == 2 else "sha256"
+    assert failure.right == f"{algorithm} {expected}"
+    assert failure.what.startswith(f"{algorithm} ")
+    assert failure.what != failure.right
+    assert not report.ok
+    assert "damaged: 1 of 5 checksums wrong" in str(report)
+    assert f"{path}: expected {failure.right}, found " in str(report)
+
+
+def test_both_kinds_of_checksums_are_compared_and_bytes_count_once(tmp_path: Path) -> None:
+    """Of a torch file in a hub's cache, the record says which tensor is damaged."""
+    content = saved({"w": torch.ones(3), "v": torch.zeros(2)}, tmp_path).read_bytes()
+    path = hub_cache(tmp_path, {"model.bin": content}) / "model.bin"
+    report = torchlift.verify(path)
+    assert report.ok
+    assert report.nbytes == len(content)
+    flip(path.resolve(), "w", 1)
+    assert [one.algorithm for one in torchlift.verify(path).failed] == ["crc32", "sha256"]
+
+
+def test_only_links_into_blobs_name_their_checksum(tmp_path: Path) -> None:
+    """A file in a folder of that name, or with a name that is no checksum, is nobody's record."""
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for name in ("0" * 64, "0" * 40, "x" * 64, "weights"):
+        save_file({"w": torch.ones(3)}, blobs / name)
+    (tmp_path / "link").symlink_to(blobs / "weights")
+    (tmp_path / "other").symlink_to(blobs / ("x" * 64))
+    for path in (*blobs.iterdir(), tmp_path / "link", tmp_path / "other"):
+        report = torchlift.verify(path)
+        assert (report.ok, report.files, len(report.unchecked)) == (True, {}, 1)
+    (tmp_path / "named").symlink_to(blobs / ("0" * 64))
+    assert not torchlift.verify(tmp_path / "named").ok
+
+
+@pytest.mark.parametrize("redirects", [True, False])
+def test_a_file_of_the_hub_is_compared_with_what_the_hub_says(
+    tmp_path: Path, redirects: bool
+) -> None:
+    """Where a redirect leads, an ETag may be anything: the Hub's own answer counts."""
+    pytest.importorskip("huggingface_hub")
+    content = hub_files(tmp_path)["model-00001-of-00002.safetensors"]
+    path = tmp_path / "org/name/resolve/main/model.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    shutil.copy(path, tmp_path / "stored")
+    recorded = hashlib.sha256(content).hexdigest()
+
+    def hub(asked: Asked, answer: Answer) -> None:
+        if asked.path.startswith("org/"):
+            answer.headers["X-Linked-ETag"] = f'"{recorded}"'
+            if redirects:
+                answer.status, answer.body = 302, memoryview(b"")
+                answer.headers["Location"] = server.url("stored").replace("127.0.0.1", "localhost")
+
+    with serving(tmp_path, hub) as server:
+        options = {"endpoint": server.url()[:-1], "token": "hf_secret"}
+        url = "hf://org/name/model.safetensors"
+        report = torchlift.verify(url, storage_options=options)
+        assert report.files == {url: f"sha256 {recorded}"}
+        assert (report.ok, report.unchecked, report.nbytes) == (True, (), len(content))
+        for name in (path, tmp_path / "stored"):
+            name.write_bytes(content[:-4] + b"\1\2\3\4")
+        (failure,) = torchlift.verify(url, storage_options=options).failed
+        assert (failure.name, failure.right) == (url, f"sha256 {recorded}")
+        assert torchlift.verify(server.url("stored")).files == {}  # whose ETag is nobody's promise

@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from torchlift._checkpoint import Allow, Checkpoint
+from torchlift._checkpoint import Allow, Checkpoint, dense_of
 from torchlift._load.fetch import Fetched, Prepared, fetch_all
 from torchlift._load.sharing import About, Neighbours
 from torchlift._model import (
@@ -22,6 +22,7 @@ from torchlift._model import (
     Commit,
     ModuleTree,
     RankGroup,
+    blocks,
     everything,
     has_group,
     is_dtensor,
@@ -53,7 +54,7 @@ from torchlift._plan import (
     make_plan,
 )
 from torchlift._skeleton import forget
-from torchlift._sources import Copy, Given, Origin, apart, sources
+from torchlift._sources import Copy, Given, JoinedTensor, Origin, apart, sources
 from torchlift._system import (
     Interruptible,
     clipped_list,
@@ -66,6 +67,9 @@ from torchlift._system import (
 from torchlift._transfer import Folder
 from torchlift.errors import IntegrityError, MismatchError, answers_keywords
 from torchlift.formats import Checksums, RangeSums, VerifyReport, checksums, compared, sums_of
+
+#: Values that are looked at at a time, and how many tensors an error lists.
+_VALUES, _SHOWN = 1 << 20, 20
 
 
 @answers_keywords
@@ -88,6 +92,7 @@ def load(
     allow_classes: Allow = (),
     transform: Transform | None = None,
     verify: bool = False,
+    check: Literal["finite"] | None = None,
     progress: bool = False,
     collective: bool | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -147,6 +152,9 @@ def load(
         verify: recompute the checksums that the file has, before anything changes or a transform
             sees a value; ranks that load together read a part of it each. The report says for how
             many bytes it has none.
+        check: ``"finite"``: refuse a NaN or an infinity in what is loaded, as it is after a
+            transform and a cast, in which a number may become too large; before anything changes.
+            All values are read for it, some of them in memory at a time. None: none is looked at.
         progress: show a bar of bytes on stderr.
         collective: whether the ranks of a process group load together: before anything changes
             they exchange whether all are ready, and an error of one is raised by every one. None
@@ -166,7 +174,9 @@ def load(
         UnsafeError: a value could only be had by running code.
         PlacementError: a tensor cannot go where it was asked to go, or cannot be made; or this is
             called inside of another load while another thread loads into the same model.
-        IntegrityError: a checksum is wrong, or the file changed or could not be read.
+        IntegrityError: a checksum is wrong, or the file changed or could not be read; or values are
+            not finite, and `check` asks for that: one error that lists the tensors.
+        ValueError: `check` is something else.
 
     Example:
         >>> import torch, torchlift, tempfile, os
@@ -182,12 +192,14 @@ def load(
         rename, device, dtype, strict, allow_missing, allow_unexpected, ignore_mismatched, mode,
         source, include, exclude, transform,
     )  # fmt: skip
+    if check not in (None, "finite"):
+        raise ValueError(f'check={check!r}: expected "finite" or None')
     check_order(model, ckpt)
     # A transform is the caller's code and may make garbage; without one, nothing here does.
     with collection_paused() if transform is None else nullcontext():
         report = _load(
-            model, ckpt, options, root, allow_classes, verify, progress, collective, process_group,
-            storage_options,
+            model, ckpt, options, root, allow_classes, verify, check, progress, collective,
+            process_group, storage_options,
         )  # fmt: skip
     return replace(report, seconds=time.perf_counter() - start)
 
@@ -199,6 +211,7 @@ def _load(
     root: str | None,
     allow_classes: Allow,
     verify: bool,
+    check: str | None,
     progress: bool,
     collective: bool | None,
     process_group: torch.distributed.ProcessGroup | None,
@@ -239,6 +252,8 @@ def _load(
                         fetched = fetch_all(plan, origin, transform, advance, on_the_way, near)
                         if not first:
                             unchecked = require_intact(verified, ranks, seen)
+                        if check is not None:
+                            _require_finite(fetched, origin.path)
                     agreed = Agreed(agree, deliver)
                     judge = partial(check_names, path=origin.path, options=options)
                     missing, unexpected, more = place(
@@ -429,6 +444,57 @@ def _shaped(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_lazy(slot) or tensor.shape == slot.shape else tensor.view(slot.shape)
 
 
+def _require_finite(fetched: Fetched, path: str) -> None:
+    """Refuse values that are NaN or infinite, as they will be once they are placed.
+
+    Raises:
+        IntegrityError: there are some.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for step, value in (*fetched.plain, *fetched.steps):
+        slices = [one for one, _ in value.slices] if isinstance(value, JoinedTensor) else [value]
+        dtype = local_tensor(step.group.tensor).dtype if step.in_place else None
+        nan = inf = 0
+        for each in slices:
+            assert isinstance(each, torch.Tensor)  # others come from rank 0, which `load` does not
+            for dense in dense_of(local_tensor(each).detach(), indices=False):
+                for block in blocks(dense.shape, _VALUES):
+                    some = _not_finite(dense[tuple(slice(*span) for span in block)], dtype)
+                    nan, inf = nan + some[0], inf + some[1]
+        if nan or inf:
+            found[step.key] = nan, inf
+    if not found:
+        return
+    lines = [f"{key}: {nan:,} NaN, {inf:,} infinite" for key, (nan, inf) in found.items()]
+    more = len(lines) - _SHOWN
+    error = IntegrityError(
+        f"{count_of(len(found), 'tensor')} to load with values that are not finite",
+        file=path,
+        hint="Where the file has finite ones (torchlift.open(path).stats(key)), dtype= is too "
+        "small for them; else take an older checkpoint. check=None loads them.",
+        lists=lines if more <= 0 else [*lines[:_SHOWN], f"and {more:,} more"],
+    )
+    error.not_finite = found
+    raise error
+
+
+def _not_finite(values: torch.Tensor, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Return how many values of a block are NaN, and how many infinite, in a dtype."""
+    if values.is_complex():
+        values, dtype = torch.view_as_real(values.resolve_conj()), None
+    if not values.is_floating_point() or values.dtype == torch.float4_e2m1fn_x2:
+        return 0, 0
+    if dtype is not None and dtype.is_floating_point:
+        values = values.to(dtype)
+    if values.itemsize == 1:  # of which torch knows no smallest one
+        values = values.float()
+    # In one pass, without memory: a NaN is the smallest and the largest.
+    low, high = values.aminmax()
+    if bool(low.isfinite()) and bool(high.isfinite()):
+        return 0, 0
+    return int(values.isnan().sum()), int(values.isinf().sum())
+
+
 def require_intact(
     ckpts: Sequence[Checkpoint],
     group: RankGroup | None = None,
@@ -496,7 +562,7 @@ def _damaged(ckpt: Checkpoint, report: VerifyReport) -> IntegrityError:
         f"checksums are wrong in {len(report.failed)} of {total} records",
         file=(stamp and stamp.shown) or where,
         entry=first.name,
-        expected=f"crc32 {first.expected:08x}",
+        expected=first.right,
         found=first.what,
         hint="The file is damaged: fetch it again, or restore it from a copy.",
     )

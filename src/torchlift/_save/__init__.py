@@ -1,5 +1,8 @@
 """Save what one process or all of a mesh hold: checked, flushed, all or nothing."""
 
+from torchlift._save.blocks import Workspace as Workspace
+from torchlift._save.blocks import entry_blocks as entry_blocks
+from torchlift._save.blocks import few_of_url as few_of_url
 from torchlift._save.blocks import memory_of as memory_of
 from torchlift._save.files import DCP_FILES as DCP_FILES
 from torchlift._save.files import Begun as Begun
@@ -32,4 +35,5 @@ from torchlift._save.values import Becomes as Becomes
 from torchlift._save.values import Taken as Taken
 from torchlift._save.values import Value as Value
 from torchlift._save.values import stored_as as stored_as
+from torchlift._save.values import take_apart as take_apart
 from torchlift._save.values import untied as untied

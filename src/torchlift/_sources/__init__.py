@@ -14,6 +14,7 @@ from torchlift._sources.opening import sources as sources
 from torchlift._sources.opening import tensors_in as tensors_in
 from torchlift._sources.tensors import Copy as Copy
 from torchlift._sources.tensors import FileTensor as FileTensor
+from torchlift._sources.tensors import JoinedTensor as JoinedTensor
 from torchlift._sources.tensors import MemoryTensor as MemoryTensor
 from torchlift._sources.tensors import Sent as Sent
 from torchlift._sources.tensors import SourceTensor as SourceTensor

@@ -9,6 +9,7 @@ from torchlift._store.files import Opened as Opened
 from torchlift._store.places import Stamp as Stamp
 from torchlift._store.places import exists as exists
 from torchlift._store.places import head_of as head_of
+from torchlift._store.places import hub_checksum as hub_checksum
 from torchlift._store.places import in_parallel as in_parallel
 from torchlift._store.places import inside as inside
 from torchlift._store.places import is_folder as is_folder

@@ -70,6 +70,7 @@ class Http:
         self._copies: dict[str, tuple[UrlStamp, BinaryIO]] = {}
         self._received: list[BinaryIO] = []
         self._folders: dict[str, list[str]] = {}
+        self.etags: dict[str, str] = {}
 
     def __del__(self) -> None:
         self._drop_idle()
@@ -199,6 +200,9 @@ class Http:
                 return found, got
         return self._ranged(url, stamp, buffers, offset)
 
+    def noted(self, url: Url, response: http.client.HTTPResponse) -> None:
+        """Take note of what the host of the URL itself says of it, before a redirect."""
+
     def _is_same(self, url: Url, stamp: UrlStamp, found: UrlStamp) -> bool:
         """Return whether an answer is of the object that was indexed.
 
@@ -279,6 +283,8 @@ class Http:
         for _ in range(_MOST_REDIRECTS + 2):
             connection, response, key = self._sent(url, origin, at, stamp, asked)
             try:
+                if key == _origin(origin):
+                    self.noted(url, response)
                 location = response.getheader("Location")
                 if response.status in _REDIRECTS and location:
                     at = _redirected(url, at, location)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib
 import re
 from typing import Any
@@ -44,6 +45,14 @@ class Hub(Http):
             token = _package(url).get_token()
         bearer = {"Authorization": f"Bearer {token}"} if token else {}
         return {**bearer, **self._store.headers}
+
+    def noted(self, url: Url, response: http.client.HTTPResponse) -> None:
+        """Take note of the SHA-256 of what git LFS has, and of what git calls a smaller file.
+
+        Where the redirect leads, an ETag is that of the store's own.
+        """
+        etag = response.getheader("X-Linked-ETag") or response.getheader("ETag") or ""
+        self.etags[url.target] = etag.strip('"')
 
     def is_folder(self, url: Url) -> bool:
         """Return whether a URL is that of a repository, or of a folder in it."""

@@ -36,6 +36,7 @@ class Others:
     """Reads by a file system of fsspec, which has a thread of its own for what is asynchronous."""
 
     is_exact = False
+    etags: Mapping[str, str] = {}
     at_once = 4  # each is in memory beside where it goes, and in s3fs twice for a moment
 
     def __init__(self, store: Store) -> None:

@@ -19,6 +19,9 @@ Stamp = FileStamp | UrlStamp
 
 #: Requests for an index that are made at the same time.
 _AT_ONCE = 32
+#: What a hub calls a file, and by how many digits which of the two it is.
+_ETAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+_ALGORITHMS = {40: "git-sha1", 64: "sha256"}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://", re.ASCII)
 
 
@@ -184,6 +187,23 @@ def names_in(folder: str) -> list[str]:
         store = folder.store
         return store.patiently(folder, lambda: store.transport.names(folder))
     return os.listdir(folder)
+
+
+def hub_checksum(place: str) -> tuple[str, str] | None:
+    """Return ``"sha256"`` or ``"git-sha1"``, and that of a file, as a hub records it.
+
+    In the cache of Hugging Face's libraries a name in a snapshot is a link to
+    ``blobs/<ETag>``; of a ``hf://`` URL the Hub says it with its answer. An ETag is the SHA-256 of
+    what git LFS has, and of smaller files what git calls them.
+    """
+    if isinstance(place, Url):
+        etag = place.store.transport.etags.get(place.target, "")
+    else:
+        folder, etag = os.path.split(os.path.realpath(place))
+        # A file of that name that nobody links to may be anything.
+        if os.path.basename(folder) != "blobs" or not os.path.islink(place):
+            return None
+    return (_ALGORITHMS[len(etag)], etag) if _ETAG.fullmatch(etag) else None
 
 
 def stamp_now(place: str) -> Stamp:

@@ -211,6 +211,10 @@ class Transport(Protocol):
 
     def __init__(self, store: Store) -> None: ...
 
+    @property
+    def etags(self) -> Mapping[str, str]:
+        """Return target of a URL -> what the Hub calls its content."""
+
     def head(self, url: Url) -> tuple[UrlStamp, bytes]:
         """Return what identifies an object, and its first bytes."""
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from torchlift._system import progress_bar
 from torchlift.cli.output import report
-from torchlift.formats import checksums, read_index, resolved, verify_index
+from torchlift.formats import checksums, hub_checksums, read_index, resolved, verify_index
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit status: 0 when nothing is wrong, 1 when a checksum is or the file is damaged, 3\n"
         "when it would run code as a whole, or leads out of its directory.\n"
-        "Files without checksums (most safetensors) are checked for structure only, and say so."
+        "Files without checksums (most safetensors) are checked for structure only, and say so;\n"
+        "those of the Hugging Face Hub, in its cache or behind hf://, have one of the whole."
     )
     parser.add_argument("path", metavar="FILE", help="a checkpoint file or directory")
 
@@ -26,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
     index = resolved(read_index(args.path))
     known = checksums(index)
     total = sum(item.nbytes for some in known for item in some.values())
+    stamps = {**index.guides, **index.files}
+    total += sum(stamps[file].size for file in hub_checksums(index))
     with progress_bar(sys.stderr.isatty(), total, "verify") as advance:
         found = verify_index(index, advance, known)
     report(args, str(found), {**asdict(found), "ok": found.ok})

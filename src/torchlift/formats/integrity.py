@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from torchlift._store import Opened, Url, relative, shared_folder
+from torchlift._store import Opened, Stamp, Url, hub_checksum, relative, shared_folder
 from torchlift._system import Facts, Summary, count_of, human, printable
 from torchlift.errors import CheckpointError, FormatError, IntegrityError
 from torchlift.formats.crc import PartialCrc, register_of, whole_crc
@@ -29,6 +30,9 @@ _BATCH = 32 << 20  # bytes that a thread takes on at a time
 #: ranges that one request asks for.
 _RANGE, _AT_ONCE, _NEAR = 8 << 20, 8, 1 << 20
 
+
+#: Hexadecimal digits of checksums.
+_DIGITS = {"crc32": 8, "git-sha1": 40, "sha256": 64}
 
 #: Returns the register of a CRC-32 after blocks of bytes, as `torchlift.formats.register_of` does.
 Sum = Callable[[Iterable[memoryview]], int]
@@ -51,23 +55,34 @@ class _Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A storage, or another record, whose bytes do not have the checksum that the file records.
+    """A storage, another record, or a file, whose bytes do not have the checksum that is recorded.
 
     Attributes:
-        name: identity of the storage, or name of the record.
-        expected: the checksum that the file records.
+        name: identity of the storage, name of the record, or the file.
+        expected: the checksum that is recorded.
         found: that of the bytes; None where they are deflated and cannot be inflated.
+        algorithm: ``"crc32"``, which the file records; of a file, ``"sha256"`` or ``"git-sha1"``,
+            which a hub does.
     """
 
     name: str
     expected: int
     found: int | None
+    algorithm: str = "crc32"
 
     @property
     def what(self) -> str:
         """Return what was found, as text."""
         broken = "deflated bytes that cannot be inflated"
-        return broken if self.found is None else f"crc32 {self.found:08x}"
+        return broken if self.found is None else self._text(self.found)
+
+    @property
+    def right(self) -> str:
+        """Return what was expected, as text."""
+        return self._text(self.expected)
+
+    def _text(self, value: int) -> str:
+        return f"{self.algorithm} {value:0{_DIGITS[self.algorithm]}x}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -76,11 +91,13 @@ class VerifyReport(Summary):
 
     Attributes:
         path: the checkpoint.
-        checked: identities of the storages whose checksum was recomputed.
-        unchecked: identities of the storages for which the file records none.
-        failed: those of `checked` and of `records` whose bytes are wrong.
+        checked: identities of the storages whose checksum was recomputed, or that of their file.
+        unchecked: identities of the storages for which there is none.
+        failed: those of `checked`, of `records` and of `files` whose bytes are wrong.
         records: names of the archive's other records whose checksum was recomputed: the pickle, the
             code of a program, notes.
+        files: file -> the algorithm and the checksum of all of it that a hub records, with which it
+            was compared, such as ``"sha256 2c26..."``.
         nbytes: bytes whose checksum was recomputed.
         unchecked_nbytes: bytes of `unchecked`.
     """
@@ -92,6 +109,7 @@ class VerifyReport(Summary):
     nbytes: int = 0
     unchecked_nbytes: int = 0
     records: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -100,20 +118,24 @@ class VerifyReport(Summary):
 
     def _summary(self) -> tuple[str, Facts]:
         checked, unchecked = len(self.checked), len(self.unchecked)
-        total = checked + len(self.records)
+        by_files, total = len(self.files), checked + len(self.records) + len(self.files)
         verdict = "every checksum is right" if total else "nothing is wrong with its structure"
         if self.failed:
             verdict = f"damaged: {len(self.failed):,} of {count_of(total, 'checksum')} wrong"
         facts: Facts = []
         if total or not unchecked:
             what = count_of(checked, "storage")
-            what += f" and {count_of(total - checked, 'other record')}" if self.records else ""
+            what += f" and {count_of(len(self.records), 'other record')}" if self.records else ""
             facts.append(("checked", f"{what}, {human(self.nbytes)}"))
+        if by_files:
+            kinds = sorted({text.partition(" ")[0] for text in self.files.values()})
+            what = f"{count_of(by_files, 'file')}, {' and '.join(kinds)} as the hub records it"
+            facts.append(("as a whole", what))
         if unchecked:
             size = f"{count_of(unchecked, 'storage')}, {human(self.unchecked_nbytes)}"
             facts.append(("not checked", f"{size}: the file records no checksum of these bytes"))
         for item in self.failed:
-            sums = f"expected crc32 {item.expected:08x}, found {item.what.removeprefix('crc32 ')}"
+            sums = f"expected {item.right}, found {item.what.removeprefix(item.algorithm + ' ')}"
             facts.append((printable(item.name, 300), sums))
         return f"{self.path}: {verdict}", facts
 
@@ -126,6 +148,10 @@ def verify(
     torch's zip format stores a CRC-32 per record, which torch itself never reads back; what
     torchlift writes has them in safetensors, too. Other safetensors and torch files from before 1.6
     store none, so there only the structure is checked.
+
+    Of a file in the cache of Hugging Face's libraries, and of one behind ``hf://``, the whole is
+    compared, too, with the SHA-256 that the Hub records of large files; of small ones, it is what
+    git calls them.
 
     Args:
         path: a file or a directory, or its URL.
@@ -199,7 +225,81 @@ def verify_index(
         IntegrityError: a file cannot be read, or changes meanwhile.
     """
     known = known or checksums(index)
-    return compared(index, known, [sums_of(index, known, advance)])
+    found = compared(index, known, [sums_of(index, known, advance)])
+    recorded = hub_checksums(index)
+    if not recorded:
+        return found
+    wrong = [
+        Failure(str(path), int(digest, 16), value, algorithm)
+        for (path, (algorithm, digest)), value in zip(
+            recorded.items(), _hashed(index, recorded, advance), strict=True
+        )
+        if value != int(digest, 16)
+    ]
+    whole = [name for name in found.unchecked if index.storages[name].file in recorded]
+    left = {n: index.storages[n].nbytes for n in found.unchecked if n not in {*whole}}
+    more = sum(stamp.size for path, stamp in _stamps(index).items() if path in recorded)
+    # Bytes that have two checksums count once.
+    twice = sum(s.nbytes for some in known for s in some.values() if s.file in recorded)
+    return replace(
+        found,
+        checked=(*found.checked, *whole),
+        unchecked=tuple(left),
+        failed=(*found.failed, *wrong),
+        nbytes=found.nbytes + more - twice,
+        unchecked_nbytes=sum(left.values()),
+        files={str(path): " ".join(each) for path, each in recorded.items()},
+    )
+
+
+def hub_checksums(index: Index) -> dict[str, tuple[str, str]]:
+    """Return file -> the algorithm and the checksum of all of it that a hub records, if it does."""
+    found = {path: hub_checksum(path) for path in _stamps(index)}
+    return {path: each for path, each in found.items() if each is not None}
+
+
+def _stamps(index: Index) -> dict[str, Stamp]:
+    return {**index.guides, **index.files}
+
+
+def _hashed(
+    index: Index,
+    recorded: Mapping[str, tuple[str, str]],
+    advance: Callable[[int], object] | None,
+) -> list[int]:
+    """Return the checksum of each of these files; one after the other takes all of a core."""
+    stamps, found = _stamps(index), list[int]()
+    pool, ahead = ThreadPoolExecutor(os.cpu_count() or 1), ThreadPoolExecutor(_AT_ONCE)
+
+    def value(path: str) -> int:
+        size = stamps[path].size
+        if recorded[path][0] == "sha256":
+            total = hashlib.sha256()
+        else:
+            # Which protects from nobody: it is what git calls a file.
+            total = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        with _opened(index, path) as file:
+            step, at_once = (_BLOCK, 1) if file.is_local else (_RANGE, _AT_ONCE)
+            for start in range(0, size, step * at_once):
+                places = range(start, min(start + step * at_once, size), step)
+                read = partial(file.read, nbytes=step)
+                for block in map(read, places) if file.is_local else ahead.map(read, places):
+                    total.update(block)
+        return int(total.hexdigest(), 16)
+
+    with pool, ahead:
+        try:
+            for path, made in zip(recorded, pool.map(value, recorded), strict=True):
+                found.append(made)
+                if advance is not None:
+                    advance(stamps[path].size)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for file in recorded:  # else an interrupt waits for a host that is silent
+                if isinstance(file, Url):
+                    file.store.cancel()
+            raise
+    return found
 
 
 def sums_of(
@@ -377,7 +477,7 @@ class _Ahead:
 def _opened(index: Index, path: str) -> Iterator[Opened]:
     """Open a file of a checkpoint, which must be the one that was indexed."""
     try:
-        file = index.files[path].open(path)
+        file = _stamps(index)[path].open(path)
         try:
             yield file
         finally:

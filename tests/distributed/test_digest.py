@@ -1,0 +1,29 @@
+"""`digest` on a mesh: the number of the whole, on every rank, whatever each of them holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import on_ranks, run_workers
+
+CHECKS = [
+    "every_layout_has_the_number_of_the_whole",
+    "every_wrapper_has_the_number_of_the_model",
+    "stages_are_added_up",
+    "what_one_rank_cannot_add_ends_all",
+    "values_that_are_not_finite_end_all",
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    """Every check on two ranks and on four."""
+    module = Path(__file__).with_name("workers_digest.py")
+    return {n: run_workers(module, n, tmp_path_factory.mktemp(f"digest{n}")) for n in (2, 4)}
+
+
+@on_ranks([2, 4], CHECKS)
+def test_digest_on_ranks(results: dict[int, dict[str, str]], ranks: int, check: str) -> None:
+    """It is that of one process, or one error on all of them."""
+    assert results[ranks][check] == ""

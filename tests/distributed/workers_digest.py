@@ -1,0 +1,163 @@
+"""Ranks compute the digest of what they share, in every layout; see `test_digest`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import cpu_mesh, main
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+
+import torchlift
+from torchlift.errors import CheckpointError
+
+FOLDER = Path(sys.argv[1])
+DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex64)
+
+
+def state() -> dict[str, torch.Tensor]:
+    """Tensors that do not divide evenly, the same on all ranks."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(7,), (5, 9), (8, 12), (3, 5, 7), (1, 6), (6, 1), (130, 66), (0, 4)]
+    return {
+        f"{str(dtype)[6:]}.{number}": torch.randn(shape, generator=generator).mul(50).to(dtype)
+        for dtype in DTYPES
+        for number, shape in enumerate(shapes)
+    }
+
+
+def bare() -> nn.Module:
+    """A model with the same values on all ranks, a buffer and odd sizes."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3, dtype=torch.bfloat16))
+
+
+def layouts(value: torch.Tensor) -> list[DTensor]:
+    """The tensor in each way that a mesh may hold it."""
+    line = cpu_mesh()
+    found = [distribute_tensor(value, line, [Replicate()])]
+    found += [distribute_tensor(value, line, [Shard(dim)]) for dim in range(value.dim())]
+    if dist.get_world_size() == 4:
+        square = cpu_mesh(2, 2)
+        pairs: list[tuple[object, object]] = [(Replicate(), Shard(0)), (Shard(0), Replicate())]
+        pairs += [(Shard(0), Shard(0)), (Shard(0), Shard(value.dim() - 1))]
+        found += [distribute_tensor(value, square, list(pair)) for pair in pairs]
+        rows = len(value)
+        if rows % 4 == 0:  # as FSDP of what tensor parallelism has sharded first
+            first, second = square.get_coordinate() or (0, 0)
+            local = value.chunk(2)[second].chunk(2)[first]
+            strided = [_StridedShard(0, split_factor=2), Shard(0)]
+            shape, stride = value.shape, value.stride()
+            found.append(
+                DTensor.from_local(
+                    local, square, strided, run_check=False, shape=shape, stride=stride
+                )
+            )
+    return found
+
+
+def every_layout_has_the_number_of_the_whole() -> None:
+    """Sharded by any dimension, unevenly, twice, strided, replicated."""
+    for key, value in state().items():
+        expected = torchlift.digest({key: value})
+        for tensor in layouts(value):
+            assert torchlift.digest({key: tensor}) == expected, (key, tensor.placements)
+            changed = tensor.clone()
+            local = changed.to_local()
+            if dist.get_rank() == 0 and local.numel():
+                local.view(-1)[-1] += 1
+            if value.numel() and tensor.placements[0] != Replicate():
+                assert torchlift.digest({key: changed}) != expected, (key, tensor.placements)
+
+
+def every_wrapper_has_the_number_of_the_model() -> None:
+    """DDP, of what is compiled, FSDP2 whole and by layers, FSDP1; and so has any file of one."""
+    expected = torchlift.digest(bare())
+    by_layers = bare()
+    for layer in by_layers:
+        fully_shard(layer, mesh=cpu_mesh())
+    cpu = torch.device("cpu")
+    models = {
+        "ddp": DistributedDataParallel(torch.compile(bare(), backend="eager")),
+        "fsdp2": fully_shard(bare(), mesh=cpu_mesh()),
+        "layers": fully_shard(by_layers, mesh=cpu_mesh()),
+        "fsdp1": FullyShardedDataParallel(
+            bare().float(), device_id=cpu, use_orig_params=True, auto_wrap_policy=None
+        ),
+    }
+    if dist.get_world_size() == 4:
+        models["hsdp"] = fully_shard(bare(), mesh=cpu_mesh(2, 2, names=("replicas", "shards")))
+    floats = torchlift.digest(bare().float())
+    for name, model in models.items():
+        assert torchlift.digest(model) == (floats if name == "fsdp1" else expected), name
+    path = FOLDER / "sharded.safetensors"
+    torchlift.save(models["fsdp2"], path)
+    assert torchlift.digest(path) == expected
+    held = {"model": models["fsdp2"], "step": torch.tensor(3)}
+    assert torchlift.digest(held) == torchlift.digest({"model": bare(), "step": torch.tensor(3)})
+    assert torchlift.digest(held, root="model") == expected
+
+
+def stages_are_added_up() -> None:
+    """Ranks with names of their own have the number of all; of one name the first rank's counts."""
+    whole = state()
+    count, who = dist.get_world_size(), dist.get_rank()
+    own = {key: value for n, (key, value) in enumerate(whole.items()) if n % count == who}
+    shared = {"norm": torch.full((3,), float(who))}
+    found = torchlift.digest({**own, **shared}, process_group=dist.group.WORLD)
+    assert found == torchlift.digest({**whole, "norm": torch.zeros(3)})
+
+
+def what_one_rank_cannot_add_ends_all() -> None:
+    """A tensor on meta on one rank, and partial sums on all: one error names the rank."""
+    mesh, who = cpu_mesh(), dist.get_rank()
+    tensors = {"w": distribute_tensor(torch.ones(8), mesh, [Shard(0)]), "b": torch.ones(2)}
+    if who == 1:
+        tensors["b"] = torch.ones(2, device="meta")
+    with pytest.raises(CheckpointError, match=r"on rank 1: .*without values|without values"):
+        torchlift.digest(tensors)
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    with pytest.raises(CheckpointError, match="partial sum"):
+        torchlift.digest({"w": partial})
+
+
+def values_that_are_not_finite_end_all() -> None:
+    """A NaN in the shard of one rank: one error names the rank and the tensor; nothing changes."""
+    model = fully_shard(bare(), mesh=cpu_mesh())
+    whole = bare().state_dict()
+    last = torch.zeros(7, 5)
+    last[-1, -1] = torch.nan
+    path = FOLDER / f"nan-{dist.get_rank()}.pt"
+    torch.save({**whole, "0.weight": last}, path)
+    before = torchlift.digest(model)
+    with pytest.raises(CheckpointError) as caught:
+        torchlift.load(model, path, check="finite")
+    holder = 3 if dist.get_world_size() == 4 else 1
+    assert caught.value.not_finite == {"0.weight": (1, 0)}, caught.value
+    if dist.get_rank() != holder:
+        assert f"on rank {holder}: 1 tensor to load" in str(caught.value), caught.value
+    assert torchlift.digest(model) == before
+    torchlift.load(model, whole, check="finite")
+    assert torchlift.digest(model) == torchlift.digest(bare())
+
+
+if __name__ == "__main__":
+    main(
+        {
+            check.__name__: check
+            for check in (
+                every_layout_has_the_number_of_the_whole,
+                every_wrapper_has_the_number_of_the_model,
+                stages_are_added_up,
+                what_one_rank_cannot_add_ends_all,
+                values_that_are_not_finite_end_all,
+            )
+        }
+    )

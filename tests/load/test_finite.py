@@ -1,0 +1,178 @@
+"""`load(check="finite")`: values that are NaN or infinite are refused before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import torchlift
+from torchlift.errors import IntegrityError
+
+NAN, INF = float("nan"), float("inf")
+
+
+def broken() -> dict[str, torch.Tensor]:
+    """A state for two layers with three tensors that are not finite."""
+    torch.manual_seed(0)
+    state = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict()
+    state["0.weight"][1, 2] = NAN
+    state["0.weight"][0, 1] = -INF
+    state["1.weight"][0] = INF
+    state["1.running_var"].fill_(NAN)
+    return state
+
+
+def net(where: str) -> nn.Module:
+    """The model, live or on meta."""
+    torch.manual_seed(1)
+    if where == "live":
+        return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    return torchlift.skeleton(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+
+
+@pytest.mark.parametrize("where", ["live", "meta"])
+@pytest.mark.parametrize("given_as", ["file", "memory", "safetensors", "dcp"])
+@pytest.mark.parametrize("mode", ["auto", "assign", "swap"])
+def test_all_tensors_are_listed_and_nothing_changes(
+    tmp_path: Path, where: str, given_as: str, mode: str
+) -> None:
+    """One error has each name with its numbers; the model is what it was."""
+    source: object = broken()
+    if given_as != "memory":
+        name = {"file": "m.pt", "safetensors": "m.safetensors", "dcp": "m"}[given_as]
+        torchlift.save(broken(), tmp_path / name, format="dcp" if given_as == "dcp" else None)
+        source = tmp_path / name
+    model = net(where)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(IntegrityError, match="3 tensors to load with values that are not f") as got:
+        torchlift.load(model, source, mode=mode, check="finite")
+    assert got.value.not_finite == {"0.weight": (1, 1), "1.weight": (0, 1), "1.running_var": (2, 0)}
+    assert "\n  0.weight: 1 NaN, 1 infinite\n  1.weight: 0 NaN, 1 infinite\n" in str(got.value)
+    assert all(
+        value.is_meta if where == "meta" else torch.equal(value, before[key])
+        for key, value in model.state_dict().items()
+    )
+    torchlift.load(model, source, mode=mode)
+    assert model.state_dict()["0.weight"].isnan().any()
+
+
+def test_what_is_not_loaded_is_not_looked_at(tmp_path: Path) -> None:
+    """Keys that are left out, and those of other containers, may be anything."""
+    path = tmp_path / "m.pt"
+    torch.save({"model": broken(), "optimizer": {"exp_avg": torch.tensor([NAN])}}, path)
+    names = ["0.weight", "1.weight", "1.running_var"]
+    report = torchlift.load(net("live"), path, root="model", exclude=names, check="finite")
+    assert len(report.loaded) == 4
+
+
+@pytest.mark.parametrize("where", ["live", "meta"])
+def test_a_number_that_a_cast_makes_infinite_is_refused(tmp_path: Path, where: str) -> None:
+    """What counts are the values that the model gets: 70,000 is none of float16."""
+    path = tmp_path / "m.safetensors"
+    torchlift.save({"weight": torch.tensor([[7e4, 1.0]])}, path)
+    make = (
+        torchlift.skeleton if where == "meta" else lambda kind, *sizes, **how: kind(*sizes, **how)
+    )
+    model = make(nn.Linear, 2, 1, bias=False)
+    model.half()
+    with pytest.raises(IntegrityError) as caught:
+        torchlift.load(model, path, check="finite")
+    assert caught.value.not_finite == {"weight": (0, 1)}
+    torchlift.load(make(nn.Linear, 2, 1, bias=False), path, check="finite")
+    torchlift.load(
+        make(nn.Linear, 2, 1, bias=False), path, dtype="bfloat16", mode="assign", check="finite"
+    )
+
+
+def test_the_result_of_a_transform_is_looked_at(tmp_path: Path) -> None:
+    """A transform may mend what the file has, or break it."""
+    path = tmp_path / "m.pt"
+    torch.save(broken(), path)
+    torchlift.load(net("meta"), path, transform=lambda _, t: t.nan_to_num(0, 1, 1), check="finite")
+    torch.save(net("live").state_dict(), path)
+    with pytest.raises(IntegrityError, match="6 tensors"):
+        torchlift.load(net("meta"), path, transform=broken_by, check="finite")
+
+
+def broken_by(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Divide by nothing."""
+    return tensor / 0 if tensor.is_floating_point() else tensor
+
+
+DTYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e5m2, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+@settings(deadline=None)
+@given(st.sampled_from(DTYPES), st.data())
+def test_each_bad_value_is_counted(dtype: torch.dtype, data: st.DataObject) -> None:
+    """Wherever they are, in tensors of any dtype that has them, in any strides."""
+    shape = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    has_inf = dtype != torch.float8_e4m3fn
+    values = torch.ones(shape, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+    places = data.draw(st.sets(st.integers(0, values.numel() - 1)))
+    bad = [data.draw(st.sampled_from([NAN, INF, -INF] if has_inf else [NAN])) for _ in places]
+    for place, value in zip(places, bad, strict=True):
+        values.view(-1)[place] = complex(1, value) if dtype.is_complex else value
+    model = nn.Module()
+    model.register_buffer("w", torch.zeros(shape[::-1], dtype=dtype))
+    state = {"w": values.to(dtype).T}
+    nan = sum(value != value for value in bad)
+    if not bad:
+        torchlift.load(model, state, check="finite")
+        return
+    with pytest.raises(IntegrityError) as caught:
+        torchlift.load(model, state, check="finite")
+    assert caught.value.not_finite == {"w": (nan, len(bad) - nan)}
+
+
+def test_integers_packed_numbers_and_nothing_are_finite() -> None:
+    """What has no NaN passes, and so does a tensor without elements."""
+    model = nn.Module()
+    state = {
+        "i": torch.full((3,), -1), "b": torch.tensor([True]), "e": torch.zeros(0, 3),
+        "f": torch.full((4,), 255, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    }  # fmt: skip
+    for key, value in state.items():
+        model.register_buffer(key, copy.deepcopy(value))
+    assert len(torchlift.load(model, state, check="finite").loaded) == 4
+
+
+@pytest.mark.parametrize("check", ["nan", "Finite", True, False, 1, lambda key, tensor: None])
+def test_another_check_says_what_there_is(check: object) -> None:
+    """A word that means nothing would look like one that finds nothing."""
+    with pytest.raises(ValueError, match='expected "finite" or None'):
+        torchlift.load(nn.Linear(1, 1), {}, check=check)
+
+
+MEASURE = """
+import sys, torch, torchlift
+from torch import nn
+from torchlift import measure
+
+model = torchlift.skeleton(nn.Linear, 4096, 8192, bias=False)
+with measure.memory() as used:
+    report = torchlift.load(model, sys.argv[1], check="finite")
+assert report.source["weight"] == "mmap"
+print(int(used.added_anonymous))
+"""
+
+
+def test_mapped_weights_stay_mapped(tmp_path: Path) -> None:
+    """They are looked at where they are: 128 MiB of them take a few of memory."""
+    path = tmp_path / "m.safetensors"
+    torchlift.save({"weight": torch.ones(8192, 4096)}, path)
+    code = [sys.executable, "-c", MEASURE, str(path)]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 48 << 20

@@ -1,0 +1,331 @@
+"""`digest`: one number for the same weights in any wrapper and format, another for others."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from range_server import serving
+from safetensors.torch import save_file
+from torch import nn
+
+import torchlift
+from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
+
+any_time = settings(deadline=None)
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8,
+    torch.int16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16,
+]  # fmt: skip
+
+
+class Net(nn.Module):
+    """Ties, a buffer that counts and one that is not saved, several dtypes, odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 7)
+        self.body = nn.Sequential(nn.Linear(7, 5, dtype=torch.bfloat16), nn.BatchNorm1d(5))
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("cache", torch.rand(4), persistent=False)
+
+
+FILES: dict[str, dict[str, Any]] = {
+    "m.pt": {}, "m.safetensors": {}, "s.safetensors.index.json": {"max_shard_size": 400},
+    "dcp": {"format": "dcp"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_model_and_its_file_have_one_number(tmp_path: Path, name: str) -> None:
+    """In each format, by its path and open; and so has what loads it."""
+    expected, path = torchlift.digest(Net()), tmp_path / name
+    torchlift.save(Net(), path, **FILES[name])
+    assert torchlift.digest(path) == expected == torchlift.digest(str(path))
+    with torchlift.open(path) as ckpt:
+        assert torchlift.digest(ckpt) == expected
+        assert torchlift.digest(ckpt.state_dict()) == expected
+    model = torchlift.skeleton(Net)
+    torchlift.load(model, path)
+    assert torchlift.digest(model) == expected
+    assert len(expected) == 16
+    assert int(expected, 16)
+
+
+def test_wrappers_leave_no_trace() -> None:
+    """What torch.compile and activation checkpointing put in front of names is not there."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    expected, model = torchlift.digest(Net()), Net()
+    model.body = checkpoint_wrapper(model.body)
+    assert torchlift.digest(model) == expected
+    assert torchlift.digest(torch.compile(model, backend="eager")) == expected
+
+
+def test_older_files_and_files_of_others_have_it_too(tmp_path: Path) -> None:
+    """Of torch.save before 1.6, of its legacy writer, of safetensors' own package, in memory."""
+    state = {key: value.clone() for key, value in Net().state_dict().items()}
+    expected = torchlift.digest(state)
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    save_file(state, tmp_path / "theirs.safetensors")
+    assert torchlift.digest(tmp_path / "old.pth") == expected
+    assert torchlift.digest(tmp_path / "theirs.safetensors") == expected
+    with open(tmp_path / "old.pth", "rb") as file:
+        assert torchlift.digest(file) == expected
+    assert torchlift.digest(dict(reversed(state.items()))) == expected
+
+
+def test_a_root_is_the_number_of_the_model(tmp_path: Path) -> None:
+    """A checkpoint of a training has another one as a whole; objects in it do not count."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = {"model": model, "optimizer": optimizer, "epoch": 3}
+    torchlift.save(whole, tmp_path / "t.pt")
+    assert torchlift.digest(tmp_path / "t.pt", root="model") == torchlift.digest(model)
+    assert torchlift.digest(whole, root="model") == torchlift.digest(model)
+    assert torchlift.digest(tmp_path / "t.pt") != torchlift.digest(model)
+    assert torchlift.digest({**whole, "epoch": 4}) == torchlift.digest(tmp_path / "t.pt")
+    for source in (whole, tmp_path / "t.pt"):
+        with pytest.raises(FormatError, match="modle"):
+            torchlift.digest(source, root="modle")
+
+
+def test_two_tied_names_are_two_equal_tensors() -> None:
+    """As for `diff`: what is a tie in one file is a copy in another one."""
+    tied = Net()
+    apart = Net()
+    apart.head.weight = nn.Parameter(apart.embed.weight.detach().clone())
+    assert torchlift.digest(tied) == torchlift.digest(apart)
+    state = tied.state_dict()
+    del state["head.weight"]
+    assert torchlift.digest(state) != torchlift.digest(tied)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor of any dtype, with any bits."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(1, 6), max_size=3))
+    count = torch.Size(shape).numel() * dtype.itemsize
+    data = bytearray(draw(st.binary(min_size=count, max_size=count)))
+    if dtype == torch.bool:
+        data = bytearray(byte & 1 for byte in data)
+    return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors are the same to the last bit."""
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    return (
+        one.contiguous()
+        .view(-1)
+        .view(torch.uint8)
+        .equal(two.contiguous().view(-1).view(torch.uint8))
+    )
+
+
+@any_time
+@given(tensors(), tensors())
+def test_only_equal_tensors_have_equal_numbers(one: torch.Tensor, two: torch.Tensor) -> None:
+    """By dtype, shape and all bits, NaN and the sign of zero among them."""
+    found = torchlift.digest({"a": one}) == torchlift.digest({"a": two})
+    assert found == same_bits(one, two)
+
+
+@any_time
+@given(tensors(), st.data())
+def test_every_change_of_one_bit_or_two_elements_is_seen(
+    tensor: torch.Tensor, data: st.DataObject
+) -> None:
+    """A bit, two elements that change places, and two that change by opposite amounts."""
+    before = torchlift.digest({"a": tensor})
+    raw = tensor.clone().contiguous().view(-1).view(torch.uint8)
+    at = data.draw(st.integers(0, raw.numel() - 1))
+    other = data.draw(st.integers(0, raw.numel() - 1))
+    bit = 1 if tensor.dtype == torch.bool else 1 << data.draw(st.integers(0, 7))
+    changed = raw.clone()
+    changed[at] ^= bit
+    assert torchlift.digest({"a": changed.view(tensor.dtype).view(tensor.shape)}) != before
+    changed[other] ^= bit  # the same bit in another place
+    swapped = raw.clone()
+    swapped[at], swapped[other] = raw[other], raw[at]
+    opposite = raw.clone()
+    opposite[at] += 1
+    opposite[other] -= 1
+    for each in (changed, swapped, opposite):
+        if tensor.dtype != torch.bool or int(each.max()) < 2:
+            same = torch.equal(each, raw)
+            made = each.view(tensor.dtype).view(tensor.shape)
+            assert (torchlift.digest({"a": made}) == before) == same
+
+
+@any_time
+@given(st.integers(2, 40), st.integers(2, 40), st.integers(0, 2**32), st.data())
+def test_what_a_sum_would_not_see_is_seen(
+    rows: int, columns: int, seed: int, data: st.DataObject
+) -> None:
+    """Rows and columns that change places, signs, rectangles of differences, a transposition."""
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    before = torchlift.digest({"a": values})
+    i, j = (data.draw(st.integers(0, rows - 1)) for _ in range(2))
+    k, m = (data.draw(st.integers(0, columns - 1)) for _ in range(2))
+    assume(i != j and k != m)
+    by_row, by_column, signs, box = (values.clone() for _ in range(4))
+    by_row[[i, j]] = values[[j, i]]
+    by_column[:, [k, m]] = values[:, [m, k]]
+    signs[i, k], signs[j, m] = -values[i, k], -values[j, m]
+    bits = box.view(torch.int32)
+    for row, column, change in ((i, k, 1), (i, m, -1), (j, k, -1), (j, m, 1)):
+        bits[row, column] += change
+    for changed in (by_row, by_column, signs, -values, box, values.T.reshape(rows, columns)):
+        assert torchlift.digest({"a": changed}) != before
+    assert torchlift.digest({"a": values.T}.copy()) != before
+    assert torchlift.digest({"a": values.T.contiguous().T}) == before
+
+
+@any_time
+@given(st.permutations(range(5)))
+def test_tensors_of_equal_shape_cannot_change_names(order: list[int]) -> None:
+    """Which name has which values counts, and names themselves do."""
+    values = [torch.full((3,), float(n)) for n in range(5)]
+    before = torchlift.digest({f"w{n}": values[n] for n in range(5)})
+    after = torchlift.digest({f"w{n}": values[at] for n, at in enumerate(order)})
+    assert (after == before) == (list(order) == list(range(5)))
+    assert torchlift.digest({f"v{n}": values[n] for n in range(5)}) != before
+
+
+def mixed(number: int) -> int:
+    """What splitmix64 makes of a number."""
+    number = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    number = (number ^ number >> 27) * 0x94D049BB133111EB % 2**64
+    return number ^ number >> 31
+
+
+@any_time
+@given(tensors())
+def test_the_number_is_the_sum_that_it_is_said_to_be(tensor: torch.Tensor) -> None:
+    """Word by word, in plain Python, so that another program can compute it, too."""
+    raw = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    raw += bytes(-len(raw) % 4)
+    words = struct.unpack(f"<{len(raw) // 4}i", raw)
+    total = sum(
+        word * mixed(number % 4096) * (mixed(number // 4096 - 2**62) | 1)
+        for number, word in enumerate(words)
+    )
+    name = repr(("a", str(tensor.dtype), tuple(tensor.shape))).encode()
+    factor, term = struct.unpack("<2Q", hashlib.blake2b(name, digest_size=16).digest())
+    assert torchlift.digest({"a": tensor}) == f"{mixed((factor | 1) * total + term):016x}"
+
+
+def test_zeros_nothing_and_no_tensor_differ() -> None:
+    """Zeros add nothing to a sum, and yet they are not nothing."""
+    states: list[dict[str, Any]] = [
+        {}, {"a": torch.zeros(2)}, {"a": torch.zeros(3)}, {"a": torch.zeros(0)},
+        {"a": torch.zeros(())}, {"a": torch.zeros(2, dtype=torch.int32)}, {"a": -torch.zeros(2)},
+        {"b": torch.zeros(2)}, {"a": torch.zeros(0, 3)}, {"a": torch.zeros(3, 0)},
+    ]  # fmt: skip
+    assert len({torchlift.digest(state) for state in states}) == len(states)
+    assert torchlift.digest({"a": 1, "b": "text"}) == torchlift.digest({})
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_summed_up_in_blocks(threads: int, tmp_path: Path) -> None:
+    """Whatever the blocks and threads, and where a block ends: 40 MB that no block divides."""
+    numbers = torch.arange(10_000_022) * 2_654_435_761 % 60_013
+    values = numbers.to(torch.int16).view(5_000_011, 2)
+    state = {"t": values.T, "v": values.view(-1)[1:], "w": values.view(-1).view(torch.bfloat16)}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = torchlift.digest(state)
+        torchlift.save(state, tmp_path / "m.safetensors")
+        assert torchlift.digest(tmp_path / "m.safetensors") == found
+    finally:
+        torch.set_num_threads(before)
+    assert found == "8d5e847295be7f7e"
+    values[4_000_000, 1] += 1
+    assert torchlift.digest(state) != found
+
+
+def test_tensors_of_other_kinds_count_by_what_they_are_made_of(tmp_path: Path) -> None:
+    """Sparse, nested, quantised: in memory and from a file."""
+    dense = torch.eye(4)
+    kinds = {
+        "coo": dense.to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    }  # fmt: skip
+    torch.save(kinds, tmp_path / "m.pt")
+    found = torchlift.digest(kinds)
+    assert torchlift.digest(tmp_path / "m.pt") == found
+    dense[1, 1] = 2
+    assert torchlift.digest({**kinds, "coo": dense.to_sparse()}) != found
+
+
+def test_what_has_no_values_is_refused_by_name(tmp_path: Path) -> None:
+    """On meta, lazy, or only to be had by running code: no number is better than a wrong one."""
+    with pytest.raises(PlacementError, match=r"'0\.weight': a tensor without values.*on meta"):
+        torchlift.digest(torchlift.skeleton(lambda: nn.Sequential(nn.Linear(2, 2))))
+    with pytest.raises(CheckpointError, match=r"weight.*lazy"):
+        torchlift.digest(nn.LazyLinear(2))
+    torch.save({"w": torch.ones(2), "net": nn.Linear(2, 2)}, tmp_path / "m.pt")
+    with pytest.raises(UnsafeError, match="net"):
+        torchlift.digest(tmp_path / "m.pt")
+    with pytest.raises(FileNotFoundError):
+        torchlift.digest(tmp_path / "nothing.pt")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    with pytest.raises(FormatError):
+        torchlift.digest(tmp_path / "empty.pt")
+    with pytest.raises(ValueError, match="process_group="):
+        torchlift.digest(tmp_path / "m.pt", process_group=object())
+
+
+def test_a_file_behind_a_url_has_the_number_of_its_copy(tmp_path: Path) -> None:
+    """Small tensors come together: 300 of them take few requests."""
+    state = {f"w{n}": torch.full((50,), float(n)) for n in range(300)}
+    torchlift.save({**state, "big": torch.arange(1e6)}, tmp_path / "m.safetensors")
+    with serving(tmp_path) as server:
+        found = torchlift.digest(server.url("m.safetensors"))
+        assert found == torchlift.digest(tmp_path / "m.safetensors")
+        assert server.requests < 20
+
+
+MEASURE = """
+import sys, torchlift
+from torchlift import measure
+
+torchlift.digest({})
+with measure.memory() as used:
+    found = torchlift.digest(sys.argv[1])
+with measure.memory() as mapped, torchlift.open(sys.argv[1]) as ckpt:
+    assert torchlift.digest(ckpt.state_dict()) == found
+print(int(max(used.added_anonymous, mapped.added_anonymous)))
+"""
+
+
+def test_a_large_file_takes_the_memory_of_some_blocks(tmp_path: Path) -> None:
+    """256 MiB are read, or looked at in the map, in a fixed budget."""
+    torchlift.save({"w": torch.ones(64 << 20)}, tmp_path / "m.safetensors")
+    code = [sys.executable, "-c", MEASURE, str(tmp_path / "m.safetensors")]
+    done = subprocess.run(
+        code,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 64 << 20
