@@ -419,7 +419,7 @@ def _gguf(model: nn.Module) -> Renaming:
 
 
 def _keys(name: str, table: Any, prefix: str) -> tuple[str, ...]:
-    """Return the keys that GGUF files have for a name of transformers; none where there are none."""
+    """Return the keys that GGUF files have for a name of transformers, if any."""
     base, end = name, ""
     for suffix, key_suffix in ((".weight", ".weight"), (".bias", ".bias"), ("_bias", ".bias")):
         if name.endswith(suffix):
