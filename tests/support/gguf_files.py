@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ _TINY: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+_LINEAR: dict[str, Any] = {
+    "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2,
+}  # fmt: skip
 _T5: dict[str, Any] = {
     "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 96,
     "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0,
@@ -54,8 +60,17 @@ MODELS: dict[str, dict[str, Any]] = {
         **_TINY, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
         "rotary_dim": 8,
     },
+    "Lfm2ForCausalLM": {
+        **_TINY, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "Qwen3_5ForCausalLM": {**_TINY, **_LINEAR},
+    "Qwen3_5MoeForCausalLM": {
+        **_TINY, **_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 32,
+    },
 }  # fmt: skip
 _NAMES = {
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "mistral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
     "umt5": "t5", "minimax_m2": "minimax-m2",
 }  # fmt: skip
@@ -82,6 +97,7 @@ def _rotated(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def _changed(arch: str, config: Any, key: str, value: np.ndarray) -> Iterator[tuple[str, Any]]:
     """What llama.cpp makes of a tensor, as its converter does it for each architecture."""
+    value = _ordered(arch, config, key, value)
     if arch == "llama" and ".attn_q." in key:
         value = _rotated(value, config.num_attention_heads)
     elif arch == "llama" and ".attn_k." in key:
@@ -100,9 +116,11 @@ def _changed(arch: str, config: Any, key: str, value: np.ndarray) -> Iterator[tu
         value = value.T
     elif arch in ("gemma2", "gemma3", "nemotron") and key.endswith("norm.weight"):
         value = value + 1
+    elif arch in ("qwen35", "qwen35moe") and re.search(r"(?<!ssm)_norm\.weight$", key):
+        value = value + 1
     elif key.endswith("ssm_a"):
         value = -np.exp(value)
-    elif key.endswith("ssm_conv1d.weight"):
+    elif key.endswith(("ssm_conv1d.weight", "shortconv.conv.weight")):
         value = value.squeeze(1)
     elif key.endswith("ffn_gate_inp_shexp.weight"):
         value = value.squeeze(0)
@@ -113,7 +131,26 @@ def _changed(arch: str, config: Any, key: str, value: np.ndarray) -> Iterator[tu
     yield key, value
 
 
+def _ordered(arch: str, config: Any, key: str, value: np.ndarray) -> np.ndarray:
+    """Heads of v by their number in a group, as ``_LinearAttentionVReorderBase`` has them."""
+    if arch not in ("qwen35", "qwen35moe"):
+        return value
+    groups = config.linear_num_key_heads
+    each = config.linear_num_value_heads // groups
+
+    def tiled(rows: np.ndarray) -> np.ndarray:
+        return rows.reshape(groups, each, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    if key.endswith(("ssm_a", "ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight", "attn_gate.weight")):
+        return tiled(value)
+    if key.endswith(("attn_qkv.weight", "ssm_conv1d.weight")):
+        first = 2 * groups * config.linear_key_head_dim
+        return np.concatenate([value[:first], tiled(value[first:])])
+    return tiled(value.T).T if key.endswith("ssm_out.weight") else value
+
+
 def _key(table: Any, name: str) -> str | None:
+    name = name.replace("dt_bias", "dt_proj.bias")
     base, dot, end = name.rpartition(".")
     if end not in ("weight", "bias"):
         base, dot, end = name, "", ""
@@ -147,7 +184,7 @@ def write_gguf(
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name(f"tiny {config.model_type}")
-    known = GGUF_CONFIG_MAPPING[config.model_type.removesuffix("_text")]
+    known = GGUF_CONFIG_MAPPING.get(config.model_type.removesuffix("_text"), {})
     written = {f"{arch}.{key}": getattr(config, name, None) for key, name in known.items() if name}
     written |= facts or {}
     if arch == "gemma3" or arch == "gemma2":

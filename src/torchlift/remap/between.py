@@ -52,34 +52,39 @@ class _Rows(_Step):
 
     Attributes:
         sizes: of the levels in the file, -1 for what is left of the rows.
-        levels: the two, which follow each other.
+        levels: the two.
+        first: how many rows before them stay where they are.
+        dim: the dimension that has the rows.
     """
 
     sizes: tuple[int, ...]
     levels: tuple[int, int]
+    first: int = 0
+    dim: int = 0
 
     def here(self, item: Made) -> Made:
-        return _exchanged(item, self.sizes, self.levels)
+        if self.dim:
+            upright = replace(self, dim=0).here(transposed(item, (0, self.dim)))
+            return transposed(upright, (0, self.dim))
+        count, known = item.entry.shape[0] - self.first, abs(math.prod(self.sizes))
+        if count % known or (count != known and -1 not in self.sizes):
+            raise Unfit(f"the {count} rows of {item.keys[0]!r} are not {known} equal groups")
+        full = [count // known if size == -1 else size for size in self.sizes]
+        if 1 in (full[self.levels[0]], full[self.levels[1]]):
+            return item
+        stay, rows = chunked(item, 0, [self.first, count])
+        rows = reshaped(transposed(_divided(rows, full), self.levels), rows.entry.shape)
+        return concatenated([stay, rows], 0) if self.first else rows
 
     def there(self, item: Made) -> Made:
         one, two = self.levels
         sizes = [*self.sizes]
         sizes[one], sizes[two] = sizes[two], sizes[one]
-        return _exchanged(item, sizes, self.levels)
-
-
-def _exchanged(item: Made, sizes: Sequence[int], levels: tuple[int, int]) -> Made:
-    rows, *rest = item.entry.shape
-    known = -math.prod(sizes)
-    if rows % known:
-        raise Unfit(f"the {rows} rows of {item.keys[0]!r} are not {known} equal groups")
-    full = [rows // known if size == -1 else size for size in sizes]
-    item = transposed(_divided(item, full), levels)
-    return reshaped(item, (rows, *rest))
+        return replace(self, sizes=tuple(sizes)).here(item)
 
 
 def _divided(item: Made, sizes: Sequence[int]) -> Made:
-    """Return a tensor whose first dimension is several, of which the first may have one index."""
+    """Return a tensor whose first dimension is several."""
     return reshaped(item, (*sizes, *item.entry.shape[1:]))
 
 
@@ -346,6 +351,25 @@ _MAMBA: _Steps = (
     (r"\.ssm_a$", lambda _: _Computed("log of negative", "negative exp")),
 )
 _CONV1D = r"\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight$"
+_SHARED_GATE: _Steps = ((r"\.ffn_gate_inp_shexp\.", lambda _: _Squeezed(0, 2)),)
+
+
+def _of_value_heads(config: Any, *sizes: int, dim: int = 0, behind_qk: bool = False) -> _Step:
+    """Return the step for heads of v, which llama.cpp has ordered by their number in a group."""
+    groups = _heads(config, "linear_num_key_heads")
+    heads = _heads(config, "linear_num_value_heads") // groups
+    first = 2 * groups * config.linear_key_head_dim if behind_qk else 0
+    return _Rows((heads, groups, *sizes), (0, 1), first, dim)
+
+
+_LINEAR: _Steps = (
+    (r"(?<!ssm)_norm\.weight$", lambda _: _Computed("minus one", "plus one")),
+    (r"\.(ssm_a|ssm_dt\.bias|ssm_alpha\.weight|ssm_beta\.weight)$", _of_value_heads),
+    (r"\.attn_gate\.weight$", lambda c: _of_value_heads(c, -1)),
+    (r"\.(attn_qkv|ssm_conv1d)\.weight$", lambda c: _of_value_heads(c, -1, behind_qk=True)),
+    (r"\.ssm_out\.weight$", lambda c: _of_value_heads(c, -1, dim=1)),
+    *_MAMBA,
+)
 #: model_type of transformers -> architecture of GGUF, and what is done besides renaming: (pattern
 #: of keys, step). Every one is compared with what transformers itself reads, in the tests.
 _GGUF: dict[str, tuple[str, _Steps]] = {
@@ -354,6 +378,7 @@ _GGUF: dict[str, tuple[str, _Steps]] = {
     "gemma2": ("gemma2", _NORMS),
     "gemma3_text": ("gemma3", _NORMS),
     "gpt2": ("gpt2", ((_CONV1D, lambda _: _Transposed()),)),
+    "lfm2": ("lfm2", ((r"\.shortconv\.conv\.weight$", lambda _: _Squeezed(1, 3)),)),
     "llama": ("llama", _ROTATED),
     "mamba": ("mamba", _MAMBA),
     "minimax_m2": ("minimax-m2", ()),
@@ -361,8 +386,10 @@ _GGUF: dict[str, tuple[str, _Steps]] = {
     "nemotron": ("nemotron", _NORMS),
     "phi3": ("phi3", ()),
     "qwen2": ("qwen2", ()),
-    "qwen2_moe": ("qwen2moe", ((r"\.ffn_gate_inp_shexp\.", lambda _: _Squeezed(0, 2)),)),
+    "qwen2_moe": ("qwen2moe", _SHARED_GATE),
     "qwen3": ("qwen3", ()),
+    "qwen3_5_moe_text": ("qwen35moe", (*_LINEAR, *_SHARED_GATE)),
+    "qwen3_5_text": ("qwen35", _LINEAR),
     "qwen3_moe": ("qwen3moe", ()),
     "stablelm": ("stablelm", ()),
     "starcoder2": ("starcoder2", ()),
@@ -398,6 +425,9 @@ def _gguf(model: nn.Module) -> Renaming:
         taken = tuple(step for pattern, step in steps if keys and pattern.search(keys[0]))
         if keys:  # of tied names that are one in the file, the first
             lines.setdefault((keys, parameters.get(name)), _Line(keys, name, taken))
+        if len(keys) > 1:  # which newer files may have as one
+            fused = keys[0].replace("_gate_", "_gate_up_")
+            lines[fused, name] = _Line((fused,), name, taken)
     names = {line.there[0]: line.here for line in lines.values()}
     head, embedding = names.get(_OUTPUT), names.get(_EMBEDDING)
     is_tied = head is None or parameters[head] == parameters.get(str(embedding))
@@ -412,7 +442,10 @@ def _gguf(model: nn.Module) -> Renaming:
         program="gguf",
         architecture=type(model).__name__,
         lines=tuple(lines.values()),
-        computed=r"(.*\.)?rope_(freqs|factors_long|factors_short)\.weight",
+        # Behind the layers are those that predict further tokens, which transformers has not.
+        computed=rf"(.*\.)?rope_(freqs|factors_long|factors_short)\.weight|blk\.{count}\..*"
+        if architecture.startswith("qwen35")
+        else r"(.*\.)?rope_(freqs|factors_long|factors_short)\.weight",
         shared=None if is_tied else (_OUTPUT, _EMBEDDING, str(head)),
         facts=tuple(facts.items()),
     )
@@ -420,10 +453,10 @@ def _gguf(model: nn.Module) -> Renaming:
 
 def _keys(name: str, table: Any, prefix: str) -> tuple[str, ...]:
     """Return the keys that GGUF files have for a name of transformers, if any."""
-    base, end = name, ""
+    base, end = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias"), ""
     for suffix, key_suffix in ((".weight", ".weight"), (".bias", ".bias"), ("_bias", ".bias")):
-        if name.endswith(suffix):
-            base, end = name.removesuffix(suffix), key_suffix
+        if base.endswith(suffix):
+            base, end = base.removesuffix(suffix), key_suffix
             break
     fused = base.endswith(".experts.gate_up_proj")
     if fused:
