@@ -114,9 +114,9 @@ def _changed(arch: str, config: Any, key: str, value: np.ndarray) -> Iterator[tu
         ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")
     ):
         value = value.T
-    elif arch in ("gemma2", "gemma3", "nemotron") and key.endswith("norm.weight"):
-        value = value + 1
-    elif arch in ("qwen35", "qwen35moe") and re.search(r"(?<!ssm)_norm\.weight$", key):
+    elif (arch in ("gemma2", "gemma3", "nemotron") and key.endswith("norm.weight")) or (
+        arch in ("qwen35", "qwen35moe") and re.search(r"(?<!ssm)_norm\.weight$", key)
+    ):
         value = value + 1
     elif key.endswith("ssm_a"):
         value = -np.exp(value)
@@ -141,7 +141,9 @@ def _ordered(arch: str, config: Any, key: str, value: np.ndarray) -> np.ndarray:
     def tiled(rows: np.ndarray) -> np.ndarray:
         return rows.reshape(groups, each, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
 
-    if key.endswith(("ssm_a", "ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight", "attn_gate.weight")):
+    if key.endswith(
+        ("ssm_a", "ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight", "attn_gate.weight")
+    ):
         return tiled(value)
     if key.endswith(("attn_qkv.weight", "ssm_conv1d.weight")):
         first = 2 * groups * config.linear_key_head_dim
@@ -155,7 +157,9 @@ def _key(table: Any, name: str) -> str | None:
     if end not in ("weight", "bias"):
         base, dot, end = name, "", ""
     if base.endswith(".experts.gate_up_proj"):
-        return f"{table.get_name(base.replace('gate_up', 'down'))}.weight".replace("down", "gate_up")
+        return f"{table.get_name(base.replace('gate_up', 'down'))}.weight".replace(
+            "down", "gate_up"
+        )
     if base.endswith("e_score_correction_bias"):
         return f"blk.{base.split('.')[2]}.exp_probs_b.bias"
     found = table.get_name(base) or table.get_name(base.removeprefix("transformer."))
@@ -222,7 +226,5 @@ def _add(writer: Any, key: str, value: np.ndarray, kind: str) -> None:
     width = gguf.GGML_QUANT_SIZES[Kind[kind]][0]
     if value.ndim < 2 or value.shape[-1] % width or kind == "F32":
         writer.add_tensor(key, value)
-    elif kind == "F16":
-        writer.add_tensor(key, value.astype(np.float16))
     else:
         writer.add_tensor(key, quants.quantize(value, Kind[kind]), raw_dtype=Kind[kind])

@@ -316,7 +316,13 @@ class _Between(Rewriting, Renaming):
         if self.shared is not None and not self.saves:
             head, embedding, name = self.shared
             if head not in items and embedding in items:
-                add(made, name, items[embedding], path)
+                # Another entry: for a plan the same one is one tensor under another name.
+                add(
+                    made,
+                    name,
+                    items[embedding]._replace(entry=items[embedding].entry._replace()),
+                    path,
+                )
         return made
 
 
