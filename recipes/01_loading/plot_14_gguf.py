@@ -19,13 +19,9 @@ import transformers
 
 import torchlift
 
-sizes = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 256,
-}
-saved = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+config = transformers.LlamaConfig(**sizes, vocab_size=256)
+saved = transformers.LlamaForCausalLM(config).eval()
 rename = torchlift.remap.from_to("gguf->transformers", saved)
 file = tempfile.mkdtemp() + "/as_in_gguf.safetensors"
 torchlift.convert(saved.state_dict(), file, rename=rename.reversed())
@@ -47,7 +43,6 @@ import torch
 
 from torchlift import remap
 
-transformers.logging.disable_progress_bar()
 Kind = gguf.GGMLQuantizationType
 FACTS = {
     "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
@@ -134,7 +129,7 @@ print("from_to, same logits:", torch.equal(logits_by(rename), expected))
 # itself, and by `torchlift.load`. Blocks become numbers some at a time, where they stay.
 
 # fold: How it is measured
-large = {**sizes, "hidden_size": 512, "intermediate_size": 4096, "vocab_size": 8192}
+large = {**sizes, "hidden_size": 512, "intermediate_size": 4096, "vocab_size": 6144}
 config = transformers.LlamaConfig(**large)
 write(transformers.LlamaForCausalLM(config), folder + "/large.gguf", Kind.Q8_0)
 

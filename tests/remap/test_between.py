@@ -15,7 +15,7 @@ import transformers as hf
 from checkpoint_files import same_bits
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
-from gguf_files import MODELS, small_model, write_gguf
+from gguf_files import MODELS, finish, small_model, write_gguf
 from ranks import run_workers
 from torch import nn
 from whisper_model import Whisper
@@ -217,6 +217,30 @@ def test_blocks_stay_blocks_where_a_module_holds_them(tmp_path, kind):
     assert report.loaded["model.layers.0.mlp.up_proj.weight"].route == "view"
 
 
+def test_a_parameter_of_diffusers_takes_the_blocks(tmp_path):
+    """Its class and its type of blocks stay, live and of a skeleton, in every mode."""
+    kinds = pytest.importorskip("diffusers.quantizers.gguf.utils")
+    values = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    blocks = quants.quantize(values, Kind.Q8_0)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "flux")
+    writer.add_tensor("proj.weight", blocks, raw_dtype=Kind.Q8_0)
+    finish(writer)
+
+    def made() -> Any:
+        linear = kinds.GGUFLinear(64, 8, compute_dtype=torch.float32)
+        empty = torch.zeros(blocks.shape, dtype=torch.uint8)
+        linear.weight = kinds.GGUFParameter(empty, quant_type=Kind.Q8_0)
+        return nn.ModuleDict({"proj": linear})
+
+    for start in (made, lambda: torchlift.skeleton(made)):
+        for mode in ("auto", "assign", "swap"):
+            model = start()
+            torchlift.load(model, tmp_path / "m.gguf", mode=mode)
+            weight = model["proj"].weight
+            assert (type(weight), weight.quant_type) == (kinds.GGUFParameter, Kind.Q8_0)
+            assert same_bits(weight.as_tensor(), torch.from_numpy(blocks))
+
+
 def _heavy(folder: Path) -> Path:
     """Four matrices of 4096 x 4096 in blocks, and little else."""
     rows = np.random.default_rng(0).standard_normal((256, 4096), dtype=np.float32)
@@ -226,10 +250,7 @@ def _heavy(folder: Path) -> Path:
         writer.add_tensor(
             f"blk.0.attn_{name}.weight", np.tile(blocks, (16, 1)), raw_dtype=Kind.Q8_0
         )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return folder / "heavy.gguf"
 
 

@@ -214,10 +214,7 @@ def write_gguf(
             _add(writer, str(_key(table, name)), buffer.numpy(), kind)
     if extra and arch == "llama":
         writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -228,3 +225,11 @@ def _add(writer: Any, key: str, value: np.ndarray, kind: str) -> None:
         writer.add_tensor(key, value)
     else:
         writer.add_tensor(key, quants.quantize(value, Kind[kind]), raw_dtype=Kind[kind])
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what was added, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

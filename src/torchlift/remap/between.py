@@ -317,12 +317,8 @@ class _Between(Rewriting, Renaming):
             head, embedding, name = self.shared
             if head not in items and embedding in items:
                 # Another entry: for a plan the same one is one tensor under another name.
-                add(
-                    made,
-                    name,
-                    items[embedding]._replace(entry=items[embedding].entry._replace()),
-                    path,
-                )
+                item = items[embedding]
+                add(made, name, item._replace(entry=item.entry._replace()), path)
         return made
 
 
