@@ -169,7 +169,7 @@ rows = rotated(torch.arange(16).view(16, 1).numpy(), 1)[:, 0].tolist()
 for at, to in enumerate(rows):
     look = {"color": "C0" if to < 8 else "C1", "hatch": "" if to < 8 else "//"}
     axes.bar((0, 1), 0.9, 0.2, (at, to), edgecolor="white", **look)
-    axes.plot([0.1, 0.9], [at + 0.45, to + 0.45], color=look["color"], lw=1.5)
+    axes.plot([0.1, 0.9], [at + 0.45, to + 0.45], "-", color=look["color"])
 axes.set_xticks([0, 1], ["the file\nof llama.cpp", "the model\nof transformers"])
 axes.set(
     yticks=[0.45, 8.45, 15.45],

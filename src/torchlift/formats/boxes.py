@@ -222,9 +222,9 @@ def _box(
     values = entry.block[0]
     if values > 1:  # the numbers of a block lie side by side, in one dimension, and all of them
         sides = zip(found, strides, strict=True)
-        cut = [(size, step) for size, step in sides if step % values and size > 1]
-        if len(cut) > 1 or any(step != 1 or size % values for size, step in cut):
-            raise _cut(entry)
+        uneven = [(size, step) for size, step in sides if step % values and size > 1]
+        if len(uneven) > 1 or any(step != 1 or size % values for size, step in uneven):
+            raise _indivisible(entry)
     nbytes = _bytes(entry, last + 1)
     return Chunk(source.file, offset, nbytes, tuple(start), found, stride, source.packed)
 
@@ -237,11 +237,11 @@ def _bytes(entry: TensorEntry, elements: int) -> int:
     """
     values, size = entry.block
     if elements % values:
-        raise _cut(entry)
+        raise _indivisible(entry)
     return elements // values * size
 
 
-def _cut(entry: TensorEntry) -> FormatError:
+def _indivisible(entry: TensorEntry) -> FormatError:
     return FormatError(
         "blocks of quantised values would be cut",
         entry=entry.key,
