@@ -28,6 +28,7 @@ from torchlift._plan import (
     Options,
     Patterns,
     Rename,
+    Rewriting,
     Transform,
     check_rename,
     check_rule,
@@ -208,6 +209,9 @@ def convert(
             before, read = read, {key: entry for key, entry in read.items() if key not in dropped}
             what = f"format={target.format!r} is for what belongs to a model"
             require_kept(index.path, (before, ()), (read, ()), "the format leaves out", what)
+        if isinstance(options.rename, Rewriting):
+            for one in checkpoints:
+                options.rename.check(one.metadata, one.path)
         if options.rename is not None:
             # Containers are taken apart: their values are to be what they were in them.
             index = replace(index, objects={**index.objects, **objects_as_saved(index)})

@@ -11,6 +11,7 @@ from torchlift._checkpoint.comparison import CheckpointDiff as CheckpointDiff
 from torchlift._checkpoint.comparison import diff as diff
 from torchlift._checkpoint.kinds import Allow as Allow
 from torchlift._checkpoint.kinds import array_of as array_of
+from torchlift._checkpoint.kinds import calculated as calculated
 from torchlift._checkpoint.kinds import classes as classes
 from torchlift._checkpoint.kinds import dense_of as dense_of
 from torchlift._checkpoint.tree import Tree as Tree

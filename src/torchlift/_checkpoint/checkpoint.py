@@ -20,9 +20,10 @@ from typing import Any, BinaryIO, TypeVar, overload
 import torch
 
 from torchlift._checkpoint.kinds import (
+    COMPUTED,
     Allow,
-    block_values,
     classes,
+    compute,
     made_of,
     values_of,
     with_arrays,
@@ -56,9 +57,12 @@ from torchlift.formats import (
     TensorEntry,
     allowing,
     ambiguity,
+    at_indices,
+    grain,
     read_index,
     resolved,
     select,
+    squeezed,
     steps_in_file,
     to_html,
     to_text,
@@ -499,7 +503,12 @@ class MappedViews:
         Casts and moves as `Tensor.copy_` does; no second copy of the tensor is made.
         """
         if not entry.is_plain:
-            return self._dequantized(target, entry)
+            for chunk in entry.chunks:
+                spans = zip(chunk.start, chunk.shape, strict=True)
+                box = target[tuple(slice(start, start + size) for start, size in spans)]
+                raw = values_at(self.files, chunk.file, chunk.offset, chunk.nbytes)
+                compute(box, entry, chunk, raw, self.index.path)
+            return target
         dtype = dtype_of(entry, self.index.path)
         for chunk in entry.chunks:
             box = target
@@ -548,7 +557,7 @@ class MappedViews:
                 yield from blocks_of(part)
             return
         if not entry.is_plain:
-            yield from self._block_values(entry)
+            yield from self._computed(entry)
             return
         dtype = dtype_of(entry, self.index.path)
         for chunk in entry.chunks:
@@ -557,20 +566,18 @@ class MappedViews:
             dims = sorted(range(box.dim()), key=box.stride, reverse=True)
             yield from blocks_of(box.permute(dims))
 
-    def _dequantized(self, target: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-        """Write what blocks of quantised values stand for."""
-        flat = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-        flat = flat.view(-1)
-        at = 0
-        for values in self._block_values(entry):
-            flat[at:][: values.numel()].copy_(values)
-            at += values.numel()
-        return target if target.is_contiguous() else target.copy_(flat.view(target.shape))
-
-    def _block_values(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
-        (chunk,) = entry.chunks
-        raw = values_at(self.files, chunk.file, chunk.offset, chunk.nbytes)
-        return block_values(entry, raw, self.index.path)
+    def _computed(self, entry: TensorEntry) -> Iterator[torch.Tensor]:
+        """Yield the elements of an entry that is not plain in order, flat, some at a time."""
+        size, together = (entry.shape[0], grain(entry, 0)) if entry.shape else (1, 1)
+        if entry.numel <= COMPUTED or 1 < together >= size:
+            yield self.view(entry).view(-1)
+        elif size == 1:
+            yield from self._computed(squeezed(entry, 0))
+        else:
+            rows = COMPUTED * size // entry.numel // together * together or together
+            for start in range(0, size, rows):
+                some = range(start, min(start + rows, size))
+                yield from self._computed(at_indices(entry, 0, some))
 
     def _box(
         self, entry: TensorEntry, chunk: Chunk, dtype: torch.dtype, *, anew: bool = False

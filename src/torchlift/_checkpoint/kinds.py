@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from torchlift._system import clipped_list
 from torchlift.errors import CheckpointError, FormatError, PlacementError, UnsafeError
 from torchlift.formats import (
     CONSTANTS,
-    GGUF_BLOCKS,
     SUBCLASS,
     Array,
     ArrayRef,
     Blocked,
+    Chunk,
     Containers,
     CountRecord,
     DeviceName,
@@ -33,6 +33,7 @@ from torchlift.formats import (
     TensorEntry,
     TensorRef,
     name_text,
+    steps_in_file,
 )
 
 #: Classes that may be rebuilt, each with the name that files have for it where it is another one.
@@ -41,7 +42,16 @@ Allow = Iterable["type | tuple[type, str]"]
 #: In place of a value that is left out.
 DROPPED = object()
 #: Values that are computed of quantised blocks at a time; the temporaries take some 16 MiB.
-_DEQUANTIZED = 1 << 20
+COMPUTED = 1 << 20
+#: What a rename lets be computed of values: its name in an encoding -> how.
+_ARITHMETIC: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "minus one": lambda values: values - 1,
+    "plus one": lambda values: values + 1,
+    "log of negative": lambda values: torch.log(-values),
+    "negative exp": lambda values: -torch.exp(values),
+}
+#: Types of GGUF that are plain numbers.
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 #: Of layouts: the methods that give where a tensor has its values.
 _INDICES = {
@@ -170,18 +180,69 @@ def _quantized(
     return made.set_(whole, numbers.storage_offset(), numbers.shape, numbers.stride())
 
 
-def block_values(entry: TensorEntry, raw: torch.Tensor, path: str) -> Iterator[torch.Tensor]:
-    """Yield what blocks of quantised values stand for, in order, some blocks at a time.
+def compute(
+    target: torch.Tensor, entry: TensorEntry, chunk: Chunk, raw: torch.Tensor, path: str
+) -> None:
+    """Write what the bytes of a box stand for, some blocks at a time, cast as they are copied.
 
     Args:
-        entry: of the tensor.
-        raw: the bytes of the blocks.
+        target: of the box's shape.
+        entry: of the tensor: its encoding says what the blocks are, and what is done to values.
+        chunk: the box.
+        raw: its bytes.
         path: of the file, for errors.
 
     Raises:
         FormatError: the package that computes them is not installed, or does not know this type.
     """
-    (name,) = entry.encoding
+    (values, size), steps = entry.block, steps_in_file(entry, chunk)
+    dims = range(len(chunk.shape))
+    # Of blocks the dimension that they are rows of, of plain numbers any: it becomes the last.
+    along = next((d for d in dims if steps[d] == 1 and chunk.shape[d] >= values), None)
+    order = [d for d in dims if d != along]
+    shape, strides = ([row[d] for d in order] for row in (chunk.shape, steps))
+    if along is not None:
+        order.append(along)
+        shape, strides = [*shape, chunk.shape[along] // values], [*strides, values]
+    places = [step // values * size for step in strides]
+    blocks = raw.as_strided([*shape, size], [*places, 1], raw.storage_offset())
+    target = target.permute(order)
+    target = target.unflatten(-1, (-1, values)) if along is not None else target.unsqueeze(-1)
+    for into, some in _some_at_a_time(target, blocks):
+        made = _values_of_blocks(entry, some.contiguous(), path).view(into.shape)
+        into.copy_(calculated(entry, made))
+
+
+def calculated(entry: TensorEntry, values: torch.Tensor) -> torch.Tensor:
+    """Return what an entry says is to be computed of stored values, which may be the same ones."""
+    for name in entry.encoding[1:]:
+        values = _ARITHMETIC[name](values)
+    return values
+
+
+def _some_at_a_time(
+    target: torch.Tensor, blocks: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield slices of blocks, and of the memory that their values go to."""
+    if target.numel() <= COMPUTED:
+        yield target, blocks
+        return
+    dim = next(d for d, size in enumerate(target.shape) if size > 1)
+    for pair in zip(target.chunk(2, dim), blocks.chunk(2, dim), strict=True):
+        yield from _some_at_a_time(*pair)
+
+
+def _values_of_blocks(entry: TensorEntry, blocks: torch.Tensor, path: str) -> torch.Tensor:
+    """Return what blocks stand for, as float32.
+
+    Args:
+        entry: of the tensor.
+        blocks: bytes, in memory of their own or mapped; the last dimension is a block.
+        path: of the file, for errors.
+    """
+    name = entry.encoding[0]
+    if name in _PLAIN:
+        return blocks.clone().view(_PLAIN[name]).float()  # cloned, as they may lie anywhere
     try:
         from gguf import GGMLQuantizationType, dequantize
     except ImportError as error:
@@ -191,19 +252,15 @@ def block_values(entry: TensorEntry, raw: torch.Tensor, path: str) -> Iterator[t
             entry=entry.key,
             hint="pip install gguf",
         ) from error
-    values, size = next(block[1:] for block in GGUF_BLOCKS.values() if block[0] == name)
-    blocks = raw.numpy().reshape(-1, size)
-    step = max(1, _DEQUANTIZED // values)
-    for start in range(0, len(blocks), step):
-        try:
-            made = dequantize(blocks[start : start + step], GGMLQuantizationType[name])
-        except NotImplementedError as error:
-            raise FormatError(
-                f"quantised to {name}, which the installed gguf cannot compute",
-                file=path,
-                entry=entry.key,
-            ) from error
-        yield torch.from_numpy(made).view(-1)
+    try:
+        flat = blocks.numpy().reshape(-1, blocks.shape[-1])
+        return torch.from_numpy(dequantize(flat, GGMLQuantizationType[name]))
+    except NotImplementedError as error:
+        raise FormatError(
+            f"quantised to {name}, which the installed gguf cannot compute",
+            file=path,
+            entry=entry.key,
+        ) from error
 
 
 def dense_of(tensor: torch.Tensor, *, indices: bool = True) -> list[torch.Tensor]:

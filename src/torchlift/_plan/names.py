@@ -40,6 +40,13 @@ class Rewriting:
         """Return the name of the first tensor that values of `key` go to."""
         raise NotImplementedError
 
+    def check(self, metadata: Mapping[str, str], path: str) -> None:
+        """Refuse a checkpoint whose metadata say that it is none for this rule.
+
+        Raises:
+            MismatchError: it is of another model.
+        """
+
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         """Return name in the model -> tensor.
 
@@ -113,6 +120,8 @@ def assembled(origin: Origin, rename: Rewriting) -> tuple[dict[str, str], dict[s
     Raises:
         MismatchError: see `rewritten`.
     """
+    for ckpt in origin.checkpoints:
+        rename.check(ckpt.metadata, ckpt.path)
     candidates = {k: v for k, v in origin.candidates.items() if k not in origin.blocked}
     entries = {key: described(one) for key, one in candidates.items()}
     names: dict[str, str] = {}

@@ -63,7 +63,7 @@ from torchlift._store import Url
 from torchlift._system import Facts, clipped_list, count_of, human, uninterrupted
 from torchlift._transfer import BUDGET, STAGING, STAGING_AWAY, count_ranges
 from torchlift.errors import Argument, Hint, MismatchError, PlacementError, answers_keywords
-from torchlift.formats import Records, TensorEntry
+from torchlift.formats import Records, TensorEntry, as_blocks
 
 _DTYPE_LATER = "dtype= is not applied to what is left on meta: give it to the load that fills that"
 
@@ -656,7 +656,11 @@ def match(
                 continue
         names = [slot.fqn for slot in group.slots if slot.persistent]
         known.update(names)
-        found = [(name, candidates[name]) for name in names if name in candidates]
+        found = [
+            (name, _blocks_for(candidates[name], group.tensor))
+            for name in names
+            if name in candidates
+        ]
         for name, one in found:
             if isinstance(one, MemoryTensor) and is_lazy(one.value):
                 raise PlacementError(
@@ -679,6 +683,15 @@ def match(
         result.unmatched.append(group)
     result.unexpected = [name for name in candidates if name not in known]
     return result
+
+
+def _blocks_for(one: SourceTensor, tensor: torch.Tensor) -> SourceTensor:
+    """Return the blocks of quantised values as they are, for memory that holds just those."""
+    if tensor.dtype != torch.uint8 or not isinstance(one, FileTensor) or not one.entry.encoding:
+        return one
+    raw = as_blocks(one.entry)
+    fits = raw is not None and raw.shape == tuple(tensor.shape)
+    return replace(one, entry=raw) if fits else one
 
 
 def _fits(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:

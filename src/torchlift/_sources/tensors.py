@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from typing_extensions import Self
 
-from torchlift._checkpoint import MappedViews, dtype_of
+from torchlift._checkpoint import MappedViews, calculated, dtype_of
 from torchlift._model import (
     Span,
     Spans,
@@ -227,7 +227,8 @@ def tensor_of(
         return FileTensor(keys[0], entry, views, keys)
     if len(from_memory) == 1 == len(entry.chunks):
         whole = described(tensors[from_memory[0]])
-        if (whole.chunks, whole.stride) == (entry.chunks, entry.stride):
+        same = whole.chunks, whole.stride, whole.encoding
+        if same == (entry.chunks, entry.stride, entry.encoding):
             return replace(tensors[from_memory[0]], keys=keys)
     slices = tuple(_slices(entry, tensors, views))
     return JoinedTensor(keys[0], keys, slices, entry.shape, getattr(torch, entry.dtype))
@@ -242,8 +243,9 @@ def _slices(
         block = tuple((start, start + size) for start, size in spans)
         steps = steps_in_file(entry, chunk)
         if chunk.file.startswith(_MEMORY):
-            value, offset = tensors[chunk.file[1:]].tensor(), chunk.offset // entry.itemsize
-            yield value.detach().as_strided(chunk.shape, steps, offset), block
+            value = tensors[chunk.file[1:]].tensor().detach()
+            box = value.as_strided(chunk.shape, steps, chunk.offset // value.element_size())
+            yield (calculated(entry, box.float()) if entry.encoding[1:] else box), block
         else:
             assert views is not None
             alone = chunk._replace(start=(0,) * len(chunk.start), stride=None)

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from torchlift._lazy import lazy
 from torchlift._store import FileStamp as FileStamp
 from torchlift._store import Stamp as Stamp
+from torchlift.formats.boxes import as_blocks as as_blocks
 from torchlift.formats.boxes import at_indices as at_indices
+from torchlift.formats.boxes import grain as grain
 from torchlift.formats.boxes import joined as joined
 from torchlift.formats.boxes import narrowed as narrowed
 from torchlift.formats.boxes import overlaps as overlaps
@@ -42,8 +44,8 @@ from torchlift.formats.flattening import no_container as no_container
 from torchlift.formats.flattening import paths_inside as paths_inside
 from torchlift.formats.flattening import select as select
 from torchlift.formats.flattening import under as under
-from torchlift.formats.gguf import GGUF_BLOCKS as GGUF_BLOCKS
 from torchlift.formats.index import AMBIGUOUS as AMBIGUOUS
+from torchlift.formats.index import GGUF_BLOCKS as GGUF_BLOCKS
 from torchlift.formats.index import ITEMSIZE as ITEMSIZE
 from torchlift.formats.index import SUBCLASS as SUBCLASS
 from torchlift.formats.index import UNRESOLVED as UNRESOLVED

@@ -79,15 +79,15 @@ def narrowed(entry: TensorEntry, spans: Spans) -> TensorEntry:
     shape = tuple(sum(stop - start for start, stop in dim) for dim in spans)
     if shape == entry.shape and entry.is_contiguous:
         return entry
-    if not entry.is_plain:
+    if not entry.can_be_sliced:
         raise FormatError(
-            "blocks of quantised values, of which no slice can be read",
+            "no strided numbers, of which a slice could be read",
             entry=entry.key,
             found=entry.type_name,
             hint="Load it whole, and save what it stands for.",
         )
     chunks = [
-        _box(entry, chunk, chunk.offset + first * entry.itemsize, at, sizes, steps)
+        _box(entry, chunk, chunk.offset + _bytes(entry, first), at, sizes, steps)
         for chunk in entry.chunks
         for steps in (steps_in_file(entry, chunk),)
         for at, inside, sizes in overlaps(spans, chunk.start, chunk.shape)
@@ -127,7 +127,7 @@ def at_indices(entry: TensorEntry, dim: int, indices: range) -> TensorEntry:
         )
         if low >= high:
             continue
-        offset = chunk.offset + (indices[low] - start[dim]) * steps[dim] * entry.itemsize
+        offset = chunk.offset + _bytes(entry, (indices[low] - start[dim]) * steps[dim])
         steps[dim] *= indices.step
         start[dim], shape[dim] = low, high - low
         chunks.append(_box(entry, chunk, offset, start, shape, steps))
@@ -183,7 +183,7 @@ def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
         >>> [(chunk.offset, chunk.start, chunk.shape) for chunk in joined(made, 0).chunks]
         [(0, (0,), (4,)), (100, (4,), (2,))]
     """
-    at, size = 0, entries[0].itemsize
+    at = 0
     found: list[Chunk] = []
     behind: dict[object, int] = {}
     for entry in entries:
@@ -199,7 +199,7 @@ def joined(entries: Sequence[TensorEntry], dim: int) -> TensorEntry:
             shape = (*chunk.shape[:dim], length, *chunk.shape[dim + 1 :])
             found[before : before + 1] = [_box(entry, chunk, offset, start, shape, steps)]
             following = (*start[:dim], start[dim] + length, *start[dim + 1 :])
-            behind[following, offset + length * steps[dim] * size, others] = before
+            behind[following, offset + _bytes(entry, length * steps[dim]), others] = before
         at += entry.shape[dim]
     # Of what has bytes; that one of them is deflated is then true of the whole.
     stored = (name for entry in entries if entry.chunks for name in entry.encoding)
@@ -219,8 +219,73 @@ def _box(
     found, strides = tuple(shape), tuple(steps)
     last = sum((size - 1) * step for size, step in zip(found, strides, strict=True))
     stride = None if is_row_major(found, strides) else strides
-    nbytes = (last + 1) * entry.itemsize
+    values = entry.block[0]
+    if values > 1:  # the numbers of a block lie side by side, in one dimension, and all of them
+        sides = zip(found, strides, strict=True)
+        uneven = [(size, step) for size, step in sides if step % values and size > 1]
+        if len(uneven) > 1 or any(step != 1 or size % values for size, step in uneven):
+            raise _indivisible(entry)
+    nbytes = _bytes(entry, last + 1)
     return Chunk(source.file, offset, nbytes, tuple(start), found, stride, source.packed)
+
+
+def _bytes(entry: TensorEntry, elements: int) -> int:
+    """Return the bytes that a number of elements takes in the file.
+
+    Raises:
+        FormatError: they are no whole blocks.
+    """
+    values, size = entry.block
+    if elements % values:
+        raise _indivisible(entry)
+    return elements // values * size
+
+
+def _indivisible(entry: TensorEntry) -> FormatError:
+    return FormatError(
+        "blocks of quantised values would be cut",
+        entry=entry.key,
+        expected=f"slices of whole blocks of {entry.block[0]}",
+        found=f"{entry.type_name} {list(entry.shape)}",
+        hint="Load it whole, or convert the file to plain numbers first.",
+    )
+
+
+def grain(entry: TensorEntry, dim: int) -> int:
+    """Return how many indices of a dimension lie in one block, and can only be had together."""
+    values = entry.block[0]
+    lies_so = any(steps_in_file(entry, chunk)[dim] == 1 for chunk in entry.chunks)
+    return values if lies_so and entry.shape[dim] > 1 else 1
+
+
+def as_blocks(entry: TensorEntry) -> TensorEntry | None:
+    """Return the entry of the bytes of quantised blocks; None where they are no rows of them.
+
+    Example:
+        >>> whole = Chunk("f", 0, 68, (0, 0), (2, 32))
+        >>> entry = TensorEntry("w", "float32", (2, 32), (32, 1), 256, "cpu", "f", (whole,),
+        ...                     encoding=("Q8_0",))
+        >>> raw = as_blocks(entry)
+        >>> raw.dtype, raw.shape
+        ('uint8', (2, 34))
+    """
+    values, size = entry.block
+    last = len(entry.shape) - 1
+    if values == 1 or len(entry.encoding) > 1 or grain(entry, last) == 1:
+        return None
+    chunks = []
+    for chunk in entry.chunks:
+        *steps, _ = steps_in_file(entry, chunk)
+        rows = [_bytes(entry, step) for step in steps]
+        start, width = (_bytes(entry, each[last]) for each in (chunk.start, chunk.shape))
+        shape, strides = (*chunk.shape[:last], width), (*rows, 1)
+        stride = None if is_row_major(shape, strides) else strides
+        chunks.append(
+            chunk._replace(start=(*chunk.start[:last], start), shape=shape, stride=stride)
+        )
+    shape = (*entry.shape[:last], entry.shape[last] // values * size)
+    raw = entry._replace(dtype="uint8", encoding=(), shape=shape)
+    return _boxed(raw, shape, tuple(chunks))
 
 
 def flat_entry(

@@ -12,7 +12,15 @@ from operator import length_hint
 from typing import Any
 
 from torchlift.errors import FormatError
-from torchlift.formats.index import ITEMSIZE, Chunk, Index, Storage, TensorEntry, row_major
+from torchlift.formats.index import (
+    GGUF_BLOCKS,
+    ITEMSIZE,
+    Chunk,
+    Index,
+    Storage,
+    TensorEntry,
+    row_major,
+)
 from torchlift.formats.reader import Content, Reader
 from torchlift.formats.source import Cursor, dense_shape
 
@@ -20,16 +28,6 @@ from torchlift.formats.source import Cursor, dense_shape
 _PLAIN = {
     0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64",
     30: "bfloat16",
-}  # fmt: skip
-#: ggml's number of a block type -> its name, values in a block, bytes of a block.
-GGUF_BLOCKS: dict[int, tuple[str, int, int]] = {
-    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
-    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
 #: Number of a metadata type -> how it is stored; 8 is text, 9 an array.
 _SCALARS = {

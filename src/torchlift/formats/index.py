@@ -66,6 +66,23 @@ UNRESOLVED = "unresolved"
 #: The kind of a tensor whose class only a caller can allow.
 SUBCLASS = "subclass"
 
+#: ggml's number of a block type -> its name, values in a block, bytes of a block.
+GGUF_BLOCKS: dict[int, tuple[str, int, int]] = {
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
+#: Name of a type of GGUF -> values that lie together, and in how many bytes; of plain numbers that
+#: something is computed of, too.
+_BLOCKS = {
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2),
+    **{name: (values, nbytes) for name, values, nbytes in GGUF_BLOCKS.values()},
+}  # fmt: skip
+
 #: Encodings that leave every element in its place.
 _ELEMENTWISE = frozenset({"deflated", "big-endian", "conjugate", "negative"})
 
@@ -220,7 +237,8 @@ class TensorEntry(NamedTuple):
             tensor, as a distributed checkpoint stores it.
         encoding: how the stored bytes differ from the values, in the order in which it is undone:
             any of ``"deflated"``, ``"big-endian"``, ``"conjugate"`` and ``"negative"``, or the name
-            of a quantised block type. Empty if they do not differ.
+            of a type of GGUF, such as ``"Q4_K"``, and what a rename computes of its values. Empty
+            if they do not differ.
         kind: what it is where it is not strided numbers. Its chunks and ``nbytes`` are then those
             of what it is made of, and the shape of a nested or jagged one is that of all its values
             in a row.
@@ -260,6 +278,17 @@ class TensorEntry(NamedTuple):
     def is_plain(self) -> bool:
         """Return whether it is strided numbers, and the bytes of each of them lie by themselves."""
         return self.kind is None and _ELEMENTWISE.issuperset(self.encoding)
+
+    @property
+    def can_be_sliced(self) -> bool:
+        """Return whether its slices are bytes of it: of plain numbers any, of blocks whole ones."""
+        return self.is_plain or (self.kind is None and self.encoding[0] in _BLOCKS)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Return how many values lie together, and in how many bytes."""
+        found = _BLOCKS.get(self.encoding[0]) if self.encoding else None
+        return found or (1, self.itemsize)
 
     @property
     def type_name(self) -> str:

@@ -343,20 +343,10 @@ def transformers(model_or_config: Any) -> Renaming:
         >>> rename("model.layers.0.block_sparse_moe.experts.1.w2.weight")
         'model.layers.0.mlp.experts.down_proj'
     """
-    try:
-        from transformers import PretrainedConfig, PreTrainedModel
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import PrefixChange
-    except ImportError as error:
-        raise ImportError(
-            "remap.transformers needs transformers 5 or later, which has a conversion table"
-        ) from error
-    model = model_or_config
-    if isinstance(model, PretrainedConfig):
-        model = _of_config(model)
-    if not isinstance(model, PreTrainedModel):
-        found = f"a {type(model_or_config).__name__}"
-        raise TypeError(f"expected a model of transformers, or its configuration, not {found}")
+    model: Any = model_of("transformers", model_or_config)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
     quantizer = getattr(model, "hf_quantizer", None)
     saved = get_model_conversion_mapping(model, hf_quantizer=quantizer, add_legacy=False)
     return _Table(
@@ -374,10 +364,27 @@ def transformers(model_or_config: Any) -> Renaming:
     )
 
 
-def _of_config(config: Any) -> nn.Module:
-    """Make the model of a configuration, without storage."""
-    import transformers as library
+def model_of(rule: str, model_or_config: Any) -> nn.Module:
+    """Return a model of transformers, or make that of a configuration, without storage.
 
+    Raises:
+        TypeError: it is neither.
+        ImportError: there is no transformers, or an old one.
+    """
+    try:
+        import transformers as library
+        from transformers import conversion_mapping as _  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"remap.{rule} needs transformers 5 or later, which has a conversion table"
+        ) from error
+    config = model_or_config
+    if isinstance(config, library.PreTrainedModel):
+        model: nn.Module = config
+        return model
+    if not isinstance(config, library.PretrainedConfig):
+        found = f"a {type(config).__name__}"
+        raise TypeError(f"expected a model of transformers, or its configuration, not {found}")
     names = getattr(config, "architectures", None) or []
     kind = getattr(library, names[0], None) if names else None
     if kind is None:

@@ -40,7 +40,7 @@ class Unfit(ValueError):
 
 def _checked(item: Made) -> Made:
     """Return a tensor of plain numbers."""
-    if not item.entry.is_plain:
+    if not item.entry.can_be_sliced:
         raise PlacementError(
             "only whole tensors of plain numbers can be merged or split",
             entry=item.keys[0],

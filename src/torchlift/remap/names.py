@@ -62,6 +62,11 @@ class _Chain(Renaming):
 class _RewritingChain(_Chain, Rewriting):
     """Renames of which some merge or split: each sees all tensors that the one before it made."""
 
+    def check(self, metadata: Mapping[str, str], path: str) -> None:
+        for step in self.steps:
+            if isinstance(step, Rewriting):
+                step.check(metadata, path)
+
     def rewrite(self, items: Mapping[str, Made], path: str) -> dict[str, Made]:
         made = dict(items)
         for step in self.steps:

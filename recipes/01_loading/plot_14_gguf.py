@@ -1,0 +1,200 @@
+"""
+GGUF to transformers: right names, wrong attention
+==================================================
+
+You have a ``.gguf`` of llama.cpp and a model of ``transformers``. You rename ``blk.0.attn_q`` to
+``layers.0.self_attn.q_proj``, everything loads without an error, and the model talks nonsense. Why?
+
+llama.cpp keeps the rows of q and k in another order: `torchlift.remap.from_to` knows that, and what
+else its files have otherwise.
+"""
+
+# %%
+# In short
+# --------
+
+import tempfile
+
+import transformers
+
+import torchlift
+
+sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+config = transformers.LlamaConfig(**sizes, vocab_size=256)
+saved = transformers.LlamaForCausalLM(config).eval()
+rename = torchlift.remap.from_to("gguf->transformers", saved)
+file = tempfile.mkdtemp() + "/as_in_gguf.safetensors"
+torchlift.convert(saved.state_dict(), file, rename=rename.reversed())
+model = torchlift.skeleton(transformers.LlamaForCausalLM, saved.config)
+report = torchlift.load(model, file, rename=rename)
+print(len(report.loaded), "tensors, such as", rename("blk.0.attn_q.weight"))
+
+# %%
+# The file has the names and rows of llama.cpp's; the path of a ``.gguf`` goes in its place.
+#
+# Everything loads, and the logits are wrong
+# ------------------------------------------
+#
+# Here is a real one, written as llama.cpp's converter does it, with the ``gguf`` package:
+
+# fold: How llama.cpp writes it
+import gguf
+import torch
+
+from torchlift import remap
+
+Kind = gguf.GGMLQuantizationType
+FACTS = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "vocab_size": "vocab_size",
+}  # fmt: skip
+
+
+def rotated(rows, heads):
+    halves = rows.reshape(heads, 2, -1, rows.shape[1])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def write(model, path, kind=Kind.F32):
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    name_there = remap.from_to("transformers->gguf", model)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, name in FACTS.items():
+        writer.add_uint32("llama." + key, getattr(config, name))
+    for name, tensor in model.state_dict().items():
+        rows = tensor.numpy()
+        if "q_proj" in name or "k_proj" in name:
+            rows = rotated(rows, config.num_attention_heads)
+        stored = kind if rows.ndim > 1 else Kind.F32
+        blocks = gguf.quants.quantize(rows, stored)
+        writer.add_tensor(name_there(name), blocks, raw_dtype=stored)
+    for part in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{part}_to_file")()
+    writer.close()
+
+
+folder = tempfile.mkdtemp()
+write(saved, folder + "/tiny.gguf")
+
+# %%
+# The rule that everybody writes first: names by names. It is strict, and nothing is missing.
+
+names = remap.rules([
+    (r"^token_embd\.", "model.embed_tokens."),
+    (r"^output_norm\.", "model.norm."),
+    (r"^output\.", "lm_head."),
+    (r"^blk\.", "model.layers."),
+    (r"\.attn_(q|k|v)\.", r".self_attn.\1_proj."),
+    (r"\.attn_output\.", ".self_attn.o_proj."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.ffn_(gate|up|down)\.", r".mlp.\1_proj."),
+])  # fmt: skip
+words = torch.arange(16).view(1, -1)
+
+
+def logits_by(rule):
+    model = torchlift.skeleton(transformers.LlamaForCausalLM, saved.config)
+    torchlift.load(model, folder + "/tiny.gguf", rename=rule)
+    with torch.no_grad():
+        return model.eval()(input_ids=words).logits
+
+
+with torch.no_grad():
+    expected = saved(input_ids=words).logits
+print(
+    "names alone, same logits:",
+    torch.allclose(logits_by(names), expected, atol=1e-3),
+)
+print("from_to, same logits:", torch.equal(logits_by(rename), expected))
+
+# %%
+# Shapes are equal, so nobody notices. The rotation of positions pairs two numbers of a head:
+# neighbours in llama.cpp, the first half with the second in ``transformers``. So llama.cpp moves
+# the rows of q and k, and of nothing else.
+#
+# What else differs in a GGUF file
+# --------------------------------
+#
+# It depends on the model. Norms of Gemma have one added, matrices of GPT-2 are transposed, q, k and
+# v of BLOOM are in other groups, experts are in two tensors instead of one, and the head may be
+# left out. `torchlift.remap.from_to` does all of these, or says that it does not know the model. A
+# file that says that it is of another model, or has other heads, is refused.
+#
+# Proof
+# -----
+#
+# A quantised file that is 80 MiB as numbers, in a new process each: read by ``transformers``
+# itself, and by `torchlift.load`. Blocks become numbers some at a time, where they stay.
+
+# fold: How it is measured
+large = {**sizes, "hidden_size": 512, "intermediate_size": 4096, "vocab_size": 6144}
+config = transformers.LlamaConfig(**large)
+write(transformers.LlamaForCausalLM(config), folder + "/large.gguf", Kind.Q8_0)
+
+
+def load_twice(way, folder):
+    kind = transformers.LlamaForCausalLM
+    for name in ("tiny.gguf", "large.gguf"):  # what is imported is not the model's
+        torchlift.measure.mark(name)
+        if way == "from_pretrained":
+            model = kind.from_pretrained(folder, gguf_file=name)
+        else:
+            config = transformers.AutoConfig.from_pretrained(folder, gguf_file=name)
+            model = torchlift.skeleton(kind, config)
+            rule = remap.from_to("gguf->transformers", model)
+            torchlift.load(model, f"{folder}/{name}", rename=rule)
+    with torch.no_grad():
+        return model.eval()(input_ids=words).logits
+
+
+logits = []
+for way in ("from_pretrained", "torchlift.load"):
+    child = torchlift.measure.in_child(load_twice, way, folder)
+    logits.append(child.value)
+    start, timeline = child.memory.marks[1], child.memory.timeline
+    peak = max(row.anonymous for row in timeline if row.seconds >= start.seconds)
+    print(f"{way:<16} anonymous peak: {(peak - start.anonymous) / 2**20:.0f} MiB")
+assert torch.equal(*logits)
+assert peak - start.anonymous < (80 + 64) * 2**20
+
+# %%
+
+import matplotlib.pyplot as plt
+
+plt.style.use("torchlift.measure.figures")
+figure, axes = plt.subplots()
+rows = rotated(torch.arange(16).view(16, 1).numpy(), 1)[:, 0].tolist()
+for at, to in enumerate(rows):
+    look = {"color": "C0" if to < 8 else "C1", "hatch": "" if to < 8 else "//"}
+    axes.bar((0, 1), 0.9, 0.2, (at, to), edgecolor="white", **look)
+    axes.plot([0.1, 0.9], [at + 0.45, to + 0.45], "-", color=look["color"])
+axes.set_xticks([0, 1], ["the file\nof llama.cpp", "the model\nof transformers"])
+axes.set(
+    yticks=[0.45, 8.45, 15.45],
+    yticklabels=[0, 8, 15],
+    ylabel="row of one head of q",
+)
+axes.invert_yaxis()
+plt.show()
+
+# %%
+# *The 16 rows of one head of q. Left, in the order of the file: a row of the first half, then one
+# of the second, hatched. Right, in the order of the model. A line leads from each row's place in
+# the file to its place in memory.*
+#
+# Remember
+# --------
+#
+# - A GGUF file is not its model under other names: rows, norms and experts differ, by architecture.
+# - Equal shapes prove nothing. Compare logits.
+# - Blocks are computed on their way into the model: no tensor is in memory twice.
+#
+# Use this when
+# -------------
+#
+# - **llama.cpp's file, transformers' model:** `torchlift.remap.from_to`; for a ``.pt`` of
+#   openai-whisper, ``"whisper->transformers"`` and ``root="model_state_dict"``.
+# - **The file is to be safetensors for good:** `torchlift.convert` with the same rule.
+# - **The names are your own:** `torchlift.remap.rules`, and *Fused experts, split q, k, v*.

@@ -1,0 +1,464 @@
+"""`remap.from_to`: what transformers itself reads of GGUF, and what openai-whisper computes."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from checkpoint_files import same_bits
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
+from gguf_files import MODELS, finish, small_model, write_gguf
+from ranks import run_workers
+from torch import nn
+from whisper_model import Whisper
+
+import torchlift
+from torchlift import measure, remap
+from torchlift.errors import FormatError, MismatchError
+
+
+def loaded(model: Any, path: Path, **words: Any) -> Any:
+    """A model of the same configuration, with the values of a file."""
+    made = torchlift.skeleton(type(model), model.config)
+    rule = remap.from_to("gguf->transformers", model.config)
+    torchlift.load(made, path, rename=rule, **words)
+    return made.eval()
+
+
+def reference(model: Any, path: Path) -> Any:
+    """The same as transformers reads it, in its own way."""
+    words: Any = {} if isinstance(model, hf.MistralForCausalLM) else {"config": model.config}
+    words["dtype"] = torch.float32
+    return type(model).from_pretrained(path.parent, gguf_file=path.name, **words)
+
+
+def inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Tokens, and for what has an encoder two of them."""
+    ids = torch.arange(3, 13).view(1, -1)
+    return {
+        "input_ids": ids,
+        **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}),
+    }
+
+
+# ---- GGUF, against transformers
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in MODELS for kind in ("F32", "Q8_0")),
+        *(("LlamaForCausalLM", kind) for kind in ("F16", "BF16", "Q4_0", "Q5_1")),
+    ],
+)
+def test_every_architecture_is_what_transformers_reads(tmp_path, name, kind):
+    """To the bit, of floats and of blocks, and nothing is left over on either side."""
+    model = small_model(name)
+    path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
+    found, expected = loaded(model, path).state_dict(), reference(model, path).state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        tensor = tensor.to(found[key].dtype)  # transformers makes all of it float32
+        if key.endswith("A_log"):  # by numpy's logarithm there, which is torch's but for a bit
+            assert torch.allclose(found[key], tensor, rtol=1e-6), key
+        else:
+            assert same_bits(found[key], tensor), key
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_model_computes_what_it_was_saved_from(tmp_path, name):
+    """There and back by `convert`, too; what is added to norms costs a rounding."""
+    model = small_model(name)
+    path = write_gguf(model, tmp_path / "m.gguf")
+    rule = remap.from_to("gguf->transformers", model.config)
+    torchlift.convert(path, tmp_path / "here.safetensors", rename=rule)
+    torchlift.convert(
+        tmp_path / "here.safetensors", tmp_path / "there.safetensors", rename=rule.reversed()
+    )
+    again = torchlift.skeleton(type(model), model.config)
+    torchlift.load(again, tmp_path / "there.safetensors", rename=rule)
+    with torch.no_grad():
+        expected = model(**inputs(model)).logits
+        for made in (loaded(model, path), again.eval()):
+            assert torch.allclose(made(**inputs(model)).logits, expected, atol=1e-4, rtol=1e-3)
+    with torchlift.open(path) as old, torchlift.open(tmp_path / "there.safetensors") as new:
+        assert {*old} - {"rope_freqs.weight"} == {*new}
+        for key in new:
+            assert old[key].shape == new[key].shape
+            assert torch.allclose(old[key], new[key], atol=1e-6), key
+
+
+def test_names_alone_load_cleanly_and_compute_something_else(tmp_path):
+    """Which is what the rule is for."""
+    model = small_model("LlamaForCausalLM")
+    path = write_gguf(model, tmp_path / "m.gguf", extra=False)
+    rule = remap.from_to("gguf->transformers", model)
+    wrong = torchlift.skeleton(type(model), model.config)
+    torchlift.load(wrong, path, rename=lambda key: rule(key))
+    with torch.no_grad():
+        expected = model(**inputs(model)).logits
+        assert not torch.allclose(wrong.eval()(**inputs(model)).logits, expected, atol=0.1)
+        assert torch.equal(loaded(model, path)(**inputs(model)).logits, expected)
+
+
+def test_falcon_40b_has_its_heads_in_groups(tmp_path):
+    """As llama.cpp takes them apart; transformers 5.23 leaves the rows where they are."""
+    changes = {"new_decoder_architecture": True, "num_kv_heads": 2, "multi_query": True}
+    model = small_model("FalconForCausalLM", **changes)
+    path = write_gguf(model, tmp_path / "m.gguf")
+    for key, tensor in loaded(model, path).state_dict().items():
+        assert same_bits(tensor, model.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_file_without_a_head_has_its_embeddings_as_one(tmp_path, kind):
+    """llama.cpp computes so, whether a configuration says that they are tied or not."""
+    for tied in (True, False):
+        model = small_model("LlamaForCausalLM", tie_word_embeddings=True)
+        path = write_gguf(model, tmp_path / f"{tied}.gguf", kind=kind)
+        model.config.tie_word_embeddings = tied
+        made = loaded(model, path)
+        assert same_bits(made.lm_head.weight, made.model.embed_tokens.weight)
+        assert (made.lm_head.weight is made.model.embed_tokens.weight) == tied
+
+
+def test_heads_with_biases_are_ordered_as_their_rows(tmp_path):
+    """Of LLaMA with biases, as InternLM has them."""
+    model = small_model("LlamaForCausalLM", attention_bias=True, mlp_bias=True)
+    path = write_gguf(model, tmp_path / "m.gguf")
+    for key, tensor in loaded(model, path).state_dict().items():
+        assert same_bits(tensor, model.state_dict()[key]), key
+
+
+def test_experts_may_be_fused_in_the_file(tmp_path):
+    """As llama.cpp's converter writes them on request."""
+    model = small_model("Qwen3MoeForCausalLM")
+    path = write_gguf(model, tmp_path / "m.gguf")
+    fuse = remap.merge(["*_gate_exps.*", "*_up_exps.*"], "*_gate_up_exps.*", cat=1)
+    torchlift.convert(path, tmp_path / "f.safetensors", rename=fuse)
+    rule = remap.from_to("gguf->transformers", model)
+    made = torchlift.skeleton(type(model), model.config)
+    torchlift.load(made, tmp_path / "f.safetensors", rename=rule)
+    for key, tensor in made.state_dict().items():
+        assert same_bits(tensor, model.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "BloomForCausalLM"])
+def test_every_door_gives_the_same_values(tmp_path, name):
+    """Mapped and read, from a file and from memory, live and on meta, cast and not."""
+    model = small_model(name)
+    path = write_gguf(model, tmp_path / "m.gguf")
+    rule = remap.from_to("gguf->transformers", model)
+    expected = loaded(model, path).state_dict()
+    with torchlift.open(path) as ckpt:
+        state = {key: tensor.clone() for key, tensor in ckpt.items()}
+    for source in (path, state):
+        for way in ("mmap", "read"):
+            live = small_model(name)
+            nn.init.zeros_(live.get_input_embeddings().weight)
+            planned = torchlift.plan(live, source, rename=rule, source=way)
+            report = torchlift.load(live, source, rename=rule, source=way)
+            assert report.bytes_read == planned.bytes_to_read
+            for key, tensor in live.state_dict().items():
+                assert same_bits(tensor, expected[key]), key
+    half = loaded(model, path, dtype="bfloat16").state_dict()
+    for key, tensor in half.items():
+        assert same_bits(tensor, expected[key].to(tensor.dtype)), key
+
+
+def test_halves_in_norms_lose_nothing(tmp_path):
+    """One is taken from a number as it is, and what is left is float32."""
+    model = small_model("Gemma2ForCausalLM")
+    path = write_gguf(model, tmp_path / "m.gguf")
+    torchlift.convert(path, tmp_path / "half.safetensors", dtype="float16")
+    made = torchlift.skeleton(type(model), model.config)
+    rule = remap.from_to("gguf->transformers", model)
+    torchlift.load(made, tmp_path / "half.safetensors", rename=rule)
+    with torchlift.open(tmp_path / "half.safetensors") as ckpt:
+        assert same_bits(made.model.norm.weight, ckpt["output_norm.weight"].float() - 1)
+
+
+# ---- blocks
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_blocks_stay_blocks_where_a_module_holds_them(tmp_path, kind):
+    """transformers' ``GgufLinear`` has as many bytes: the same ones, with the rows of q and k."""
+    from transformers.integrations.gguf.utils import GgufLinear
+
+    model = small_model("LlamaForCausalLM")
+    path = write_gguf(model, tmp_path / "m.gguf", kind=kind)
+    rule = remap.from_to("gguf->transformers", model)
+
+    def packed() -> Any:
+        made = type(model)(model.config)
+        for name, module in list(made.named_modules()):
+            if type(module) is nn.Linear:
+                sizes = module.in_features, module.out_features
+                made.set_submodule(name, GgufLinear(*sizes, int(Kind[kind])))
+        return made
+
+    made = torchlift.skeleton(packed)
+    report = torchlift.load(made, path, rename=rule)
+    plain = loaded(model, path).state_dict()
+    for name, module in made.named_modules():
+        if isinstance(module, GgufLinear):
+            assert module.weight.dtype is torch.uint8
+            values = quants.dequantize(module.weight.numpy(), Kind[kind])
+            assert same_bits(torch.from_numpy(values), plain[f"{name}.weight"]), name
+    assert report.loaded["model.layers.0.mlp.up_proj.weight"].route == "view"
+
+
+def test_a_parameter_of_diffusers_takes_the_blocks(tmp_path):
+    """Its class and its type of blocks stay, live and of a skeleton, in every mode."""
+    kinds = pytest.importorskip("diffusers.quantizers.gguf.utils")
+    values = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    blocks = quants.quantize(values, Kind.Q8_0)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "flux")
+    writer.add_tensor("proj.weight", blocks, raw_dtype=Kind.Q8_0)
+    finish(writer)
+
+    def made() -> Any:
+        linear = kinds.GGUFLinear(64, 8, compute_dtype=torch.float32)
+        empty = torch.zeros(blocks.shape, dtype=torch.uint8)
+        linear.weight = kinds.GGUFParameter(empty, quant_type=Kind.Q8_0)
+        return nn.ModuleDict({"proj": linear})
+
+    for start in (made, lambda: torchlift.skeleton(made)):
+        for mode in ("auto", "assign", "swap"):
+            model = start()
+            torchlift.load(model, tmp_path / "m.gguf", mode=mode)
+            weight = model["proj"].weight
+            assert (type(weight), weight.quant_type) == (kinds.GGUFParameter, Kind.Q8_0)
+            assert same_bits(weight.as_tensor(), torch.from_numpy(blocks))
+
+
+def _heavy(folder: Path) -> Path:
+    """Four matrices of 4096 x 4096 in blocks, and little else."""
+    rows = np.random.default_rng(0).standard_normal((256, 4096), dtype=np.float32)
+    writer = gguf.GGUFWriter(folder / "heavy.gguf", "llama")
+    blocks = quants.quantize(rows, Kind.Q8_0)
+    for name in "q", "k", "v", "output":
+        writer.add_tensor(
+            f"blk.0.attn_{name}.weight", np.tile(blocks, (16, 1)), raw_dtype=Kind.Q8_0
+        )
+    finish(writer)
+    return folder / "heavy.gguf"
+
+
+def _load_heavy(path: Path, way: str) -> None:
+    config = hf.LlamaConfig(
+        hidden_size=4096, intermediate_size=8, num_hidden_layers=1, num_attention_heads=32,
+        vocab_size=8, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    model = torchlift.skeleton(hf.LlamaForCausalLM, config)
+    rule = remap.from_to("gguf->transformers", config)
+    measure.mark("ready")
+    if way == "convert":
+        torchlift.convert(path, path.with_suffix(".safetensors"), rename=rule)
+        return
+    device = remap.by_pattern({"self_attn": "cpu", "": "meta"})
+    torchlift.load(
+        model, path, rename=rule, dtype="bfloat16", device=device, allow_missing=["*"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "owned"), [("load", 128), ("convert", 0)])
+def test_blocks_become_numbers_some_at_a_time(tmp_path, way, owned):
+    """What stays, and no matrix twice: one alone would be 64 MiB of float32."""
+    child = measure.in_child(_load_heavy, _heavy(tmp_path), way)
+    start = child.memory.marks[0]
+    rows = [row for row in child.memory.timeline if row.seconds >= start.seconds]
+    peak = (max(row.anonymous for row in rows) - start.anonymous) / 2**20
+    assert owned < peak + 1 < owned + 64
+
+
+# ---- openai-whisper
+
+_WHISPER = {
+    "num_mel_bins": 8, "d_model": 32, "vocab_size": 128, "max_source_positions": 32,
+    "max_target_positions": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "architectures": ["WhisperForConditionalGeneration"],
+}  # fmt: skip
+
+
+def test_whisper_computes_what_it_computed(tmp_path):
+    """The file of openai-whisper in transformers' model, and back again, to the bit."""
+    torch.manual_seed(0)
+    theirs = Whisper(size=32, heads=4, mels=8, length=32, words=128).eval()
+    dims = {"n_mels": 8, "n_audio_head": 4}
+    torch.save({"dims": dims, "model_state_dict": theirs.state_dict()}, tmp_path / "tiny.pt")
+    config = hf.WhisperConfig(**_WHISPER)
+    ours = torchlift.skeleton(hf.WhisperForConditionalGeneration, config)
+    rule = remap.from_to("whisper->transformers", config)
+    torchlift.load(ours, tmp_path / "tiny.pt", root="model_state_dict", rename=rule)
+    mel, tokens = torch.randn(2, 8, 64), torch.randint(3, 128, (2, 7))
+    with torch.no_grad():
+        found = ours.eval()(input_features=mel, decoder_input_ids=tokens).logits
+        assert torch.allclose(found, theirs(mel, tokens), atol=1e-5)
+    ours.save_pretrained(tmp_path)
+    back = remap.from_to("transformers->whisper", config)
+    torchlift.convert(tmp_path / "model.safetensors", tmp_path / "back.pt", rename=back)
+    state = torch.load(tmp_path / "back.pt")
+    assert state.keys() == theirs.state_dict().keys()
+    assert all(same_bits(state[key], value) for key, value in theirs.state_dict().items())
+
+
+def test_a_head_of_its_own_is_no_whisper():
+    """What would be lost on the way back is an error before."""
+    config = hf.WhisperConfig(**_WHISPER, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match="no head apart from its embeddings"):
+        remap.from_to("transformers->whisper", config)
+
+
+# ---- the rule as a value
+
+
+def test_the_rule_is_a_plain_value():
+    """It prints as its call, is equal to itself, can be pickled, and leads back."""
+    model = small_model("LlamaForCausalLM")
+    rule = remap.from_to("gguf->transformers", model)
+    assert repr(rule) == "from_to('gguf->transformers', LlamaForCausalLM)"
+    assert rule == remap.from_to("gguf->transformers", model.config)
+    assert pickle.loads(pickle.dumps(rule)) == rule
+    assert rule.reversed() == remap.from_to("transformers->gguf", model)
+    assert rule.reversed().reversed() == rule
+    assert rule("rope_freqs.weight") is None
+    assert rule("adapter.weight") == "adapter.weight"
+
+
+def test_the_rule_composes_with_others(tmp_path):
+    """With a prefix before it and behind it; what it checks of a file is checked all the same."""
+    model = small_model("LlamaForCausalLM")
+    path = write_gguf(model, tmp_path / "m.gguf")
+    rule = remap.from_to("gguf->transformers", model)
+    behind = rule | remap.rules([(r"^", "inner.")])
+    made = nn.ModuleDict({"inner": torchlift.skeleton(type(model), model.config)})
+    torchlift.load(made, path, rename=behind)
+    for key, tensor in made["inner"].state_dict().items():
+        assert same_bits(tensor, model.state_dict()[key]), key
+    other = small_model("Qwen2ForCausalLM")
+    wrong = remap.from_to("gguf->transformers", other) | remap.strip("x")
+    with pytest.raises(MismatchError, match="the file is of another model"):
+        torchlift.load(other, path, rename=wrong)
+
+
+# ---- what does not fit
+
+
+def test_a_file_of_another_model_is_refused(tmp_path):
+    """By its architecture, or by heads that no shape tells of, in a load and a conversion."""
+    llama, qwen = small_model("LlamaForCausalLM"), small_model("Qwen2ForCausalLM")
+    path = write_gguf(llama, tmp_path / "m.gguf")
+    more = small_model("LlamaForCausalLM", num_attention_heads=8, num_key_value_heads=4)
+    for model, found in (
+        (qwen, "general.architecture.*expected qwen2 for Qwen2ForCausalLM; found llama"),
+        (more, "attention.head_count.*expected 8 for LlamaForCausalLM; found 4"),
+    ):
+        rule = remap.from_to("gguf->transformers", model)
+        with pytest.raises(MismatchError, match=found):
+            torchlift.load(model, path, rename=rule)
+        with pytest.raises(MismatchError, match=found):
+            torchlift.convert(path, tmp_path / "n.safetensors", rename=rule)
+    assert not (tmp_path / "n.safetensors").exists()
+
+
+def test_a_missing_layer_is_missing(tmp_path):
+    """And one that the model lacks is unexpected."""
+    model = small_model("LlamaForCausalLM")
+    more = small_model("LlamaForCausalLM", num_hidden_layers=3)
+    path = write_gguf(model, tmp_path / "m.gguf")
+    with pytest.raises(
+        MismatchError, match=r"missing \(9\): model.layers.2.self_attn.q_proj.weight"
+    ):
+        torchlift.load(more, path, rename=remap.from_to("gguf->transformers", more))
+    path = write_gguf(more, tmp_path / "more.gguf")
+    with pytest.raises(MismatchError, match=r"unexpected \(9\): blk.2."):
+        torchlift.load(model, path, rename=remap.from_to("gguf->transformers", model))
+
+
+def test_half_of_the_experts_are_not_all(tmp_path):
+    """Gate and up projection make one tensor, or none."""
+    model = small_model("Qwen3MoeForCausalLM")
+    path = write_gguf(model, tmp_path / "m.gguf")
+    rule = remap.from_to("gguf->transformers", model)
+    with pytest.raises(MismatchError, match=r"missing: blk.1.ffn_up_exps.weight"):
+        torchlift.load(model, path, rename=rule, exclude=["blk.1.ffn_up_exps*"], strict=False)
+
+
+def test_rows_that_do_not_divide_into_heads_are_refused():
+    """The configuration is not that of the tensors."""
+    model = small_model("LlamaForCausalLM")
+    rule = remap.from_to("gguf->transformers", model)
+    with pytest.raises(MismatchError, match=r"the 30 rows of 'blk.0.attn_q.weight' are not 8"):
+        torchlift.load(model, {"blk.0.attn_q.weight": torch.ones(30, 64)}, rename=rule)
+    whole = torch.ones(64, 64, dtype=torch.int8)
+    norms = remap.from_to("gguf->transformers", small_model("Gemma2ForCausalLM"))
+    with pytest.raises(MismatchError, match="is stored as int8, of which nothing can be computed"):
+        torchlift.load(model, {"output_norm.weight": whole}, rename=norms)
+
+
+def test_blocks_that_would_be_cut_are_refused(tmp_path):
+    """Columns of Qwen3.5's value heads are fewer than a block of Q6_K has numbers."""
+    model = small_model("Qwen3_5ForCausalLM", linear_value_head_dim=16)
+    path = write_gguf(model, tmp_path / "m.gguf", kind="Q8_0")
+    with pytest.raises(FormatError, match=r"ssm_out.*would be cut"):
+        loaded(model, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("gguf", None, "expected one of gguf->transformers, transformers->gguf, whisper"),
+        ("gguf->transformers", hf.BertConfig(architectures=["BertModel"]), "files of 'bert'"),
+        (
+            "whisper->transformers",
+            hf.BertConfig(architectures=["BertModel"]),
+            "no configuration of",
+        ),
+    ],
+)
+def test_what_there_is_no_rule_for_is_said(kind, config, message):
+    """With what there is."""
+    with pytest.raises(ValueError, match=message):
+        remap.from_to(kind, config)
+
+
+def test_a_configuration_without_heads_is_refused():
+    """A number that the rows depend on is not guessed."""
+    model = small_model("LlamaForCausalLM")
+    model.config.num_key_value_heads = None
+    with pytest.raises(ValueError, match="does not say how many num_key_value_heads"):
+        remap.from_to("gguf->transformers", model)
+    with pytest.raises(TypeError, match="expected a model of transformers"):
+        remap.from_to("gguf->transformers", nn.Linear(1, 1))
+
+
+def test_without_the_package_there_are_no_names(monkeypatch):
+    """And the error says which one, and how to get it."""
+    model = small_model("LlamaForCausalLM")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match="pip install gguf"):
+        remap.from_to("gguf->transformers", model)
+
+
+# ---- on a mesh
+
+
+@pytest.mark.distributed
+def test_on_a_mesh(tmp_path):
+    """Each rank reads the rows of its own shards, and computes its own blocks."""
+    found = run_workers(Path(__file__).with_name("workers_between.py"), 2, tmp_path)
+    assert found == {
+        "shards_have_the_rows_of_transformers": "", "shards_of_blocks_are_computed_apart": "",
+    }  # fmt: skip
